@@ -60,7 +60,12 @@ class Run:
         thread = TrainingThread(tracker)
         self.thread_sampler = ThreadSampler(thread.ident, thread.is_computing, thread.is_running)
         self.builder = TotalsBuilder(
-            self.accounting, tracker, sampler, self.thread_sampler, Overhead(tracker, sampler), peers=lambda: self.peers
+            self.accounting,
+            tracker,
+            sampler,
+            self.thread_sampler,
+            Overhead(tracker, sampler, None, None),
+            peers=lambda: self.peers,
         )
         self.stall_monitor = StallMonitor(
             config,

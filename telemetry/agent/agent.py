@@ -233,11 +233,29 @@ class BetweenTicks:
             self.turns.end()
 
 
-# -- makes every part of an agent and connects them --------------------------------------------------------------------
+# -- the agent: its parts, its start, its thread, and its end in bounded time ------------------------------------------
+
+_LEAD_SECONDS: Final = 1.0
+"""Time between two readings of the ring, and two checks whether a rank serves the node. It does not depend on the
+sampling interval. A dead serving rank is replaced in 3 s."""
+
+_RANK_SECONDS: Final = 0.9
+"""Minimum time between two readings of the node's ranks and of torch.distributed: they are read about once a second."""
+
+_PUBLISH_SECONDS: Final = 2.0
+"""If two ticks are closer than this, only one of them publishes the state. Publishing is 40 % of the cost of a tick,
+and Prometheus scrapes only once in many seconds."""
+
+_STOP_SECONDS: Final = 2.0
+"""The most that ``stop`` takes: for a tick in progress, the end of the log, and then for what others still do: the
+user's callback, which may have just been called, the sinks, and the export of a snapshot."""
+
+_CLOSE_SECONDS: Final = 0.2
+"""The part of it that is left for closing files and leaving the board."""
 
 
-class AgentParts:
-    """All parts of an agent, made in order of their dependencies. Nothing runs yet.
+class Agent:
+    """The agent of one training process. `telemetry.start` makes it. Its parts are made in order of their dependencies.
 
     Attributes:
         run_dir: the run folder.
@@ -248,9 +266,11 @@ class AgentParts:
         attempt: what the log tells of this attempt of the run.
         event_log: writes the log. ``figures``: the newest figures, and the sinks.
         snapshots: takes traces. ``job_hang``: why the whole job hangs.
+        running: whether it was started and not stopped.
+        trial: the trial of ``telemetry tune`` that this process is; None in any other run.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config) -> None:  # noqa: PLR0915 - a statement for each part
         start_ns = now_ns()
         self.config = config
         self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
@@ -259,6 +279,11 @@ class AgentParts:
         self.errors = ErrorLog()
         self._membership = Membership(self.identity, self.errors)
         self._wall = WallClock()
+        self._node: NodeService | None = None
+        self._job: JobLink | None = None
+        with self.errors.contained("board"):
+            self._node = self._node_service()
+            self._job = JobLink(self.run_dir, self.identity.node, self._node.board, self.errors)
 
         self.tracker = StepTracker(Ring())
         self.attachment = Attachment(
@@ -269,11 +294,9 @@ class AgentParts:
         )
         self.accounting = Accounting(self.tracker, self.attachment, config, self.errors, start_ns)
         self._tick_pace = TickPace(config, self.accounting)
-        self._node: NodeService | None = None  # set by `start`
-        self._job: JobLink | None = None  # set by `start`
         self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
-        self._address = EndpointAddress(config, self.identity.node)
-        self.overhead = Overhead(self.tracker, self._collectors)
+        self._address = EndpointAddress(config, self.identity.node, self._node)
+        self.overhead = Overhead(self.tracker, self._collectors, self._node, self._job)
         training = TrainingThread(self.tracker)
         self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
         self._peer_paces = PeerPaces(self._paces_of_others)
@@ -359,6 +382,7 @@ class AgentParts:
             accounting=self.accounting,
             event_log=self.event_log,
             ranks_elsewhere=self._ranks_elsewhere,
+            board=self._board,
         )
         self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
         self._changes = ChangeMonitor(
@@ -393,86 +417,6 @@ class AgentParts:
             peers=self._peer_paces,
         )
         self.accounting.on_steps = self._on_steps
-
-    @property
-    def _board(self) -> Board | None:
-        return self._node.board if self._node is not None else None
-
-    def _count_losses(self) -> None:
-        ledger, stalls = self.accounting.ledger, self._stall_monitor
-        self._losses.tick(
-            self.identity,
-            has_batch=ledger.batches > 0,
-            stuck_for_seconds=stalls.stuck_for_seconds,
-            stuck_in=stalls.stuck_in,
-        )
-        self._counts.tick(self.identity, self._builder.current())
-
-    def _leave_for_next_attempt(self) -> None:
-        """This process ends by itself: write what the next attempt of the run begins with."""
-        self._count_losses()
-        self._losses.end(finished=self.attempt.end.finished)
-        self._counts.end()
-
-    def _on_steps(self, steps: list[Step]) -> None:
-        self.snapshots.add_steps(steps)
-        self.attempt.add_steps(steps)
-
-    def _workers_end_with_first_epoch(self) -> bool:
-        """Whether the workers are started anew in each epoch, and none has ended yet: they may give memory back."""
-        source = self.tracker.sources.newest()
-        anew = source is not None and source.settings.get("persistent_workers") is False
-        return anew and self.accounting.ledger.epoch_boundaries < 1
-
-    def _lead(self) -> None:
-        if self._node is not None:
-            with self.errors.contained("endpoint"):
-                self._node.lead_if_vacant()
-        if self._job is not None and self.identity.world_size > 1:
-            with self.errors.contained("job"):
-                self._job.tick(self.identity.world_size)
-
-    def _ranks_elsewhere(self) -> bool:
-        return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)
-
-    def _paces_of_others(self) -> tuple[RankPace, ...]:
-        if self._board is None or self.identity.world_size < 2:
-            return ()
-        elsewhere = self._job.paces() if self._job is not None else ()
-        return (*self._board.paces(self.identity.rank), *elsewhere)
-
-
-# -- the life of an agent: it starts, its thread ticks, and it stops in bounded time -----------------------------------
-
-_LEAD_SECONDS: Final = 1.0
-"""Time between two readings of the ring, and two checks whether a rank serves the node. It does not depend on the
-sampling interval. A dead serving rank is replaced in 3 s."""
-
-_RANK_SECONDS: Final = 0.9
-"""Minimum time between two readings of the node's ranks and of torch.distributed: they are read about once a second."""
-
-_PUBLISH_SECONDS: Final = 2.0
-"""If two ticks are closer than this, only one of them publishes the state. Publishing is 40 % of the cost of a tick,
-and Prometheus scrapes only once in many seconds."""
-
-_STOP_SECONDS: Final = 2.0
-"""The most that ``stop`` takes: for a tick in progress, the end of the log, and then for what others still do: the
-user's callback, which may have just been called, the sinks, and the export of a snapshot."""
-
-_CLOSE_SECONDS: Final = 0.2
-"""The part of it that is left for closing files and leaving the board."""
-
-
-class Agent(AgentParts):
-    """The agent of one training process. `telemetry.start` makes it.
-
-    Attributes:
-        running: whether it was started and not stopped.
-        trial: the trial of ``telemetry tune`` that this process is; None in any other run.
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
         self.running = False
         self.trial: TrialRun | None = None
         self._pid = os.getpid()
@@ -503,27 +447,8 @@ class Agent(AgentParts):
             with self.errors.contained("attach"):
                 self.attachment.attach()
         with self.errors.contained("board"):
-            board = Board(self.identity.run, str(self.run_dir), self.identity.node)
-            if board.notice:
-                self.errors.tell("board", board.notice)
-            targets = TargetFile(
-                absolute(self.config.targets_dir or self.run_dir / "targets"),
-                board.path.name,
-                self.identity.node,
-            )
-            self._node = NodeService(
-                board,
-                targets,
-                run=self.identity.run,
-                host=self.config.host,
-                port=self.config.port,
-                node=self.identity.node,
-                errors=self.errors,
-            )
-            self.overhead.node = self._address.node = self._node
-            self.snapshots.board = board
-            self._job = self.overhead.job = JobLink(self.run_dir, self.identity.node, board, self.errors)
-            board.sweep()
+            if self._board is not None:
+                self._board.sweep()
         self.figures.start(self.run_dir)
         self._settle_rank()
         with self.errors.contained("endpoint"):
@@ -781,6 +706,72 @@ class Agent(AgentParts):
 
     def _seconds_left(self) -> float:
         return max(0.0, (self._deadline_ns - now_ns()) / NS - _CLOSE_SECONDS)
+
+    # -- what the parts ask of each other ---------------------------------------------------------------------
+
+    def _node_service(self) -> NodeService:
+        board = Board(self.identity.run, str(self.run_dir), self.identity.node)
+        if board.notice:
+            self.errors.tell("board", board.notice)
+        targets = TargetFile(
+            absolute(self.config.targets_dir or self.run_dir / "targets"), board.path.name, self.identity.node
+        )
+        return NodeService(
+            board,
+            targets,
+            run=self.identity.run,
+            host=self.config.host,
+            port=self.config.port,
+            node=self.identity.node,
+            errors=self.errors,
+        )
+
+    @property
+    def _board(self) -> Board | None:
+        return self._node.board if self._node is not None else None
+
+    def _count_losses(self) -> None:
+        ledger, stalls = self.accounting.ledger, self._stall_monitor
+        self._losses.tick(
+            self.identity,
+            has_batch=ledger.batches > 0,
+            stuck_for_seconds=stalls.stuck_for_seconds,
+            stuck_in=stalls.stuck_in,
+        )
+        self._counts.tick(self.identity, self._builder.current())
+
+    def _leave_for_next_attempt(self) -> None:
+        """This process ends by itself: write what the next attempt of the run begins with."""
+        self._count_losses()
+        self._losses.end(finished=self.attempt.end.finished)
+        self._counts.end()
+
+    def _on_steps(self, steps: list[Step]) -> None:
+        self.snapshots.add_steps(steps)
+        self.attempt.add_steps(steps)
+
+    def _workers_end_with_first_epoch(self) -> bool:
+        """Whether the workers are started anew in each epoch, and none has ended yet: they may give memory back."""
+        source = self.tracker.sources.newest()
+        anew = source is not None and source.settings.get("persistent_workers") is False
+        return anew and self.accounting.ledger.epoch_boundaries < 1
+
+    def _lead(self) -> None:
+        if self._node is not None:
+            with self.errors.contained("endpoint"):
+                self._node.lead_if_vacant()
+        if self._job is not None and self.identity.world_size > 1:
+            with self.errors.contained("job"):
+                self._job.tick(self.identity.world_size)
+
+    def _ranks_elsewhere(self) -> bool:
+        return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)
+
+    def _paces_of_others(self) -> tuple[RankPace, ...]:
+        if self._board is None or self.identity.world_size < 2:
+            return ()
+        elsewhere = self._job.paces() if self._job is not None else ()
+        return (*self._board.paces(self.identity.rank), *elsewhere)
 
     # -- publishing --------------------------------------------------------------------------------------------
 

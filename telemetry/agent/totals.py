@@ -273,19 +273,21 @@ class Overhead:
     Args:
         tracker: measures the hooks on the training thread.
         collectors: the collectors, some of which have their own threads.
-
-    Attributes:
         node: the endpoint, which has its own threads; else None.
         job: the link to other nodes, which has its own thread; else None.
+
+    Attributes:
         figures: the sinks, which have their own thread.
         agent_thread_seconds: CPU time of the agent thread.
     """
 
-    def __init__(self, tracker: StepTracker, collectors: CollectorPoller) -> None:
+    def __init__(
+        self, tracker: StepTracker, collectors: CollectorPoller, node: HasThread | None, job: HasThread | None
+    ) -> None:
         self._tracker = tracker
         self._collectors = collectors
-        self.node: HasThread | None = None
-        self.job: HasThread | None = None
+        self._node = node
+        self._job = job
         self.figures: HasThread | None = None
         self.agent_thread_seconds = 0.0
 
@@ -295,8 +297,8 @@ class Overhead:
 
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds on the training thread, and CPU seconds of the agent's own threads."""
-        endpoint = self.node.cpu_seconds if self.node is not None else 0.0
-        job = self.job.cpu_seconds if self.job is not None else 0.0
+        endpoint = self._node.cpu_seconds if self._node is not None else 0.0
+        job = self._job.cpu_seconds if self._job is not None else 0.0
         sinks = self.figures.cpu_seconds if self.figures is not None else 0.0
         return {
             "training": self._tracker.overhead_ns / NS,

@@ -798,20 +798,22 @@ _EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with,
 class EndpointAddress:
     """Follows the endpoint: another rank of the node may serve it, and on another port than was asked for.
 
-    Attributes:
+    Args:
+        config: host and port.
+        node_name: name of the node.
         node: the rank's part in the endpoint. It serves, or knows which rank does; None without a board.
     """
 
-    def __init__(self, config: Config, node_name: str) -> None:
+    def __init__(self, config: Config, node_name: str, node: NodeService | None) -> None:
         self._host = config.host
         self._off = config.port is None
         self._node_name = node_name
-        self.node: NodeService | None = None
+        self._node = node
 
     @property
     def url(self) -> str | None:
         """The URL of the metrics; None without an endpoint, or before any rank serves it."""
-        port = None if self.node is None or self._off else self.node.port
+        port = None if self._node is None or self._off else self._node.port
         if port is None:
             return None
         host = self._host

@@ -271,9 +271,9 @@ class SnapshotControl:
         accounting: knows how many steps have ended.
         event_log: gets a line for each snapshot. The manifest names the log file.
         ranks_elsewhere: whether the job has ranks on other nodes.
+        board: knows how many ranks of the node may record at the same time; None without one.
 
     Attributes:
-        board: knows how many ranks of the node may record at the same time. Set by the agent; None without a board.
         counts: snapshots so far, by result.
     """
 
@@ -290,6 +290,7 @@ class SnapshotControl:
         accounting: Accounting,
         event_log: EventLog,
         ranks_elsewhere: Callable[[], bool],
+        board: Board | None,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -299,7 +300,7 @@ class SnapshotControl:
         self._wall = wall
         self._accounting = accounting
         self._event_log = event_log
-        self.board: Board | None = None
+        self._board = board
         self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
         self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
         self._trigger = Trigger(
@@ -453,7 +454,7 @@ class SnapshotControl:
             budget = Budget.now(
                 config.snapshot_memory_bytes,
                 config.snapshot_pause_seconds,
-                ranks=max(1, self.board.live_ranks()) if self.board is not None else 1,
+                ranks=max(1, self._board.live_ranks()) if self._board is not None else 1,
                 shapes=config.snapshot_shapes,
             )
             watch = BudgetWatch(budget)
