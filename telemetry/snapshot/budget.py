@@ -290,8 +290,8 @@ def free_memory() -> int | None:
 
 def on_gpu() -> bool:
     """Whether this process uses a GPU."""
-    cuda: Any = sys.modules.get("torch.cuda")
-    return cuda is not None and bool(cuda.is_initialized())
+    initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # absent while torch is imported
+    return initialized is not None and bool(initialized())
 
 
 def _busy_seconds() -> float:
