@@ -268,7 +268,7 @@ def evidence_field(evidence: Evidence) -> dict[str, Any]:
     ):  # fmt: skip
         figures = {spec.metadata.get(_LOG_NAME, spec.name): getattr(record, spec.name) for spec in fields(record)}
         told |= {name: value for name, value in figures.items() if not is_dataclass(value)}
-    del told["peers"], told["earlier_paces"]
+    del told["pace"], told["peers"], told["earlier_paces"]
     told |= {
         "where": evidence.pace.where,
         "long_fetches": [round(seconds, 3) for seconds in workers.long_fetch_seconds],
