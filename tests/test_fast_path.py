@@ -147,8 +147,10 @@ def test_nothing_enables_it_once_the_hooks_are_detached(tracker, loop):
 def test_it_has_one_owner():
     writers = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr == "fast_path_iterator_id":
-                if isinstance(node.ctx, ast.Store):
-                    writers.add(path.name)
-    assert writers == {"fast_path.py", "step_state.py"}, "only FastPath, and the initial value"
+        for cls in ast.walk(ast.parse(path.read_text())):
+            if isinstance(cls, ast.ClassDef):
+                for node in ast.walk(cls):
+                    if isinstance(node, ast.Attribute) and node.attr == "fast_path_iterator_id":
+                        if isinstance(node.ctx, ast.Store):
+                            writers.add(cls.name)
+    assert writers == {"FastPath", "StepState"}, "only FastPath, and the initial value"

@@ -278,7 +278,7 @@ def test_nobody_makes_temporary_names_of_its_own():
                     text = file.read()
                 if '.tmp"' in text or "mkstemp" in text:
                     users.append(name)
-    assert users == ["filesystem.py"]
+    assert users == ["files.py"]
 
 
 def test_what_cannot_be_written_whole_leaves_the_file_as_it_was(tmp_path):
