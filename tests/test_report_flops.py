@@ -33,9 +33,11 @@ def test_the_report_has_the_flops_of_a_snapshot(tmp_path, capsys):
         write_log(tmp_path, rank, line("run_start", rank, **START, world_size=2), taken, end)
     assert report(str(tmp_path), as_json=True) == 0
     with_shapes, without = json.loads(capsys.readouterr().out)["snapshots"]
-    assert with_shapes["flops"]["mfu_ratio"] == pytest.approx(0.274, abs=0.001)
+    assert with_shapes["flops"]["per_step"] == pytest.approx(
+        393e6, rel=0.01
+    )  # convolutions of so old a trace do not count
     assert without["flops"]["per_step"] is None
     assert report(str(tmp_path), as_json=False) == 0
     text = capsys.readouterr().out
-    assert "FLOPs of rank 0: 778 GFLOP a step; MFU 27.4 % of the dense peak (float32 15.7 TFLOP/s)" in text
+    assert "FLOPs of rank 0: 393 MFLOP a step (at least: " in text
     assert "FLOPs of rank 1: not known: the trace has no shapes of inputs" in text
