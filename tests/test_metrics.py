@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.agent.totals import CollectorPoller
+from telemetry.agent.collectors import CollectorPoller
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.node.metrics import COLLECTOR, GROUPS, metrics

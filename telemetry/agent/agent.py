@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.accounting import Accounting
+from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import EndLine, absolute, say_start
 from telemetry.agent.figures import FigureOutput
 from telemetry.agent.job_hang import JobHang, OwnState
@@ -21,7 +22,7 @@ from telemetry.agent.log import EventLog, RunEnvironment
 from telemetry.agent.restarts import FOLDER, AttemptLog, RunCounts, RunLosses
 from telemetry.agent.run_view import RunViewBuilder
 from telemetry.agent.stalls import StallCounts, StallMonitor
-from telemetry.agent.totals import CollectorPoller, Overhead, TotalsBuilder
+from telemetry.agent.totals import Overhead, TotalsBuilder
 from telemetry.agent.trends import ChangeMonitor, MemoryWatch
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.hooks.attachment import Attachment

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.collectors import CollectorPoller
     from telemetry.agent.restarts import AttemptLog
     from telemetry.agent.stalls import StallCounts
-    from telemetry.agent.totals import CollectorPoller, TotalsBuilder
+    from telemetry.agent.totals import TotalsBuilder
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
     from telemetry.node.endpoint import EndpointAddress

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.collectors import CollectorPoller
     from telemetry.agent.restarts import RunCounts, RunLosses
     from telemetry.agent.stalls import StallMonitor
-    from telemetry.agent.totals import CollectorPoller
     from telemetry.agent.trends import ChangeMonitor, MemoryWatch
     from telemetry.node.metrics import HangView
     from telemetry.records import GpuSample, Totals

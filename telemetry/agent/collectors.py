@@ -1,0 +1,148 @@
+"""Polls the sources of one agent, and gathers their samples for the log and the endpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.records import (
+    mean_of,
+)
+from telemetry.sources.cgroup import PressureSource
+from telemetry.sources.collector import Collector, CollectorError, Poller
+from telemetry.sources.memory import MemorySource, TorchMemorySource, cuda
+from telemetry.sources.nvml import NvmlSource
+from telemetry.sources.proc import HostSource, ProcessSource
+from telemetry.sources.workers import WorkersSource
+from telemetry.util.clock import sleep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.records import (
+        CollectorHealth,
+        Histogram,
+    )
+    from telemetry.util.errors import ErrorLog
+
+
+_LOGGED_AS: Final = {
+    "nvml": "gpu",
+    "torch_memory": "gpu",
+    "host": "host",
+    "pressure": "host",
+    "process": "host",
+    "memory": "host",
+    "workers": "workers",
+}
+"""The log event that a collector's samples go into."""
+
+
+class CollectorPoller:
+    """Polls every collector once a tick. A failure of one does not affect the others.
+
+    Args:
+        tracker: knows the device and the workers of the training thread.
+        interval_seconds: time between two samples.
+        errors: reports a collector that goes down.
+    """
+
+    def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
+        self._tracker = tracker
+        self._errors = errors
+        self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
+        self._workers = WorkersSource(tracker.sources.live, tracker.sources.take_retired)
+        sources: list[Collector[Any]] = [
+            self._nvml,
+            HostSource(),
+            ProcessSource(lambda: tracker.native_thread),
+            self._workers,
+            PressureSource(),
+            TorchMemorySource(self._device),
+            MemorySource(
+                lambda: [pid for loader in tracker.sources.live() for pid in loader.pids], stat=self._workers.stat
+            ),
+        ]
+        self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
+        self._been_up: set[str] = set()
+        self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
+
+    def poll(self, between: Callable[[], None] = lambda: None) -> None:
+        """Read every collector that is due. Calls ``between`` after each, because any of them may take long."""
+        for name, poller in self._pollers.items():
+            sample = poller.poll()
+            if sample is not None:
+                self._gathered[name].append(sample)
+            if poller.news and poller.health.up is False:
+                reason = poller.health.reason or "no reading"
+                # Something that was never there (no driver on a CPU machine) gets a log line, but is no failure.
+                missing = poller.expected and name not in self._been_up
+                tell = self._errors.tell if missing else self._errors.note
+                tell(name, reason)
+            elif poller.health.up:
+                self._been_up.add(name)
+            sleep(0)  # let the training thread in
+            between()
+
+    def newest(self, name: str) -> Any:
+        """The newest sample of a collector; None while it is down."""
+        return self._pollers[name].newest
+
+    def health(self) -> tuple[CollectorHealth, ...]:
+        """The state of each collector. A collector with nothing to read (CUDA is not in use) is left out."""
+        return tuple(
+            poller.health for poller in self._pollers.values() if not (poller.health.up and poller.newest is None)
+        )
+
+    def take_log_fields(self) -> dict[str, dict[str, Any]]:
+        """The mean of the samples since the last call, by log event. An event without samples is left out."""
+        events: dict[str, dict[str, Any]] = {}
+        for name, samples in self._gathered.items():
+            if samples:
+                prefix = "process_" if name == "process" else ""
+                merged = {f"{prefix}{key}": value for key, value in mean_of(samples).items()}
+                if name == "workers" and not samples[-1].workers and not any(s.workers for s in samples):
+                    merged = {}
+                if merged:
+                    events.setdefault(_LOGGED_AS[name], {}).update(merged)
+                self._gathered[name] = []
+        return events
+
+    def worker_fetches(self) -> Histogram | None:
+        """The fetches of all workers so far, including ended ones; None before the first."""
+        return self._workers.fetches
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds of the collectors' own threads."""
+        return self._nvml.cpu_seconds()
+
+    def close(self) -> None:
+        """Close every collector. From now on there is no newest sample."""
+        for poller in self._pollers.values():
+            poller.close()
+            poller.newest = None
+
+    def after_fork_in_child(self) -> None:
+        """Forget the threads, which do not exist in the child, and close the child's copies of open files."""
+        self._nvml.after_fork_in_child()
+        self._workers.close()
+
+    def _device(self) -> int:
+        device = self._tracker.device
+        if device is None:
+            module = cuda()
+            if module is not None and module.device_count() == 1:
+                return 0
+            raise CollectorError("the training thread's device is not known before its first batch")
+        return device
+
+    def _device_uuid(self) -> str | None:
+        """The UUID of the training thread's device; None before it is known."""
+        module = cuda()
+        if module is None:
+            return None
+        try:
+            return str(module.get_device_properties(self._device()).uuid)
+        except (CollectorError, AttributeError):
+            return None
