@@ -6,16 +6,12 @@ import gzip
 import json
 
 import pytest
-import torch
-from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 import telemetry
 from telemetry.records import RECORDED
 from telemetry.snapshot import agree, control
 from telemetry.snapshot.control import StepWatch, Trigger
-from telemetry.trace.reader import read_trace
 from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks
 
@@ -236,37 +232,3 @@ def test_a_request_of_another_kind():
     with pytest.raises(TypeError, match="steps"):
         telemetry.request_snapshot(steps="5")
     assert telemetry.request_snapshot() is False, "no agent runs"
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 3), nn.ConvTranspose2d(8, 4, 2, stride=2)
-        )
-        self.attention = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, images):
-        return self.head(self.attention(self.convolutions(images).flatten(2).transpose(1, 2))).sum()
-
-
-def test_a_snapshot_with_shapes_has_the_flops_that_torch_counts(tmp_path, capfd):
-    torch.manual_seed(0)
-    net, images = Net(), torch.randn(2, 1, 16, 16)
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        net(images).backward()
-    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, snapshot_shapes=True)
-    for number, _ in enumerate(DataLoader(Numbers(100_000)), 1):
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            net(images).backward()
-        if number == 10:
-            assert telemetry.request_snapshot(steps=2)
-        if sum(agent.snapshots.counts.values()):
-            break
-    telemetry.stop()
-    (path,) = (tmp_path / "run" / "snapshots").glob("request-*/*.json.gz")
-    found = read_trace(path).flops
-    assert found.per_step == counter.get_total_flops()
-    assert found.absent == "no kernel ran on a GPU"
-    assert capfd.readouterr().err == ""
