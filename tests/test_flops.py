@@ -291,7 +291,7 @@ def test_a_snapshot_with_shapes_has_the_flops_that_torch_counts(tmp_path, capfd)
 
 def test_snapshots_have_no_shapes_unless_they_are_asked_for(taken):
     assert not Config.load({}, {}).snapshot_shapes
-    taken.arm(2, 3)
+    taken.arm(3, 4)
     for _ in DataLoader(Numbers(6)):
         torch.ones(3, 5) @ torch.ones(5, 7)
     taken.events(taken.outcome())

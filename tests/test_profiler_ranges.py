@@ -31,26 +31,26 @@ def iterate_with_phases(observed, name: str, steps: int) -> None:
 
 
 def test_a_trace_shows_steps_phases_and_waits_for_a_watched_iterable(taken, observed):
-    taken.arm(2, 3)
+    taken.arm(3, 4)
     iterate_with_phases(observed, "my phase", 6)
     wait = "enumerate(DataLoader)#list_iterator.__next__"
     step = [wait, "my phase"]
-    assert ranges(taken, taken.outcome()) == ["ProfilerStep#2", *step, "ProfilerStep#3", *step]
+    assert ranges(taken, taken.outcome()) == ["ProfilerStep#3", *step, "ProfilerStep#4", *step]
     assert observed.tracker.profiler_ranges.makers == ()
 
 
 def test_a_name_with_special_characters_leaves_the_trace_readable(taken, observed):
-    taken.arm(2, 2)
+    taken.arm(3, 3)
     iterate_with_phases(observed, 'a "b"\n\\c', 4)
     assert "a 'b' /c" in ranges(taken, taken.outcome())
 
 
 def test_a_wait_for_a_data_loader_is_marked_once_by_torch(taken):
-    taken.arm(2, 3)
+    taken.arm(3, 4)
     for _ in DataLoader(Numbers(6)):
         pass
     wait = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-    assert ranges(taken, taken.outcome()) == ["ProfilerStep#2", wait, "ProfilerStep#3", wait]
+    assert ranges(taken, taken.outcome()) == ["ProfilerStep#3", wait, "ProfilerStep#4", wait]
 
 
 class Nvtx:

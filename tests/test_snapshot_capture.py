@@ -130,12 +130,12 @@ def test_an_evaluation_ends_the_recording_and_keeps_what_there_is(taken, how):
 
 
 def test_a_checkpoint_is_carried(taken, tmp_path):
-    taken.arm(2, 4)
-    for step, _ in enumerate(DataLoader(Numbers(6)), 1):
+    taken.arm(3, 5)
+    for step, _ in enumerate(DataLoader(Numbers(7)), 1):
         mark(step)
-        if step == 3:
+        if step == 4:
             torch.save({}, tmp_path / "checkpoint")
-    assert marks(taken.events(taken.outcome())) == [2, 3, 4]
+    assert marks(taken.events(taken.outcome())) == [3, 4, 5]
 
 
 def test_a_recording_that_takes_too_long_is_cut_at_the_next_boundary(taken):
@@ -166,7 +166,7 @@ def test_the_end_of_the_run_keeps_what_was_recorded(taken):
     assert (outcome.result, outcome.last_step) == (RECORDED, 6)
 
 
-@pytest.mark.parametrize("first", [2, 5])
+@pytest.mark.parametrize("first", [3, 6])
 def test_a_worker_forked_during_a_recording_or_a_count_collects_nothing(taken, capfd, first):
     taken.arm(first, 20)
     taken.observed.attachment.profilers.before_theirs = taken.capture.give_way
@@ -189,7 +189,7 @@ def test_a_worker_forked_during_a_recording_or_a_count_collects_nothing(taken, c
     assert grown < 1 << 20, "30,000 operations recorded take 18 MB"
     assert capfd.readouterr() == ("", "")
     taken.observed.tracker.boundaries.interrupt("the end")
-    assert taken.outcome().result == (RECORDED if first == 2 else SKIPPED)
+    assert taken.outcome().result == (RECORDED if first == 3 else SKIPPED)
 
 
 def resident() -> int:
@@ -210,7 +210,7 @@ def test_compiled_steps_are_recorded_and_compiled_once(taken):
 
 
 def test_a_recording_has_no_shapes_unless_they_are_asked_for(taken):
-    taken.arm(2, 3)
+    taken.arm(3, 4)
     for _ in DataLoader(Numbers(6)):
         torch.ones(3, 5) @ torch.ones(5, 7)
     taken.events(taken.outcome())
@@ -275,9 +275,24 @@ def test_ours_is_refused_while_theirs_warms_up(taken):
     assert user_marks(theirs) == wanted(6, 7, 8, 9)
 
 
+def test_no_range_is_entered_while_we_count_and_left_while_we_record(taken):
+    """The old profiler counts and the new one records: such a range crashes the process."""
+    kinds = torch._C._profiler.ActiveProfilerType
+    taken.arm(5, 6)
+    ranges, entered = [], None
+    for step, _ in enumerate(DataLoader(Numbers(9)), 1):
+        now = torch._C._autograd._profiler_type()
+        ranges.append((entered, now))  # a range of the loop's: from the work of one step to that of the next
+        entered = now
+        mark(step)
+    assert taken.outcome().result == RECORDED
+    assert (kinds.LEGACY, kinds.NONE) in ranges
+    assert (kinds.LEGACY, kinds.KINETO) not in ranges
+
+
 def test_ours_may_record_while_theirs_waits(taken):
     traces = []
-    taken.arm(2, 3)
+    taken.arm(3, 4)
     with profile(activities=CPU, schedule=schedule(wait=6, warmup=1, active=2), on_trace_ready=traces.append) as theirs:
         for step, _ in enumerate(DataLoader(Numbers(12)), 1):
             mark(step)
@@ -285,7 +300,7 @@ def test_ours_may_record_while_theirs_waits(taken):
             if traces:
                 break
     outcome = taken.outcome()
-    assert marks(taken.events(outcome)) == [2, 3]
+    assert marks(taken.events(outcome)) == [3, 4]
     assert user_marks(theirs) == wanted(8, 9)
 
 
@@ -311,24 +326,24 @@ class LowLevel(torch.profiler._KinetoProfile):
 
 
 @pytest.mark.parametrize("begin", [begin_torch, begin_autograd, begin_low_level])
-@pytest.mark.parametrize("state", ["armed", "prepared", "recording"])
+@pytest.mark.parametrize("state", ["armed", "counting", "prepared", "recording"])
 def test_theirs_that_begins_is_whole_and_ours_is_over_before(taken, begin, state):
-    taken.arm({"armed": 9, "prepared": 4, "recording": 2}[state], 12)
+    taken.arm({"armed": 10, "counting": 6, "prepared": 5, "recording": 3}[state], 12)
     iterator = iter(DataLoader(Numbers(12)))
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         next(iterator)
         mark(step)
     with begin() as theirs:
-        for step in range(4, 11):
+        for step in range(5, 12):
             mark(step)
             next(iterator)
     events = theirs.function_events if isinstance(theirs, autograd_profiler.profile) else theirs.events()
-    assert sorted({e.name for e in events if e.name.startswith("work ")}) == wanted(*range(4, 11))
+    assert sorted({e.name for e in events if e.name.startswith("work ")}) == wanted(*range(5, 12))
     outcome = taken.outcome()
     if state == "recording":
-        assert (outcome.result, outcome.last_step) == (RECORDED, 2)
+        assert (outcome.result, outcome.last_step) == (RECORDED, 3)
         assert "script's own" in outcome.why
-        assert marks(taken.events(outcome)) == [2, 3]  # the step that was open is in it, too
+        assert marks(taken.events(outcome)) == [3, 4]  # the step that was open is in it, too
     else:
         assert outcome.result == REFUSED
 

@@ -54,8 +54,8 @@ into a folder reads its state again."""
 _NOTICE_TICKS: Final = 3
 """A rank polls once per tick. One that misses two ticks still reads a plan in time."""
 
-_WARM_UP_STEPS: Final = 2
-"""The profiler is prepared one step ahead, and that step must not have begun."""
+_WARM_UP_STEPS: Final = 3
+"""The profiler is prepared and operators are counted two steps ahead, and that step must not have begun."""
 
 _REQUEST_SECONDS: Final = 120.0
 """A request that is older by this time, plus twice the notice, is ignored: nobody waits for it any more."""

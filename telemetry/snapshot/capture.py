@@ -223,7 +223,13 @@ def capturing() -> bool:
     return on_gpu() and bool(sys.modules["torch.cuda"].is_current_stream_capturing())
 
 
-_IDLE, _ARMED, _PREPARED, _RECORDING = range(4)
+COUNTED_AHEAD: Final = 2
+"""The operators of the step that is so many before the first recorded one are counted. Between the two nothing collects:
+a range that a script has entered under torch's old profiler, which counts, and leaves under the new one, which records,
+crashes the process (torch 2.13). An optimizer's hook runs in such a range, and a profiler of the script's that waits
+keeps one open over each step."""
+
+_IDLE, _ARMED, _COUNTING, _PREPARED, _RECORDING = range(5)
 
 
 class Capture:
@@ -338,10 +344,11 @@ class Capture:
             return self._recording(plan, opens=opens)
         if self._asked:
             return self._end(plan, self._asked, result=REFUSED)
-        counted = plan.first_step - 1  # the step whose operators are counted
-        if ended > (counted if self._state == _PREPARED else counted - 1):
+        counted = plan.first_step - COUNTED_AHEAD  # the step whose operators are counted
+        due = {_ARMED: counted - 1, _COUNTING: counted}.get(self._state, plan.first_step - 1)
+        if ended > due:
             return self._end(plan, f"this rank had begun step {counted} before it read the plan")
-        return opens and ended >= counted - 1 and self._begin(plan)
+        return opens and ended == due and self._begin(plan)
 
     def interrupt(self, ended: int, why: str) -> bool:
         """An evaluation begins, or the run ends: stop, and keep what is recorded. Returns as `boundary`."""
@@ -368,12 +375,14 @@ class Capture:
     def _begin(self, plan: Plan) -> bool:
         if self._state == _ARMED:
             self._prepare(plan)
-        if self._session is not None and self._state == _PREPARED and self._ended == plan.first_step - 1:
+        elif self._state == _COUNTING:
+            self._fit(plan)
+        elif self._session is not None:
             self._start(plan, self._session)
         return True
 
     def _prepare(self, plan: Plan) -> None:
-        """Prepare the session one step ahead, because tracing a GPU has to warm up."""
+        """Prepare the session ahead, because tracing a GPU has to warm up, and count the operators of a step."""
         self._over.clear()
         refused = self._profilers.theirs() or (_CAPTURING if capturing() else None)
         if threading.current_thread() is not threading.main_thread():
@@ -389,13 +398,12 @@ class Capture:
                 session.prepare()
             if self._watch is not None:
                 self._watch.count()
-            self._state = _PREPARED
+            self._state = _COUNTING
 
-    def _start(self, plan: Plan, session: Session) -> None:
-        if capturing():
-            self._end(plan, _CAPTURING, result=REFUSED)
-            return
+    def _fit(self, plan: Plan) -> None:
+        """End the count: record as many of the plan's steps as fit into the budget."""
         watch, steps = self._watch, plan.last_step - plan.first_step + 1
+        self._fewer = None
         if watch is not None:
             operators, more = watch.end_count()
             why = watch.budget.why_more(operators, at_least=more)
@@ -405,12 +413,18 @@ class Capture:
                 return
             self._fewer, steps = (None if fit == steps else f"cut short: {why}"), fit
         self._last_step = plan.first_step + steps - 1
+        self._state = _PREPARED
+
+    def _start(self, plan: Plan, session: Session) -> None:
+        if capturing():
+            self._end(plan, _CAPTURING, result=REFUSED)
+            return
         with self._contained(plan, "start"):
             with self._profilers.ours():
                 session.start()
             self._started_ns, self._state = now_ns(), _RECORDING
-            if watch is not None:
-                watch.record()
+            if self._watch is not None:
+                self._watch.record()
             self._hooks.profiler_ranges.makers += (session.begin_range,)
             self._enter_range(session)
 

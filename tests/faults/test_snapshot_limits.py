@@ -35,11 +35,11 @@ def step(number):
 
 
 def large():
-    "The steps are large from the one before those to record, which is counted, or only from the first to record."
+    "The steps are large from the one that is counted, or only from the first to record."
     if agent is None:
         return True
     capture, plan = agent.snapshots._capture, agent.snapshots._capture._plan
-    return plan is not None and capture._ended >= plan.first_step - (2 if grows_at == "count" else 1)
+    return plan is not None and capture._ended >= plan.first_step - (3 if grows_at == "count" else 1)
 
 
 steps = 0

@@ -46,7 +46,7 @@ for cycle in range(220):
     now = tracker.ring.closed
     request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, 3, "a test")
     watch = BudgetWatch(Budget.now(256 << 20, 1.0, ranks=1, shapes=False))
-    capture.arm(agree.Plan(request, None, now + 3, now + 5, (0,), f"request-step{now + 3}", 1), watch)
+    capture.arm(agree.Plan(request, None, now + 4, now + 6, (0,), f"request-step{now + 4}", 1), watch)
     for _ in range(8):
         layers(next(iterator)).sum().backward()
     tracker.ring.drain(1 << 20)
