@@ -224,7 +224,7 @@ def capturing() -> bool:
 
 
 COUNTED_AHEAD: Final = 2
-"""The operators of the step that is so many before the first recorded one are counted. Between the two nothing collects.
+"""The operators of the step so many before the first recorded one are counted. Between the two nothing collects.
 
 A range that a script has entered under torch's old profiler, which counts, and leaves under the new one, which records,
 crashes the process (torch 2.13). An optimizer's hook runs in such a range, and a profiler of the script's that waits
