@@ -49,6 +49,8 @@ def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:
 
         snapshots = None if run_dir is None else SnapshotRequest(Path(run_dir))
         app = TopApp(Reader(source, f"Reading {named}"), frame, snapshots)
+        for name in ("COLUMNS", "LINES"):  # Textual takes them for the terminal's size, and then follows no resize
+            os.environ.pop(name, None)
         app.run(mouse=False)  # the mouse selects text, as in any other command
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

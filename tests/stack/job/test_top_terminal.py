@@ -28,7 +28,7 @@ class Terminal:
         self.shows("ready>")
 
     def run(self, *arguments):
-        variables = environment(LC_ALL="C.UTF-8")
+        variables = environment(LC_ALL="C.UTF-8", COLUMNS="80", LINES="24")  # as some shells export them
         done = subprocess.run(
             [self.tmux, "-S", self.socket, *arguments], env=variables, capture_output=True, timeout=20
         )
