@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.collectors import CollectorPoller
-from telemetry.agent.end_line import EndLine, absolute, say_start
+from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.figures import FigureOutput
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
@@ -47,6 +47,7 @@ from telemetry.util.threads import OwnThread, Wake
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.agent.hangs import Hang
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
     from telemetry.node.metrics import RunView
@@ -406,17 +407,6 @@ class Agent:
             energy_gpu=lambda: self._builder.energy_sample,
             gpu_hour_price=config.gpu_hour_price,
         )
-        self._end_line = EndLine(
-            config,
-            self.run_dir,
-            accounting=self.accounting,
-            builder=self._builder,
-            stalls=self._stall_monitor,
-            job_hang=self.job_hang,
-            event_log=self.event_log,
-            attempt=self.attempt,
-            peers=self._peer_paces,
-        )
         self.accounting.on_steps = self._on_steps
         self.running = False
         self.trial: TrialRun | None = None
@@ -429,6 +419,7 @@ class Agent:
             config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, self.errors
         )
         self._ended = False
+        self._last_words = ""  # the last line, once the run has ended
         self._deadline_ns = 0  # of `stop`
         self._published = False  # at the newest tick
         self._skipped = False
@@ -498,8 +489,8 @@ class Agent:
             self._thread.join((self._deadline_ns - now_ns()) / NS)
         if not self._thread.is_alive():
             self._streams.release()
-            if self._end_line.text:
-                say(self._end_line.text)
+            if self._last_words:
+                say(self._last_words)
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
@@ -677,9 +668,11 @@ class Agent:
             self._leave_for_next_attempt()
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
-            logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._end_line.log_fields())
+            hang = self._hang_at_end()
+            stuck = {} if hang is None else {"stuck_for_seconds": round(hang.seconds, 3)}
+            logged = self.event_log.emit("run_end", self.event_log.end_fields() | stuck)
         with self.errors.contained("end_line"):
-            self._end_line.make(self.identity, wanted=self.trial is None, logged=logged)
+            self._last_words = self._end_line(logged=logged)
         self._wait_for_others()
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
@@ -695,6 +688,33 @@ class Agent:
         with self.errors.contained("board"):
             if self._node is not None:
                 self._node.leave()
+
+    def _hang_at_end(self) -> Hang | None:
+        """The hang of this rank, if no step has ended since."""
+        ended = self._builder.current().steps - self.accounting.ledger.step_is_open
+        return self._stall_monitor.hang_at_end(ended)
+
+    def _end_line(self, *, logged: bool) -> str:
+        """The last line; empty on other ranks than 0. Without a step only if the process ends: it may stop early."""
+        totals, identity, stalls = self._builder.current(), self.identity, self._stall_monitor
+        wanted = self.config.end_line and self.trial is None and identity.rank == 0
+        if not wanted or not (totals.steps or self.attempt.end.process_ends):
+            return ""
+        verdict = verdict_at_end(
+            own_waits(
+                totals,
+                rank=identity.rank,
+                starved_ratio=self.config.stall_enter_ratio,
+                unmeasured=self.accounting.exposed_absent,
+            ),
+            stall=stalls.costliest,
+            peers=[peer for peer in self._peer_paces.of_run if peer.rank != identity.rank],
+            world_size=identity.world_size,
+            stuck=stalls.closed_hang if self._hang_at_end() is not None else None,
+            job_hang=self.job_hang.sentence,
+            children=self.event_log.child_processes,
+        )
+        return end_line(verdict, totals, self.run_dir if logged else None)
 
     def _wait_for_others(self) -> None:
         """Wait for what others still do, until the deadline of `stop`. The run's last line is written already."""
@@ -788,10 +808,27 @@ class Agent:
         return self._views.view(self._builder.current(), self.identity, ended=self._ended)
 
     def _say_start(self, *, logged: bool) -> None:
+        """Print where the metrics and the logs are."""
         trouble = self._node.trouble if self._node is not None else ""
+        where = f"metrics at {self.metrics_url}" if self.metrics_url else "no metrics endpoint"
+        where += f" ({trouble})" if trouble and not self.metrics_url else ""
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.log.file.last_error})"
-        if not say_start(self.identity, metrics_url=self.metrics_url, trouble=trouble, logs=logs + self.figures.said):
+        run, rank = self.identity.run, self.identity.rank
+        if not say(f"telemetry: run {run}, rank {rank}: {where}, {logs}{self.figures.said}"):
             self.errors.note("start_line", "stderr cannot be written")
+
+
+def absolute(folder: Path) -> Path:
+    """The absolute path of a folder: the script may change its working folder.
+
+    Raises:
+        OSError: the path is relative, and the working folder no longer exists.
+    """
+    try:
+        return folder.absolute()
+    except FileNotFoundError:
+        text = f"the working folder has been removed, so there is no {folder}: set run_dir to an absolute path"
+        raise OSError(text) from None
 
 
 def _can_execute(path: Any) -> bool:

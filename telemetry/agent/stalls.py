@@ -216,6 +216,9 @@ class StallMonitor:
         lines: returns the lines that a stall spends its time in; None if they are not known.
         rank: the rank.
         node: name of this node.
+
+    Attributes:
+        costliest: the fields of the closed stall that has cost most. ``closed_hang``: of the newest hang that closed.
     """
 
     def __init__(
@@ -253,7 +256,8 @@ class StallMonitor:
         self._opened = ""
         self._counts = counts
         self._node = node
-        self._costliest: dict[str, Any] | None = None
+        self.costliest: dict[str, Any] | None = None
+        self.closed_hang: dict[str, Any] | None = None
 
     def tick(self, tick: Tick, accounting: Accounting, *, intervals: int = 1) -> None:
         """Add a tick, which was due ``intervals`` after the last one. Logs a stall that opens or closes."""
@@ -428,7 +432,7 @@ class StallMonitor:
 
     def _of_run(self, totals: Totals) -> dict[str, Any]:
         """What a pace tells of the whole run."""
-        stall, closed = self._detector.stall, self._costliest
+        stall, closed = self._detector.stall, self.costliest
         found = [] if closed is None else [(closed["cause"], lost_seconds(closed))]
         found += [] if stall is None else [(stall.cause, stall.lost_seconds.get(stall.cause, 0.0))]
         cause, lost = max(found, key=lambda each: weight(*each), default=(None, 0.0))
@@ -441,11 +445,6 @@ class StallMonitor:
             "run_cause": cause,
             "run_lost_seconds": lost,
         }
-
-    @property
-    def costliest(self) -> dict[str, Any] | None:
-        """The fields of the closed stall that has cost most; None without one."""
-        return self._costliest
 
     def hang_at_end(self, steps: int) -> Hang | None:
         """The hang in which the run ends, after so many steps; None if a step has ended since it began."""
@@ -505,5 +504,7 @@ class StallMonitor:
     def _close(self, stall: Stall) -> None:
         when = {"opened": self._opened, "closed": self._timestamp()}
         fields = self._fields(stall) | when | {"last_step": self._last.totals.steps}
-        self._costliest = costliest([fields] if self._costliest is None else [self._costliest, fields])
+        self.costliest = costliest([fields] if self.costliest is None else [self.costliest, fields])
+        if stall.is_hang:
+            self.closed_hang = fields
         self._emit("stall_close", fields)

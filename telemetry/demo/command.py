@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import disabled
+from telemetry.diagnosis.verdict import costliest_of
 from telemetry.report.logs import load
-from telemetry.report.summary import costliest_of, summarize
+from telemetry.report.summary import summarize
 from telemetry.top.endpoints import ScrapeError, fetch, samples
 from telemetry.util.text import show
 

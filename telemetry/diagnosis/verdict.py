@@ -1,14 +1,16 @@
-"""What a run lost most to: the decision behind the verdict of a report and behind the agent's last line."""
+"""The verdict on a run: what it lost most to, and in which words a report and the agent's last line say so."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.records import speedup_text
+from telemetry.records import CHECKPOINT, COMPUTE, EVALUATION, STARTUP, speedup_text, stuck_in_words
+from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 NO_STEPS: Final = "no steps"
 UNMEASURED: Final = "unmeasured"
@@ -89,15 +91,6 @@ def healthy_share(worst: RankWaits) -> tuple[float, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class RankStall:
-    """The cause of a stall of a rank, and the seconds that it has cost."""
-
-    rank: int
-    cause: str
-    lost_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class RunFinding:
     """What a run lost most to.
 
@@ -106,7 +99,7 @@ class RunFinding:
         worst: the rank that waited most; None without steps, and if only batches were seen that nobody waited for.
         starving: how many ranks are starved. ``measured``: how many have exposed wait.
         unseen: the rank with the largest share of unseen batches, if it is too large; else None.
-        stalled: the stall that cost most; None without one.
+        stalled: the stall that cost most, as in the log, with its rank; None without one.
     """
 
     kind: str
@@ -114,7 +107,7 @@ class RunFinding:
     starving: int = 0
     measured: int = 0
     unseen: RankWaits | None = None
-    stalled: RankStall | None = None
+    stalled: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +125,7 @@ class Verdict:
     finding: RunFinding
 
 
-def find(ranks: Sequence[RankWaits], stalls: Sequence[RankStall]) -> RunFinding:
+def find(ranks: Sequence[RankWaits], stalls: Sequence[dict[str, Any]]) -> RunFinding:
     """Decide for these ranks of one run, with all their stalls."""
     stepping = [rank for rank in ranks if rank.steps]
     if not stepping:
@@ -147,11 +140,11 @@ def find(ranks: Sequence[RankWaits], stalls: Sequence[RankStall]) -> RunFinding:
         worst = max(starving, key=lambda rank: rank.exposed_after_start_ratio)
         return RunFinding(STARVED, worst, len(starving), len(measured), unseen)
     if unseen is not None or not any(rank.wait_seconds for rank in measured):
-        most = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
+        most = max(stalls, key=lost_seconds, default=None)
         return RunFinding(UNKNOWN, measured=len(measured), unseen=unseen, stalled=most)
     worst = max(measured, key=lambda rank: rank.exposed_after_start_ratio)
     # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
-    slowest = max(stalls, key=lambda stall: weight(stall.cause, stall.lost_seconds), default=None)
+    slowest = max(stalls, key=lambda stall: weight(stall["cause"], lost_seconds(stall)), default=None)
     kind = HEALTHY if slowest is None else STALLED
     return RunFinding(kind, worst, measured=len(measured), stalled=slowest)
 
@@ -180,6 +173,11 @@ def costliest(stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     )
 
 
+def costliest_of(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The stall of a rank that has cost most time; None without one."""
+    return costliest([stall for stall in stalls if stall["rank"] == rank])
+
+
 class Recommended(NamedTuple):
     """What an advice says to change: ``typed``, such as ``num_workers=2``, and the predicted ``gain``.
 
@@ -191,11 +189,152 @@ class Recommended(NamedTuple):
 
 
 def recommended(advice: dict[str, Any]) -> Recommended:
-    """The change that an advice names, as the verdict and the last line write it."""
+    """The change that an advice names, as the verdict writes it."""
     setting, value = advice.get("setting"), advice.get("value")
     return Recommended(f"{setting}={value}" if setting and value else "", speedup_text(advice))
 
 
-def other_cause(stall: dict[str, Any]) -> dict[str, Any] | None:
-    """The next largest cause at the time of a stall, with its share; None without one."""
-    return next((other for other in stall["evidence"].get("also", []) if "cause" in other), None)
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+_WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
+
+_NOTHING_SEEN: Final = (
+    f" The training thread requested no batch of a DataLoader or a watched iterable; batches that come another way are "
+    f"not seen, and waiting for them is counted as compute. {_WATCH}"
+)
+
+_MIN_MENTIONED_RATIO: Final = 0.20
+"""A category outside of the training loop is mentioned from this share of the wall clock on."""
+
+
+def judge(
+    ranks: Sequence[RankWaits],
+    stalls: Sequence[dict[str, Any]],
+    *,
+    world_size: int = 0,
+    hang: str = "",
+    stuck: Sequence[tuple[dict[str, Any], bool]] = (),
+    ended: bool = False,
+    ledger: Mapping[str, float] = MappingProxyType({}),
+    children: int = 0,
+) -> Verdict:
+    """The verdict on a run.
+
+    Args:
+        ranks: those that are known.
+        stalls: of these ranks, with the fields of the log and ``rank``.
+        world_size: how many ranks there are, if not all may be known.
+        hang: why the whole job hangs; empty if it does not.
+        stuck: the stalls in which ranks are stuck, or were until they ended. Each with whether its process has ended.
+        ended: whether the run has ended.
+        ledger: seconds by category, to mention what else took long.
+        children: processes that the script has started with multiprocessing.
+    """
+    finding = find(ranks, stalls)
+    if hang:
+        return Verdict(HUNG if ended else HANGS, f"{'Hung before its end' if ended else 'Hangs'}: {hang}.", finding)
+    if stuck:
+        return Verdict(STUCK, _stuck(stuck), finding)
+    worst, other_time = finding.worst, _other_time(ledger)
+    if finding.kind == NO_STEPS:
+        text = _no_steps(children)
+    elif finding.kind == UNKNOWN or worst is None:
+        stall = finding.stalled
+        stalled = "" if stall is None else f" Rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
+        unseen = _unseen(finding.unseen) or _NOTHING_SEEN
+        text = f"Not known whether this run waits for data.{unseen}{stalled}{other_time}"
+    elif finding.kind == UNMEASURED:
+        text = (
+            f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
+            f"how much of that the GPU felt was not measured{worst.unmeasured and f': {worst.unmeasured}'}."
+        )
+    elif finding.kind == STARVED:
+        starved = _starved(worst, finding, all_known=len(ranks) >= world_size)
+        text = starved + _why(worst.rank, stalls) + _unseen(finding.unseen)
+    elif finding.stalled is not None:
+        rank = finding.stalled["rank"]
+        text = f"Not starved, but rank {rank} stalled.{_why(rank, stalls)}"
+    else:
+        ratio, after = healthy_share(worst)
+        who = "no rank lost more than" if len(ranks) >= world_size else f"rank {worst.rank} lost"
+        lost = f"{rounded_percent(ratio)} of its training loop waiting for data{after}"
+        text = f"Healthy: {who} {lost}.{other_time}"
+    return Verdict(finding.kind, text, finding)
+
+
+def _no_steps(children: int) -> str:
+    others = "another process" if children == 1 else f"{children} processes"
+    return "No training step has ended yet." + (
+        f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
+        "telemetry.start() in the function that is spawned."
+        if children
+        else ""
+    )
+
+
+def _unseen(rank: RankWaits | None) -> str:
+    """A sentence on steps whose batches were not seen; empty if these are few."""
+    if rank is None:
+        return ""
+    return (
+        f" The batches of {min(rank.steps, rank.unseen_steps)} of {rank.steps} steps of rank {rank.rank} reached the "
+        f"training thread in a way that is not seen, and waiting for them is counted as compute. {_WATCH}"
+    )
+
+
+def _stuck(stuck: Sequence[tuple[dict[str, Any], bool]]) -> str:
+    # Ranks in compute mostly wait for a rank that is not, and ranks in a collective for one that has not reached it.
+    stall, ended = min(
+        stuck, key=lambda pair: (pair[0]["cause"] == "straggler", pair[0]["evidence"]["stuck_in"] == COMPUTE)
+    )
+    others = {other["rank"] for other, _ in stuck} - {stall["rank"]}
+    doing = f"{'was' if ended else 'is'} {stuck_in_words(stall['evidence']['stuck_in'])}"
+    more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
+    at, stands = stall["evidence"].get("stuck_at"), "stood" if ended else "stands"
+    return (
+        f"Stuck{' before its end' if ended else ''}: rank {stall['rank']} {doing} and {'had' if ended else 'has'} not "
+        f"gone on since before {stall['opened']}. Cause: {stall['cause']}{f'; it {stands} at {at}' if at else ''}."
+        f"{more if not ended else ''}"
+    )
+
+
+def _starved(worst: RankWaits, finding: RunFinding, *, all_known: bool) -> str:
+    ratio, measured = worst.exposed_ratio or 0.0, finding.measured
+    lost = f"{rounded_percent(ratio)} of its training loop waiting for data"
+    bound = 1 / (1 - ratio) if ratio < 0.99 else None
+    gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
+    if measured == 1 or not all_known:
+        return f"Starved: rank {worst.rank} spent {lost}{gain}."
+    if finding.starving == measured:
+        return f"Starved: every rank waits for data; the worst, rank {worst.rank}, spent {lost}{gain}."
+    others = "the other ranks wait for it inside their compute" if finding.starving == 1 else "the rest wait for them"
+    return f"Starved: rank {worst.rank} spent {lost}{gain}; {others}."
+
+
+def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
+    """The cause of a rank's costliest stall, and its first advice."""
+    stall = costliest_of(rank, stalls)
+    if stall is None:
+        return ""
+    text = f" Cause: {stall['cause']}"
+    for advice in stall["advice"][:1]:
+        change = recommended(advice)
+        text += f"; try {change.typed}" if change.typed else f"; {advice.get('action')}"
+        text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
+        text += f", predicted {change.gain} times the steps per second" if change.gain else ""
+    other = next((other for other in stall["evidence"].get("also", []) if "cause" in other), None)
+    if other is not None:
+        text += (
+            f". At the same time {other['cause']} takes {rounded_percent(other.get('share_ratio', 0.0))} of the time"
+        )
+    line = stall["evidence"].get("line_verdict")
+    return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
+
+
+def _other_time(ledger: Mapping[str, float]) -> str:
+    """What else took a large share of the wall clock."""
+    wall = sum(ledger.values())
+    words = {STARTUP: "starting up", EVALUATION: "evaluating", CHECKPOINT: "writing checkpoints"}
+    shares = {c: ledger.get(c, 0.0) / wall for c in words} if wall > 0 else {}
+    large = [f"{rounded_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MIN_MENTIONED_RATIO]
+    return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""

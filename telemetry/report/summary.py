@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
-from telemetry.diagnosis.verdict import (
-    HANGS,
-    HUNG,
-    NO_STEPS,
-    STARVED,
-    STARVED_RATIO,
-    STUCK,
-    UNKNOWN,
-    UNMEASURED,
-    RankStall,
-    RankWaits,
-    Verdict,
-    costliest,
-    find,
-    healthy_share,
-    lost_seconds,
-    other_cause,
-    recommended,
-)
+from telemetry.diagnosis.verdict import STARVED_RATIO, RankWaits, Verdict, judge
 from telemetry.records import (
     CATEGORIES,
-    CHECKPOINT,
     COMPUTE,
     CUDA,
     DATA_WAIT,
-    EVALUATION,
     SHARED_MEMORY,
-    STARTUP,
     TRAINING,
     WORKERS,
-    stuck_in_words,
 )
 from telemetry.report.attempts import KILLED, MISSED_WINDOWS, RUNNING, log_interval, unix
 from telemetry.report.goodput import as_job, books_sentence, cost_of, ended_by_oom, energy_of, goodput_of, throughput_of
@@ -53,13 +32,12 @@ from telemetry.report.process_log import (
 from telemetry.trace.files import TraceError
 from telemetry.trace.flops import FlopsUsage
 from telemetry.trace.reader import read_trace
-from telemetry.util.text import byte_size, percent, rough_duration, rounded_percent
+from telemetry.util.text import byte_size, percent, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from telemetry.diagnosis.verdict import RunFinding
     from telemetry.report.goodput import Goodput
     from telemetry.report.process_log import ProcessLog
     from telemetry.util.sketch import Sketch
@@ -229,17 +207,6 @@ def verdict_of_snapshots(snapshots: Sequence[dict[str, Any]]) -> str:
     return f" The trace of {steps} on rank {newest['rank']} shows {shown_by(newest)}."
 
 
-_WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
-
-_NOTHING_SEEN: Final = (
-    f" The training thread requested no batch of a DataLoader or a watched iterable; batches that come another way are "
-    f"not seen, and waiting for them is counted as compute. {_WATCH}"
-)
-
-_MIN_MENTIONED_RATIO: Final = 0.20
-"""A category outside of the training loop is mentioned from this share of the wall clock on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """All that is said of a run. It is made once; the text, ``--json`` and the page render it.
@@ -359,21 +326,24 @@ def verdict_of(processes: Sequence[ProcessLog]) -> Verdict:
     Args:
         processes: those that no later one has replaced.
     """
-    stalls = [stall for process in processes for stall in stalls_of(process)]
-    finding = find(
-        [_waits(process) for process in processes],
-        [RankStall(stall["rank"], stall["cause"], lost_seconds(stall)) for stall in stalls],
-    )
     hang = hang_of(processes)
-    if hang is not None and hang["waiting"]:
-        ended = all(process.ended for process in processes)
-        text = f"Hung before its end: {hang['verdict']}." if ended else f"Hangs: {hang['verdict']}."
-        return Verdict(HUNG if ended else HANGS, text, finding)
-    stuck = _stuck_text(processes)
-    if stuck:
-        return Verdict(STUCK, stuck, finding)
-    ranks = [_rank(process) for process in processes]
-    return Verdict(finding.kind, _found_text(finding, ranks, stalls, processes), finding)
+    ledger: Counter[str] = Counter()
+    for process in processes:
+        ledger.update(process.totals.get("ledger_total_seconds", {}))
+    return judge(
+        [_waits(process) for process in processes],
+        [stall for process in processes for stall in stalls_of(process)],
+        hang=hang["verdict"] if hang is not None and hang["waiting"] else "",
+        stuck=[
+            (stall, process.ended)
+            for process in processes
+            for stall in stalls_of(process)[-1:]
+            if "stuck_in" in stall["evidence"] and (stall["closed"] is None or "stuck_for_seconds" in process.end)
+        ],
+        ended=all(process.ended for process in processes),
+        ledger=ledger,
+        children=child_processes(processes),
+    )
 
 
 def _waits(process: ProcessLog) -> RankWaits:
@@ -390,135 +360,6 @@ def _waits(process: ProcessLog) -> RankWaits:
         starved_ratio=settings.get("stall_enter_ratio", STARVED_RATIO),
         unmeasured=totals.get("exposed_wait_absent", ""),
     )
-
-
-def _found_text(
-    finding: RunFinding,
-    ranks: Sequence[dict[str, Any]],
-    stalls: Sequence[dict[str, Any]],
-    processes: Sequence[ProcessLog],
-) -> str:
-    unseen, worst = _unseen(finding.unseen), finding.worst
-    if finding.kind == NO_STEPS:
-        return _no_steps(processes)
-    if finding.kind == UNKNOWN:
-        return _unknown_verdict(ranks, stalls, unseen or _NOTHING_SEEN, finding)
-    assert worst is not None  # noqa: S101 - only the two above have none
-    if finding.kind == UNMEASURED:
-        why = worst.unmeasured
-        return (
-            f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
-            f"how much of that the GPU felt was not measured{why and f': {why}'}."
-        )
-    if finding.kind == STARVED:
-        return _starved(worst, finding) + _why(worst.rank, stalls) + unseen
-    if finding.stalled is not None:
-        return f"Not starved, but rank {finding.stalled.rank} stalled.{_why(finding.stalled.rank, stalls)}"
-    ratio, after = healthy_share(worst)
-    lost = f"{rounded_percent(ratio)} of its training loop waiting for data{after}"
-    return f"Healthy: no rank lost more than {lost}.{_other_time(ranks)}"
-
-
-def _no_steps(processes: Sequence[ProcessLog]) -> str:
-    children = child_processes(processes)
-    others = "another process" if children == 1 else f"{children} processes"
-    return "No training step has ended yet." + (
-        f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
-        "telemetry.start() in the function that is spawned."
-        if children
-        else ""
-    )
-
-
-def _unseen(rank: RankWaits | None) -> str:
-    """A sentence on steps whose batches were not seen; empty if these are few."""
-    if rank is None:
-        return ""
-    return (
-        f" The batches of {min(rank.steps, rank.unseen_steps)} of {rank.steps} steps of rank {rank.rank} reached the "
-        f"training thread in a way that is not seen, and waiting for them is counted as compute. {_WATCH}"
-    )
-
-
-def _unknown_verdict(
-    ranks: Sequence[dict[str, Any]], stalls: Sequence[dict[str, Any]], unseen: str, finding: RunFinding
-) -> str:
-    """The verdict of a run that may be starved, because its batches are not seen."""
-    stall = finding.stalled
-    other = "" if stall is None else f" Rank {stall.rank} stalled.{_why(stall.rank, stalls)}"
-    return f"Not known whether this run waits for data.{unseen}{other}{_other_time(ranks)}"
-
-
-def _stuck_text(processes: Sequence[ProcessLog]) -> str:
-    """The verdict of a run that is stuck, or was until it ended; empty for others."""
-    newest = [
-        (stall, process.ended)
-        for process in processes
-        for stall in stalls_of(process)[-1:]
-        if "stuck_in" in stall["evidence"] and (stall["closed"] is None or "stuck_for_seconds" in process.end)
-    ]
-    if not newest:
-        return ""
-    # Ranks in compute mostly wait for a rank that is not, and ranks in a collective for one that has not reached it.
-    stall, ended = min(
-        newest, key=lambda pair: (pair[0]["cause"] == "straggler", pair[0]["evidence"]["stuck_in"] == COMPUTE)
-    )
-    others = {other["rank"] for other, _ in newest} - {stall["rank"]}
-    doing = f"{'was' if ended else 'is'} {stuck_in_words(stall['evidence']['stuck_in'])}"
-    more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
-    at, stands = stall["evidence"].get("stuck_at"), "stood" if ended else "stands"
-    return (
-        f"Stuck{' before its end' if ended else ''}: rank {stall['rank']} {doing} and {'had' if ended else 'has'} not "
-        f"gone on since before {stall['opened']}. Cause: {stall['cause']}{f'; it {stands} at {at}' if at else ''}."
-        f"{more if not ended else ''}"
-    )
-
-
-def _starved(worst: RankWaits, finding: RunFinding) -> str:
-    ratio, measured = worst.exposed_ratio or 0.0, finding.measured
-    lost = f"{rounded_percent(ratio)} of its training loop waiting for data"
-    bound = 1 / (1 - ratio) if ratio < 0.99 else None
-    gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
-    if measured == 1:
-        return f"Starved: rank {worst.rank} spent {lost}{gain}."
-    if finding.starving == measured:
-        return f"Starved: every rank waits for data; the worst, rank {worst.rank}, spent {lost}{gain}."
-    others = "the other ranks wait for it inside their compute" if finding.starving == 1 else "the rest wait for them"
-    return f"Starved: rank {worst.rank} spent {lost}{gain}; {others}."
-
-
-def costliest_of(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The stall of a rank that has cost most time; None without one."""
-    return costliest([stall for stall in stalls if stall["rank"] == rank])
-
-
-def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
-    """The cause of a rank's costliest stall, and its first advice."""
-    stall = costliest_of(rank, stalls)
-    if stall is None:
-        return ""
-    text = f" Cause: {stall['cause']}"
-    for advice in stall["advice"][:1]:
-        change = recommended(advice)
-        text += f"; try {change.typed}" if change.typed else f"; {advice.get('action')}"
-        text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
-        text += f", predicted {change.gain} times the steps per second" if change.gain else ""
-    other = other_cause(stall)
-    if other is not None:
-        text += (
-            f". At the same time {other['cause']} takes {rounded_percent(other.get('share_ratio', 0.0))} of the time"
-        )
-    line = stall["evidence"].get("line_verdict")
-    return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
-
-
-def _other_time(ranks: Sequence[dict[str, Any]]) -> str:
-    """What else took a large share of the wall clock of all ranks."""
-    wall = sum(rank["wall_seconds"] for rank in ranks)
-    words = {STARTUP: "starting up", EVALUATION: "evaluating", CHECKPOINT: "writing checkpoints"}
-    shares = {c: sum(rank["ledger"][c] for rank in ranks) / wall for c in words} if wall > 0 else {}
-    large = [f"{rounded_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MIN_MENTIONED_RATIO]
-    return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
 
 
 def _rank(process: ProcessLog) -> dict[str, Any]:
