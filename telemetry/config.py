@@ -286,142 +286,80 @@ def _setting(  # noqa: PLR0917 - a row of the table below: group, default, type,
 class Config:
     """All settings. Make one with `Config.load`. The defaults suit a long run."""
 
-    run_dir: Path | None = _setting(
-        "output", None, FOLDER, None, "Folder of this run's logs and snapshots.", "telemetry-runs/RUN"
-    )
-    run: str | None = _setting(
-        "output", None, TEXT, None, "Name of the run.", "the job's id, else the name of the run folder"
-    )
-    node: str | None = _setting(
-        "output", None, TEXT, None, "Name of this node.", "from Slurm or Kubernetes, else the name of the machine"
-    )
-    log_interval_seconds: float = _setting(
-        "output", 10.0, number(0.1, 86400), "seconds", "Time between two log lines of the same event."
-    )
-    log_max_bytes: int = _setting(
-        "output", 16 * MIB, whole_number(65536, 1 << 40), "bytes", "Size at which a log file is rotated."
-    )
+    run_dir: Path | None = _setting("output", None, FOLDER, None, "Folder of this run's logs and snapshots.",
+                                    "telemetry-runs/RUN")
+    run: str | None = _setting("output", None, TEXT, None, "Name of the run.",
+                               "the job's id, else the name of the run folder")
+    node: str | None = _setting("output", None, TEXT, None, "Name of this node.",
+                                "from Slurm or Kubernetes, else the name of the machine")
+    log_interval_seconds: float = _setting("output", 10.0, number(0.1, 86400), "seconds",
+                                           "Time between two log lines of the same event.")
+    log_max_bytes: int = _setting("output", 16 * MIB, whole_number(65536, 1 << 40), "bytes",
+                                  "Size at which a log file is rotated.")
     log_max_files: int = _setting("output", 8, whole_number(1, 1000), "files", "Log files kept for each process.")
     start_line: bool = _setting("output", True, SWITCH, None, "Print one line to stderr at the start.")
-    sinks: tuple[str, ...] = _setting(
-        "output",
-        (),
-        several_of(*SINKS),
-        None,
-        "Loggers into which the agent writes the figures of each window.",
-        "none",
-    )
+    sinks: tuple[str, ...] = _setting("output", (), several_of(*SINKS), None,
+                                      "Loggers into which the agent writes the figures of each window.", "none")
     sink_ranks: str = _setting("output", "0", choice("0", "all"), None, "Ranks that write into them.")
-    end_line: bool = _setting(
-        "output",
-        True,
-        SWITCH,
-        None,
-        "Print one line to stderr at the end: what the run lost most to, or where its time went. Rank 0 prints it.",
-    )
-    gpu_hour_price: float | None = _setting(
-        "output",
-        None,
-        or_none(number(0, 1e6)),
-        None,
-        "Price of an hour of one GPU, in any currency: report and dashboard tell what stalls and restarts cost.",
-        "none",
-    )
+    end_line: bool = _setting("output", True, SWITCH, None,
+                              "Print one line to stderr at the end: what the run lost most to, or where its time "
+                              "went. Rank 0 prints it.")
+    gpu_hour_price: float | None = _setting("output", None, or_none(number(0, 1e6)), None,
+                                            "Price of an hour of one GPU, in any currency: report and dashboard tell "
+                                            "what stalls and restarts cost.", "none")
 
-    port: int | None = _setting(
-        "endpoint",
-        9464,
-        port(),
-        None,
-        "Port of the metrics endpoint. A node has one endpoint.",
-    )
+    port: int | None = _setting("endpoint", 9464, port(), None,
+                                "Port of the metrics endpoint. A node has one endpoint.")
     host: str = _setting("endpoint", "127.0.0.1", ADDRESS, None, "Address the endpoint listens on.")
-    targets_dir: Path | None = _setting(
-        "endpoint", None, FOLDER, None, "Folder for the target file of Prometheus' file_sd.", "RUN_DIR/targets"
-    )
-    step_buckets: tuple[float, ...] = _setting(
-        "endpoint", STEP_BUCKETS, BOUNDS, "seconds", "Upper bounds of the buckets of the step duration histogram."
-    )
+    targets_dir: Path | None = _setting("endpoint", None, FOLDER, None,
+                                        "Folder for the target file of Prometheus' file_sd.", "RUN_DIR/targets")
+    step_buckets: tuple[float, ...] = _setting("endpoint", STEP_BUCKETS, BOUNDS, "seconds",
+                                               "Upper bounds of the buckets of the step duration histogram.")
 
-    stall_enter_ratio: float = _setting(
-        "stalls",
-        0.20,
-        number(0.01, 1),
-        "ratio",
-        "A stall opens when waits for data, or one other cause, take this share of a window.",
-    )
-    stall_exit_ratio: float = _setting(
-        "stalls", 0.10, number(0, 1), "ratio", "A stall closes when they take less than this share of a window."
-    )
-    stall_window_seconds: float = _setting(
-        "stalls", 30.0, number(1, 86400), "seconds", "Length of the window that decides about stalls."
-    )
-    stuck_seconds: float | None = _setting(
-        "stalls",
-        None,
-        auto_or(number(1, 604800)),
-        "seconds",
-        "A run without a step for this long is stuck. auto: follows the length of the run's own steps.",
-        "auto",
-    )
-    on_stall: Any = _setting(
-        "stalls",
-        None,
-        CALLBACK,
-        None,
-        "Called with the fields of each stall that opens. It runs on its own thread. "
-        "Stalls that open during a call are counted but not passed on.",
-        "none",
-    )
+    stall_enter_ratio: float = _setting("stalls", 0.20, number(0.01, 1), "ratio",
+                                        "A stall opens when waits for data, or one other cause, take this share of a "
+                                        "window.")
+    stall_exit_ratio: float = _setting("stalls", 0.10, number(0, 1), "ratio",
+                                       "A stall closes when they take less than this share of a window.")
+    stall_window_seconds: float = _setting("stalls", 30.0, number(1, 86400), "seconds",
+                                           "Length of the window that decides about stalls.")
+    stuck_seconds: float | None = _setting("stalls", None, auto_or(number(1, 604800)), "seconds",
+                                           "A run without a step for this long is stuck. auto: follows the length of "
+                                           "the run's own steps.", "auto")
+    on_stall: Any = _setting("stalls", None, CALLBACK, None,
+                             "Called with the fields of each stall that opens. It runs on its own thread. Stalls that "
+                             "open during a call are counted but not passed on.", "none")
 
-    snapshot_on_stall: str = _setting(
-        "snapshots", "auto", choice("auto", "on", "off"), None, "Take a trace during a stall. auto: not on a GPU."
-    )
+    snapshot_on_stall: str = _setting("snapshots", "auto", choice("auto", "on", "off"), None,
+                                      "Take a trace during a stall. auto: not on a GPU.")
     snapshot_steps: int = _setting("snapshots", 5, whole_number(1, 50), "steps", "Steps in one trace.")
-    snapshot_settle_seconds: float = _setting(
-        "snapshots", 15.0, number(0, 86400), "seconds", "How long a stall must last before a trace is taken."
-    )
-    snapshot_cooldown_seconds: float = _setting(
-        "snapshots", 600.0, number(0, 604800), "seconds", "Minimum time between two traces that stalls ask for."
-    )
-    max_snapshots: int = _setting(
-        "snapshots", 10, whole_number(0, 10000), "traces", "Maximum number of traces in one run. 0: no traces."
-    )
-    snapshot_disk_bytes: int = _setting(
-        "snapshots", 1024 * MIB, whole_number(0, 1 << 50), "bytes", "Maximum disk space of all traces of one run."
-    )
-    snapshot_max_seconds: float = _setting(
-        "snapshots", 10.0, number(0.1, 600), "seconds", "A trace ends early at the first step boundary after this time."
-    )
-    snapshot_max_bytes: int = _setting(
-        "snapshots", 512 * MIB, whole_number(MIB, 1 << 40), "bytes", "Maximum size of one trace, uncompressed."
-    )
-    snapshot_memory_bytes: int = _setting(
-        "snapshots",
-        256 * MIB,
-        whole_number(MIB, 1 << 40),
-        "bytes",
-        "Maximum memory that taking a trace needs.",
-    )
-    snapshot_pause_seconds: float = _setting(
-        "snapshots", 1.0, number(0.01, 600), "seconds", "Maximum time that a trace takes from the training."
-    )
-    snapshot_shapes: bool = _setting(
-        "snapshots", False, SWITCH, None, "Record the operators' input shapes, which FLOPs and MFU are counted from."
-    )
+    snapshot_settle_seconds: float = _setting("snapshots", 15.0, number(0, 86400), "seconds",
+                                              "How long a stall must last before a trace is taken.")
+    snapshot_cooldown_seconds: float = _setting("snapshots", 600.0, number(0, 604800), "seconds",
+                                                "Minimum time between two traces that stalls ask for.")
+    max_snapshots: int = _setting("snapshots", 10, whole_number(0, 10000), "traces",
+                                  "Maximum number of traces in one run. 0: no traces.")
+    snapshot_disk_bytes: int = _setting("snapshots", 1024 * MIB, whole_number(0, 1 << 50), "bytes",
+                                        "Maximum disk space of all traces of one run.")
+    snapshot_max_seconds: float = _setting("snapshots", 10.0, number(0.1, 600), "seconds",
+                                           "A trace ends early at the first step boundary after this time.")
+    snapshot_max_bytes: int = _setting("snapshots", 512 * MIB, whole_number(MIB, 1 << 40), "bytes",
+                                       "Maximum size of one trace, uncompressed.")
+    snapshot_memory_bytes: int = _setting("snapshots", 256 * MIB, whole_number(MIB, 1 << 40), "bytes",
+                                          "Maximum memory that taking a trace needs.")
+    snapshot_pause_seconds: float = _setting("snapshots", 1.0, number(0.01, 600), "seconds",
+                                             "Maximum time that a trace takes from the training.")
+    snapshot_shapes: bool = _setting("snapshots", False, SWITCH, None,
+                                     "Record the operators' input shapes, which FLOPs and MFU are counted from.")
 
-    interval_seconds: float = _setting(
-        "measuring", 1.0, number(0.1, 3600), "seconds", "Time between samples; up to 4 times that if nothing changes."
-    )
-    gpu_events: str = _setting(
-        "measuring", "auto", choice("auto", "on", "off"), None, "Measure the exposed wait with CUDA events."
-    )
-    nvtx: bool = _setting(
-        "measuring", False, SWITCH, None, "Mark steps, waits, phases and fetches as NVTX ranges for Nsight Systems."
-    )
-    patch: bool = _setting(
-        "measuring", True, SWITCH, None, "Patch torch to detect DataLoaders, optimizer steps and checkpoints."
-    )
+    interval_seconds: float = _setting("measuring", 1.0, number(0.1, 3600), "seconds",
+                                       "Time between samples; up to 4 times that if nothing changes.")
+    gpu_events: str = _setting("measuring", "auto", choice("auto", "on", "off"), None,
+                               "Measure the exposed wait with CUDA events.")
+    nvtx: bool = _setting("measuring", False, SWITCH, None,
+                          "Mark steps, waits, phases and fetches as NVTX ranges for Nsight Systems.")
+    patch: bool = _setting("measuring", True, SWITCH, None,
+                           "Patch torch to detect DataLoaders, optimizer steps and checkpoints.")
 
     @classmethod
     def load(cls, settings: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:

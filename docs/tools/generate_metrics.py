@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from telemetry.node.metrics import SECTIONS, metrics
 
 if TYPE_CHECKING:
-    from telemetry.node.metrics import Metric, MetricGroup, MetricSection
+    from telemetry.node.metrics import Metric, MetricGroup
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "METRICS.md"
 BEGIN = "<!-- begin generated: `make docs-reference` writes this part from telemetry/node/metrics.py -->\n"
@@ -39,12 +39,12 @@ def text() -> str:
 
 def generated() -> str:
     """The tables of metrics, and the table of label values."""
-    return "\n".join([*(_section(section) for section in SECTIONS), _label_values()])
+    return "\n".join([*(_section(title, groups) for title, groups in SECTIONS.items()), _label_values()])
 
 
-def _section(section: MetricSection) -> str:
-    rows = (_row(group, metric) for group in section.groups for metric in group.metrics)
-    return f"## {section.title}\n\n{METRICS_HEAD}{''.join(rows)}"
+def _section(title: str, groups: tuple[MetricGroup[Any], ...]) -> str:
+    rows = (_row(group, metric) for group in groups for metric in group.metrics)
+    return f"## {title}\n\n{METRICS_HEAD}{''.join(rows)}"
 
 
 def _row(group: MetricGroup[Any], metric: Metric[Any]) -> str:

@@ -229,131 +229,7 @@ class MetricGroup(Generic[Record]):
         return self.metrics[0].name
 
 
-@dataclass(frozen=True, slots=True)
-class MetricSection:
-    """Groups under one heading of docs/METRICS.md."""
-
-    title: str
-    groups: tuple[MetricGroup[Any], ...]
-
-
 # -- the table -----------------------------------------------------------------------------------------------------
-
-CATEGORY: Final = MetricLabel("category", CATEGORIES)
-SAMPLE_STATE: Final = MetricLabel("state", ("own", "in_sync"))
-RUN_INFO: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: view,
-    labels=(
-        "node",
-        "local_rank",
-        "world_size",
-        "launcher",
-        "telemetry_version",
-        "python_version",
-        "torch_version",
-        "job",
-        "user",
-        "account",
-        "partition",
-    ),
-    label_values=lambda view: view.info,
-    metrics=(
-        gauge(
-            "training_run_info",
-            "Always 1. Where this rank runs and with which versions; join on run and rank.",
-            lambda _: 1.0,
-            details=(
-                "`launcher` is `torchrun` (everything that sets `RANK` and `WORLD_SIZE`), `mpi`, `slurm`, "
-                "`lightning`, `spawn` (`torch.multiprocessing.spawn`), `kubernetes` or `plain`. `job`, `user`, "
-                "`account` and `partition` are what Slurm, LSF, PBS or Kubernetes (`JOB_NAME`, `POD_NAMESPACE`, "
-                "`QUEUE_NAME`) say; empty where nothing tells. Prometheus calls the label `job` `exported_job`, "
-                "because each target has a `job` already."
-            ),
-        ),
-    ),
-)
-LOOP: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: view,
-    metrics=(
-        gauge("training_run_ended", "1 once this rank has ended by itself, 0 before.", lambda view: view.ended),
-        counter("training_steps_total", "Training steps that have ended.", lambda view: view.totals.steps),
-        counter(
-            "training_samples_total",
-            "Samples of the batches that the training took.",
-            lambda view: view.samples,
-            from_zero=False,
-            absent="if the size of a batch was not known ([Throughput](throughput.md))",
-            details=(
-                "As many as there were indices. Batches that were only prefetched, those of an evaluation, and those "
-                "that are drawn and thrown away after a restart do not count. Known from the second optimizer step "
-                "on. Goes on over the attempts of a run, by rank. An attempt that did not know its own adds nothing."
-            ),
-        ),
-        counter(
-            "training_tokens_total",
-            "Tokens that the training took.",
-            lambda view: view.tokens,
-            from_zero=False,
-            absent="if the script tells none, and no batch has `input_ids` or one is not known",
-            details=(
-                "As `telemetry.tokens()` told them, else the positions of `input_ids` in the batches that the "
-                "training took, padding included. Goes on over attempts as `training_samples_total` does."
-            ),
-        ),
-        counter(
-            "training_optimizer_steps_total",
-            "Steps of optimizers.",
-            lambda view: view.totals.optimizer_steps,
-            details="With gradient accumulation there are fewer than training steps, with several optimizers more.",
-        ),
-        histogram(
-            "training_step_duration_seconds",
-            "Duration of a training step: wait and compute.",
-            lambda view: view.step_duration,
-            details="Without evaluations and checkpoints within the step. The setting `step_buckets` gives the bounds.",
-        ),
-        histogram(
-            "training_wait_duration_seconds",
-            "Time that a training step waited for its batch.",
-            lambda view: view.wait_duration,
-            details="The bounds are 1 ms and those of the setting `step_buckets`.",
-        ),
-        counter(
-            "training_time_seconds_total",
-            "Time of this rank by category; the categories add up to its wall clock.",
-            lambda view: view.totals.ledger_seconds,
-            label=CATEGORY,
-            details="Every second since the agent's start is in exactly one category.",
-        ),
-        counter(
-            "training_exposed_wait_seconds_total",
-            "Exposed wait: time waiting for data while the device had nothing to run.",
-            lambda view: view.totals.exposed_wait_seconds,
-            absent=(
-                "on a GPU where the wait cannot be timed (`gpu_events` is off, or there are no CUDA events); where no"
-                " step requested its batch in a way that the agent sees"
-            ),
-            details="Without a GPU the whole wait is exposed.",
-        ),
-        counter(
-            "training_compute_samples_total",
-            "Samples of the training thread in a step, by whether it waited for other ranks.",
-            lambda view: _samples(view.totals.own),
-            label=SAMPLE_STATE,
-            absent="in a job of one rank",
-            details=(
-                "`in_sync`: in a call in which ranks wait for one another (a collective, the backward pass of DDP). "
-                "`own`: anywhere else. On a GPU they show what the host does, not the device."
-            ),
-        ),
-        gauge(
-            "training_last_step_timestamp_seconds",
-            "Unix time at which the newest step ended.",
-            lambda view: view.last_step_unix_seconds,
-            absent="before the first step has ended",
-        ),
-    ),
-)
 
 
 def _samples(own: OwnTotals) -> Reading:
@@ -362,276 +238,8 @@ def _samples(own: OwnTotals) -> Reading:
     return {"own": own.samples - own.in_sync_samples, "in_sync": own.in_sync_samples}
 
 
-CAUSE: Final = MetricLabel("cause", CAUSES)
-STALLS: Final[MetricGroup[StallView]] = MetricGroup(
-    record=lambda view: view.stalls,
-    metrics=(
-        gauge(
-            "training_stall_active",
-            "1 for the cause of the open stall, 0 for the others.",
-            lambda stalls: () if stalls.active is None else (stalls.active,),
-            label=CAUSE,
-        ),
-        gauge(
-            "training_straggler_rank",
-            "Number of the rank that this one waits for.",
-            lambda stalls: stalls.straggler,
-            absent="unless the cause of the open stall is `straggler`",
-        ),
-        counter(
-            "training_stalls_total",
-            "Stalls that have opened, by the cause they opened with.",
-            lambda stalls: stalls.opened,
-            label=CAUSE,
-        ),
-        counter(
-            "training_stall_lost_seconds_total",
-            "Time that this rank lost in stalls.",
-            lambda stalls: stalls.lost_seconds,
-            label=CAUSE,
-            details="Multiply it by the number of GPUs to get GPU time.",
-        ),
-    ),
-)
-HANG: Final[MetricGroup[HangView]] = MetricGroup(
-    record=lambda view: view.hang,
-    absent="unless the job hangs, and on ranks that do not serve their node",
-    metrics=(
-        gauge(
-            "training_hang_active",
-            "1 for the kind of the hang, 0 for the others.",
-            lambda hang: (hang.kind,),
-            label=MetricLabel("kind", HANG_KINDS),
-            details="The log has the ranks and a sentence, in lines with `event` = `hang`.",
-        ),
-        gauge(
-            "training_hang_suspect_rank",
-            "Number of the rank that the others wait for while the job hangs.",
-            lambda hang: hang.suspect,
-            absent="unless the job hangs and a rank is suspected, and on ranks that do not serve their node",
-            details="Of several ranks the first.",
-        ),
-        gauge(
-            "training_hang_place_info",
-            "Always 1. The label has the file and line where that rank is while the job hangs.",
-            lambda hang: None if hang.place is None else {hang.place: 1.0},
-            label=MetricLabel("place"),
-            absent=(
-                "unless the job hangs and the line of the rank that is waited for is known, and on ranks that do not "
-                "serve their node"
-            ),
-            details="It names no folder. There is one value for each hang, and none otherwise.",
-        ),
-    ),
-)
-SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(
-    record=lambda view: view.snapshots,
-    metrics=(
-        counter(
-            "training_snapshots_total",
-            "Snapshots that this rank was asked for, by result.",
-            lambda snapshots: snapshots.results,
-            label=MetricLabel("result", SNAPSHOT_RESULTS),
-            details=(
-                "`recorded`: the trace was written. `refused`: something else had priority (the script's own "
-                "profiler, a limit). `failed`: an error. `skipped`: this rank did not reach the steps. The log has "
-                "the reasons, in lines with `event` = `snapshot`."
-            ),
-        ),
-        gauge(
-            "training_snapshots_off",
-            "1 for the reason why this run takes no more snapshots.",
-            lambda snapshots: () if snapshots.off is None else (snapshots.off,),
-            label=MetricLabel("reason", SNAPSHOT_OFF_REASONS),
-            details="`slower`: steps stayed slower after a snapshot. The log has the figures.",
-        ),
-    ),
-)
-
-CHANGES: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: view,
-    metrics=(
-        gauge(
-            "training_step_change_ratio",
-            "Duration of a step now, relative to that before the slow-down that holds on; 1 without one.",
-            lambda view: view.step_change_ratio,
-            absent="while the training loop has run for less than about 15 minutes",
-            details=(
-                "1.12: steps take 12 % longer than before. The log has when, which part of the step and what changed "
-                "with it, in lines with `event` = `change`. See [Changes](changes.md)."
-            ),
-        ),
-    ),
-)
-
-LOST: Final = MetricLabel("category", ("redone", "restore", "replay", "startup", "stuck", "down"))
-ATTEMPTS: Final[MetricGroup[AttemptView]] = MetricGroup(
-    record=lambda view: view.attempt,
-    absent="on other ranks than 0",
-    metrics=(
-        gauge(
-            "training_run_attempt",
-            "Number of this attempt of the run, from 0.",
-            lambda attempt: attempt.number,
-            details="A run that is restarted in the same run folder, under the same name, begins another attempt.",
-        ),
-        gauge(
-            "training_run_attempts_without_progress",
-            "Attempts in a row that ended without completing a checkpoint.",
-            lambda attempt: attempt.without_progress,
-            details="Those directly before this one; 0 as soon as this one completes a checkpoint.",
-        ),
-        counter(
-            "training_run_lost_seconds_total",
-            "Time that restarts and hangs have cost the run, over all its attempts.",
-            lambda attempt: attempt.lost_seconds,
-            from_zero=False,
-            label=LOST,
-            details=(
-                "It goes on from the attempts before, through a small file in the run folder. Multiply it by the "
-                "number of ranks to get GPU time. `redone` is counted when the next attempt begins. "
-                "[Goodput](goodput.md) explains the categories."
-            ),
-        ),
-    ),
-)
-
-_NO_DEVICE: Final = "without NVML, and before the rank's device is known"
-_NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"
-_NO_GPM: Final = "without NVML; on GPUs older than Hopper, which have no hardware counters (GPM)"
-
-
 def _place(gpu: GpuSample | None) -> dict[str, str]:
     return {} if gpu is None else {"gpu": str(gpu.index), "uuid": gpu.uuid}
-
-
-GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
-    record=lambda view: view.gpu,
-    labels=("gpu", "uuid", "name", "sm_active_source"),
-    label_values=lambda gpu: {
-        "gpu": str(gpu.index),
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "sm_active_source": gpu.sm_active_source or "none",
-    },
-    absent=_NO_DEVICE,
-    metrics=(
-        gauge(
-            "training_gpu_info",
-            "Always 1. The GPU of this rank and the source of its SM activity.",
-            lambda _: 1.0,
-            details=(
-                "`sm_active_source` is the source of `training_gpu_sm_active_ratio`: `gpm` (hardware counters), "
-                "`process` (share of time in which this process ran a kernel) or `none`."
-            ),
-        ),
-    ),
-)
-GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
-    record=lambda view: view.gpu,
-    labels=("gpu", "uuid"),
-    label_values=_place,
-    absent=_NO_READING,
-    metrics=(
-        gauge(
-            "training_gpu_utilization_ratio",
-            "Share of time in which any kernel ran: busy, not efficient.",
-            lambda gpu: gpu.utilization_ratio,
-            details="One small kernel after another reads 1.",
-        ),
-        gauge("training_gpu_sm_active_ratio", "Share of the SMs that were active.", lambda gpu: gpu.sm_active_ratio),
-        gauge(
-            "training_gpu_sm_occupancy_ratio",
-            "Warps resident on the SMs, as a share of the maximum.",
-            lambda gpu: gpu.sm_occupancy_ratio,
-            absent=_NO_GPM,
-        ),
-        gauge(
-            "training_gpu_tensor_active_ratio",
-            "Share of time in which the tensor cores were active.",
-            lambda gpu: gpu.tensor_active_ratio,
-            absent=_NO_GPM,
-        ),
-        gauge(
-            "training_gpu_memory_bandwidth_ratio",
-            "Memory bandwidth in use, as a share of the maximum.",
-            lambda gpu: gpu.memory_bandwidth_ratio,
-            absent=_NO_GPM,
-        ),
-        gauge(
-            "training_gpu_memory_used_bytes", "GPU memory in use, by all processes.", lambda gpu: gpu.memory_used_bytes
-        ),
-        gauge("training_gpu_memory_total_bytes", "Total memory of the GPU.", lambda gpu: gpu.memory_total_bytes),
-        gauge("training_gpu_power_watts", "Power draw of the GPU.", lambda gpu: gpu.power_watts),
-        gauge("training_gpu_temperature_celsius", "Temperature of the GPU.", lambda gpu: gpu.temperature_celsius),
-        gauge("training_gpu_sm_clock_hertz", "Clock frequency of the SMs.", lambda gpu: gpu.sm_clock_hertz),
-        gauge(
-            "training_gpu_sm_clock_max_hertz", "Maximum clock frequency of the SMs.", lambda gpu: gpu.sm_clock_max_hertz
-        ),
-        gauge(
-            "training_gpu_throttled",
-            "1 for each reason that limits the clocks right now, 0 for the others.",
-            lambda gpu: gpu.throttled,
-            label=MetricLabel("reason", THROTTLE_REASONS),
-            details="A low clock on an idle GPU is not throttling.",
-        ),
-    ),
-)
-GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: None if view.energy_gpu is None or view.totals.gpu_energy_joules is None else view,
-    labels=("gpu", "uuid"),
-    label_values=lambda view: _place(view.energy_gpu),
-    absent=f"{_NO_DEVICE}; on GPUs older than Volta and MIG devices, which have no counter",
-    metrics=(
-        counter(
-            "training_gpu_energy_joules_total",
-            "Energy that the whole GPU has used since the agent's first reading, by category of the ledger.",
-            lambda view: view.totals.gpu_energy_joules,
-            label=MetricLabel("category", CATEGORIES),
-            details=(
-                "The sum is the GPU's own counter, of all processes on it: ranks that share a GPU each show all of "
-                "it. The split is an estimate: between two readings each category gets its share of the time. While "
-                "NVML is down the value stays; the next reading adds what was used meanwhile."
-            ),
-        ),
-    ),
-)
-GPU_PRICE: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: view,
-    absent="without the setting `gpu_hour_price`",
-    metrics=(
-        gauge(
-            "training_gpu_hour_price",
-            "Price of an hour of one GPU, from the run's settings.",
-            lambda view: view.gpu_hour_price,
-            details=(
-                "In the currency of the setting `gpu_hour_price`: use the same one for all runs. One rank counts as "
-                "one GPU."
-            ),
-        ),
-    ),
-)
-TORCH_MEMORY: Final[MetricGroup[TorchMemorySample]] = MetricGroup(
-    record=lambda view: view.torch_memory,
-    absent="until the process has initialised CUDA",
-    metrics=(
-        gauge(
-            "training_cuda_memory_allocated_bytes",
-            "Memory that tensors occupy on the training thread's device.",
-            lambda memory: memory.allocated_bytes,
-        ),
-        gauge(
-            "training_cuda_memory_reserved_bytes",
-            "Memory that PyTorch's caching allocator has reserved on that device.",
-            lambda memory: memory.reserved_bytes,
-        ),
-    ),
-)
-
-_NO_PROC: Final = "without `/proc`"
-_NO_WORKERS: Final = "without workers, and at their first reading"
-_NO_FETCH_TIMES: Final = f"{_NO_WORKERS}; for workers started before the agent, and for workers that are threads"
-_NO_SCHEDSTAT: Final = f"{_NO_FETCH_TIMES}; where the kernel has no `schedstat`"
 
 
 def _fetches(view: RunView) -> Histogram | None:
@@ -643,220 +251,6 @@ def _fetches(view: RunView) -> Histogram | None:
     return Histogram(own.bounds, counts, own.total + workers.total)
 
 
-FETCHES: Final[MetricGroup[Histogram]] = MetricGroup(
-    record=_fetches,
-    absent="before the first fetch that the agent saw end",
-    metrics=(
-        histogram(
-            "training_loader_fetch_duration_seconds",
-            "Time that a worker took to fetch a batch; without workers, that the training thread took.",
-            lambda fetches: fetches,
-            details="Covers all workers of the run so far.",
-        ),
-    ),
-)
-WORKERS: Final[MetricGroup[WorkersSample]] = MetricGroup(
-    record=lambda view: view.workers,
-    absent=f"{_NO_PROC}, and before the first sample",
-    metrics=(
-        gauge(
-            "training_loader_workers",
-            "Live DataLoader workers of this rank.",
-            lambda workers: workers.workers,
-            unit="processes",
-            details=(
-                "Includes workers that are threads of the training process. 0 with `num_workers=0` and between epochs."
-            ),
-        ),
-        gauge(
-            "training_loader_workers_memory_bytes",
-            "Resident memory of the workers, summed.",
-            lambda workers: workers.resident_memory_bytes,
-            details="Pages that workers share are counted once per worker. Workers that are threads count 0.",
-        ),
-        gauge(
-            "training_loader_worker_busy_ratio",
-            "Share of time in which the workers were in a fetch.",
-            lambda workers: workers.busy_ratio,
-            absent=_NO_FETCH_TIMES,
-            details="Mean over the workers. It is the sum of the next three.",
-        ),
-        gauge(
-            "training_loader_worker_cpu_ratio",
-            "Share of time in which the workers ran on a core.",
-            lambda workers: workers.cpu_ratio,
-            absent=_NO_WORKERS,
-            details="Near 1, the workers are CPU-bound.",
-        ),
-        gauge(
-            "training_loader_worker_runnable_ratio",
-            "Share of time in which the workers were ready to run but had no core (run-queue delay).",
-            lambda workers: workers.runnable_ratio,
-            absent=_NO_SCHEDSTAT,
-            details="There are too few cores, or a CPU limit applies.",
-        ),
-        gauge(
-            "training_loader_worker_blocked_ratio",
-            "Share of time in which the workers were blocked in a fetch: storage, network, locks.",
-            lambda workers: workers.blocked_ratio,
-            absent=_NO_SCHEDSTAT,
-        ),
-        gauge(
-            "training_loader_ready_batches",
-            "Batches that are ready for the training thread.",
-            lambda workers: workers.ready_batches,
-            absent=f"{_NO_PROC}; without workers; where the queue cannot report its size",
-        ),
-        gauge(
-            "training_loader_slack_seconds",
-            "How long a batch had been ready when it was requested, mean since the last sample.",
-            lambda workers: workers.slack_seconds,
-            absent=(
-                "where no batch could be matched with its fetch: no workers, workers started before the agent, "
-                "`in_order=False`"
-            ),
-            details="It falls before the GPU becomes idle. 0: the training thread waits for every batch.",
-        ),
-        counter(
-            "training_loader_fetch_wait_seconds_total",
-            "Fetch wait: time waiting for batches whose fetch had not ended when they were requested.",
-            lambda workers: workers.deliveries.fetch_wait_seconds,
-            details="Up to the end of the fetch. Counts the matched batches, without the first of each epoch.",
-        ),
-        counter(
-            "training_loader_transfer_wait_seconds_total",
-            "Transfer wait: time waiting for batches whose fetch had ended.",
-            lambda workers: workers.deliveries.transfer_wait_seconds,
-            details=(
-                "Pickling, sending, pinning and unpickling, and what the training thread itself does before `next()` "
-                "returns: the sampler, garbage collections. Counts the same batches as the fetch wait."
-            ),
-        ),
-        counter(
-            "training_loader_head_of_line_seconds_total",
-            "Part of the fetch wait during which a later batch of another worker was ready.",
-            lambda workers: workers.deliveries.head_of_line_wait_seconds,
-        ),
-        gauge(
-            "training_loader_head_of_line_batches",
-            "Finished batches that wait right now for an earlier batch.",
-            lambda workers: workers.head_of_line_batches,
-            details="The log (`workers`) has the worker they wait for, and since when.",
-        ),
-    ),
-)
-
-RESOURCE: Final = MetricLabel("resource", ("cpu", "io", "memory"))
-PROCESS: Final[MetricGroup[ProcessSample]] = MetricGroup(
-    record=lambda view: view.process,
-    absent="without `/proc`",
-    metrics=(
-        counter(
-            "training_process_cpu_seconds_total",
-            "CPU time of the training process, without its workers.",
-            lambda process: process.cpu_seconds,
-            from_zero=False,
-        ),
-        gauge(
-            "training_process_resident_memory_bytes",
-            "Resident memory of the training process.",
-            lambda process: process.resident_memory_bytes,
-        ),
-        gauge("training_process_threads", "Threads of the training process.", lambda process: process.threads),
-    ),
-)
-HOST: Final[MetricGroup[HostSample]] = MetricGroup(
-    record=lambda view: view.host,
-    of_node=True,
-    metrics=(
-        gauge(
-            "training_host_cpu_ratio",
-            "CPU use of the machine, over all its cores.",
-            lambda host: host.cpu_ratio,
-            absent="at the first reading",
-        ),
-        gauge(
-            "training_host_memory_used_bytes",
-            "Memory of the machine that is not available.",
-            lambda host: host.memory_used_bytes,
-        ),
-        gauge("training_host_memory_total_bytes", "Total memory of the machine.", lambda host: host.memory_total_bytes),
-    ),
-)
-PRESSURE: Final[MetricGroup[PressureSample]] = MetricGroup(
-    record=lambda view: view.pressure,
-    of_node=True,
-    metrics=(
-        gauge(
-            "training_host_pressure_ratio",
-            "Share of time in which some task of the machine waited for the resource.",
-            lambda pressure: pressure.pressure_ratio or None,
-            label=RESOURCE,
-            absent="where the kernel has no `/proc/pressure`; at the first reading",
-        ),
-        gauge(
-            "training_cgroup_cpu_limit_cores",
-            "CPU limit of the cgroup.",
-            lambda pressure: pressure.cgroup_cpu_limit,
-            absent="without a limit",
-        ),
-        gauge(
-            "training_cgroup_cpu_throttled_ratio",
-            "Share of the enforcement periods in which the cgroup was throttled.",
-            lambda pressure: pressure.cgroup_throttled_ratio,
-            absent="without a CPU controller; at the first reading",
-        ),
-        gauge(
-            "training_cgroup_memory_limit_bytes",
-            "Memory limit of the cgroup.",
-            lambda pressure: pressure.cgroup_memory_limit_bytes,
-            absent="without a limit",
-        ),
-        gauge(
-            "training_cgroup_memory_used_bytes",
-            "Memory in use in the cgroup.",
-            lambda pressure: pressure.cgroup_memory_used_bytes,
-            absent="without a memory controller",
-        ),
-    ),
-)
-
-WHERE: Final = MetricLabel("where", MEMORY_PARTS)
-MEMORY_GROWTH: Final[MetricGroup[MemoryGrowth]] = MetricGroup(
-    record=lambda view: view.memory,
-    absent="in the first seconds of training",
-    metrics=(
-        gauge(
-            "training_memory_growth_bytes_per_second",
-            "Lasting growth of memory: 0 for a part that does not grow for good.",
-            lambda growth: growth.bytes_per_second,
-            unit="bytes",
-            label=WHERE,
-            absent="for a part that the run does not have, such as `workers` without workers",
-            details=(
-                "Growth at the start, up to a cache's size, in single jumps, and of workers that are started anew in "
-                "each epoch is not counted. [Memory](memory.md) explains the parts."
-            ),
-        ),
-        gauge(
-            "training_memory_exhausted_in_seconds",
-            "Time until memory is used up, if it goes on growing as it does.",
-            lambda growth: growth.exhausted_in_seconds,
-            absent="while no memory grows for good, or its end is not in sight",
-            details=(
-                "The memory limit of the cgroup or the memory of the machine, `/dev/shm`, or the memory of the GPU, "
-                "whichever is used up first."
-            ),
-        ),
-    ),
-)
-
-COLLECTOR: Final = MetricLabel(
-    "collector", ("nvml", "host", "process", "workers", "pressure", "torch_memory", "memory")
-)
-_NO_ATTEMPT: Final = "for a collector with nothing to read (`torch_memory` without CUDA), and before its first attempt"
-
-
 def _up(view: RunView) -> dict[str, float]:
     return {health.name: health.up for health in view.collectors if health.up is not None}
 
@@ -865,63 +259,338 @@ def _durations(view: RunView) -> dict[str, float]:
     return {h.name: h.duration_seconds for h in view.collectors if h.duration_seconds is not None}
 
 
-AGENT: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: view,
+# fmt: off
+
+CATEGORY: Final = MetricLabel("category", CATEGORIES)
+SAMPLE_STATE: Final = MetricLabel("state", ("own", "in_sync"))
+_INFO: Final = (
+    "node", "local_rank", "world_size", "launcher", "telemetry_version", "python_version", "torch_version",
+    "job", "user", "account", "partition",
+)
+RUN_INFO: Final[MetricGroup[RunView]] = MetricGroup(
+    record=lambda view: view, labels=_INFO, label_values=lambda view: view.info, metrics=(
+    gauge("training_run_info", "Always 1. Where this rank runs and with which versions; join on run and rank.",
+          lambda _: 1.0,
+          details="`launcher` is `torchrun` (everything that sets `RANK` and `WORLD_SIZE`), `mpi`, `slurm`, "
+          "`lightning`, `spawn` (`torch.multiprocessing.spawn`), `kubernetes` or `plain`. `job`, `user`, "
+          "`account` and `partition` are what Slurm, LSF, PBS or Kubernetes (`JOB_NAME`, `POD_NAMESPACE`, "
+          "`QUEUE_NAME`) say; empty where nothing tells. Prometheus calls the label `job` `exported_job`, because "
+          "each target has a `job` already."),
+))
+LOOP: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
+    gauge("training_run_ended", "1 once this rank has ended by itself, 0 before.", lambda view: view.ended),
+    counter("training_steps_total", "Training steps that have ended.", lambda view: view.totals.steps),
+    counter("training_samples_total", "Samples of the batches that the training took.", lambda view: view.samples,
+            from_zero=False, absent="if the size of a batch was not known ([Throughput](throughput.md))",
+            details="As many as there were indices. Batches that were only prefetched, those of an evaluation, "
+            "and those that are drawn and thrown away after a restart do not count. Known from the second "
+            "optimizer step on. Goes on over the attempts of a run, by rank. An attempt that did not know its own "
+            "adds nothing."),
+    counter("training_tokens_total", "Tokens that the training took.", lambda view: view.tokens, from_zero=False,
+            absent="if the script tells none, and no batch has `input_ids` or one is not known",
+            details="As `telemetry.tokens()` told them, else the positions of `input_ids` in the batches that the "
+            "training took, padding included. Goes on over attempts as `training_samples_total` does."),
+    counter("training_optimizer_steps_total", "Steps of optimizers.", lambda view: view.totals.optimizer_steps,
+            details="With gradient accumulation there are fewer than training steps, with several optimizers "
+            "more."),
+    histogram("training_step_duration_seconds", "Duration of a training step: wait and compute.",
+              lambda view: view.step_duration,
+              details="Without evaluations and checkpoints within the step. The setting `step_buckets` gives the "
+              "bounds."),
+    histogram("training_wait_duration_seconds", "Time that a training step waited for its batch.",
+              lambda view: view.wait_duration,
+              details="The bounds are 1 ms and those of the setting `step_buckets`."),
+    counter("training_time_seconds_total",
+            "Time of this rank by category; the categories add up to its wall clock.",
+            lambda view: view.totals.ledger_seconds, label=CATEGORY,
+            details="Every second since the agent's start is in exactly one category."),
+    counter("training_exposed_wait_seconds_total",
+            "Exposed wait: time waiting for data while the device had nothing to run.",
+            lambda view: view.totals.exposed_wait_seconds,
+            absent="on a GPU where the wait cannot be timed (`gpu_events` is off, or there are no CUDA events); "
+            "where no step requested its batch in a way that the agent sees",
+            details="Without a GPU the whole wait is exposed."),
+    counter("training_compute_samples_total",
+            "Samples of the training thread in a step, by whether it waited for other ranks.",
+            lambda view: _samples(view.totals.own), label=SAMPLE_STATE, absent="in a job of one rank",
+            details="`in_sync`: in a call in which ranks wait for one another (a collective, the backward pass of "
+            "DDP). `own`: anywhere else. On a GPU they show what the host does, not the device."),
+    gauge("training_last_step_timestamp_seconds", "Unix time at which the newest step ended.",
+          lambda view: view.last_step_unix_seconds, absent="before the first step has ended"),
+))
+
+CAUSE: Final = MetricLabel("cause", CAUSES)
+STALLS: Final[MetricGroup[StallView]] = MetricGroup(record=lambda view: view.stalls, metrics=(
+    gauge("training_stall_active", "1 for the cause of the open stall, 0 for the others.",
+          lambda stalls: () if stalls.active is None else (stalls.active,), label=CAUSE),
+    gauge("training_straggler_rank", "Number of the rank that this one waits for.",
+          lambda stalls: stalls.straggler, absent="unless the cause of the open stall is `straggler`"),
+    counter("training_stalls_total", "Stalls that have opened, by the cause they opened with.",
+            lambda stalls: stalls.opened, label=CAUSE),
+    counter("training_stall_lost_seconds_total", "Time that this rank lost in stalls.",
+            lambda stalls: stalls.lost_seconds, label=CAUSE,
+            details="Multiply it by the number of GPUs to get GPU time."),
+))
+_NO_HANG: Final = "unless the job hangs, and on ranks that do not serve their node"
+HANG: Final[MetricGroup[HangView]] = MetricGroup(record=lambda view: view.hang, absent=_NO_HANG, metrics=(
+    gauge("training_hang_active", "1 for the kind of the hang, 0 for the others.", lambda hang: (hang.kind,),
+          label=MetricLabel("kind", HANG_KINDS),
+          details="The log has the ranks and a sentence, in lines with `event` = `hang`."),
+    gauge("training_hang_suspect_rank", "Number of the rank that the others wait for while the job hangs.",
+          lambda hang: hang.suspect,
+          absent="unless the job hangs and a rank is suspected, and on ranks that do not serve their node",
+          details="Of several ranks the first."),
+    gauge("training_hang_place_info",
+          "Always 1. The label has the file and line where that rank is while the job hangs.",
+          lambda hang: None if hang.place is None else {hang.place: 1.0}, label=MetricLabel("place"),
+          absent="unless the job hangs and the line of the rank that is waited for is known, and on ranks that do "
+          "not serve their node",
+          details="It names no folder. There is one value for each hang, and none otherwise."),
+))
+SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(record=lambda view: view.snapshots, metrics=(
+    counter("training_snapshots_total", "Snapshots that this rank was asked for, by result.",
+            lambda snapshots: snapshots.results, label=MetricLabel("result", SNAPSHOT_RESULTS),
+            details="`recorded`: the trace was written. `refused`: something else had priority (the script's own "
+            "profiler, a limit). `failed`: an error. `skipped`: this rank did not reach the steps. The log has "
+            "the reasons, in lines with `event` = `snapshot`."),
+    gauge("training_snapshots_off", "1 for the reason why this run takes no more snapshots.",
+          lambda snapshots: () if snapshots.off is None else (snapshots.off,),
+          label=MetricLabel("reason", SNAPSHOT_OFF_REASONS),
+          details="`slower`: steps stayed slower after a snapshot. The log has the figures."),
+))
+
+CHANGES: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
+    gauge("training_step_change_ratio",
+          "Duration of a step now, relative to that before the slow-down that holds on; 1 without one.",
+          lambda view: view.step_change_ratio,
+          absent="while the training loop has run for less than about 15 minutes",
+          details="1.12: steps take 12 % longer than before. The log has when, which part of the step and what "
+          "changed with it, in lines with `event` = `change`. See [Changes](changes.md)."),
+))
+
+LOST: Final = MetricLabel("category", ("redone", "restore", "replay", "startup", "stuck", "down"))
+ATTEMPTS: Final[MetricGroup[AttemptView]] = MetricGroup(
+    record=lambda view: view.attempt, absent="on other ranks than 0", metrics=(
+    gauge("training_run_attempt", "Number of this attempt of the run, from 0.", lambda attempt: attempt.number,
+          details="A run that is restarted in the same run folder, under the same name, begins another attempt."),
+    gauge("training_run_attempts_without_progress",
+          "Attempts in a row that ended without completing a checkpoint.",
+          lambda attempt: attempt.without_progress,
+          details="Those directly before this one; 0 as soon as this one completes a checkpoint."),
+    counter("training_run_lost_seconds_total",
+            "Time that restarts and hangs have cost the run, over all its attempts.",
+            lambda attempt: attempt.lost_seconds, from_zero=False, label=LOST,
+            details="It goes on from the attempts before, through a small file in the run folder. Multiply it by "
+            "the number of ranks to get GPU time. `redone` is counted when the next attempt begins. "
+            "[Goodput](goodput.md) explains the categories."),
+))
+
+_NO_DEVICE: Final = "without NVML, and before the rank's device is known"
+_NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"
+_NO_GPM: Final = "without NVML; on GPUs older than Hopper, which have no hardware counters (GPM)"
+
+GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
+    record=lambda view: view.gpu, labels=("gpu", "uuid", "name", "sm_active_source"), absent=_NO_DEVICE,
+    label_values=lambda gpu: _place(gpu) | {"name": gpu.name, "sm_active_source": gpu.sm_active_source or "none"},
     metrics=(
-        counter(
-            "telemetry_overhead_seconds_total",
-            "Time that the agent cost, by thread.",
-            lambda view: view.totals.overhead_seconds,
-            label=MetricLabel("thread", ("training", "agent")),
-            details=(
-                "`training`: time on the training thread, extrapolated from one call in 64. `agent`: CPU time of the "
-                "agent's own threads."
-            ),
-        ),
-        counter(
-            "telemetry_errors_total",
-            "Failures of the agent's own parts.",
-            lambda view: view.errors,
-            label=MetricLabel("source"),
-            absent="for a source that has not failed",
-            details="The log has the messages, in lines with `event` = `error`.",
-        ),
-        counter(
-            "telemetry_dropped_steps_total",
-            "Steps that the agent dropped because the ring was full.",
+    gauge("training_gpu_info", "Always 1. The GPU of this rank and the source of its SM activity.", lambda _: 1.0,
+          details="`sm_active_source` is the source of `training_gpu_sm_active_ratio`: `gpm` (hardware counters), "
+          "`process` (share of time in which this process ran a kernel) or `none`."),
+))
+GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
+    record=lambda view: view.gpu, labels=("gpu", "uuid"), label_values=_place, absent=_NO_READING, metrics=(
+    gauge("training_gpu_utilization_ratio", "Share of time in which any kernel ran: busy, not efficient.",
+          lambda gpu: gpu.utilization_ratio, details="One small kernel after another reads 1."),
+    gauge("training_gpu_sm_active_ratio", "Share of the SMs that were active.", lambda gpu: gpu.sm_active_ratio),
+    gauge("training_gpu_sm_occupancy_ratio", "Warps resident on the SMs, as a share of the maximum.",
+          lambda gpu: gpu.sm_occupancy_ratio, absent=_NO_GPM),
+    gauge("training_gpu_tensor_active_ratio", "Share of time in which the tensor cores were active.",
+          lambda gpu: gpu.tensor_active_ratio, absent=_NO_GPM),
+    gauge("training_gpu_memory_bandwidth_ratio", "Memory bandwidth in use, as a share of the maximum.",
+          lambda gpu: gpu.memory_bandwidth_ratio, absent=_NO_GPM),
+    gauge("training_gpu_memory_used_bytes", "GPU memory in use, by all processes.",
+          lambda gpu: gpu.memory_used_bytes),
+    gauge("training_gpu_memory_total_bytes", "Total memory of the GPU.", lambda gpu: gpu.memory_total_bytes),
+    gauge("training_gpu_power_watts", "Power draw of the GPU.", lambda gpu: gpu.power_watts),
+    gauge("training_gpu_temperature_celsius", "Temperature of the GPU.", lambda gpu: gpu.temperature_celsius),
+    gauge("training_gpu_sm_clock_hertz", "Clock frequency of the SMs.", lambda gpu: gpu.sm_clock_hertz),
+    gauge("training_gpu_sm_clock_max_hertz", "Maximum clock frequency of the SMs.",
+          lambda gpu: gpu.sm_clock_max_hertz),
+    gauge("training_gpu_throttled", "1 for each reason that limits the clocks right now, 0 for the others.",
+          lambda gpu: gpu.throttled, label=MetricLabel("reason", THROTTLE_REASONS),
+          details="A low clock on an idle GPU is not throttling."),
+))
+GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
+    record=lambda view: None if view.energy_gpu is None or view.totals.gpu_energy_joules is None else view,
+    labels=("gpu", "uuid"), label_values=lambda view: _place(view.energy_gpu),
+    absent=f"{_NO_DEVICE}; on GPUs older than Volta and MIG devices, which have no counter", metrics=(
+    counter("training_gpu_energy_joules_total",
+            "Energy that the whole GPU has used since the agent's first reading, by category of the ledger.",
+            lambda view: view.totals.gpu_energy_joules, label=MetricLabel("category", CATEGORIES),
+            details="The sum is the GPU's own counter, of all processes on it: ranks that share a GPU each show "
+            "all of it. The split is an estimate: between two readings each category gets its share of the time. "
+            "While NVML is down the value stays; the next reading adds what was used meanwhile."),
+))
+GPU_PRICE: Final[MetricGroup[RunView]] = MetricGroup(
+    record=lambda view: view, absent="without the setting `gpu_hour_price`", metrics=(
+    gauge("training_gpu_hour_price", "Price of an hour of one GPU, from the run's settings.",
+          lambda view: view.gpu_hour_price,
+          details="In the currency of the setting `gpu_hour_price`: use the same one for all runs. One rank "
+          "counts as one GPU."),
+))
+TORCH_MEMORY: Final[MetricGroup[TorchMemorySample]] = MetricGroup(
+    record=lambda view: view.torch_memory, absent="until the process has initialised CUDA", metrics=(
+    gauge("training_cuda_memory_allocated_bytes", "Memory that tensors occupy on the training thread's device.",
+          lambda memory: memory.allocated_bytes),
+    gauge("training_cuda_memory_reserved_bytes",
+          "Memory that PyTorch's caching allocator has reserved on that device.",
+          lambda memory: memory.reserved_bytes),
+))
+
+_NO_PROC: Final = "without `/proc`"
+_NO_WORKERS: Final = "without workers, and at their first reading"
+_NO_FETCH_TIMES: Final = f"{_NO_WORKERS}; for workers started before the agent, and for workers that are threads"
+_NO_SCHEDSTAT: Final = f"{_NO_FETCH_TIMES}; where the kernel has no `schedstat`"
+
+FETCHES: Final[MetricGroup[Histogram]] = MetricGroup(
+    record=_fetches, absent="before the first fetch that the agent saw end", metrics=(
+    histogram("training_loader_fetch_duration_seconds",
+              "Time that a worker took to fetch a batch; without workers, that the training thread took.",
+              lambda fetches: fetches, details="Covers all workers of the run so far."),
+))
+WORKERS: Final[MetricGroup[WorkersSample]] = MetricGroup(
+    record=lambda view: view.workers, absent=f"{_NO_PROC}, and before the first sample", metrics=(
+    gauge("training_loader_workers", "Live DataLoader workers of this rank.", lambda workers: workers.workers,
+          unit="processes",
+          details="Includes workers that are threads of the training process. 0 with `num_workers=0` and between "
+          "epochs."),
+    gauge("training_loader_workers_memory_bytes", "Resident memory of the workers, summed.",
+          lambda workers: workers.resident_memory_bytes,
+          details="Pages that workers share are counted once per worker. Workers that are threads count 0."),
+    gauge("training_loader_worker_busy_ratio", "Share of time in which the workers were in a fetch.",
+          lambda workers: workers.busy_ratio, absent=_NO_FETCH_TIMES,
+          details="Mean over the workers. It is the sum of the next three."),
+    gauge("training_loader_worker_cpu_ratio", "Share of time in which the workers ran on a core.",
+          lambda workers: workers.cpu_ratio, absent=_NO_WORKERS, details="Near 1, the workers are CPU-bound."),
+    gauge("training_loader_worker_runnable_ratio",
+          "Share of time in which the workers were ready to run but had no core (run-queue delay).",
+          lambda workers: workers.runnable_ratio, absent=_NO_SCHEDSTAT,
+          details="There are too few cores, or a CPU limit applies."),
+    gauge("training_loader_worker_blocked_ratio",
+          "Share of time in which the workers were blocked in a fetch: storage, network, locks.",
+          lambda workers: workers.blocked_ratio, absent=_NO_SCHEDSTAT),
+    gauge("training_loader_ready_batches", "Batches that are ready for the training thread.",
+          lambda workers: workers.ready_batches,
+          absent=f"{_NO_PROC}; without workers; where the queue cannot report its size"),
+    gauge("training_loader_slack_seconds",
+          "How long a batch had been ready when it was requested, mean since the last sample.",
+          lambda workers: workers.slack_seconds,
+          absent="where no batch could be matched with its fetch: no workers, workers started before the agent, "
+          "`in_order=False`",
+          details="It falls before the GPU becomes idle. 0: the training thread waits for every batch."),
+    counter("training_loader_fetch_wait_seconds_total",
+            "Fetch wait: time waiting for batches whose fetch had not ended when they were requested.",
+            lambda workers: workers.deliveries.fetch_wait_seconds,
+            details="Up to the end of the fetch. Counts the matched batches, without the first of each epoch."),
+    counter("training_loader_transfer_wait_seconds_total",
+            "Transfer wait: time waiting for batches whose fetch had ended.",
+            lambda workers: workers.deliveries.transfer_wait_seconds,
+            details="Pickling, sending, pinning and unpickling, and what the training thread itself does before "
+            "`next()` returns: the sampler, garbage collections. Counts the same batches as the fetch wait."),
+    counter("training_loader_head_of_line_seconds_total",
+            "Part of the fetch wait during which a later batch of another worker was ready.",
+            lambda workers: workers.deliveries.head_of_line_wait_seconds),
+    gauge("training_loader_head_of_line_batches", "Finished batches that wait right now for an earlier batch.",
+          lambda workers: workers.head_of_line_batches,
+          details="The log (`workers`) has the worker they wait for, and since when."),
+))
+
+RESOURCE: Final = MetricLabel("resource", ("cpu", "io", "memory"))
+PROCESS: Final[MetricGroup[ProcessSample]] = MetricGroup(record=lambda view: view.process, absent=_NO_PROC, metrics=(
+    counter("training_process_cpu_seconds_total", "CPU time of the training process, without its workers.",
+            lambda process: process.cpu_seconds, from_zero=False),
+    gauge("training_process_resident_memory_bytes", "Resident memory of the training process.",
+          lambda process: process.resident_memory_bytes),
+    gauge("training_process_threads", "Threads of the training process.", lambda process: process.threads),
+))
+HOST: Final[MetricGroup[HostSample]] = MetricGroup(record=lambda view: view.host, of_node=True, metrics=(
+    gauge("training_host_cpu_ratio", "CPU use of the machine, over all its cores.", lambda host: host.cpu_ratio,
+          absent="at the first reading"),
+    gauge("training_host_memory_used_bytes", "Memory of the machine that is not available.",
+          lambda host: host.memory_used_bytes),
+    gauge("training_host_memory_total_bytes", "Total memory of the machine.", lambda host: host.memory_total_bytes),
+))
+PRESSURE: Final[MetricGroup[PressureSample]] = MetricGroup(
+    record=lambda view: view.pressure, of_node=True, metrics=(
+    gauge("training_host_pressure_ratio",
+          "Share of time in which some task of the machine waited for the resource.",
+          lambda pressure: pressure.pressure_ratio or None, label=RESOURCE,
+          absent="where the kernel has no `/proc/pressure`; at the first reading"),
+    gauge("training_cgroup_cpu_limit_cores", "CPU limit of the cgroup.",
+          lambda pressure: pressure.cgroup_cpu_limit, absent="without a limit"),
+    gauge("training_cgroup_cpu_throttled_ratio",
+          "Share of the enforcement periods in which the cgroup was throttled.",
+          lambda pressure: pressure.cgroup_throttled_ratio,
+          absent="without a CPU controller; at the first reading"),
+    gauge("training_cgroup_memory_limit_bytes", "Memory limit of the cgroup.",
+          lambda pressure: pressure.cgroup_memory_limit_bytes, absent="without a limit"),
+    gauge("training_cgroup_memory_used_bytes", "Memory in use in the cgroup.",
+          lambda pressure: pressure.cgroup_memory_used_bytes, absent="without a memory controller"),
+))
+
+WHERE: Final = MetricLabel("where", MEMORY_PARTS)
+MEMORY_GROWTH: Final[MetricGroup[MemoryGrowth]] = MetricGroup(
+    record=lambda view: view.memory, absent="in the first seconds of training", metrics=(
+    gauge("training_memory_growth_bytes_per_second",
+          "Lasting growth of memory: 0 for a part that does not grow for good.",
+          lambda growth: growth.bytes_per_second, unit="bytes", label=WHERE,
+          absent="for a part that the run does not have, such as `workers` without workers",
+          details="Growth at the start, up to a cache's size, in single jumps, and of workers that are started "
+          "anew in each epoch is not counted. [Memory](memory.md) explains the parts."),
+    gauge("training_memory_exhausted_in_seconds",
+          "Time until memory is used up, if it goes on growing as it does.",
+          lambda growth: growth.exhausted_in_seconds,
+          absent="while no memory grows for good, or its end is not in sight",
+          details="The memory limit of the cgroup or the memory of the machine, `/dev/shm`, or the memory of the "
+          "GPU, whichever is used up first."),
+))
+
+COLLECTOR: Final = MetricLabel(
+    "collector", ("nvml", "host", "process", "workers", "pressure", "torch_memory", "memory")
+)
+_NO_ATTEMPT: Final = "for a collector with nothing to read (`torch_memory` without CUDA), and before its first attempt"
+
+AGENT: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
+    counter("telemetry_overhead_seconds_total", "Time that the agent cost, by thread.",
+            lambda view: view.totals.overhead_seconds, label=MetricLabel("thread", ("training", "agent")),
+            details="`training`: time on the training thread, extrapolated from one call in 64. `agent`: CPU time "
+            "of the agent's own threads."),
+    counter("telemetry_errors_total", "Failures of the agent's own parts.", lambda view: view.errors,
+            label=MetricLabel("source"), absent="for a source that has not failed",
+            details="The log has the messages, in lines with `event` = `error`."),
+    counter("telemetry_dropped_steps_total", "Steps that the agent dropped because the ring was full.",
             lambda view: view.totals.dropped_steps,
-            details="They are in `training_steps_total` and their time is in the ledger, but they are in no histogram.",
-        ),
-        gauge(
-            "telemetry_collector_up",
-            "1 if the collector's last attempt worked, else 0.",
-            _up,
-            label=COLLECTOR,
-            absent=_NO_ATTEMPT,
-        ),
-        gauge(
-            "telemetry_collector_duration_seconds",
-            "Duration of the collector's last attempt.",
-            _durations,
-            label=COLLECTOR,
-            absent=_NO_ATTEMPT,
-        ),
-    ),
-)
+            details="They are in `training_steps_total` and their time is in the ledger, but they are in no "
+            "histogram."),
+    gauge("telemetry_collector_up", "1 if the collector's last attempt worked, else 0.", _up, label=COLLECTOR,
+          absent=_NO_ATTEMPT),
+    gauge("telemetry_collector_duration_seconds", "Duration of the collector's last attempt.", _durations,
+          label=COLLECTOR, absent=_NO_ATTEMPT),
+))
+# fmt: on
 
-
-SECTIONS: Final = (
-    MetricSection("The training loop", (RUN_INFO, LOOP)),
-    MetricSection("Stalls, changes and snapshots", (STALLS, HANG, CHANGES, SNAPSHOTS)),
-    MetricSection("Attempts of the run", (ATTEMPTS,)),
-    MetricSection("The GPU of this rank", (GPU_INFO, GPU, GPU_ENERGY, GPU_PRICE, TORCH_MEMORY)),
-    MetricSection("The DataLoader and its workers", (WORKERS, FETCHES)),
-    MetricSection("The process and the machine", (PROCESS, HOST, PRESSURE, MEMORY_GROWTH)),
-    MetricSection("The agent itself", (AGENT,)),
-)
+SECTIONS: Final[dict[str, tuple[MetricGroup[Any], ...]]] = {
+    "The training loop": (RUN_INFO, LOOP),
+    "Stalls, changes and snapshots": (STALLS, HANG, CHANGES, SNAPSHOTS),
+    "Attempts of the run": (ATTEMPTS,),
+    "The GPU of this rank": (GPU_INFO, GPU, GPU_ENERGY, GPU_PRICE, TORCH_MEMORY),
+    "The DataLoader and its workers": (WORKERS, FETCHES),
+    "The process and the machine": (PROCESS, HOST, PRESSURE, MEMORY_GROWTH),
+    "The agent itself": (AGENT,),
+}
 """All metrics, in the order of docs/METRICS.md and of the exposition."""
 
-GROUPS: Final[tuple[MetricGroup[Any], ...]] = tuple(group for section in SECTIONS for group in section.groups)
+GROUPS: Final[tuple[MetricGroup[Any], ...]] = tuple(group for groups in SECTIONS.values() for group in groups)
 
 
 def metrics() -> Iterator[tuple[MetricGroup[Any], Metric[Any]]]:
