@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 
-# -- setting types -----------------------------------------------------------------------------------------------------
-# Types of settings: how a value is parsed, and how its type and range read in a message, in --help and in the docs.
+# -- types of settings: how a value is parsed, and how type and range read in a message, in --help and in the docs -----
 
 TRUE_WORDS: Final = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS: Final = frozenset({"0", "false", "no", "off", ""})
+
+_T = TypeVar("_T")
 
 _DOTTED_NAME: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -38,207 +39,143 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SettingType:
-    """The values that a setting accepts."""
+    """The values that a setting accepts.
+
+    Attributes:
+        name: for users: ``number``, ``path``, ...
+        allowed: for users: what is allowed, such as ``from 0.1 to 3600``. Empty if the name says it all.
+        expected: both in words, for the message of a `SettingError`.
+        parse: returns the checked value. Raises ValueError or TypeError for one that is not allowed.
+    """
 
     name: str
-    """For users: ``number``, ``path``, ..."""
     allowed: str
-    """For users: what is allowed, such as ``from 0.1 to 3600``. Empty if the name says it all."""
-    parse: Callable[[str, Any], Any]
-    """``parse(name, value)`` returns the checked value. It raises `SettingError` with the name."""
+    expected: str
+    parse: Callable[[Any], Any]
+
+
+def _checked(value: _T, *conditions: bool) -> _T:
+    if not all(conditions):
+        raise ValueError
+    return value
 
 
 def number(low: float, high: float) -> SettingType:
     """A finite number in a closed range."""
+
+    def parse(value: Any) -> float:
+        parsed = float(value)
+        return _checked(parsed, not isinstance(value, bool), low <= parsed <= high)
+
     allowed = f"from {low:g} to {high:g}"
-
-    def parse(name: str, value: Any) -> float:
-        if isinstance(value, bool):
-            raise SettingError(name, value, f"a number {allowed}")
-        try:
-            parsed = float(value)
-        except (TypeError, ValueError):
-            raise SettingError(name, value, f"a number {allowed}") from None
-        if not (math.isfinite(parsed) and low <= parsed <= high):
-            raise SettingError(name, value, f"a number {allowed}")
-        return parsed
-
-    return SettingType("number", allowed, parse)
+    return SettingType("number", allowed, f"a number {allowed}", parse)
 
 
 def whole_number(low: int, high: int) -> SettingType:
     """An integer in a closed range."""
+
+    def parse(value: Any) -> int:
+        parsed = int(value) if isinstance(value, str) else value
+        return _checked(parsed, isinstance(parsed, int), not isinstance(parsed, bool), low <= parsed <= high)
+
     allowed = f"from {low} to {high}"
-
-    def parse(name: str, value: Any) -> int:
-        try:
-            parsed = int(value) if isinstance(value, str) else value
-        except ValueError:
-            raise SettingError(name, value, f"a whole number {allowed}") from None
-        if isinstance(parsed, bool) or not isinstance(parsed, int) or not low <= parsed <= high:
-            raise SettingError(name, value, f"a whole number {allowed}")
-        return parsed
-
-    return SettingType("whole number", allowed, parse)
+    return SettingType("whole number", allowed, f"a whole number {allowed}", parse)
 
 
-def port() -> SettingType:
-    """A TCP port; 0 for any free one; ``off``, which is parsed to None."""
-    allowed = "from 1 to 65535, 0 for any free port, or off"
-    inner = whole_number(0, 65535)
+def or_word(word: str, inner: SettingType) -> SettingType:
+    """A value of another type, or a word, such as ``auto``, which is parsed to None."""
 
-    def parse(name: str, value: Any) -> int | None:
-        if value is None or value is False or (isinstance(value, str) and value.strip().lower() in {"off", "none"}):
+    def parse(value: Any) -> Any:
+        if value is None or (isinstance(value, str) and value.strip().lower() == word):
             return None
-        try:
-            parsed: int = inner.parse(name, value)
-        except SettingError:
-            raise SettingError(name, value, f"a port {allowed}") from None
-        return parsed
+        return inner.parse(value)
 
-    return SettingType("port", allowed, parse)
-
-
-def auto_or(inner: SettingType) -> SettingType:
-    """A value of another type, or ``auto``, which is parsed to None."""
-
-    def parse(name: str, value: Any) -> Any:
-        if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
-            return None
-        try:
-            return inner.parse(name, value)
-        except SettingError:
-            raise SettingError(name, value, f"auto, or a {inner.name} {inner.allowed}") from None
-
-    return SettingType(inner.name, f"{inner.allowed}, or auto", parse)
-
-
-def or_none(inner: SettingType) -> SettingType:
-    """A value of another type, or ``none``, which is parsed to None."""
-
-    def parse(name: str, value: Any) -> Any:
-        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
-            return None
-        try:
-            return inner.parse(name, value)
-        except SettingError:
-            raise SettingError(name, value, f"none, or a {inner.name} {inner.allowed}") from None
-
-    return SettingType(inner.name, f"{inner.allowed}, or none", parse)
+    return SettingType(inner.name, f"{inner.allowed}, or {word}", f"{word}, or {inner.expected}", parse)
 
 
 def choice(*values: str) -> SettingType:
     """One of several words. True and False mean ``on`` and ``off``."""
 
-    def parse(name: str, value: Any) -> str:
+    def parse(value: Any) -> str:
         text = "on" if value is True else "off" if value is False else str(value).strip().lower()
-        if text not in values:
-            raise SettingError(name, value, " | ".join(values))
-        return text
+        return _checked(text, text in values)
 
-    return SettingType(" | ".join(values), "", parse)
+    return SettingType(" | ".join(values), "", " | ".join(values), parse)
 
 
 def several_of(*values: str) -> SettingType:
     """Some of these words, separated by commas; ``none`` is the empty list. Parsed to a tuple without repeats."""
-    allowed = f"a list of {', '.join(values)}; or none"
 
-    def parse(name: str, value: Any) -> tuple[str, ...]:
+    def parse(value: Any) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else () if value is None else value
-        try:
-            words = dict.fromkeys(str(part).strip().lower() for part in parts)
-        except TypeError:
-            raise SettingError(name, value, allowed) from None
-        named = [word for word in words if word not in {"", "none"}]
-        if not set(named) <= set(values) or (named and "none" in words):
-            raise SettingError(name, value, allowed)
-        return tuple(named)
+        words = dict.fromkeys(str(part).strip().lower() for part in parts)
+        named = tuple(word for word in words if word not in {"", "none"})
+        return _checked(named, set(named) <= set(values), not (named and "none" in words))
 
-    return SettingType("list", allowed, parse)
+    allowed = f"a list of {', '.join(values)}; or none"
+    return SettingType("list", allowed, allowed, parse)
 
 
-def _parse_switch(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
+def _parse_port(value: Any) -> Any:
+    if value is None or value is False or (isinstance(value, str) and value.strip().lower() in {"off", "none"}):
+        return None
+    return whole_number(0, 65535).parse(value)
+
+
+def _parse_switch(value: Any) -> bool:
     text = str(value).strip().lower()
-    if text in TRUE_WORDS:
-        return True
-    if text in FALSE_WORDS:
-        return False
-    raise SettingError(name, value, "true or false (also 1/0, yes/no, on/off)")
+    return text in _checked(TRUE_WORDS, text in TRUE_WORDS | FALSE_WORDS)
 
 
-def _parse_path(name: str, value: Any) -> Path | None:
+def _parse_path(value: Any) -> Path | None:
     if value is None:
         return None
-    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise SettingError(name, value, "the path of a folder")
-    return Path(text).expanduser()
+    text = os.fspath(value)
+    return Path(_checked(text, isinstance(text, str) and bool(text.strip()) and "\0" not in text)).expanduser()
 
 
-def _parse_text(name: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value.strip():
-        raise SettingError(name, value, "a text that is not empty")
-    return value
+def _parse_text(value: Any) -> str | None:
+    return None if value is None else _checked(value, isinstance(value, str) and bool(value.strip()))
 
 
-def _parse_address(name: str, value: Any) -> str:
-    allowed = "the address to listen on, such as 127.0.0.1 or 0.0.0.0"
-    if not isinstance(value, str) or not value.strip() or any(c.isspace() or c in "/\0" for c in value.strip()):
-        raise SettingError(name, value, allowed)
-    return value.strip()
+def _parse_address(value: Any) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    return _checked(text, bool(text), not any(c.isspace() or c in "/\0" for c in text))
 
 
-def _parse_bounds(name: str, value: Any) -> tuple[float, ...]:
-    allowed = "increasing numbers of seconds, such as 0.01,0.1,1,10 (at most 64)"
-    parts = value.split(",") if isinstance(value, str) else value
-    try:
-        numbers = tuple(float(part) for part in parts)
-    except (TypeError, ValueError):
-        raise SettingError(name, value, allowed) from None
-    increasing = all(a < b for a, b in pairwise(numbers))
-    if not numbers or len(numbers) > 64 or not increasing or not all(math.isfinite(n) and n > 0 for n in numbers):
-        raise SettingError(name, value, allowed)
-    return numbers
+def _parse_bounds(value: Any) -> tuple[float, ...]:
+    numbers = tuple(map(float, value.split(",") if isinstance(value, str) else value))
+    finite = all(math.isfinite(each) and each > 0 for each in numbers)
+    return _checked(numbers, 1 <= len(numbers) <= 64, finite, all(a < b for a, b in pairwise(numbers)))
 
 
-def _parse_callback(name: str, value: Any) -> Any:
+def _parse_callback(value: Any) -> Any:
     if value is None or callable(value):
         return value
-    if isinstance(value, str) and _DOTTED_NAME.fullmatch(value.strip()):
-        return value.strip()
-    raise SettingError(name, value, "a function, or its dotted name, such as mypackage.alerts.notify")
+    text = value.strip() if isinstance(value, str) else ""
+    return _checked(text, _DOTTED_NAME.fullmatch(text) is not None)
 
 
-SWITCH: Final = SettingType("on | off", "", _parse_switch)
-FOLDER: Final = SettingType("path", "", _parse_path)
-TEXT: Final = SettingType("text", "", _parse_text)
-ADDRESS: Final = SettingType("address", "", _parse_address)
-BOUNDS: Final = SettingType("list of numbers", "increasing, at most 64", _parse_bounds)
-CALLBACK: Final = SettingType("function", "a function, or its dotted name", _parse_callback)
+_PORT: Final = "from 1 to 65535, 0 for any free port, or off"
+_FUNCTION: Final = "a function, or its dotted name"
+
+PORT: Final = SettingType("port", _PORT, f"a port {_PORT}", _parse_port)
+SWITCH: Final = SettingType("on | off", "", "true or false (also 1/0, yes/no, on/off)", _parse_switch)
+FOLDER: Final = SettingType("path", "", "the path of a folder", _parse_path)
+TEXT: Final = SettingType("text", "", "a text that is not empty", _parse_text)
+ADDRESS: Final = SettingType("address", "", "the address to listen on, such as 127.0.0.1 or 0.0.0.0", _parse_address)
+BOUNDS: Final = SettingType(
+    "list of numbers",
+    "increasing, at most 64",
+    "increasing numbers of seconds, such as 0.01,0.1,1,10 (at most 64)",
+    _parse_bounds,
+)
+CALLBACK: Final = SettingType("function", _FUNCTION, f"{_FUNCTION}, such as mypackage.alerts.notify", _parse_callback)
 
 
-# -- settings: one frozen dataclass, from keywords and TELEMETRY_* variables, validated once ---------------------------
-# A value that is not allowed raises `SettingError` before the agent starts. The error names the setting, the value and
-# what is allowed. The fields of `Config` are the only table of settings: ``telemetry run --help`` and the documentation
-# are made from it, by `setting_docs`.
-
-__all__ = [
-    "DISABLED_VARIABLE",
-    "ENV_PREFIX",
-    "GROUPS",
-    "STEP_BUCKETS",
-    "TRIAL_VARIABLE",
-    "Config",
-    "SettingDoc",
-    "SettingError",
-    "disabled",
-    "setting_docs",
-    "unknown_variables",
-]
+# -- settings ----------------------------------------------------------------------------------------------------------
+# The fields of `Config` are the only table of settings: ``telemetry run --help`` and the documentation are made from
+# it, by `setting_docs`.
 
 ENV_PREFIX: Final = "TELEMETRY_"
 DISABLED_VARIABLE: Final = "TELEMETRY_DISABLED"
@@ -264,9 +201,11 @@ GROUPS: Final = {
 }
 """The groups of settings, in the order in which --help and the documentation show them, with a description."""
 
+_UNITS: Final = frozenset({"seconds", "bytes", "ratio", "steps", "files"})
 
-def _setting(  # noqa: PLR0917 - a row of the table below: group, default, type, unit, help
-    group: str, default: Any, kind: SettingType, unit: str | None, help_text: str, default_text: str | None = None
+
+def _setting(
+    group: str, default: Any, kind: SettingType, help_text: str, *, default_text: str = "", unit: str | None = None
 ) -> Any:
     """One setting.
 
@@ -274,92 +213,122 @@ def _setting(  # noqa: PLR0917 - a row of the table below: group, default, type,
         group: a key of `GROUPS`.
         default: the value if it is not set.
         kind: what is allowed.
-        unit: unit of the value: ``seconds``, ``bytes``, ``ratio``, ``steps``, ...; None without a unit.
         help_text: one or two sentences for the user, without the default.
         default_text: the default in words, if the value alone does not explain it.
+        unit: by default the last word of the name, if that is a unit.
     """
-    row = {"group": group, "kind": kind, "unit": unit, "help": help_text, "default_text": default_text}
+    row = {"group": group, "kind": kind, "help": help_text, "default_text": default_text, "unit": unit}
     return field(default=default, metadata=row)
+
+
+_output: Final = partial(_setting, "output")
+_endpoint: Final = partial(_setting, "endpoint")
+_stalls: Final = partial(_setting, "stalls")
+_snapshots: Final = partial(_setting, "snapshots")
+_measuring: Final = partial(_setting, "measuring")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings. Make one with `Config.load`. The defaults suit a long run."""
 
-    run_dir: Path | None = _setting("output", None, FOLDER, None, "Folder of this run's logs and snapshots.",
-                                    "telemetry-runs/RUN")
-    run: str | None = _setting("output", None, TEXT, None, "Name of the run.",
-                               "the job's id, else the name of the run folder")
-    node: str | None = _setting("output", None, TEXT, None, "Name of this node.",
-                                "from Slurm or Kubernetes, else the name of the machine")
-    log_interval_seconds: float = _setting("output", 10.0, number(0.1, 86400), "seconds",
-                                           "Time between two log lines of the same event.")
-    log_max_bytes: int = _setting("output", 16 * MIB, whole_number(65536, 1 << 40), "bytes",
-                                  "Size at which a log file is rotated.")
-    log_max_files: int = _setting("output", 8, whole_number(1, 1000), "files", "Log files kept for each process.")
-    start_line: bool = _setting("output", True, SWITCH, None, "Print one line to stderr at the start.")
-    sinks: tuple[str, ...] = _setting("output", (), several_of(*SINKS), None,
-                                      "Loggers into which the agent writes the figures of each window.", "none")
-    sink_ranks: str = _setting("output", "0", choice("0", "all"), None, "Ranks that write into them.")
-    end_line: bool = _setting("output", True, SWITCH, None,
-                              "Print one line to stderr at the end: what the run lost most to, or where its time "
-                              "went. Rank 0 prints it.")
-    gpu_hour_price: float | None = _setting("output", None, or_none(number(0, 1e6)), None,
-                                            "Price of an hour of one GPU, in any currency: report and dashboard tell "
-                                            "what stalls and restarts cost.", "none")
+    run_dir: Path | None = _output(
+        None, FOLDER, "Folder of this run's logs and snapshots.", default_text="telemetry-runs/RUN"
+    )
+    run: str | None = _output(
+        None, TEXT, "Name of the run.", default_text="the job's id, else the name of the run folder"
+    )
+    node: str | None = _output(
+        None, TEXT, "Name of this node.", default_text="from Slurm or Kubernetes, else the name of the machine"
+    )
+    log_interval_seconds: float = _output(10.0, number(0.1, 86400), "Time between two log lines of the same event.")
+    log_max_bytes: int = _output(16 * MIB, whole_number(65536, 1 << 40), "Size at which a log file is rotated.")
+    log_max_files: int = _output(8, whole_number(1, 1000), "Log files kept for each process.")
+    start_line: bool = _output(True, SWITCH, "Print one line to stderr at the start.")
+    sinks: tuple[str, ...] = _output(
+        (), several_of(*SINKS), "Loggers into which the agent writes the figures of each window.", default_text="none"
+    )
+    sink_ranks: str = _output("0", choice("0", "all"), "Ranks that write into them.")
+    end_line: bool = _output(
+        True,
+        SWITCH,
+        "Print one line to stderr at the end: what the run lost most to, or where its time went. Rank 0 prints it.",
+    )
+    gpu_hour_price: float | None = _output(
+        None,
+        or_word("none", number(0, 1e6)),
+        "Price of an hour of one GPU, in any currency: report and dashboard tell what stalls and restarts cost.",
+        default_text="none",
+    )
 
-    port: int | None = _setting("endpoint", 9464, port(), None,
-                                "Port of the metrics endpoint. A node has one endpoint.")
-    host: str = _setting("endpoint", "127.0.0.1", ADDRESS, None, "Address the endpoint listens on.")
-    targets_dir: Path | None = _setting("endpoint", None, FOLDER, None,
-                                        "Folder for the target file of Prometheus' file_sd.", "RUN_DIR/targets")
-    step_buckets: tuple[float, ...] = _setting("endpoint", STEP_BUCKETS, BOUNDS, "seconds",
-                                               "Upper bounds of the buckets of the step duration histogram.")
+    port: int | None = _endpoint(9464, PORT, "Port of the metrics endpoint. A node has one endpoint.")
+    host: str = _endpoint("127.0.0.1", ADDRESS, "Address the endpoint listens on.")
+    targets_dir: Path | None = _endpoint(
+        None, FOLDER, "Folder for the target file of Prometheus' file_sd.", default_text="RUN_DIR/targets"
+    )
+    step_buckets: tuple[float, ...] = _endpoint(
+        STEP_BUCKETS, BOUNDS, "Upper bounds of the buckets of the step duration histogram.", unit="seconds"
+    )
 
-    stall_enter_ratio: float = _setting("stalls", 0.20, number(0.01, 1), "ratio",
-                                        "A stall opens when waits for data, or one other cause, take this share of a "
-                                        "window.")
-    stall_exit_ratio: float = _setting("stalls", 0.10, number(0, 1), "ratio",
-                                       "A stall closes when they take less than this share of a window.")
-    stall_window_seconds: float = _setting("stalls", 30.0, number(1, 86400), "seconds",
-                                           "Length of the window that decides about stalls.")
-    stuck_seconds: float | None = _setting("stalls", None, auto_or(number(1, 604800)), "seconds",
-                                           "A run without a step for this long is stuck. auto: follows the length of "
-                                           "the run's own steps.", "auto")
-    on_stall: Any = _setting("stalls", None, CALLBACK, None,
-                             "Called with the fields of each stall that opens. It runs on its own thread. Stalls that "
-                             "open during a call are counted but not passed on.", "none")
+    stall_enter_ratio: float = _stalls(
+        0.20, number(0.01, 1), "A stall opens when waits for data, or one other cause, take this share of a window."
+    )
+    stall_exit_ratio: float = _stalls(
+        0.10, number(0, 1), "A stall closes when they take less than this share of a window."
+    )
+    stall_window_seconds: float = _stalls(30.0, number(1, 86400), "Length of the window that decides about stalls.")
+    stuck_seconds: float | None = _stalls(
+        None,
+        or_word("auto", number(1, 604800)),
+        "A run without a step for this long is stuck. auto: follows the length of the run's own steps.",
+        default_text="auto",
+    )
+    on_stall: Any = _stalls(
+        None,
+        CALLBACK,
+        "Called with the fields of each stall that opens. It runs on its own thread. Stalls that open during "
+        "a call are counted but not passed on.",
+        default_text="none",
+    )
 
-    snapshot_on_stall: str = _setting("snapshots", "auto", choice("auto", "on", "off"), None,
-                                      "Take a trace during a stall. auto: not on a GPU.")
-    snapshot_steps: int = _setting("snapshots", 5, whole_number(1, 50), "steps", "Steps in one trace.")
-    snapshot_settle_seconds: float = _setting("snapshots", 15.0, number(0, 86400), "seconds",
-                                              "How long a stall must last before a trace is taken.")
-    snapshot_cooldown_seconds: float = _setting("snapshots", 600.0, number(0, 604800), "seconds",
-                                                "Minimum time between two traces that stalls ask for.")
-    max_snapshots: int = _setting("snapshots", 10, whole_number(0, 10000), "traces",
-                                  "Maximum number of traces in one run. 0: no traces.")
-    snapshot_disk_bytes: int = _setting("snapshots", 1024 * MIB, whole_number(0, 1 << 50), "bytes",
-                                        "Maximum disk space of all traces of one run.")
-    snapshot_max_seconds: float = _setting("snapshots", 10.0, number(0.1, 600), "seconds",
-                                           "A trace ends early at the first step boundary after this time.")
-    snapshot_max_bytes: int = _setting("snapshots", 512 * MIB, whole_number(MIB, 1 << 40), "bytes",
-                                       "Maximum size of one trace, uncompressed.")
-    snapshot_memory_bytes: int = _setting("snapshots", 256 * MIB, whole_number(MIB, 1 << 40), "bytes",
-                                          "Maximum memory that taking a trace needs.")
-    snapshot_pause_seconds: float = _setting("snapshots", 1.0, number(0.01, 600), "seconds",
-                                             "Maximum time that a trace takes from the training.")
-    snapshot_shapes: bool = _setting("snapshots", False, SWITCH, None,
-                                     "Record the operators' input shapes, which FLOPs and MFU are counted from.")
+    snapshot_on_stall: str = _snapshots(
+        "auto", choice("auto", "on", "off"), "Take a trace during a stall. auto: not on a GPU."
+    )
+    snapshot_steps: int = _snapshots(5, whole_number(1, 50), "Steps in one trace.")
+    snapshot_settle_seconds: float = _snapshots(
+        15.0, number(0, 86400), "How long a stall must last before a trace is taken."
+    )
+    snapshot_cooldown_seconds: float = _snapshots(
+        600.0, number(0, 604800), "Minimum time between two traces that stalls ask for."
+    )
+    max_snapshots: int = _snapshots(
+        10, whole_number(0, 10000), "Maximum number of traces in one run. 0: no traces.", unit="traces"
+    )
+    snapshot_disk_bytes: int = _snapshots(
+        1024 * MIB, whole_number(0, 1 << 50), "Maximum disk space of all traces of one run."
+    )
+    snapshot_max_seconds: float = _snapshots(
+        10.0, number(0.1, 600), "A trace ends early at the first step boundary after this time."
+    )
+    snapshot_max_bytes: int = _snapshots(
+        512 * MIB, whole_number(MIB, 1 << 40), "Maximum size of one trace, uncompressed."
+    )
+    snapshot_memory_bytes: int = _snapshots(
+        256 * MIB, whole_number(MIB, 1 << 40), "Maximum memory that taking a trace needs."
+    )
+    snapshot_pause_seconds: float = _snapshots(
+        1.0, number(0.01, 600), "Maximum time that a trace takes from the training."
+    )
+    snapshot_shapes: bool = _snapshots(
+        False, SWITCH, "Record the operators' input shapes, which FLOPs and MFU are counted from."
+    )
 
-    interval_seconds: float = _setting("measuring", 1.0, number(0.1, 3600), "seconds",
-                                       "Time between samples; up to 4 times that if nothing changes.")
-    gpu_events: str = _setting("measuring", "auto", choice("auto", "on", "off"), None,
-                               "Measure the exposed wait with CUDA events.")
-    nvtx: bool = _setting("measuring", False, SWITCH, None,
-                          "Mark steps, waits, phases and fetches as NVTX ranges for Nsight Systems.")
-    patch: bool = _setting("measuring", True, SWITCH, None,
-                           "Patch torch to detect DataLoaders, optimizer steps and checkpoints.")
+    interval_seconds: float = _measuring(
+        1.0, number(0.1, 3600), "Time between samples; up to 4 times that if nothing changes."
+    )
+    gpu_events: str = _measuring("auto", choice("auto", "on", "off"), "Measure the exposed wait with CUDA events.")
+    nvtx: bool = _measuring(False, SWITCH, "Mark steps, waits, phases and fetches as NVTX ranges for Nsight Systems.")
+    patch: bool = _measuring(True, SWITCH, "Patch torch to detect DataLoaders, optimizer steps and checkpoints.")
 
     @classmethod
     def load(cls, settings: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
@@ -378,24 +347,22 @@ class Config:
         values: dict[str, Any] = {}
         for name, spec in known.items():
             variable = ENV_PREFIX + name.upper()
+            if name not in settings and variable not in environ:
+                continue
+            given = settings[name] if name in settings else environ[variable]
             kind: SettingType = spec.metadata["kind"]
-            if name in settings:
-                values[name] = kind.parse(name, settings[name])
-            elif variable in environ:
-                values[name] = kind.parse(f"{name} (from {variable})", environ[variable])
+            try:
+                values[name] = kind.parse(given)
+            except (TypeError, ValueError, OverflowError):
+                shown = name if name in settings else f"{name} (from {variable})"
+                raise SettingError(shown, given, kind.expected) from None
         config = cls(**values)
-        if config.stall_exit_ratio >= config.stall_enter_ratio:
-            raise SettingError(
-                "stall_exit_ratio",
-                config.stall_exit_ratio,
-                f"less than stall_enter_ratio ({config.stall_enter_ratio:g})",
-            )
-        if config.interval_seconds > config.stall_window_seconds:
-            raise SettingError(
-                "interval_seconds",
-                config.interval_seconds,
-                f"at most stall_window_seconds ({config.stall_window_seconds:g})",
-            )
+        enter, window = config.stall_enter_ratio, config.stall_window_seconds
+        if config.stall_exit_ratio >= enter:
+            raise SettingError("stall_exit_ratio", config.stall_exit_ratio, f"less than stall_enter_ratio ({enter:g})")
+        if config.interval_seconds > window:
+            allowed = f"at most stall_window_seconds ({window:g})"
+            raise SettingError("interval_seconds", config.interval_seconds, allowed)
         return config
 
     def as_log_fields(self) -> dict[str, Any]:
@@ -425,19 +392,21 @@ def _name_of(function: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SettingDoc:
-    """What a user has to know about one setting."""
+    """What a user has to know about one setting.
+
+    Attributes:
+        name: as a keyword. The option is ``--my-name``, the variable ``TELEMETRY_MY_NAME``.
+        group: a key of `GROUPS`.
+        type, allowed: as `SettingType` has them.
+        unit: ``seconds``, ``bytes``, ``ratio``, ``steps``, ...; None without a unit.
+    """
 
     name: str
-    """As a keyword. The option is ``--my-name``, the variable ``TELEMETRY_MY_NAME``."""
     group: str
-    """A key of `GROUPS`."""
     type: str
-    """``number``, ``whole number``, ``on | off``, ``path``, ``text``, ..."""
     allowed: str
-    """What is allowed, such as ``from 0.1 to 3600``; empty if the type says it all."""
     default: str
     unit: str | None
-    """``seconds``, ``bytes``, ``ratio``, ``steps``, ...; None without a unit."""
     help: str
 
     @property
@@ -452,15 +421,14 @@ class SettingDoc:
 
 
 def setting_docs() -> list[SettingDoc]:
-    """Every setting, sorted by the order of `GROUPS`."""
-    docs = [_doc_of(spec) for spec in fields(Config)]
-    return sorted(docs, key=lambda doc: list(GROUPS).index(doc.group))
-
-
-def _doc_of(spec: Field[Any]) -> SettingDoc:
-    row, kind = spec.metadata, spec.metadata["kind"]
-    default = row["default_text"] or _default_text(spec.default, row["unit"])
-    return SettingDoc(spec.name, row["group"], kind.name, kind.allowed, default, row["unit"], row["help"])
+    """Every setting, in the order of `GROUPS`."""
+    docs = []
+    for spec in fields(Config):
+        row, kind, last = spec.metadata, spec.metadata["kind"], spec.name.rpartition("_")[2]
+        unit = row["unit"] or (last if last in _UNITS else None)
+        default = row["default_text"] or _default_text(spec.default, unit)
+        docs.append(SettingDoc(spec.name, row["group"], kind.name, kind.allowed, default, unit, row["help"]))
+    return docs
 
 
 def _default_text(value: Any, unit: str | None) -> str:
