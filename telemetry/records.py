@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter, sub
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
 
 import msgspec
 
@@ -208,6 +208,9 @@ NEWEST: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "newest"})
 
 SKIP: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "skip"})
 """Nothing: it grows during the run, and so would every log line."""
+
+_OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
+"""Fields that have another name in the log, by their own."""
 
 
 # -- one reading of each polled source ---------------------------------------------------------------------------------
@@ -898,22 +901,6 @@ class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     run_lost_seconds: float = 0.0
 
 
-def pace_fields(pace: RankPace) -> dict[str, Any]:
-    """A pace as JSON values, without fields that have their default. `pace_from` makes it again."""
-    fields: dict[str, Any] = msgspec.to_builtins(pace)
-    return fields
-
-
-def pace_from(found: dict[str, Any]) -> RankPace:
-    """A pace as another process has written it.
-
-    Raises:
-        ValueError: a field is missing or of another type, or a number is infinite or none.
-    """
-    # As JSON, NaN and infinity are null, which is no number.
-    return msgspec.json.decode(msgspec.json.encode(found), type=RankPace)
-
-
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What was true at a tick and is not a counter.
@@ -1024,7 +1011,7 @@ class Line(TypedDict, total=False):
     step: Count
 
 
-class Memory(TypedDict, total=False):
+class MemoryFields(TypedDict, total=False):
     """How the memory grows. ``where``: what grows, see `MEMORY_PARTS`; ``exhausted``: what will be used up."""
 
     growth_bytes_per_hour: Number
@@ -1035,7 +1022,7 @@ class Memory(TypedDict, total=False):
     advice: str
 
 
-class Resumption(TypedDict, total=False):
+class ResumptionFields(TypedDict, total=False):
     """How this attempt began. What did not happen is absent.
 
     Attributes:
@@ -1093,10 +1080,10 @@ class RunTotals(TypedDict, total=False):
     gpu_energy_total_joules: dict[str, Number] | None
     gpu_uuid: str | None
     cpu_total_seconds: dict[str, Number] | None
-    memory: Memory
+    memory: MemoryFields
     optimizer_steps_total: Count
     oom_kills_total: Count
-    resumption: Resumption
+    resumption: ResumptionFields
 
 
 class Heartbeat(RunTotals, total=False):
@@ -1117,7 +1104,7 @@ class Heartbeat(RunTotals, total=False):
     saves_completed: Count
 
 
-class Settings(TypedDict, total=False):
+class SettingFields(TypedDict, total=False):
     """The settings that a report needs. The line has all of them."""
 
     interval_seconds: Number
@@ -1133,7 +1120,7 @@ class Surroundings(TypedDict, total=False):
     loader: dict[str, Scalar | None]
 
 
-class RunStart(Line, Surroundings, total=False):
+class RunStartLine(Line, Surroundings, total=False):
     """The first line of a process, and of each of its files.
 
     Attributes:
@@ -1162,7 +1149,7 @@ class RunStart(Line, Surroundings, total=False):
     python_version: str
     cpu_count: Count | None
     metrics_url: str | None
-    settings: Settings
+    settings: SettingFields
     step_sketch: SketchCounts
     step_max_seconds: Number
     data_wait_sketch: SketchCounts
@@ -1170,7 +1157,7 @@ class RunStart(Line, Surroundings, total=False):
     continued: bool
 
 
-class Window(Line, RunTotals, Surroundings, total=False):
+class WindowLine(Line, RunTotals, Surroundings, total=False):
     """One logging interval, with the totals of the run at its end.
 
     Attributes:
@@ -1191,89 +1178,21 @@ class Window(Line, RunTotals, Surroundings, total=False):
     data_wait_sketch: SketchCounts
 
 
-class Gpu(Line, total=False):
-    """The samples of a window of this rank's GPU, see `GpuSample`."""
-
-    index: Count
-    uuid: str
-    name: str
-    utilization_ratio: Number | None
-    sm_active_ratio: Number | None
-    sm_active_source: str | None
-    sm_occupancy_ratio: Number | None
-    tensor_active_ratio: Number | None
-    memory_bandwidth_ratio: Number | None
-    memory_used_bytes: Number | None
-    memory_total_bytes: Number | None
-    power_watts: Number | None
-    energy_joules: Number | None
-    temperature_celsius: Number | None
-    sm_clock_hertz: Number | None
-    sm_clock_max_hertz: Number | None
-    throttled: list[str] | None
-    allocated_bytes: Number
-    reserved_bytes: Number
+def _samples_line(name: str, *samples: tuple[type, str], **more: Any) -> type:
+    """The type of a line with the fields of some samples, each with a prefix, as `mean_of` writes them."""
+    line = get_type_hints(Line, include_extras=True) | more
+    for sample, prefix in samples:
+        for spec in fields(sample):
+            what, _, absent = str(spec.type).partition(" | ")
+            number = Number if what == "float" or spec.name.endswith("_bytes") else Count
+            kinds = {"str": str, "tuple[str, ...]": list[str], "dict[str, float]": dict[str, Number]}
+            kind: Any = number if what in {"int", "float"} else kinds.get(what)
+            if kind is not None and spec.metadata.get(LOG_KIND) != "skip":
+                line[prefix + _OLDER_NAMES.get(spec.name, spec.name)] = kind | None if absent else kind
+    return TypedDict(name, line, total=False)  # type: ignore[operator,no-any-return]
 
 
-class Host(Line, total=False):
-    """The samples of a window of machine, cgroup, memory and process: `HostSample`, `PressureSample` and so on."""
-
-    cpu_ratio: Number | None
-    cpu_count: Count
-    memory_used_bytes: Number
-    memory_total_bytes: Number
-    process_cpu_seconds: Number
-    process_resident_memory_bytes: Number
-    process_threads: Count
-    process_runnable_seconds: Number | None
-    process_running_seconds: Number | None
-    process_children_cpu_seconds: Number
-    pressure_ratio: dict[str, Number]
-    cgroup_cpu_limit: Number | None
-    cgroup_cpu_used: Number | None
-    cgroup_throttled_ratio: Number | None
-    cgroup_memory_limit_bytes: Number | None
-    cgroup_memory_used_bytes: Number | None
-    training_bytes: Number | None
-    workers_bytes: Number | None
-    workers_shared_bytes: Number | None
-    shared_memory_bytes: Number | None
-    shared_memory_free_bytes: Number | None
-    memory_available_bytes: Number | None
-    memory_limit_bytes: Number | None
-
-
-class Workers(Line, total=False):
-    """The samples of a window of the DataLoader workers, see `WorkersSample` and `Deliveries`."""
-
-    workers: Count
-    training_workers: Count
-    resident_memory_bytes: Number
-    ready_batches: Number | None
-    fetching_seconds: Number
-    fetches_total: Count
-    cpu_ratio: Number | None
-    busy_ratio: Number | None
-    runnable_ratio: Number | None
-    blocked_ratio: Number | None
-    read_bytes_per_second: Number | None
-    slack_seconds: Number | None
-    fetch_wait_seconds_total: Number
-    transfer_wait_seconds_total: Number
-    head_of_line_seconds_total: Number
-    matched_total: Count
-    from_busy_total: Count
-    transfer_wait_busy_worker_seconds_total: Number
-    transfer_wait_long_fetch_seconds_total: Number
-    head_of_line_batches: Count
-    head_of_line_worker: Count | None
-    head_of_line_since_seconds: Number | None
-    packing_ratio: Number | None
-    written_bytes_per_second: Number | None
-    allowed_cores: Count | None
-
-
-class Phase(Line, total=False):
+class PhaseLine(Line, total=False):
     """An evaluation, checkpoint or named phase that has ended. The last five are those of a checkpoint.
 
     Attributes:
@@ -1368,7 +1287,7 @@ class ChangedFigure(TypedDict, total=False):
 _With = TypedDict("_With", {"with": list[ChangedFigure]}, total=False)  # the word cannot be a field of a class
 
 
-class Change(Line, _With, total=False):
+class ChangeLine(Line, _With, total=False):
     """A lasting change of the steps. ``ratio``: step time after it over step time before it; ``at``: when.
 
     ``part``: what of a step changed most, ``data_wait`` or ``compute``.
@@ -1419,7 +1338,7 @@ class HangLine(Line, total=False):
     recorder: str
 
 
-class Snapshot(Line, total=False):
+class SnapshotLine(Line, total=False):
     """A snapshot that has ended. ``path``: of its trace in the run folder; null without one, ``why`` says why."""
 
     result: str
@@ -1447,7 +1366,7 @@ class ErrorLine(Line, total=False):
     errors_total: Count
 
 
-class RunEnd(Line, RunTotals, total=False):
+class RunEndLine(Line, RunTotals, total=False):
     """The last line of a process that ended by itself.
 
     Attributes:
@@ -1468,21 +1387,25 @@ class RunEnd(Line, RunTotals, total=False):
 
 EVENTS: Final[Mapping[str, type]] = MappingProxyType(
     {
-        "run_start": RunStart,
-        "window": Window,
-        "gpu": Gpu,
-        "host": Host,
-        "workers": Workers,
-        "phase": Phase,
+        "run_start": RunStartLine,
+        "window": WindowLine,
+        "gpu": _samples_line("GpuLine", (GpuSample, ""), (TorchMemorySample, "")),
+        "host": _samples_line(
+            "HostLine", (HostSample, ""), (ProcessSample, "process_"), (PressureSample, ""), (MemorySample, "")
+        ),
+        "workers": _samples_line(
+            "WorkersLine", (WorkersSample, ""), **dict.fromkeys(Deliveries().log_fields(), Number)
+        ),
+        "phase": PhaseLine,
         "stall_open": StallLine,
         "stall_lines": StallLine,
         "stall_close": StallLine,
         "straggler_lines": StragglerLines,
         "hang": HangLine,
-        "change": Change,
-        "snapshot": Snapshot,
+        "change": ChangeLine,
+        "snapshot": SnapshotLine,
         "error": ErrorLine,
-        "run_end": RunEnd,
+        "run_end": RunEndLine,
     }
 )
 """The type of the lines of each event."""
@@ -1521,8 +1444,9 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
             merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
         else:
             merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
-    if "pickling_ratio" in merged:
-        merged["packing_ratio"] = merged.pop("pickling_ratio")
+    for name, older in _OLDER_NAMES.items():
+        if name in merged:
+            merged[older] = merged.pop(name)
     return merged
 
 
@@ -1530,7 +1454,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def phase(span: PhaseSpan, started: str) -> Phase:
+def phase(span: PhaseSpan, started: str) -> PhaseLine:
     """The fields of an evaluation, checkpoint or named phase that has ended."""
     return {"name": span.name, "category": span.category, "started": started, "seconds": rounded(span.seconds)}
 

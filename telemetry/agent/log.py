@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from telemetry._version import __version__
-from telemetry.records import COMPUTE, DATA_WAIT, LogWindow, RunStart, RunTotals, Totals, Window, rounded
+from telemetry.records import COMPUTE, DATA_WAIT, LogWindow, RunStartLine, RunTotals, Totals, WindowLine, rounded
 from telemetry.sources import proc
 from telemetry.util.files import Descriptor, opened
 
@@ -565,7 +565,7 @@ class EventLog:
         window, added = accounting.stats.take_window(), totals - self._before
         self.newest_window = LogWindow(added, window.step.percentiles(), window.wait.percentiles())
         exposed, loop = added.exposed_wait_seconds, added.ledger_seconds[DATA_WAIT] + added.ledger_seconds[COMPUTE]
-        line: Window = {
+        line: WindowLine = {
             "window_seconds": added.wall_seconds,
             "steps": window.steps,
             "optimizer_steps": added.optimizer_steps,
@@ -596,7 +596,7 @@ class EventLog:
 
     def head_fields(self) -> dict[str, Any]:
         """The first line of a log file. After a rotation it has the run so far, because old windows may be deleted."""
-        head: RunStart = {
+        head: RunStartLine = {
             "started": self._wall.iso(self._accounting.ledger.start_ns),
             "world_size": self._identity.world_size,
             "launcher": self._identity.launcher,
