@@ -244,7 +244,7 @@ class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement
         agent = self._agent = _running()
         if agent is not None:
             try:
-                agent.tracker.scopes.enter_step()
+                agent.tracker.enter_step()
             except Exception as error:
                 agent.tracker.fault(error)
 
@@ -254,7 +254,7 @@ class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement
         agent = self._agent
         if agent is not None:
             try:
-                agent.tracker.scopes.exit_step()
+                agent.tracker.exit_step()
             except Exception as ours:
                 agent.tracker.fault(ours)
 
@@ -281,7 +281,7 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
         self._start, self._before = now_ns(), None
         if agent is not None:
             try:
-                self._before = agent.tracker.scopes.enter_phase(self._name)
+                self._before = agent.tracker.enter_phase(self._name)
             except Exception as error:
                 agent.tracker.fault(error)
 
@@ -293,7 +293,7 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
             try:
                 if kind is not None and self._before is not None and self._name == "checkpoint":
                     agent.tracker.resume.failed()
-                agent.tracker.scopes.exit_phase(self._name, self._before, self._start)
+                agent.tracker.exit_phase(self._name, self._before, self._start)
             except Exception as ours:
                 agent.tracker.fault(ours)
 

@@ -124,7 +124,7 @@ class Observed:
     @property
     def garbage(self) -> GarbageTimer:
         """The collections up to now."""
-        source = self.tracker.sources.newest()
+        source = self.tracker.loaders.newest()
         self.tracker.garbage.read(workers=source is not None and source.kind == "workers")
         return self.tracker.garbage
 

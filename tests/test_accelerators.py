@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.hooks import accelerator
+from telemetry.hooks.device import device_in_use
 from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from tests.data_sets import Numbers
@@ -79,7 +79,7 @@ def test_a_device_of_an_extension_is_known(agent, monkeypatch):
 
 
 def test_the_parameters_of_the_optimizer_name_the_device(agent, monkeypatch):
-    monkeypatch.setattr("telemetry.hooks.tracker._device_of", lambda optimizer: "xla")
+    monkeypatch.setattr("telemetry.hooks.optimizer._device_of", lambda optimizer: "xla")
     train(torch.nn.Parameter(torch.ones(1)), steps=3)
     wait_until(agent, None)
     assert "(xla)" in agent.accounting.exposed_absent
@@ -103,10 +103,10 @@ def test_a_device_that_is_there_but_not_in_use_does_not_count(agent, device):
 def test_xla_counts_once_its_runtime_is_initialised(monkeypatch):
     module = ModuleType("torch_xla")
     monkeypatch.setitem(sys.modules, "torch_xla", module)
-    assert accelerator.in_use(None) is None
+    assert device_in_use(None) is None
     module._XLAC = SimpleNamespace(_xla_runtime_is_initialized=lambda: True)
-    assert accelerator.in_use(None) == "xla"
-    assert accelerator.in_use("cpu") is None
+    assert device_in_use(None) == "xla"
+    assert device_in_use("cpu") is None
 
 
 def test_an_accelerator_counts_once_memory_of_it_is_allocated(monkeypatch):
@@ -114,9 +114,9 @@ def test_an_accelerator_counts_once_memory_of_it_is_allocated(monkeypatch):
     named = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type="mps"))
     monkeypatch.setattr(torch, "accelerator", named, raising=False)  # torch 2.4 has none
     monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: allocated, raising=False)
-    assert accelerator.in_use(None) is None
+    assert device_in_use(None) is None
     allocated = True
-    assert accelerator.in_use(None) == "mps"
+    assert device_in_use(None) == "mps"
 
 
 def test_events_that_fail_leave_the_reason_in_the_verdict(agent, device, monkeypatch):

@@ -87,7 +87,7 @@ def test_waits_for_its_pipeline_are_seen(dali, observed, kind):
         assert len(observed.steps) == 6 * epoch, "each batch is one step, whichever iterator asks another"
         assert ledger.ns[DATA_WAIT] >= (6 * epoch - 1) * 0.01e9
     assert observed.waited_for == "read_ahead"
-    assert observed.tracker.sources.newest().settings == {"reader": "DALI"}
+    assert observed.tracker.loaders.newest().settings == {"reader": "DALI"}
 
 
 def test_the_first_batch_of_a_constructor_is_startup(dali, observed):

@@ -97,7 +97,7 @@ def test_the_workers_behind_a_thread_are_known(monai, observed, persistent):
     for _ in range(2):
         for batch in loader:
             assert len(batch) == 2
-            (handle, *_) = observed.tracker.sources.live()
+            (handle, *_) = observed.tracker.loaders.live()
         observed.read()
         assert observed.waited_for == "workers"
         assert [arrival.number for arrival in handle.arrivals][-6:] == list(range(6))
@@ -107,7 +107,7 @@ def test_the_workers_behind_a_thread_are_known(monai, observed, persistent):
 def test_batches_that_are_yielded_twice_are_not_matched(monai, observed):
     loader = monai.ThreadDataLoader(Numbers(6), repeats=2, num_workers=1)
     for _ in loader:
-        handles = observed.tracker.sources.live()
+        handles = observed.tracker.loaders.live()
     observed.read()
     assert len(observed.steps) == 12
     assert {arrival.epoch for handle in handles for arrival in handle.arrivals} <= {0}, "no epoch of the workers' own"
@@ -179,7 +179,7 @@ def test_workers_of_a_loader_that_makes_its_iterators_are_timed(observed):
     loader = OwnLoader(Numbers(6, 0.005), 2)
     for epoch in range(1, 3):
         for _ in loader:
-            (handle, *_) = observed.tracker.sources.live()
+            (handle, *_) = observed.tracker.loaders.live()
         ledger = observed.read()
         assert handle.block is not None
         assert sum(counters.fetches for counters in handle.block.read()) == 6

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 def handle_of(observed):
-    (handle,) = observed.tracker.sources.live()
+    (handle,) = observed.tracker.loaders.live()
     return handle
 
 

@@ -108,9 +108,9 @@ def test_iterators_are_not_kept_alive(observed):
     iterator = iter(loader)
     next(iterator)
     (worker,) = iterator._workers
-    assert len(observed.tracker.sources.live()) == 1
+    assert len(observed.tracker.loaders.live()) == 1
     del iterator
     gc.collect()
     worker.join(10)
     assert not worker.is_alive()
-    assert not observed.tracker.sources.live()
+    assert not observed.tracker.loaders.live()

@@ -214,12 +214,12 @@ def test_the_workers_of_an_evaluation_are_not_the_training_s(loop):
     for _ in range(2):
         for number, _ in enumerate(DataLoader(data, num_workers=1)):
             if number == 10:
-                (handle,) = loop.observed.tracker.sources.live()
+                (handle,) = loop.observed.tracker.loaders.live()
                 assert not handle.training
     for number, _ in enumerate(DataLoader(Numbers(12), num_workers=1)):
         loop.step()
         if number == 10:
-            (handle,) = loop.observed.tracker.sources.live()
+            (handle,) = loop.observed.tracker.loaders.live()
             assert handle.training
 
 

@@ -6,8 +6,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from telemetry.hooks import dataloader, state, tracker
-from telemetry.hooks import gpu as gpu_clock
-from telemetry.hooks.gpu import BUDGET_RATIO, DeviceStream, GpuClock
+from telemetry.hooks import device as gpu_clock
+from telemetry.hooks.device import BUDGET_RATIO, DeviceStream, GpuClock
 from tests.data_sets import Numbers
 
 MS = 1_000_000

@@ -87,7 +87,7 @@ CLEAN_LINE = clean_up.__code__.co_firstlineno + 1
 def samples_of(agent) -> int:
     """How many samples there are of the open stall."""
     own = sum(profile.samples for profile in agent._line_monitor.sampler.profiles.values())
-    blocks = [handle.block for handle in agent.tracker.sources.live() if handle.block is not None]
+    blocks = [handle.block for handle in agent.tracker.loaders.live() if handle.block is not None]
     return own + sum(StackProfile.unpacked(found.content).samples for block in blocks for found in block.sampled())
 
 
@@ -219,7 +219,7 @@ def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds,
     """The training thread's steps if the device waits for it, and the fetches of workers if these are uneven."""
     tracker, block = StepTracker(Ring()), WorkerBlock(1)
     iterator = iter(DataLoader(Ready(), batch_size=None, num_workers=1))
-    tracker.sources.register(iterator, block)
+    tracker.loaders.register(iterator, block)
     monitor = LineMonitor(tracker, tmp_path, 1, errors=ErrorLog(), emit=lambda *_: None, rank=lambda: 0)
     tracker.category = S_COMPUTE
     try:

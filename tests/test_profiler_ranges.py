@@ -26,8 +26,8 @@ def ranges(taken: Taken, outcome) -> list[str]:
 def iterate_with_phases(observed, name: str, steps: int) -> None:
     """Iterate a watched list, with a phase of this name in each step."""
     for _ in wrap(list(range(steps)), lambda: observed.tracker):
-        before = observed.tracker.scopes.enter_phase(name)
-        observed.tracker.scopes.exit_phase(name, before, 0)
+        before = observed.tracker.enter_phase(name)
+        observed.tracker.exit_phase(name, before, 0)
 
 
 def test_a_trace_shows_steps_phases_and_waits_for_a_watched_iterable(taken, observed):
@@ -104,8 +104,8 @@ def marked(nvtx):
 
 def test_steps_waits_and_phases_are_nvtx_ranges_all_the_time(marked, nvtx):
     for _ in DataLoader(Numbers(3)):
-        before = marked.scopes.enter_phase("mine")
-        marked.scopes.exit_phase("mine", before, 0)
+        before = marked.enter_phase("mine")
+        marked.exit_phase("mine", before, 0)
     wait = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     body = [f"start {wait}", f"end {wait}", "start mine", "end mine"]
     expected = ["start telemetry", "end telemetry"]

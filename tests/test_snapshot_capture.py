@@ -95,9 +95,9 @@ def test_explicit_steps(taken):
 
 @contextlib.contextmanager
 def telemetry_step(taken):
-    taken.observed.tracker.scopes.enter_step()
+    taken.observed.tracker.enter_step()
     yield
-    taken.observed.tracker.scopes.exit_step()
+    taken.observed.tracker.exit_step()
 
 
 def test_a_loop_without_a_loader_counts_by_its_optimizer(taken):
@@ -117,9 +117,9 @@ def test_an_evaluation_ends_the_recording_and_keeps_what_there_is(taken, how):
     taken.arm(4, 20)
     train(6)
     if how == "phase":
-        before = taken.observed.tracker.scopes.enter_phase("evaluation")
+        before = taken.observed.tracker.enter_phase("evaluation")
         train(3, 100)
-        taken.observed.tracker.scopes.exit_phase("evaluation", before, 0)
+        taken.observed.tracker.exit_phase("evaluation", before, 0)
     else:
         with torch.no_grad():
             train(3, 100)
@@ -161,7 +161,7 @@ def test_a_rank_that_is_past_the_step_skips_it(taken):
 def test_the_end_of_the_run_keeps_what_was_recorded(taken):
     taken.arm(3, 50)
     train(6)
-    taken.observed.tracker.boundaries.interrupt("the end of the run")
+    taken.observed.tracker.interrupt("the end of the run")
     outcome = taken.outcome()
     assert (outcome.result, outcome.last_step) == (RECORDED, 6)
 
@@ -188,7 +188,7 @@ def test_a_worker_forked_during_a_recording_or_a_count_collects_nothing(taken, c
     os.close(readable), os.close(writable)
     assert grown < 1 << 20, "30,000 operations recorded take 18 MB"
     assert capfd.readouterr() == ("", "")
-    taken.observed.tracker.boundaries.interrupt("the end")
+    taken.observed.tracker.interrupt("the end")
     assert taken.outcome().result == (RECORDED if first == 3 else SKIPPED)
 
 

@@ -78,7 +78,7 @@ class Together:
 
 
 def counters(observed):
-    (entry,) = observed.tracker.sources.live()
+    (entry,) = observed.tracker.loaders.live()
     return entry.block.read()
 
 
@@ -175,8 +175,8 @@ def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
     assert counters(observed)[0].fetches >= 1
     del iterator, worker
     gc.collect()
-    assert not observed.tracker.sources.live()
-    list(observed.tracker.sources.take_retired())
+    assert not observed.tracker.loaders.live()
+    list(observed.tracker.loaders.take_retired())
     observed.read()  # what the ring has of it
     gc.collect()
     left = {
@@ -230,7 +230,7 @@ def test_a_new_loader_per_epoch_differs_from_one_that_is_reused(observed):
     def used_again(loader):
         iterator = iter(loader)
         next(iterator)
-        return observed.tracker.sources.newest().settings["loader_used_again"]
+        return observed.tracker.loaders.newest().settings["loader_used_again"]
 
     loader = DataLoader(Numbers(4), num_workers=1)
     assert not used_again(loader)
@@ -242,7 +242,7 @@ def test_a_sharing_strategy_is_known_of_workers_that_inherit_it(observed):
     def strategy(start_method):
         iterator = iter(DataLoader(Numbers(4), num_workers=1, multiprocessing_context=start_method))
         next(iterator)
-        return observed.tracker.sources.newest().settings.get("sharing_strategy")
+        return observed.tracker.loaders.newest().settings.get("sharing_strategy")
 
     assert strategy("fork") == torch.multiprocessing.get_sharing_strategy()
     assert strategy("spawn") is None
@@ -263,7 +263,7 @@ def test_two_iterators_made_at_once_keep_their_own_counters(observed):
         thread.join(60)
     for iterator in made.values():
         assert [batch.tolist() for batch in iterator] == [[0], [1]]
-    found = {len(handle.pids): handle for handle in observed.tracker.sources.live()}
+    found = {len(handle.pids): handle for handle in observed.tracker.loaders.live()}
     assert set(found) == {1, 3}
     for workers, name in ((1, "one"), (3, "three")):
         counted = {counter.pid for counter in found[workers].block.read()}
@@ -289,7 +289,7 @@ class Spinning(Numbers):
 
 @pytest.fixture
 def source(observed):
-    sources = observed.tracker.sources
+    sources = observed.tracker.loaders
     return WorkersSource(sources.live, sources.take_retired)
 
 
@@ -600,7 +600,7 @@ class Heavy(Numbers):
 
 
 def handle(observed):
-    (loader,) = observed.tracker.sources.live() or observed.tracker.sources.take_retired()
+    (loader,) = observed.tracker.loaders.live() or observed.tracker.loaders.take_retired()
     return loader
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from telemetry.hooks import accelerator
+from telemetry.hooks.device import device_in_use
 from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, STEP
 from telemetry.hooks.samples import BatchNumbering, SampleCounter
 from telemetry.records import (
@@ -625,7 +625,7 @@ class Accounting:
 
     def take_source(self) -> BatchSource | None:
         """The batch source with the longest wait since the last call."""
-        return self._numbering.take_source() or self._tracker.sources.newest()
+        return self._numbering.take_source() or self._tracker.loaders.newest()
 
     def own_fetches(self) -> Histogram | None:
         """Durations of the training thread's own fetches."""
@@ -690,7 +690,7 @@ class Accounting:
 
     def _update_exposed(self) -> None:
         waited = self.ledger.ns[DATA_WAIT] / NS
-        device = accelerator.in_use(self._tracker.trained_on)
+        device = device_in_use(self._tracker.trained_on)
         if device is None:
             self.exposed.host(waited)
             return

@@ -334,7 +334,7 @@ class Agent:
             builder=self._builder,
             attempt=self.attempt,
             life=life,
-            environment=RunEnvironment(self._builder.loader_settings, self.tracker.sources.newest_batch_size),
+            environment=RunEnvironment(self._builder.loader_settings, self.tracker.loaders.newest_batch_size),
             address=self._address,
             collectors=self._collectors,
             memory=self._memory,
@@ -773,7 +773,7 @@ class Agent:
 
     def _workers_end_with_first_epoch(self) -> bool:
         """Whether the workers are started anew in each epoch, and none has ended yet: they may give memory back."""
-        source = self.tracker.sources.newest()
+        source = self.tracker.loaders.newest()
         anew = source is not None and source.settings.get("persistent_workers") is False
         return anew and self.accounting.ledger.epoch_boundaries < 1
 

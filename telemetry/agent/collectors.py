@@ -51,7 +51,7 @@ class CollectorPoller:
         self._tracker = tracker
         self._errors = errors
         self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
-        self._workers = WorkersSource(tracker.sources.live, tracker.sources.take_retired)
+        self._workers = WorkersSource(tracker.loaders.live, tracker.loaders.take_retired)
         sources: list[Collector[Any]] = [
             self._nvml,
             HostSource(),
@@ -60,7 +60,7 @@ class CollectorPoller:
             PressureSource(),
             TorchMemorySource(self._device),
             MemorySource(
-                lambda: [pid for loader in tracker.sources.live() for pid in loader.pids], stat=self._workers.stat
+                lambda: [pid for loader in tracker.loaders.live() for pid in loader.pids], stat=self._workers.stat
             ),
         ]
         self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}

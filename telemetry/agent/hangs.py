@@ -159,7 +159,7 @@ class HangMonitor:
     def stacks(self) -> list[str]:
         """The stacks of all threads and workers, one text each. Takes at most 1.5 s."""
         workers: list[tuple[int, int, float | None, StackPort | None]] = []
-        for loader in sorted(self._tracker.sources.live(), key=lambda handle: not handle.training):
+        for loader in sorted(self._tracker.loaders.live(), key=lambda handle: not handle.training):
             ports = loader.block.stack_ports() if loader.block is not None else {}
             counters = {c.pid: c for c in loader.block.read()} if loader.block is not None else {}
             for number, pid in enumerate(loader.pids):
@@ -186,6 +186,6 @@ class HangMonitor:
         This includes a new loader, which may turn out to be for evaluation. The samples of the workers leave out
         such a loader once another one has trained.
         """
-        blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
+        blocks = [loader.block for loader in self._tracker.loaders.live() if loader.block is not None]
         since = [c.fetching_since_ns for block in blocks for c in block.read() if c.fetching_since_ns]
         return (now_ns() - min(since)) / NS if since else 0.0

@@ -261,34 +261,34 @@ class LineMonitor:
 
     def _sample(self, wanted: tuple[str, ...], source: str | None) -> None:
         kinds = frozenset(wanted)
-        sources = self._tracker.sources
-        live = sources.live()
+        loaders = self._tracker.loaders
+        live = loaders.live()
         if wanted[0] == work.FETCH:
-            sources.sampling = self._session, now_ns() + _AHEAD_NS
+            loaders.sampling = self._session, now_ns() + _AHEAD_NS
             self._ask(live)
         threads = any(handle.threads for handle in live) or source == "read_ahead"
         self.sampler.want(kinds if threads else kinds - {work.FETCH})
 
     def _pause(self) -> None:
-        self._tracker.sources.sampling = (0, 0)
-        self._tracker.sources.asked.clear()
+        self._tracker.loaders.sampling = (0, 0)
+        self._tracker.loaders.asked.clear()
         self.sampler.want(frozenset())
 
     def _ask(self, live: list[LoaderHandle]) -> None:
         """Ask the workers of all training loaders."""
-        sources = self._tracker.sources
-        while sources.asked:
-            handle = sources.asked.popleft()
+        loaders = self._tracker.loaders
+        while loaders.asked:
+            handle = loaders.asked.popleft()
             self._asked[id(handle)] = handle
         trained = any(handle.training for handle in live)
         for handle in live:
             if handle.block is not None and (handle.training or not trained):
-                handle.block.ask_samples(*sources.sampling)
+                handle.block.ask_samples(*loaders.sampling)
                 self._asked[id(handle)] = handle
 
     def _keep_ended(self) -> None:
         """Keep what workers have written whose loader has ended, but not the loader."""
-        alive = set(map(id, self._tracker.sources.live()))
+        alive = set(map(id, self._tracker.loaders.live()))
         for key in [key for key in self._asked if key not in alive]:
             self._ended_workers.merge(self._sampled_by(self._asked.pop(key)))
 

@@ -397,7 +397,7 @@ class TotalsBuilder:
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker, before = self._accounting, self._tracker, self.totals
         ledger, stats = accounting.ledger, accounting.stats
-        source = tracker.sources.newest()
+        source = tracker.loaders.newest()
         tracker.garbage.read(workers=source is not None and source.kind == "workers")
         process: ProcessSample | None = self._collectors.newest("process")
         workers: WorkersSample | None = self._collectors.newest("workers")

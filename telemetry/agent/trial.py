@@ -17,7 +17,7 @@ from telemetry.diagnosis.evidence import (
     Evidence,
     aggregate,
 )
-from telemetry.hooks import accelerator
+from telemetry.hooks.device import device_in_use
 from telemetry.hooks.trial import LoaderFacts, TrialHooks, TrialPlan
 from telemetry.util.clock import monotonic
 from telemetry.util.files import replace_file
@@ -184,7 +184,7 @@ class TrialRun:
             pid=identity.pid,
             end=end,
             warm=self._warm,
-            device=accelerator.in_use(tracker.trained_on),
+            device=device_in_use(tracker.trained_on),
             loaders=list(self._hooks.loaders.values()),
             saves=self._hooks.saves,
             hook_errors=tracker.errors,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.hooks import accelerator, checkpoints, watch
+from telemetry.hooks import checkpoints, watch
 from telemetry.hooks import dataloader as loader_hooks
-from telemetry.hooks.dataloader import patch_workers
-from telemetry.hooks.gpu import GpuClock
+from telemetry.hooks.device import CUDA, Captures, DeviceEvents, GpuClock, timed
+from telemetry.hooks.optimizer import OptimizerSteps
 from telemetry.hooks.patching import ImportWatch, Patches
 from telemetry.hooks.profilers import ProfilerWatch
-from telemetry.hooks.tracker import GPU_CLOCK, optimizer_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +29,7 @@ class Attachment:
         nvtx: whether to mark steps, waits, phases and the workers' fetches as NVTX ranges.
 
     Attributes:
+        optimizer: counts the steps of optimizers.
         profilers: knows which of the user's own profilers record.
         captures: knows which CUDA graphs are being captured.
         clock: the GPU's clock, also after `detach`; else None.
@@ -50,10 +50,11 @@ class Attachment:
         self._tracker = tracker
         self._on_error = on_error
         self._patches = Patches()
-        self.profilers = ProfilerWatch(on_error)
-        self.captures = tracker.captures
-        self.clock: GpuClock | None = None
         self._watch = ImportWatch(on_error)
+        self.captures = Captures()
+        self.optimizer = OptimizerSteps(tracker, self.captures)
+        self.profilers = ProfilerWatch(on_error)
+        self.clock: GpuClock | None = None
 
     def attach(self) -> None:
         """Place the hooks. Imports nothing."""
@@ -61,20 +62,19 @@ class Attachment:
         self._watch.when_imported("torch", self._torch)
         self._watch.when_imported("torch._dynamo.trace_rules", _not_traced)
         self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
-        creating = self._with_patches(checkpoints.patch_state_creation)
-        self._watch.when_imported("torch.distributed.checkpoint.state_dict", creating)
-        self._watch.when_imported("safetensors.torch", self._saving)
+        self._when_imported("torch.distributed.checkpoint.state_dict", checkpoints.patch_state_creation)
+        self._when_imported("safetensors.torch", checkpoints.patch_module)
         self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
         for name, patch in watch.PATCHES.items():
-            self._watch.when_imported(name, self._with_patches(patch))
+            self._when_imported(name, patch)
 
-    def watch_gpu(self, name: str = accelerator.CUDA) -> str | None:
+    def watch_gpu(self, name: str = CUDA) -> str | None:
         """Time waits on the device that the training uses, if that is wanted and possible.
 
         Must be called once a tick while the device is in use. Any thread may call it.
 
         Args:
-            name: the type of device, as `accelerator.in_use` returns it.
+            name: the type of device, as `device_in_use` returns it.
 
         Returns:
             Why there is no such clock; None if there is one.
@@ -86,21 +86,19 @@ class Attachment:
             torch = sys.modules["torch"]
             if not self._gpu_events:
                 self._clock_absent = "gpu_events is off"
-            elif not accelerator.timed(torch, name):
+            elif not timed(torch, name):
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
             else:
-                self.clock = tracker.gpu = GpuClock(accelerator.DeviceEvents(torch, name, self.captures))
+                self.clock = tracker.gpu = GpuClock(DeviceEvents(torch, name, self.captures))
         if tracker.gpu is not None:
-            tracker.fast_path.disable(GPU_CLOCK)
+            tracker.slow_path()
         if self.clock is None:
             return self._clock_absent
         if self.clock.failed:
             return f"the timing events of this device ({name}) failed"
-        return (
-            "the waits that were to be timed were on another stream than the work"
-            if self.clock.on_another_stream
-            else None
-        )
+        if self.clock.on_another_stream:
+            return "the waits that were to be timed were on another stream than the work"
+        return None
 
     def watch_class(self, cls: type) -> bool:
         """Time the iterations of a class of loaders with its own ``__iter__``. Returns whether they are timed."""
@@ -120,55 +118,40 @@ class Attachment:
         self._tracker.garbage.detach()
         self._tracker.detach()
 
+    def _when_imported(self, name: str, patch: Callable[[Any, StepTracker, Patches], None]) -> None:
+        self._watch.when_imported(name, lambda module: patch(module, self._tracker, self._patches))
+
     def _torch(self, torch: ModuleType) -> None:
-        tracker = self._tracker
-        dataloader = sys.modules["torch.utils.data.dataloader"]
-        places: tuple[Callable[[], None], ...] = (
-            lambda: patch_workers(dataloader._MultiProcessingDataLoaderIter, tracker, self._patches),
-            lambda: loader_hooks.patch_loader(dataloader, tracker, torch.is_grad_enabled, self._patches),
-            lambda: self._optimizer(sys.modules["torch.optim.optimizer"]),
-            lambda: self._profilers(torch),
+        tracker, patches, loaders = self._tracker, self._patches, sys.modules["torch.utils.data.dataloader"]
+        optimizers, profiler = sys.modules["torch.optim.optimizer"], sys.modules["torch.autograd.profiler"]
+        places: tuple[Callable[[], object], ...] = (
+            lambda: loader_hooks.patch_workers(loaders._MultiProcessingDataLoaderIter, tracker, patches),
+            lambda: loader_hooks.patch_loader(loaders, tracker, patches),
+            lambda: self.optimizer.patch(optimizers, patches),
+            lambda: checkpoints.patch_optimizer(optimizers.Optimizer, tracker, patches),
+            lambda: self.profilers.patch(profiler, torch.autograd._profiler_enabled, patches),
             lambda: tracker.profiler_ranges.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
-            lambda: self.captures.patch(getattr(torch.cuda, "CUDAGraph", None), self._patches),
-            lambda: self._saving(torch.serialization),
-            lambda: self._saving(torch),
+            lambda: self.optimizer.patch_graph(getattr(torch.cuda, "CUDAGraph", None), patches),
+            lambda: checkpoints.patch_module(torch.serialization, tracker, patches),
+            lambda: checkpoints.patch_module(torch, tracker, patches),
         )
         for place in places:
             try:
                 place()
             except Exception as error:
                 self._on_error(error)
-        tracker.use_torch(torch, lambda: current_device(torch))
-
-    def _optimizer(self, module: Any) -> None:
-        handle = module.register_optimizer_step_post_hook(optimizer_hook(self._tracker))
-        self._patches.on_undo(handle.remove)
-        checkpoints.patch_optimizer(module.Optimizer, self._tracker, self._patches)
-
-    def _profilers(self, torch: ModuleType) -> None:
-        profiler = sys.modules["torch.autograd.profiler"]
-        self.profilers.patch(profiler, torch.autograd._profiler_enabled, self._patches)
-
-    def _saving(self, module: ModuleType) -> None:
-        """The functions that save, and those that load."""
-        checkpoints.patch_saving(module, self._tracker, self._patches)
-        checkpoints.patch_loading(module, self._tracker, self._patches)
+        tracker.use_torch(torch)
 
     def _stateful_loader(self, module: Any) -> None:
-        stateful, iterators = module.StatefulDataLoader, module._StatefulMultiProcessingDataLoaderIter
-        patch_workers(iterators, self._tracker, self._patches)
-        loader_hooks.patch_epoch_boundaries(stateful, iterators, self._tracker, self._patches)
-
-    def _with_patches(self, patch: Callable[[Any, StepTracker, Patches], None]) -> Callable[[ModuleType], None]:
-        return lambda module: patch(module, self._tracker, self._patches)
+        iterators = module._StatefulMultiProcessingDataLoaderIter
+        loader_hooks.patch_workers(iterators, self._tracker, self._patches)
+        loader_hooks.patch_epoch_boundaries(module.StatefulDataLoader, iterators, self._tracker, self._patches)
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
-        checkpoints.patch_saving(package, self._tracker, self._patches)
-        checkpoints.patch_loading(package, self._tracker, self._patches)
-        prefix = "torch.distributed.checkpoint.state_dict_"
-        checkpoints.patch_saving(sys.modules[f"{prefix}saver"], self._tracker, self._patches)
-        if f"{prefix}loader" in sys.modules:
-            checkpoints.patch_loading(sys.modules[f"{prefix}loader"], self._tracker, self._patches)
+        for name in ("", ".state_dict_saver", ".state_dict_loader"):
+            module = sys.modules.get(f"{package.__name__}{name}")
+            if module is not None:
+                checkpoints.patch_module(module, self._tracker, self._patches)
 
 
 def _not_traced(trace_rules: Any) -> None:
@@ -177,8 +160,3 @@ def _not_traced(trace_rules: Any) -> None:
     A compiled loop that traced our hooks had up to 15 graph breaks more, and its first epoch took seconds longer.
     """
     trace_rules.add("telemetry")
-
-
-def current_device(torch: ModuleType) -> int | None:
-    """The calling thread's CUDA device; None while CUDA is not in use. Does not initialise it."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -1,4 +1,8 @@
-"""The hooks in functions that save and load."""
+"""The hooks in functions that save and load. What they find is in `hooks.resume`.
+
+A call of a saving function on the training thread is a checkpoint. A call of a loading function before the first step
+is a restore.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +22,31 @@ if TYPE_CHECKING:
     from telemetry.hooks.patching import Patches
     from telemetry.hooks.tracker import StepTracker
 
+_DISTRIBUTED: Final = "torch.distributed.checkpoint"
 
-# -- times checkpoints: a call of a saving function on the training thread is a checkpoint -----------------------------
-
-SAVING_FUNCTIONS: Final = {
+SAVING: Final = {
     "torch": ("save",),
     "torch.serialization": ("save",),
-    "torch.distributed.checkpoint": ("save", "async_save"),
-    "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save"),
+    _DISTRIBUTED: ("save", "async_save"),
+    f"{_DISTRIBUTED}.state_dict_saver": ("save", "async_save"),
     "safetensors.torch": ("save_file", "save_model"),
 }
-"""The saving functions by module. Functions that the installed version does not have are skipped."""
+LOADING: Final = {
+    "torch": ("load",),
+    "torch.serialization": ("load",),
+    _DISTRIBUTED: ("load",),
+    f"{_DISTRIBUTED}.state_dict_loader": ("load", "load_state_dict"),
+    "safetensors.torch": ("load_file", "load_model"),
+}
+"""The functions by module. Those that the installed version does not have are skipped."""
 
 
-def patch_saving(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
-    """Patch the saving functions of one module of `SAVING_FUNCTIONS`."""
-    for name in SAVING_FUNCTIONS[module.__name__]:
-        if callable(vars(module).get(name)):
-            patches.replace(module, name, lambda original: _timed_save(original, tracker))
+def patch_module(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
+    """Patch the functions of one module that save and load."""
+    for functions, wrap in ((SAVING, _timed_save), (LOADING, _timed_load)):
+        for name in functions.get(module.__name__, ()):
+            if callable(vars(module).get(name)):
+                patches.replace(module, name, functools.partial(wrap, tracker=tracker))
 
 
 def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
@@ -49,12 +60,16 @@ def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[
             elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
                 elsewhere = tracker.optimizer_steps, tracker.ring.closed
             if not tracker.checkpointing:  # saving functions call one another: only the outermost counts
-                before = tracker.scopes.enter_phase(CHECKPOINT)
+                before = tracker.enter_phase(CHECKPOINT)
         except Exception as error:
             tracker.fault(error)
         try:
             result = original(*args, **kwargs)
-            _returned(tracker, result, start, elsewhere, (original, args, kwargs))
+            if elsewhere is not None:
+                whole = _holds_optimizer(original, args, kwargs)
+                tracker.resume.saved_elsewhere(start, elsewhere, holds_optimizer=whole)
+            elif tracker.checkpointing:
+                _returned(tracker, result)
         except BaseException as error:
             if get_ident() == tracker.thread:
                 tracker.resume.failed()
@@ -63,7 +78,7 @@ def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[
         finally:
             if before is not None:
                 try:
-                    tracker.scopes.exit_phase(CHECKPOINT, before, start)
+                    tracker.exit_phase(CHECKPOINT, before, start)
                 except Exception as error:
                     tracker.fault(error)
         return result
@@ -71,50 +86,37 @@ def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[
     return save
 
 
-def _returned(
-    tracker: StepTracker,
-    result: Any,
-    start: int,
-    elsewhere: tuple[int, int] | None,
-    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-) -> None:
-    """A saving function has returned. ``elsewhere``: the steps at its start, where that was on another thread."""
+def _returned(tracker: StepTracker, result: object) -> None:
     try:
-        if elsewhere is not None:
-            tracker.resume.saved_elsewhere(start, elsewhere, holds_optimizer=_holds_optimizer(*call))
-            return
-        future = getattr(result, "upload_completion", result)
-        if tracker.checkpointing and callable(getattr(future, "add_done_callback", None)):
-            tracker.resume.writing(future)
-    except Exception as error:
+        tracker.resume.returned(result)
+    except Exception as error:  # of a result that only looks like a future
         tracker.note_error(error)
 
 
 def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """What torch.distributed.checkpoint writes is taken for whole: its parts may be objects that save themselves."""
-    if original.__module__.startswith("torch.distributed.checkpoint"):
-        return True
-    return holds_optimizer(args[0] if args else kwargs.get("obj"))
+    return original.__module__.startswith(_DISTRIBUTED) or holds_optimizer(args[0] if args else kwargs.get("obj"))
 
 
-# -- restore hooks -----------------------------------------------------------------------------------------------------
-# Restoring: a call of a loading function before the first step, and the state that an optimizer has loaded.
+def _timed_load(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @unseen
+    def load(*args: Any, **kwargs: Any) -> Any:
+        counts = False
+        try:
+            counts = tracker.resume.begin_restore(tracker)
+        except Exception as error:
+            tracker.note_error(error)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            if counts:
+                tracker.resume.end_restore()
 
-LOADING_FUNCTIONS: Final = {
-    "torch": ("load",),
-    "torch.serialization": ("load",),
-    "torch.distributed.checkpoint": ("load",),
-    "torch.distributed.checkpoint.state_dict_loader": ("load", "load_state_dict"),
-    "safetensors.torch": ("load_file", "load_model"),
-}
-"""By module. Functions that the installed version does not have are skipped."""
-
-
-def patch_loading(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
-    """Patch the loading functions of one module of `LOADING_FUNCTIONS`."""
-    for name in LOADING_FUNCTIONS[module.__name__]:
-        if callable(vars(module).get(name)):
-            patches.replace(module, name, lambda original: _timed_load(original, tracker))
+    return load
 
 
 def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patches) -> None:
@@ -167,24 +169,3 @@ def patch_state_creation(module: ModuleType, tracker: StepTracker, patches: Patc
 
     if callable(vars(module).get("_init_optim_state")):
         patches.replace(module, "_init_optim_state", wrap)
-
-
-def _timed_load(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
-    @functools.wraps(original)
-    @unseen
-    def load(*args: Any, **kwargs: Any) -> Any:
-        counts = False
-        try:
-            counts = tracker.resume.begin_restore(tracker)
-        except Exception as error:
-            tracker.note_error(error)
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            forget_frame(error)
-            raise
-        finally:
-            if counts:
-                tracker.resume.end_restore()
-
-    return load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,29 +17,20 @@ from telemetry.util.clock import now_ns, thread_time_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import ModuleType
 
     from telemetry.hooks.patching import Patches
     from telemetry.hooks.ring import Ring
 
 
-def patch_loader(module: ModuleType, tracker: StepTracker, grad_enabled: Callable[[], bool], patches: Patches) -> None:
-    """Patch ``torch.utils.data.dataloader``.
-
-    Args:
-        module: the module.
-        tracker: gets every request and every iteration.
-        grad_enabled: ``torch.is_grad_enabled``.
-        patches: undo it.
-    """
-    patches.replace(
-        module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker, grad_enabled)
-    )
+def patch_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch ``torch.utils.data.dataloader``."""
+    base, map_style = module._BaseDataLoaderIter, module._DatasetKind.Map
+    patches.replace(base, "__next__", lambda original: timed_next(original, tracker))
     patch_epoch_boundaries(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
-    _time_starts(module, tracker, patches)
-    patches.replace(
-        module._SingleProcessDataLoaderIter, "__init__", lambda original: timed_constructor(original, tracker)
-    )
+    for name in ("__init__", "_reset"):  # the callers of ``iter(sampler)``
+        patches.replace(base, name, lambda original: _timed_start(original, tracker, map_style))
+    single = module._SingleProcessDataLoaderIter
+    patches.replace(single, "__init__", lambda original: _timed_constructor(original, tracker))
 
 
 def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
@@ -51,26 +43,23 @@ def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patc
         patches: undo it.
     """
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
-    patches.replace(workers, "__init__", lambda original: timed_constructor(original, tracker))
-    patches.replace(workers, "_shutdown_workers", lambda original: timed_shutdown(original, tracker))
+    patches.replace(workers, "__init__", lambda original: _timed_constructor(original, tracker))
+    patches.replace(workers, "_shutdown_workers", lambda original: _timed_shutdown(original, tracker))
     patches.replace(workers, "_reset", lambda original: _timed_reset(original, tracker))
 
 
-def timed_next(
-    original: Callable[[Any], Any], tracker: StepTracker, grad_enabled: Callable[[], bool]
-) -> Callable[[Any], Any]:
-    """``__next__`` with its wait written into the ring.
+# -- requests for batches ------------------------------------------------------------------------------------------
 
-    The fast path (see `FastPath`) is inlined: a call costs more than all the stores together. All that it needs are
-    default values of its parameters, which are adjacent in memory. A closure variable has its own cell and a global
+
+def timed_next(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """The ``__next__`` of an iterator, with its wait written into the ring.
+
+    The fast path (see `hooks.tracker`) is inlined: a call costs more than all the stores together. All that it needs
+    are default values of its parameters, which are adjacent in memory. A closure variable has its own cell and a global
     variable needs two dictionaries; a real step evicts these from the caches. Between the arrival of the batch and the
     last store there is no call, so neither a signal nor a thread switch can interrupt.
-
-    Args:
-        original: the ``__next__`` of an iterator.
-        tracker: gets each request.
-        grad_enabled: returns whether gradients are on.
     """
+    grad_enabled = getattr(sys.modules.get("torch"), "is_grad_enabled", tracker.gradients_on)
 
     @functools.wraps(original)
     @unseen
@@ -141,14 +130,14 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
                 raise
         try:
             entry = tracker.request(self)
-            tracker.boundaries.requested(entry)
-            if tracker.gpu is not None:
-                _mark(tracker, self, entry)
-            cpu = thread_time_ns() if tracker.time_fetches and entry & 7 == S_DATA_WAIT else 0
-            ranges = tracker.boundaries.wait_begins(self) if tracker.profiler_ranges.makers else ()
-            timed = _time_wait(tracker, self, entry) if tracker.sampler_timer.wanted else None
+            waits = entry & 7 == S_DATA_WAIT
+            tracker.boundary_ahead(entry)
+            tracker.mark_request(self, entry)
+            cpu = thread_time_ns() if tracker.time_fetches and waits else 0
+            ranges = tracker.wait_ranges(self)
+            timed = _time_wait(tracker, self) if tracker.sampler_timer.wanted and waits else None
             start = now_ns()
-            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+            tracker.waiting_since = start if waits else -start
         except BaseException as error:
             tracker.fault(error)
             return original(self)
@@ -165,16 +154,17 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             raise
         finally:
             if ranges or timed is not None:
-                _end(tracker, ranges, timed, self, batch=end > 0)
+                _end_parts(tracker, self, ranges, timed, batch=end > 0)
         try:
             if cpu:
-                tracker.fetch_timed(end - start, thread_time_ns() - cpu)
+                tracker.time_fetches -= 1
+                tracker.timed_fetch_ns += end - start
+                tracker.timed_fetch_cpu_ns += thread_time_ns() - cpu
             tracker.delivered(self, start, end, entry, batch)
-            if tracker.batch_release.wanted and entry & 7 == S_DATA_WAIT:
+            if tracker.batch_release.wanted and waits:
                 tracker.batch_release.follow(batch)
             tracker.overhead_ns += now_ns() - end
-            if tracker.gpu is not None:
-                _arrived(tracker, start, end)
+            tracker.mark_arrival(start, end)
         except BaseException as error:
             tracker.fault(error)
         return batch
@@ -186,41 +176,36 @@ def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, erro
     """The caller ends the wait, because a signal handler may raise before the first line of this."""
     try:
         tracker.failed(iterator, start, entry, error)
-        if tracker.gpu is not None:
-            _arrived(tracker, start, now_ns())
+        tracker.mark_arrival(start, now_ns())
     except BaseException as ours:
         tracker.fault(ours)
 
 
-def _end(
+def _time_wait(tracker: StepTracker, iterator: object) -> TimedWait | None:
+    """Time the parts of a wait for training data that is about to begin. None if no known workers fetch."""
+    tracker.sampler_timer.wanted -= 1
+    if tracker.loaders.known(iterator) is None or not timeable(iterator):
+        return None
+    return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
+
+
+def _end_parts(
     tracker: StepTracker,
+    iterator: object,
     ranges: Sequence[Callable[[], object]],
     timed: TimedWait | None,
-    iterator: object,
     *,
     batch: bool,
 ) -> None:
-    if timed is not None:
-        _end_timed(tracker, timed, iterator, batch=batch)
     try:
+        if timed is not None:
+            timed.end(iterator, batch=batch)
         tracker.profiler_ranges.end(ranges)
     except Exception as error:
-        tracker.fault(error)
+        tracker.note_error(error)
 
 
-def _mark(tracker: StepTracker, iterator: object, entry: int) -> None:
-    try:
-        tracker.mark_request(iterator, entry)
-    except Exception as error:
-        tracker.without_gpu(error)
-
-
-def _arrived(tracker: StepTracker, start: int, end: int) -> None:
-    try:
-        if tracker.gpu is not None:
-            tracker.gpu.batch_arrived(start, end)
-    except Exception as error:
-        tracker.without_gpu(error)
+# -- start and end of an iteration ---------------------------------------------------------------------------------
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
@@ -230,7 +215,7 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
     return timed
 
 
-def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
+def _timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
     """The constructor of an iterator, timed as the start of an iteration of its loader.
 
     Inside the loader's ``__iter__`` it is part of that span.
@@ -239,8 +224,17 @@ def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Ca
     @functools.wraps(original)
     @unseen
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        @unseen
+        def made(loader: Any) -> Any:
+            try:
+                original(self, loader, *args, **kwargs)
+            except BaseException as error:
+                forget_frame(error)
+                raise
+            return self
+
         try:
-            at_boundary(functools.partial(_made, original, self, args, kwargs), tracker, loader)
+            at_boundary(made, tracker, loader)
         except BaseException as error:
             forget_frame(error)
             raise
@@ -248,17 +242,7 @@ def timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Ca
     return __init__
 
 
-@unseen
-def _made(original: Callable[..., None], iterator: Any, args: Any, kwargs: Any, loader: Any) -> Any:
-    try:
-        original(iterator, loader, *args, **kwargs)
-    except BaseException as error:
-        forget_frame(error)
-        raise
-    return iterator
-
-
-def timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+def _timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
     """``_shutdown_workers`` with its time written into the ring.
 
     At the end of an epoch it is part of a request. But if an iterator is left (with ``break``, or after one batch), its
@@ -296,9 +280,8 @@ def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: A
         if get_ident() == tracker.thread and not tracker.waiting_since:
             entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
         if entry is not None:
-            tracker.boundaries.requested(entry)
-            if tracker.gpu is not None:
-                _mark(tracker, None, entry)
+            tracker.boundary_ahead(entry)
+            tracker.mark_request(None, entry)
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
     except BaseException as error:
@@ -318,7 +301,7 @@ def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: A
                 tracker.waiting_since = 0
     try:
         if not leaves and tracker.active:
-            tracker.sources.begun(result)
+            tracker.loaders.begun(result)
             if get_ident() == tracker.thread:
                 tracker.marks.made(result)
     except Exception as error:
@@ -330,69 +313,26 @@ def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: obj
     try:
         end = now_ns()
         tracker.iterated(start, end, entry, iterator)
-        if tracker.gpu is not None:
-            _arrived(tracker, start, end)
+        tracker.mark_arrival(start, end)
     except BaseException as error:
         tracker.fault(error)
 
 
-def _time_wait(tracker: StepTracker, iterator: object, entry: int) -> TimedWait | None:
-    """Time a wait that is about to begin. None if it is not for training, or if no known workers fetch.
-
-    Args:
-        tracker: requests the measurement.
-        iterator: the iterator of the loader.
-        entry: the code of the wait's span.
-    """
-    if entry & 7 != S_DATA_WAIT:
-        return None
-    tracker.sampler_timer.wanted -= 1
-    return _timed(tracker, iterator) if tracker.sources.known(iterator) is not None and timeable(iterator) else None
-
-
-def _timed(tracker: StepTracker, iterator: object) -> TimedWait:
-    return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
-
-
-def _end_timed(tracker: StepTracker, timed: TimedWait, iterator: object, *, batch: bool) -> None:
-    """End what `_time_wait` began. Never raises."""
-    try:
-        timed.end(iterator, batch=batch)
-    except Exception as error:
-        tracker.note_error(error)
-
-
-def _time_starts(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch the callers of ``iter(sampler)`` in the base class of all iterators: the constructor, and ``_reset``.
-
-    Args:
-        module: ``torch.utils.data.dataloader``.
-        tracker: gets the sums.
-        patches: undo it.
-    """
-    map_style = module._DatasetKind.Map
+def _timed_start(original: Callable[..., Any], tracker: StepTracker, map_style: object) -> Callable[..., Any]:
+    """What begins an iteration, in the base class of all iterators: it calls ``iter(sampler)``."""
 
     def before(_iterator: Any) -> Clocks | None:
         return Clocks(tracker.garbage) if _at_boundary(tracker) else None
 
     def after(iterator: Any, clocks: Clocks | None, failed: bool) -> None:  # noqa: FBT001
         # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
-        if clocks is None or failed or not _fetches_in_workers(iterator, map_style):
-            return
-        ns, cpu_ns = clocks.passed()
-        tracker.sampler_timer.boundary_sampler_ns += ns
-        tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
+        map_in_workers = getattr(iterator, "_num_workers", 0) and getattr(iterator, "_dataset_kind", None) == map_style
+        if clocks is not None and not failed and map_in_workers:
+            ns, cpu_ns = clocks.passed()
+            tracker.sampler_timer.boundary_sampler_ns += ns
+            tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
 
-    for name in ("__init__", "_reset"):
-        patches.replace(module._BaseDataLoaderIter, name, lambda original: around(original, before=before, after=after))
-
-
-def _at_boundary(tracker: StepTracker) -> bool:
-    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
-
-
-def _fetches_in_workers(iterator: Any, map_style: object) -> bool:
-    return bool(getattr(iterator, "_num_workers", 0)) and getattr(iterator, "_dataset_kind", None) == map_style
+    return around(original, before=before, after=after)
 
 
 def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
@@ -400,19 +340,24 @@ def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable
 
     def before(iterator: Any) -> TimedWait | None:
         try:
-            loader = tracker.sources.known(iterator)
+            loader = tracker.loaders.known(iterator)
             if loader is not None and loader.block is not None:
                 loader.block.next_iteration()
-            return _timed(tracker, iterator) if _at_boundary(tracker) and timeable(iterator) else None
+            if _at_boundary(tracker) and timeable(iterator):
+                return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
         except Exception as error:
             tracker.fault(error)
-            return None
+        return None
 
     def after(iterator: Any, timed: TimedWait | None, _failed: bool) -> None:  # noqa: FBT001
         if timed is not None:
-            _end_timed(tracker, timed, iterator, batch=False)
+            _end_parts(tracker, iterator, (), timed, batch=False)
 
     return around(original, before=before, after=after)
+
+
+def _at_boundary(tracker: StepTracker) -> bool:
+    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
 
 
 # -- in the training process: how the probe gets into the workers --------------------------------------------------
@@ -463,7 +408,7 @@ def _probed(original: Callable[..., None], init_function: _InitFunction, tracker
         if making is None or not tracker.active:
             return
         try:
-            tracker.sources.register(self, making[0] if making else None, again=loader in begun)
+            tracker.loaders.register(self, making[0] if making else None, again=loader in begun)
             begun[loader] = None
         except Exception as error:
             tracker.fault(error)
@@ -531,7 +476,7 @@ class _InitFunction:
         block = WorkerBlock(iterator._num_workers)
         if self._tracker.marks.counts_samples(iterator):
             block.set(SAMPLES_WANTED)
-        session, until = self._tracker.sources.sampling
+        session, until = self._tracker.loaders.sampling
         if until:
             block.ask_samples(session, until)
         return block

@@ -41,22 +41,6 @@ class ResumeState:
         initializing: an optimizer's state is being created by a step that trains nothing.
     """
 
-    __slots__ = (
-        "_failed",
-        "_holds_optimizer",
-        "_optimizer_ids",
-        "_read",
-        "_writing",
-        "at_optimizer_steps",
-        "initializing",
-        "restore_ns",
-        "restoring_since",
-        "saves",
-        "source",
-        "step",
-        "writing_elsewhere",
-    )
-
     def __init__(self) -> None:
         self.saves: deque[SavedCheckpoint] = deque(maxlen=_MAX_SAVES)
         self.restore_ns = 0
@@ -87,9 +71,11 @@ class ResumeState:
         """The checkpoint in progress raises."""
         self._failed = True
 
-    def writing(self, future: Any) -> None:
-        """The saving function has returned, and the checkpoint is complete when this future is done."""
-        self._writing.append(future)
+    def returned(self, result: Any) -> None:
+        """A saving function has returned. If that is a future, the checkpoint is complete when it is done."""
+        future = getattr(result, "upload_completion", result)
+        if callable(getattr(future, "add_done_callback", None)):
+            self._writing.append(future)
 
     def checkpoint_ended(self, state: StepState, start: int, end: int) -> None:
         """The outermost checkpoint scope of the training thread ends."""

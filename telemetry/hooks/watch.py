@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # -- A wrapper around a watched iterable: it behaves like the object inside, and its waits are timed -------------------
 # Python looks up special methods on the class. So for each class of watched objects a class of wrappers is made, with
-# exactly the same special methods. Everything else is passed to the object by ``getattr``.
+# exactly the same special methods. Everything else is passed to the object by ``getattr``. Numpy makes an array of an
+# object that it does not know; functions of torch take no wrapper, and operators none as their other operand.
 
 _NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__", "__ge__", "__getstate__"} | {
     *("__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dict__", "__get__", "__set__", "__delete__"),
@@ -37,14 +38,6 @@ _NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__",
     *("__array_function__", "__array_ufunc__", "__torch_function__"),
 }
 """Special methods that wrappers define themselves, or that Python uses when it makes a class."""
-
-_ARITHMETIC: Final = (
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
-    *("lshift", "rshift", "and", "or", "xor"),
-)
-_OPERATORS: Final = frozenset(f"__{prefix}{name}__" for name in _ARITHMETIC for prefix in ("", "r", "i")) | {
-    *("__lt__", "__le__", "__gt__", "__ge__")
-}
 
 _MISSING: Final = object()
 
@@ -169,7 +162,7 @@ def _bind(wrapper: Watched, tracker: StepTracker | None) -> None:
     """Time the waits with the agent that runs now."""
     if tracker is wrapper._telemetry_bound:
         return
-    timed = _first_pull if tracker is None else timed_next(_pull, tracker, tracker.gradients_on)
+    timed = _first_pull if tracker is None else timed_next(_pull, tracker)
     object.__setattr__(wrapper, "_telemetry_next", timed)
     object.__setattr__(wrapper, "_telemetry_bound", tracker)
 
@@ -201,11 +194,8 @@ def _make_class(kind: type) -> type[Watched]:
         for name, value in special.items()
         if name not in _NOT_PASSED_ON and (value is None or callable(value))
     }
-    if "__add__" in members and "__radd__" not in members:
-        members["__radd__"] = _added_to
     if "__next__" in special:
         members["__next__"] = _next
-    members |= {name: special[name] and method for name, method in _OF_ARRAYS.items() if name in special}
     members["__hash__"] = Watched.__hash__ if callable(kind.__hash__) else None
     members |= {
         "__slots__": (),
@@ -215,58 +205,6 @@ def _make_class(kind: type) -> type[Watched]:
         "__doc__": kind.__doc__,
     }
     return type(kind.__name__, (Watched,), members)
-
-
-def _added_to(self: Watched, other: Any) -> Any:
-    """``other + watched``, which a tuple leaves to the right operand.
-
-    A list does so, too, but also for ``other += watched``. That must extend the list in place, and its iteration must
-    be timed. So a list is not added here, and ``[0] + watched`` is a TypeError.
-    """
-    return NotImplemented if hasattr(type(other), "__iadd__") else other + self._telemetry_object
-
-
-def _array_ufunc(_self: Watched, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """A function of numpy that works item by item, such as ``np.add``."""
-    return getattr(function, method)(*_unwrapped_all(args), **_unwrapped_all(kwargs))
-
-
-def _array_function(
-    _self: Watched, function: Callable[..., Any], _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Any other function of numpy, such as ``np.concatenate``."""
-    return function(*_unwrapped_all(args), **_unwrapped_all(kwargs))
-
-
-def _torch_function(
-    _kind: type, function: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-) -> Any:
-    """A function of torch, such as ``torch.add``."""
-    return function(*_unwrapped_all(args), **_unwrapped_all(kwargs or {}))
-
-
-_OF_ARRAYS: Final = {
-    "__array_function__": _array_function,
-    "__array_ufunc__": _array_ufunc,
-    "__torch_function__": classmethod(_torch_function),
-}
-"""What numpy and torch call for an argument that is not quite an array or a tensor. None in a class means never."""
-
-
-def _unwrapped_all(value: Any) -> Any:
-    """The objects inside the wrappers of a function's arguments, also in lists, tuples and dictionaries."""
-    kind = type(value)
-    if issubclass(kind, Wrapper):
-        return value._telemetry_object
-    if kind is dict:
-        inside = {name: _unwrapped_all(each) for name, each in value.items()}
-        return inside if any(each is not value[name] for name, each in inside.items()) else value
-    for plain in (list, tuple):
-        if issubclass(kind, plain):
-            items = plain(map(_unwrapped_all, value))
-            # The same object, which the function may change, if nothing in it was wrapped.
-            return items if any(map(operator.is_not, items, value)) else value
-    return value
 
 
 def _is_special(name: str) -> bool:
@@ -280,12 +218,9 @@ def _next(self: Watched) -> Any:
 
 def _passed_on(name: str) -> Callable[..., Any]:
     """A special method that calls the object's own. If that returns the object itself, this returns the wrapper."""
-    is_operator = name in _OPERATORS
 
     def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
         inside = self._telemetry_object
-        if is_operator:
-            args = tuple(map(unwrapped, args))
         result = _bound(inside, name)(*args, **kwargs)
         return self if result is inside else result
 
@@ -325,8 +260,8 @@ def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """``torchdata.nodes``: the loop asks the outermost node. That node asks the others, on this thread or on others."""
     base = module.BaseNode
-    tracker.sources.known_iterators.append((base, _source_of_node))
-    patches.replace(base, "__next__", lambda original: dataloader.timed_next(original, tracker, tracker.gradients_on))
+    tracker.loaders.known_iterators.append((base, _source_of_node))
+    patches.replace(base, "__next__", lambda original: dataloader.timed_next(original, tracker))
 
 
 def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
@@ -354,11 +289,9 @@ def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
         iterator = getattr(module, name, None)
         if iterator is None:
             continue  # of a newer version
-        tracker.sources.known_iterators.append((iterator, lambda _: _DALI))
+        tracker.loaders.known_iterators.append((iterator, lambda _: _DALI))
         patches.replace(iterator, "__init__", lambda original: around(original, before=building, after=built))
-        patches.replace(
-            iterator, "__next__", lambda original: dataloader.timed_next(original, tracker, tracker.gradients_on)
-        )
+        patches.replace(iterator, "__next__", lambda original: dataloader.timed_next(original, tracker))
 
 
 PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
@@ -421,14 +354,14 @@ def timed_generator(
 
     @unseen
     def pull(feed: Feed) -> Any:
-        sources = tracker.sources
-        if feed.source is not None or sources.finding or get_ident() != tracker.thread:
+        loaders = tracker.loaders
+        if feed.source is not None or loaders.finding or get_ident() != tracker.thread:
             return next(feed.iterator)
-        sources.finding, sources.newest_begun = True, lambda: None
+        loaders.finding, loaders.newest_begun = True, lambda: None
         try:
             batch = next(feed.iterator)
         finally:
-            sources.finding = False
+            loaders.finding = False
         try:
             _find_source(feed, tracker)
         except Exception as error:
@@ -436,7 +369,7 @@ def timed_generator(
         return batch
 
     begin = dataloader.timed_iter(original, tracker)
-    ask = dataloader.timed_next(pull, tracker, tracker.gradients_on)
+    ask = dataloader.timed_next(pull, tracker)
 
     @functools.wraps(original)
     @unseen
@@ -469,13 +402,13 @@ def timed_generator(
 
 
 def _know_feeds(tracker: StepTracker) -> None:
-    if not any(kind is Feed for kind, _ in tracker.sources.known_iterators):
-        tracker.sources.known_iterators.append((Feed, lambda feed: feed.source or READ_AHEAD))
+    if not any(kind is Feed for kind, _ in tracker.loaders.known_iterators):
+        tracker.loaders.known_iterators.append((Feed, lambda feed: feed.source or READ_AHEAD))
 
 
 def _find_source(feed: Feed, tracker: StepTracker) -> None:
     """After the first batch: if an iteration with workers began meanwhile, it is the source of the generator."""
-    handle = tracker.sources.newest_begun()
+    handle = tracker.loaders.newest_begun()
     feed.source = handle or READ_AHEAD
     if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
         stamp = tracker.waiting_since  # the request began with the iteration

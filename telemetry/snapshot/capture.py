@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.tracker import SNAPSHOT
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
 from telemetry.snapshot.budget import drop_unexpanded, on_gpu
 from telemetry.util.clock import NS, now_ns
@@ -297,7 +296,7 @@ class Capture:
         """
         if self._plan is not None:
             self._hooks.recorder = self
-            self._hooks.fast_path.disable(SNAPSHOT)
+            self._hooks.slow_path()
 
     def after_fork_in_child(self) -> None:
         """The child has a copy of the session that nobody will end: stop it from collecting.

@@ -370,7 +370,7 @@ class SnapshotControl:
             in time. It ends the session when it does, and then calls ``detach``.
         """
         if threading.get_ident() == self._tracker.thread:
-            self._tracker.boundaries.interrupt("the end of the run")
+            self._tracker.interrupt("the end of the run")
             return True
         self._capture.when_over = detach
         if not self._capture.end("the end of the run", _END_SECONDS):
@@ -520,7 +520,7 @@ class SnapshotControl:
         """Save a trace, with the fetches of the workers during the recording. Raises as `TraceStore.publish`."""
         identity, plan = self._identity, outcome.plan
         # Read now, because workers keep only their newest fetches.
-        blocks = [loader.block for loader in self._tracker.sources.live() if loader.block is not None]
+        blocks = [loader.block for loader in self._tracker.loaders.live() if loader.block is not None]
         counters = [worker for block in blocks for worker in block.read()]
         monotonic = now_ns() - unix_ns()
         return self._store.publish(

@@ -12,7 +12,7 @@ import torch
 import telemetry
 from faults.processes import events
 from faults.small_run import BATCHES, Dataset, train
-from telemetry.hooks.gpu import DeviceStream
+from telemetry.hooks.device import DeviceStream
 from tests.faults.broken_seams import HOOKS, break_, break_seam, counted
 
 
@@ -136,7 +136,7 @@ class BrokenEvents:
 
 @pytest.mark.parametrize("at", ["new", "record", "query", "elapsed", "usable"])
 def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unharmed):
-    from telemetry.hooks.gpu import GpuClock
+    from telemetry.hooks.device import GpuClock
 
     agent = start()
     agent.tracker.gpu = GpuClock(BrokenEvents(at))

@@ -25,7 +25,7 @@ from tests.faults.stuck_runs import (
 
 
 def ports(agent) -> dict:
-    (entry,) = agent.tracker.sources.live()
+    (entry,) = agent.tracker.loaders.live()
     return entry.block.stack_ports()
 
 

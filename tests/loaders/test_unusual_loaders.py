@@ -34,7 +34,7 @@ def test_the_wait_for_thread_workers_is_counted_and_their_fetches_are_not(agent)
     loader = DataLoader(Numbers(20), num_workers=2, multiprocessing_context=ThreadContext())
     batches = iter(loader)
     next(batches)
-    (handle,) = agent.tracker.sources.live()
+    (handle,) = agent.tracker.loaders.live()
     assert (handle.kind, handle.threads, handle.block) == ("workers", 2, None)
     list(batches)
     agent.accounting.update()
@@ -124,7 +124,7 @@ def test_an_iterator_made_without_its_loader_is_timed(observed):
     spare = SpareLoader(DataLoader(Numbers(), num_workers=1, worker_init_fn=note))
     iterator = torch_dataloader._MultiProcessingDataLoaderIter(spare)
     assert len(list(iterator)) == 4
-    (handle,) = observed.tracker.sources.live()
+    (handle,) = observed.tracker.loaders.live()
     assert sum(c.fetches for c in handle.block.read()) == 4
     assert iterator._worker_init_fn is note
 
@@ -133,7 +133,7 @@ def test_a_data_pipe_keeps_its_init_function_and_is_timed(observed):
     loader = DataLoader(IterableWrapper(range(4)), num_workers=1, worker_init_fn=note)
     iterator = iter(loader)
     assert len(list(iterator)) == 4
-    (handle,) = observed.tracker.sources.live()
+    (handle,) = observed.tracker.loaders.live()
     assert sum(c.fetches for c in handle.block.read()) == 4
     assert iterator._worker_init_fn.args[0] is note
     assert loader.worker_init_fn is note
@@ -163,7 +163,7 @@ class Slow(Resetting):
 def test_a_source_that_looks_like_a_loader_does_not_hide_its_waits(agent, kind):
     source = type("SlowKind", (kind, Slow), {"__next__": Slow.__next__})(range(50))
     for _ in telemetry.watch(source):
-        assert agent.tracker.sources.newest().kind == "watched"
+        assert agent.tracker.loaders.newest().kind == "watched"
     agent.accounting.update()
     assert agent.tracker.errors == 0, agent.tracker.last_error
     assert agent.accounting.stats.steps == 50
@@ -203,11 +203,11 @@ def test_a_loader_inside_what_is_watched_is_seen_once(agent):
     seen = []
     for batch in watched:
         seen.append(int(batch))
-        (handle,) = agent.tracker.sources.live()
-        assert agent.tracker.sources.newest() is handle
+        (handle,) = agent.tracker.loaders.live()
+        assert agent.tracker.loaders.newest() is handle
     assert seen == [0, 1, 2, 3]
     for _ in telemetry.watch(Around(DataLoader(Numbers()))):
-        assert agent.tracker.sources.newest().kind == "training_thread"
+        assert agent.tracker.loaders.newest().kind == "training_thread"
     agent.accounting.update()
     assert agent.accounting.ledger.batches == 8
 

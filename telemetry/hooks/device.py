@@ -1,0 +1,370 @@
+"""The asynchronous device that the training uses, and the exposed wait on its own clock.
+
+Never imports torch and never initialises a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from telemetry.hooks.patching import WeakMap, keep, release
+from telemetry.util.clock import NS, now_ns, sleep
+from telemetry.util.errors import let_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+CUDA: Final = "cuda"
+
+_HOST: Final = frozenset({"cpu", "meta"})
+_MODULES: Final = (CUDA, "xpu", "npu", "hpu", "mlu", "musa", "mtia", "maia")
+"""Types of devices whose module in torch may report whether the device is initialised."""
+
+_BATCHED: Final = frozenset({"xla", "hpu"})
+"""These queue operations and run them later. Their events give the time of recording, not of execution."""
+
+
+def device_in_use(trained_on: str | None) -> str | None:
+    """The type of the asynchronous device that the training uses, such as ``cuda``; None if the host computes.
+
+    Args:
+        trained_on: the type of device that holds the optimizer's parameters; None until it is known.
+    """
+    if trained_on is not None and trained_on not in _HOST:
+        return trained_on
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    for name in _names(torch):
+        if _says_yes(getattr(vars(torch).get(name), "is_initialized", None)):
+            return name
+    if trained_on is None:  # no torch optimizer has stepped yet
+        xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+        if _says_yes(getattr(xla, "_xla_runtime_is_initialized", None)):
+            return "xla"
+        return _allocated(torch)
+    return None
+
+
+def _names(torch: ModuleType) -> Iterator[str]:
+    yield from _MODULES
+    try:
+        yield str(torch._C._get_privateuse1_backend_name())  # a device that an extension has added to torch
+    except Exception:
+        return  # torch is half imported
+
+
+def _allocated(torch: ModuleType) -> str | None:
+    """The accelerator of this torch, if some of its memory is allocated. Used for devices that report no more (MPS)."""
+    named = getattr(vars(torch).get("accelerator"), "current_accelerator", None)
+    used = getattr(vars(torch).get("_C"), "_accelerator_isAllocatorInitialized", None)
+    try:
+        device = named() if named is not None else None
+        return str(device.type) if device is not None and _says_yes(used) else None
+    except Exception as error:
+        let_pass(error)
+        return None
+
+
+def _says_yes(question: Callable[[], object] | None) -> bool:
+    try:
+        return question is not None and question() is True
+    except Exception as error:
+        let_pass(error)
+        return False
+
+
+# -- captures of CUDA graphs in progress in this process, on any thread ------------------------------------------------
+# In torch's default capture mode, "global", a capture fails if any thread of the process makes a call that CUDA
+# considers unsafe, such as the query of an event. Torch only reports captures on the calling thread's own stream. So
+# the start and the end of every capture are recorded here.
+
+_MAX_NS: Final = NS
+"""How long the start of a capture waits at most until a call of the agent returns. Such a call takes microseconds."""
+
+
+class Captures:
+    """Tracks the captures.
+
+    Each side first announces what it is about to do and then checks the other side. So no event is used during a
+    capture, even if both begin at the same moment.
+
+    Attributes:
+        graphs: the graphs that are being captured.
+        touching: ident of the thread that makes calls to the device for the agent right now; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: WeakMap[None] = WeakMap()
+        self.touching = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a graph is being captured."""
+        return len(self.graphs) > 0
+
+    def begin(self, graph: Any) -> None:
+        """A capture is about to begin."""
+        self.graphs[graph] = None
+        deadline = now_ns() + _MAX_NS
+        while self.touching not in {0, get_ident()} and now_ns() < deadline:
+            sleep(0.0001)
+
+    def begun(self, graph: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
+        """It has begun, unless that failed."""
+        if failed:
+            self.graphs.discard(graph)
+
+    def ended(self, graph: Any, _noted: None, _failed: bool) -> None:  # noqa: FBT001
+        """It has ended."""
+        self.graphs.discard(graph)
+
+
+# -- timing events -----------------------------------------------------------------------------------------------------
+
+
+class DeviceStream(NamedTuple):
+    """Where the work of a thread goes: index of the device, and number of the stream."""
+
+    device: int
+    stream: int
+
+
+class DeviceEvents:
+    """Timing events of one type of device. Used only on the training thread.
+
+    Args:
+        torch: the module ``torch``.
+        name: the type of device.
+        captures: the captures in progress; the device must not be used during one.
+    """
+
+    def __init__(self, torch: ModuleType, name: str, captures: Captures) -> None:
+        self._module: Any = vars(torch).get(name)
+        self._generic: Any = vars(torch).get("accelerator")
+        self._torch = torch
+        self._name = name
+        self._captures = captures
+
+    def event(self) -> Any:
+        """A new event with timing. Raises what torch raises if the device has no events."""
+        if self._name == CUDA:
+            return self._module.Event(enable_timing=True)
+        return self._torch.Event(device=self._name, enable_timing=True)
+
+    def begin(self) -> DeviceStream | None:
+        """Announce calls; `end` must follow. Returns the stream of this thread's work; None if no call is allowed."""
+        self._captures.touching = get_ident()
+        if self._captures.under_way:
+            return None
+        module = self._module
+        initialised = getattr(module, "is_initialized", None)
+        if initialised is not None and not initialised():
+            return None
+        capturing = getattr(module, "is_current_stream_capturing", None)
+        if capturing is not None and capturing():
+            return None
+        stream = (module if hasattr(module, "current_stream") else self._generic).current_stream()
+        return DeviceStream(stream.device_index, stream.stream_id)
+
+    def end(self) -> None:
+        """The calls are over."""
+        self._captures.touching = 0
+
+
+def timed(torch: ModuleType, name: str) -> bool:
+    """Whether this torch has events that can time the work of a type of device, as far as torch reports it."""
+    if name in _BATCHED:
+        return False
+    if name == CUDA:
+        return True
+    module, generic = vars(torch).get(name), vars(torch).get("accelerator")
+    streams = hasattr(module, "current_stream") or hasattr(generic, "current_stream")
+    return "Event" in vars(torch) and streams
+
+
+# -- the clock ---------------------------------------------------------------------------------------------------------
+
+BUDGET_RATIO: Final = 0.001
+"""The share of a step that timing it may cost."""
+
+_POOL: Final = 8
+_SMOOTHING: Final = 0.1
+_MAX_THINNING: Final = 1000
+_BOTH_HALVES: Final = 1.5  # the measured half also reads an old pair; the other half only records
+# A wait on the GPU cannot be longer than the host's wait, except for a launch's latency and the events' 0.5 us grain.
+_TOLERANCE_SECONDS: Final = 0.001
+_MAX_SKIPPED: Final = 20
+
+
+class _Pair(NamedTuple):
+    """Two events of one device, in its stream ``place``. An event belongs to the device it was first recorded on."""
+
+    before: Any
+    after: Any
+    place: DeviceStream
+    at_boundary: bool
+
+
+class GpuClock:
+    """Times waits of the training thread with pairs of events. Only some steps are timed, see `BUDGET_RATIO`.
+
+    Args:
+        device: the device whose events are used.
+
+    Attributes:
+        sampled_ns: exposed wait and host wait of the pairs of ordinary steps that were read.
+        boundary_ns: the same at epoch boundaries, where every wait is timed.
+        pairs: how many pairs were read.
+        distrusted: pairs that were dropped because they contradict the host's clock.
+        skipped: waits that should have been timed, but were on another stream than the step's work.
+        failed: whether a call to the device raised. The clock is not used any more.
+    """
+
+    def __init__(self, device: DeviceEvents) -> None:
+        self._device = device
+        self._events: list[Any] = []  # all events
+        self._free: dict[int, list[tuple[Any, Any]]] = {}  # unused pairs by device
+        self._pending: deque[tuple[_Pair, int]] = deque()
+        self._armed: _Pair | None = None
+        self._worked_in: DeviceStream | None = None
+        self._skip = 0
+        self._cost_ns = 20_000.0  # an estimate until it is measured
+        self._step_ns = 0.0
+        self._last_request = 0
+        self.sampled_ns = (0, 0)
+        self.boundary_ns = (0, 0)
+        self.pairs = 0
+        self.distrusted = 0
+        self.skipped = 0
+        self.failed = False
+
+    @property
+    def on_another_stream(self) -> bool:
+        """Whether no wait of an ordinary step could be timed, because all of them were on another stream."""
+        return not self.sampled_ns[1] and self.skipped + self.distrusted >= _MAX_SKIPPED
+
+    def worked(self) -> None:
+        """Note the stream of this thread's work as that of the training: the optimizer has stepped.
+
+        It holds for one request only: a graph that was captured before the agent came calls no optimizer, and may run
+        in another stream than the one it was captured in.
+        """
+        if self._skip > 0:
+            return  # the next request is not timed
+        try:
+            self._worked_in = self._device.begin()
+        finally:
+            self._device.end()
+
+    def step_ended(self) -> None:
+        """Mark the end of the step's work if this step is to be timed. The next batch is about to be requested."""
+        if self._skip > 0:
+            self._skip -= 1
+            return
+        start = now_ns()
+        try:
+            place = self._device.begin()
+            if place is None:
+                self._last_request = 0
+                return
+            thinning = self._thinning()
+            if self._last_request:
+                self._step_ns += _SMOOTHING * ((start - self._last_request) / thinning - self._step_ns)
+            self._last_request = start
+            self._arm(place, at_boundary=False)
+        finally:
+            self._device.end()
+        self._skip = self._thinning() - 1
+        self._cost_ns += _SMOOTHING * (_BOTH_HALVES * (now_ns() - start) - self._cost_ns)
+
+    def epoch_boundary(self) -> None:
+        """Mark the start of an iteration, or a request outside of ordinary steps. These are rare, so each is timed."""
+        self._last_request = 0
+        try:
+            place = self._device.begin()
+            if place is not None:
+                self._arm(place, at_boundary=True)
+        finally:
+            self._device.end()
+
+    def batch_arrived(self, start: int, end: int) -> None:
+        """Mark the moment from which the GPU can have work again: the wait is over.
+
+        Args:
+            start: start of the wait, monotonic ns.
+            end: end of the wait, monotonic ns.
+        """
+        pair, self._armed = self._armed, None
+        if pair is None:
+            return
+        try:
+            place = self._device.begin()
+            if place == pair.place:
+                pair.after.record()
+                self._pending.append((pair, end - start))
+                return
+        finally:
+            self._device.end()
+        self.skipped += place is not None  # None: a capture began inside the loader
+        self._give_back(pair)
+
+    def release(self) -> None:
+        """Release every event. Must not be called in a forked child."""
+        events, self._events = self._events, []
+        self._free, self._pending, self._armed = {}, deque(), None
+        for event in events:
+            release(event)
+
+    def _arm(self, place: DeviceStream, *, at_boundary: bool) -> None:
+        worked_in, self._worked_in = self._worked_in, None
+        if self._armed is not None:  # no batch came after the last mark
+            self._give_back(self._armed)
+            self._armed = None
+        self._collect()
+        if len(self._pending) >= _POOL:
+            return  # the GPU is far behind, so it does not wait for data
+        if worked_in is not None and worked_in != place:
+            self.skipped += 1
+            return
+        free = self._free.setdefault(place.device, [])
+        before, after = free.pop() if free else (self._new_event(), self._new_event())
+        before.record()
+        self._armed = _Pair(before, after, place, at_boundary)
+
+    def _new_event(self) -> Any:
+        event = self._device.event()
+        keep(event)  # first, because a fork may come at any moment
+        self._events.append(event)
+        return event
+
+    def _give_back(self, pair: _Pair) -> None:
+        self._free.setdefault(pair.place.device, []).append((pair.before, pair.after))
+
+    def _collect(self) -> None:
+        while self._pending:
+            pair, host_wait = self._pending[0]
+            if not pair.after.query():
+                return
+            self._pending.popleft()
+            exposed = pair.before.elapsed_time(pair.after) / 1e3
+            if 0.0 <= exposed <= host_wait / NS + _TOLERANCE_SECONDS:
+                read = (min(int(exposed * NS), host_wait), host_wait)
+                if pair.at_boundary:
+                    self.boundary_ns = (self.boundary_ns[0] + read[0], self.boundary_ns[1] + read[1])
+                else:
+                    self.sampled_ns = (self.sampled_ns[0] + read[0], self.sampled_ns[1] + read[1])
+                self.pairs += 1
+            else:
+                self.distrusted += 1
+            self._give_back(pair)
+
+    def _thinning(self) -> int:
+        """The number of steps of which one is timed."""
+        if self._step_ns <= 0:
+            return 1
+        return min(_MAX_THINNING, max(1, round(self._cost_ns / (BUDGET_RATIO * self._step_ns))))

@@ -1,0 +1,187 @@
+"""The hook that runs after every optimizer step, also of those that a CUDA graph contains.
+
+It counts the steps, which distinguishes training from evaluation. If no batch is requested on the training thread,
+because another thread prefetches, then each step of the optimizer is a training step.
+
+Torch calls the hook for each ``step`` of any optimizer. One that wraps another, or whose class calls the ``step`` of
+its base class, makes two calls for one step: the inner one does not count. Where the step of an optimizer is captured
+in a graph, a replay of the graph is that step: Python no longer calls the optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from threading import get_ident, get_native_id
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.hooks import ring as r
+from telemetry.hooks.patching import WeakMap, around
+from telemetry.hooks.state import NO_THREAD
+from telemetry.util.clock import now_ns
+from telemetry.util.errors import let_pass
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from telemetry.hooks.device import Captures
+    from telemetry.hooks.patching import Patches
+    from telemetry.hooks.tracker import StepTracker
+
+_BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH)
+
+_MAX_FRAMES: Final = 12
+"""Between the step of an optimizer and that of one around it. A gradient scaler and a scheduler add some."""
+
+_LOOKS: Final = 16
+"""So many steps after a new optimizer are looked at: it may be in another one, or around one. A look takes 1 µs."""
+
+_MAX_OPTIMIZERS: Final = 64
+
+
+class OptimizerSteps:
+    """Counts the steps of optimizers.
+
+    Args:
+        tracker: gets them.
+        captures: knows which CUDA graphs are being captured.
+    """
+
+    def __init__(self, tracker: StepTracker, captures: Captures) -> None:
+        self._tracker = tracker
+        self._captures = captures
+        self._known: set[int] = set()  # ids of optimizers that have stepped
+        self._looks = 0  # how many of the next steps are looked at
+        self._device_read_from = 0  # id of the optimizer whose parameters gave the device
+        self._optimizer_id = 0  # id of the optimizer whose steps count as training steps, if no batch is requested
+        # The optimizers whose steps a graph contains. They are not kept alive: one may have a reference to its graph.
+        self._in_graph: WeakMap[list[weakref.ref[Any]]] = WeakMap()
+
+    def patch(self, module: Any, patches: Patches) -> None:
+        """Register the hook with ``torch.optim.optimizer``."""
+
+        # The tracker is a default value and not a closure variable: see `hooks.dataloader.timed_next`.
+        def stepped(optimizer: object, _args: Any, _kwargs: Any, tracker: StepTracker = self._tracker) -> None:
+            if tracker.fast_path_iterator_id and not tracker.nested_steps:
+                tracker.optimizer_steps += 1
+                return
+            try:
+                self.stepped(optimizer)
+            except Exception as error:
+                tracker.fault(error)
+
+        # As torch.compiler.disable marks a function. That would import Dynamo. A compiled step must not trace this.
+        stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
+        patches.on_undo(module.register_optimizer_step_post_hook(stepped).remove)
+
+    def patch_graph(self, graph: Any, patches: Patches) -> None:
+        """Patch a class of graphs, such as ``torch.cuda.CUDAGraph``, if it has the methods to patch."""
+        if graph is None or not {"capture_begin", "capture_end"} <= vars(graph).keys():
+            return
+        captures = self._captures
+        patches.replace(
+            graph, "capture_begin", lambda original: around(original, before=self._capture_begins, after=captures.begun)
+        )
+        patches.replace(graph, "capture_end", lambda original: around(original, after=captures.ended))
+        if "replay" in vars(graph):
+            patches.replace(graph, "replay", lambda original: around(original, after=self._replayed))
+
+    def stepped(self, optimizer: object) -> None:
+        """The ``step`` of an optimizer has returned, outside the fast path."""
+        tracker = self._tracker
+        if id(optimizer) not in self._known:
+            self._known = {id(optimizer), *(self._known if len(self._known) < _MAX_OPTIMIZERS else ())}
+            self._looks = _LOOKS
+        self._looks -= 1
+        if (tracker.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(2)):
+            tracker.nested_steps = True  # the fast path cannot tell
+            tracker.resume.read_position(optimizer, tracker.optimizer_steps + 1)
+        elif not self._only_captured(optimizer):
+            self._count(optimizer)
+
+    def _count(self, optimizer: object) -> None:
+        """Count a step of an optimizer: now, or captured in a graph that was replayed now."""
+        tracker = self._tracker
+        tracker.optimizer_steps += 1
+        if tracker.resume.initializing:
+            return
+        here = get_ident()
+        if here != tracker.thread:
+            if tracker.thread == NO_THREAD or tracker.batch_seen or self._optimizer_id:
+                return
+            # start() was called on another thread than the one that trains
+            tracker.thread, tracker.native_thread = here, get_native_id()
+            tracker.garbage.follow_thread()
+        if tracker.trained_on in {None, "cpu"} and id(optimizer) != self._device_read_from:
+            self._device_read_from = id(optimizer)
+            tracker.trained_on = _device_of(optimizer) or tracker.trained_on
+        tracker.resume.stepped(optimizer, tracker.optimizer_steps)
+        tracker.detector.signs.follow(optimizer)
+        if tracker.gpu is not None:
+            try:
+                tracker.gpu.worked()
+            except Exception as error:
+                tracker.without_gpu(error)
+        if tracker.in_phase or tracker.explicit:
+            return
+        if tracker.batches_unseen:
+            tracker.batches_unseen = tracker.batch_seen = tracker.step_open = False
+            tracker.step_iterators.clear()
+        if not tracker.batch_seen:
+            self._optimizer_id = self._optimizer_id or id(optimizer)
+            if self._optimizer_id == id(optimizer):
+                stamp = now_ns()
+                tracker.ring.push(stamp, stamp, _BOUNDARY)
+                tracker.unseen_steps += 1
+                tracker.category = r.S_COMPUTE
+                tracker.boundary_passed(opens=True)
+        elif tracker.category == r.S_EVALUATION:  # an evaluation loop was left with break
+            tracker.switch(r.S_COMPUTE if tracker.step_open else r.S_OTHER)
+
+    # -- CUDA graphs ---------------------------------------------------------------------------------------------------
+
+    def _capture_begins(self, graph: Any) -> None:
+        if self._tracker.here:
+            self._tracker.loop_changed()  # the steps of optimizers are to be seen
+        self._in_graph.discard(graph)
+        self._captures.begin(graph)
+
+    def _only_captured(self, optimizer: object) -> bool:
+        """An optimizer has stepped. Returns whether that was only recorded in a graph, by this thread."""
+        if not self._captures.under_way or not self._tracker.here:
+            return False
+        for graph in self._captures.graphs.objects():
+            self._in_graph[graph] = [*(self._in_graph.get(graph) or []), weakref.ref(optimizer)]
+        return True
+
+    def _replayed(self, graph: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
+        try:
+            for reference in () if failed else self._in_graph.get(graph) or ():
+                optimizer = reference()
+                if optimizer is None:
+                    self._tracker.optimizer_steps += 1
+                else:
+                    self._count(optimizer)
+        except Exception as error:
+            self._tracker.fault(error)
+
+
+def _is_nested(step: FrameType) -> bool:
+    """Whether an optimizer steps within the step of another. ``step``: torch's frame that calls the hooks."""
+    frame = step.f_back
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is step.f_code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _device_of(optimizer: Any) -> str | None:
+    """The type of device that holds an optimizer's parameters; None if it is unknown."""
+    try:
+        return str(optimizer.param_groups[0]["params"][0].device.type)
+    except Exception as error:
+        let_pass(error)
+        return None
