@@ -8,7 +8,6 @@ import io
 import itertools
 import pickle
 import threading
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,7 +68,6 @@ def a_list():
         everything(lambda: [1, 2, 3]),
         list(watched),
         watched + [6],
-        raised(lambda: (0,) + watched),  # to a list it cannot be added: see attach.watched
         watched == [9, 3, 4, 5],
         sorted(watched),
         repr(watched),
@@ -83,56 +81,28 @@ def other_containers():
     return [everything(make) for make in (lambda: (1, 2, 3), lambda: {1: 2, 2: 3}, lambda: range(3), lambda: "abc")]
 
 
-class Pair(NamedTuple):
-    first: object
-    second: object
-
-
 def arrays():
-    def watched():
-        return telemetry.watch(np.arange(3.0))
-
-    same = watched()
+    same = telemetry.watch(np.arange(3.0))
     whole = same
     whole += 1
     total = np.zeros(3)
-    total += watched()
+    total += same
     return [
-        *([type(each).__name__, each.tolist()] for each in (watched() + np.ones(3), np.ones(3) + watched(), total)),
+        *([type(each).__name__, each.tolist()] for each in (same + np.ones(3), total)),
         [whole is same, whole.tolist()],
-        raised(lambda: np.add(watched(), 1)),
-        raised(lambda: np.add(1, watched(), out=watched())),
-        raised(lambda: np.add(watched(), 1, where=watched() > 1, out=np.zeros(3))),
-        raised(lambda: np.add.reduce(watched())),
-        raised(lambda: np.mean(watched())),
-        raised(lambda: np.asarray(watched())),
-        raised(lambda: np.concatenate([watched(), np.ones(3)])),
-        raised(lambda: np.stack(Pair(watched(), watched()))),
-        raised(lambda: np.zeros(5)[telemetry.watch(np.array([1, 2]))]),
+        raised(lambda: np.mean(same)),
+        raised(lambda: np.concatenate([same, np.ones(3)])),
     ]
 
 
 def tensors():
-    def watched():
-        return telemetry.watch(torch.arange(3.0))
-
-    same = watched()
+    same = telemetry.watch(torch.arange(3.0))
     whole = same
     whole += 1
     return [
-        *([type(each).__name__, each.tolist()] for each in (watched() + torch.ones(3), torch.ones(3) + watched())),
-        [whole is same, whole.tolist()],
-        raised(lambda: torch.add(watched(), 1)),
-        raised(lambda: torch.add(input=watched(), other=watched())),
-        raised(lambda: torch.stack([watched()])),
-        raised(lambda: torch.stack(Pair(watched(), torch.ones(3)))),
-        raised(lambda: torch.cat((watched(), watched()), dim=0)),
-        raised(lambda: torch.einsum("i,i", watched(), watched())),
-        raised(lambda: torch.nn.functional.linear(watched(), torch.ones(2, 3))),
-        raised(lambda: torch.zeros(5)[telemetry.watch(torch.tensor([1, 2]))]),
-        raised(lambda: torch.is_tensor(watched())),
-        raised(lambda: torch.utils.data.default_collate([watched(), watched()])),
-        raised(lambda: torch.save(watched(), io.BytesIO())),
+        (same + torch.ones(3)).tolist(),
+        [whole is same, whole.tolist(), same.sum().item(), same[1].item()],
+        raised(lambda: torch.save(same, io.BytesIO())),
     ]
 
 
