@@ -120,10 +120,7 @@ zoo: $(READY)
 	$(BIN)/python -m tests.zoo $(ZOO)
 
 docs-reference: $(READY)
-	$(BIN)/python docs/tools/generate_metrics.py
-	$(BIN)/python docs/tools/generate_settings.py
-	$(BIN)/python docs/tools/generate_figures.py
-	$(BIN)/python docs/tools/generate_evidence.py
+	$(BIN)/python docs/tools/reference.py
 	$(BIN)/python docs/tools/generate_examples.py
 	$(BIN)/python docs/tools/fill_benchmark_figures.py
 

@@ -1,0 +1,323 @@
+"""Writes the reference pages, or their generated parts, from the code: ``make docs-reference``.
+
+METRICS.md comes from the table of metrics, settings.md from the fields of `telemetry.Config`, the figures of
+integrations.md from `telemetry.agent.figures`, and the fields of output.md from what the log writes. The text around
+the generated parts is written by hand, in the pages themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from telemetry.agent.figures import STATE_FIGURES, WINDOW_FIGURES, metric_figures
+from telemetry.config import GROUPS, setting_docs
+from telemetry.diagnosis import evidence as evidence_module
+from telemetry.diagnosis.evidence import evidence_field
+from telemetry.node.metrics import NEVER, SECTIONS, metrics
+from telemetry.records import RankPace, WorkersSample, mean_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from telemetry.config import SettingDoc
+    from telemetry.node.metrics import Metric, MetricGroup
+
+DOCS: Final = Path(__file__).resolve().parents[1]
+BEGIN: Final = "<!-- begin generated: `make docs-reference` -->\n"
+END: Final = "<!-- end generated -->\n"
+
+
+def main() -> None:
+    """Write every page anew."""
+    for name in PAGES:
+        (DOCS / name).write_text(page(name), encoding="utf-8")
+
+
+def page(name: str) -> str:
+    """The whole page, with its generated part made anew. Raises ValueError if it lacks the marks of that part."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"docs/{name} lacks the marks of the generated part: {BEGIN}{END}")
+    return f"{before}{BEGIN}\n{PAGES[name]()}\n{END}{after}"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table. A ``|`` in a cell is escaped."""
+    columns = list(head)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+# -- METRICS.md ------------------------------------------------------------------------------------------------------
+
+
+def metrics_part() -> str:
+    """One table a section, and one of the values of labels."""
+    parts = []
+    for title, groups in SECTIONS.items():
+        rows = [(group, metric) for group in groups for metric in group.metrics]
+        absent = [group.absent if metric.absent is None else metric.absent for group, metric in rows]
+        said = [
+            "" if text == NEVER else "as above" if text == above else text
+            for text, above in zip(absent, ["", *absent], strict=False)
+        ]
+        cells = [(*_metric(group, metric), text) for (group, metric), text in zip(rows, said, strict=True)]
+        parts.append(f"## {title}\n\n{table(('Name', 'Type', 'Labels', 'Meaning', 'Absent'), cells)}")
+    users: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for _, metric in metrics():
+        if metric.label is not None and metric.label.values:
+            users.setdefault((metric.label.name, metric.label.values), []).append(metric.name)
+    values = [(f"`{label}`", _names(names), _names(values)) for (label, values), names in users.items()]
+    parts.append(f"## Label values\n\n{table(('Label', 'Of', 'Values'), values)}")
+    return "\n".join(parts)
+
+
+def _metric(group: MetricGroup[Any], metric: Metric[Any]) -> tuple[str, ...]:
+    labels = ["node", *group.labels] if group.of_node else [*group.labels]
+    if metric.label is not None:
+        labels.append(metric.label.name)
+    if metric.type == "histogram":
+        labels.append("le")
+    return f"`{metric.name}`", metric.type, _names(labels), f"{metric.help} {metric.details}".strip()
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# -- settings.md -----------------------------------------------------------------------------------------------------
+
+
+def settings_part() -> str:
+    """One table for each group of settings."""
+    docs = setting_docs()
+    head = ("Setting", "Default", "Allowed", "Meaning")
+    return "\n".join(
+        f"## {group.capitalize()}\n\n{table(head, (_setting(doc) for doc in docs if doc.group == group))}"
+        for group in GROUPS
+    )
+
+
+def _setting(doc: SettingDoc) -> tuple[str, ...]:
+    allowed = doc.allowed if doc.type in doc.allowed else ", ".join(filter(None, (doc.type, doc.allowed)))
+    unit = f" {doc.unit}" if doc.unit and doc.default[:1].isdigit() else ""
+    return f"`{doc.name}`", f"{doc.default}{unit}", allowed, doc.help
+
+
+# -- integrations.md -------------------------------------------------------------------------------------------------
+
+
+def figures_part() -> str:
+    """The names of `telemetry.metrics`; what those of metrics mean stands in METRICS.md."""
+    rows = [(f"`{figure.name}`", figure.help) for figure in (*WINDOW_FIGURES, *STATE_FIGURES)]
+    return (
+        f"{table(('Name', 'Meaning'), rows)}\n"
+        "Each [metric](METRICS.md) that has no labels of its own, by its name without `training_`: "
+        f"{_names(figure.name for figure in metric_figures())}.\n"
+    )
+
+
+# -- output.md -------------------------------------------------------------------------------------------------------
+
+EVIDENCE: Final = {
+    "window_seconds": "length of the window",
+    "steps": "steps that ended in the window",
+    "batches_per_step": "batches that a step takes, mostly 1",
+    "wait_seconds": "wait in the window",
+    "exposed_seconds": "exposed wait",
+    "compute_seconds": "compute",
+    "evaluation_seconds": "time in evaluations",
+    "edges": "epoch boundaries: iterations that began",
+    "left": "iterations that were left before their end",
+    "edge_wait_seconds": "wait at epoch boundaries: end and start of an iteration, and its first batch",
+    "around_edges_seconds": "how much longer than others the batches next to epoch boundaries were waited for",
+    "edge_share": "share of the training loop in waits at epoch boundaries, if epochs are longer than a window",
+    "checkpoint_seconds": "time to write checkpoints",
+    "checkpoints": "steps with a checkpoint",
+    "checkpoint_interval_seconds": "training time between the newest two checkpoints; 0 if the window has several",
+    "early_checkpoint_seconds": "mean time of the first checkpoints of the run",
+    "around_checkpoints_seconds": "how much longer the compute of steps with a checkpoint took than of others",
+    "garbage_seconds": "garbage collection on the training thread",
+    "garbage_wait_seconds": "its part in waits inside an epoch",
+    "edge_garbage_seconds": "its part in waits at epoch boundaries",
+    "source": "where batches come from: `training_thread`, `workers`, `watched` or `read_ahead`",
+    "settings": "settings of the loader, by the names of DataLoader's arguments",
+    "own_fetch_cpu_ratio": "share of the training thread's own fetches that ran on a core",
+    "where": "the line of your code in most samples of the training thread",
+    "outlier_wait_seconds": "wait in single steps that waited much longer than the steps around them",
+    "fetch_wait_seconds": "fetch wait",
+    "transfer_wait_seconds": "transfer wait",
+    "transfer_wait_long_fetch_seconds": "transfer wait while the worker was in an unusually long fetch",
+    "head_of_line_seconds": "fetch wait with head-of-line blocking",
+    "blocking_worker": "the worker that was waited for longest with head-of-line blocking",
+    "moving_seconds": "mean time to transfer a batch of a worker that is not busy",
+    "moving_from_busy_seconds": "mean time to transfer a batch of a busy worker",
+    "freeing_seconds": "mean time of the training thread to free a batch; part of the compute",
+    "receiving_cpu_seconds": "mean CPU time of the training thread to receive and unpickle a batch",
+    "ready_batches": "mean number of ready batches in the result queues",
+    "slack_seconds": "mean slack of a batch",
+    "sampler_seconds": "time of DataLoader's sampler in waits inside an epoch",
+    "edge_sampler_seconds": "time of DataLoader's sampler in waits at epoch boundaries",
+    "edge_share_of_sampler": "the sampler's part of `edge_share`",
+    "sampler_cpu_ratio": "share of the sampler's time on a core",
+    "workers": "number of workers",
+    "worker_cores": "cores that the workers may use, if fewer than the rank may use",
+    "fetches": "fetches that ended in the window",
+    "fetch_seconds": "mean time of a fetch",
+    "fetch_cpu_seconds": "mean CPU time of a fetch",
+    "longest_fetch_seconds": "upper bound of all fetches",
+    "slowest_fetch_seconds": "mean time of a fetch of the slowest worker",
+    "long_fetches": "fetches of more than a second: how long each was in progress when last seen",
+    "fetching_seconds": "duration so far of the longest fetch in progress",
+    "read_bytes": "read from storage by all workers",
+    "written_bytes": "written by all workers, with the pickled part of batches",
+    "busy_ratio": "share of the time in which a worker is busy",
+    "worker_cpu_ratio": "share of the time in fetches in which a worker is running",
+    "worker_runnable_ratio": "share of the time in fetches in which a worker is runnable; null if unknown",
+    "worker_blocked_ratio": "share of the time in fetches in which a worker is blocked",
+    "packing_cores": "cores that the workers use outside of fetches, for pickling",
+    "cores": "cores that this rank may use and no other process uses",
+    "cores_of_others": "cores that other processes use",
+    "host_cpu_ratio": "use of all cores of the machine",
+    "process_cpu_per_step_seconds": "CPU time of the training process for a step, without its workers",
+    "own_runnable_seconds": "run-queue delay of the training thread",
+    "throttled_ratio": "share of the periods in which the cgroup's CPU quota was used up",
+    "gpu_utilization_ratio": "share of the time in which the GPU ran a kernel",
+    "gpu_idle_seconds": "time of the training loop without a kernel and without a wait",
+    "gpu_slowed_seconds": "time lost because the GPU's clock was throttled",
+    "paces": "the pace of this rank, and then those of the ranks that it may wait for",
+    "earlier_paces": "paces of this rank at the time of older paces of the others",
+}
+"""What each field is that `evidence_field` writes. Its unit stands in its name."""
+
+PACE: Final = {
+    "rank": "the rank",
+    "seconds": "length of its window",
+    "steps": "steps that ended in it",
+    "compute": "seconds of compute in it",
+    "exposed": "seconds of exposed wait in it",
+    "away": "seconds in it that are neither wait nor compute",
+    "samples": "samples of the training thread while it computed",
+    "in_sync": "samples of these in calls in which ranks wait for one another",
+    "on_gpu": "whether it trains on a GPU",
+    "cause": "the cause of its open stall",
+    "where": "the line of your code in most samples, outside of calls in which ranks wait",
+    "phase": "the phase that it is in: an evaluation, a checkpoint, or a debugger that has paused it",
+    "still": "seconds since its newest step",
+    "still_in_sync": "whether it has spent this time in calls in which ranks wait for one another",
+    "gpu_busy": "share of the time in which its GPU ran something",
+    "last_step": "steps of the run that had ended at the end of the window",
+    "away_in": "the category of the ledger with most of `away`",
+    "core_wait": "seconds of run-queue delay of its training thread",
+    "cores_busy": "use of all cores of its machine",
+    "node": "its node, if it is another one",
+    "node_ranks": "number of ranks on that node",
+    "node_fastest": "whether it is one of the fastest of them",
+}
+"""What each field of an entry of ``paces`` is."""
+
+STALL: Final = {
+    "lost_seconds": "what each cause has cost in the stall so far",
+    "share_ratio": "the share of the first cause, if others cost about as much",
+    "also": "these other causes: `cause`, `share_ratio`, `advice`",
+    "straggler_rank": "the straggler",
+    "straggler_node": "its node",
+    "straggler_reason": "why it is slow",
+    "stuck_for_seconds": "in a hang: time without progress",
+    "stuck_in": "in a hang: the category of the ledger that the training thread is in",
+    "stuck_at": "in a hang: the innermost frames of the training thread",
+    "lines": "the lines in which the time was spent",
+    "lines_of": "of what these are shares",
+    "line_samples": "number of samples",
+    "line_verdict": "a sentence on the first line",
+}
+"""Fields that only some stalls have."""
+
+WORKERS: Final = {
+    "workers": EVIDENCE["workers"],
+    "training_workers": "workers of loaders that give training batches",
+    "resident_memory_bytes": "resident memory of all workers",
+    "ready_batches": EVIDENCE["ready_batches"],
+    "fetching_seconds": EVIDENCE["fetching_seconds"],
+    "fetches_total": "fetches of the run so far",
+    "cpu_ratio": "share of the time in which a worker is running, in a fetch",
+    "busy_ratio": EVIDENCE["busy_ratio"],
+    "runnable_ratio": "share of the time in which a worker is runnable",
+    "blocked_ratio": "share of the time in which a worker is blocked; the three add up to `busy_ratio`",
+    "read_bytes_per_second": "read from storage by all workers",
+    "slack_seconds": EVIDENCE["slack_seconds"],
+    "fetch_wait_seconds_total": "fetch wait of the run so far",
+    "transfer_wait_seconds_total": "transfer wait of the run so far",
+    "head_of_line_seconds_total": "fetch wait of the run so far with head-of-line blocking",
+    "matched_total": "batches of the run so far that were matched with their fetch",
+    "from_busy_total": "batches of these whose worker was busy during their transfer",
+    "transfer_wait_busy_worker_seconds_total": "transfer wait of the run so far for these",
+    "transfer_wait_long_fetch_seconds_total": "its part with the worker in an unusually long fetch",
+    "head_of_line_batches": "finished batches that wait behind one that is not finished",
+    "head_of_line_worker": "the worker that fetches that one",
+    "head_of_line_since_seconds": "how long that fetch has taken",
+    "written_bytes_per_second": "written by all workers, with the pickled part of batches",
+    "allowed_cores": "cores that all training workers together may use",
+    "packing_ratio": "share of the time in which a worker is running outside of fetches, for pickling",
+}
+"""What each field of the event ``workers`` is."""
+
+
+def fields_part() -> str:
+    """The tables of fields. Raises ValueError for a field without a meaning, and for a meaning without a field."""
+    evidence = written_evidence()
+    parts = (
+        ("Of a window", list(evidence), EVIDENCE),
+        ("Of a pace", list(evidence["paces"][0]), PACE),
+        ("Of some stalls", list(STALL), STALL),
+        ("Of the event `workers`", written_workers(), WORKERS),
+    )
+    for title, names, meanings in parts:
+        if set(names) != set(meanings):
+            raise ValueError(
+                f"{title}: these fields need a meaning, or are no longer written: {set(names) ^ set(meanings)}"
+            )
+    return "\n".join(
+        f"### {title}\n\n{table(('Field', 'Meaning'), ((f'`{name}`', meanings[name]) for name in names))}"
+        for title, names, meanings in parts
+    )
+
+
+def written_evidence() -> dict[str, Any]:
+    """The field ``evidence`` of a stall in which everything was measured."""
+    groups = {
+        spec.name: getattr(evidence_module, spec.type)
+        for spec in dataclasses.fields(evidence_module.Evidence)
+        if hasattr(evidence_module, str(spec.type))
+    }
+    pace = RankPace(**dict.fromkeys(RankPace.__struct_fields__, 1))
+    values: dict[str, Any] = {name: _filled(kind) for name, kind in groups.items() if name != "pace"}
+    values |= {"pace": pace, "peers": (pace,), "earlier_paces": (pace,)}
+    values["workers"] = dataclasses.replace(values["workers"], long_fetch_seconds=(1.0,))
+    return evidence_field(_filled(evidence_module.Evidence, **values))
+
+
+def written_workers() -> list[str]:
+    """The fields of the event ``workers``."""
+    return list(mean_of([_filled(WorkersSample, deliveries=WorkersSample.__dataclass_fields__["deliveries"].default)]))
+
+
+def _filled(kind: Any, **values: Any) -> Any:
+    return kind(**{spec.name: 1 for spec in dataclasses.fields(kind)} | values)
+
+
+PAGES: Final[dict[str, Callable[[], str]]] = {
+    "METRICS.md": metrics_part,
+    "settings.md": settings_part,
+    "integrations.md": figures_part,
+    "output.md": fields_part,
+}
+"""What makes the generated part of each page."""
+
+
+if __name__ == "__main__":
+    main()
