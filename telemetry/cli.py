@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry import api, launch
 from telemetry._version import __version__
 from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, closest, disabled, setting_docs
-from telemetry.util.text import complain, show, show_json, warn
+from telemetry.util.text import complain, show, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -330,14 +330,9 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from telemetry.trace import command, reader
+    from telemetry.trace import command
 
-    caps = reader.ReadLimits() if options.max_bytes is None else reader.ReadLimits(max_bytes=options.max_bytes)
-    outcome = command.trace(options.path, as_json=options.json, limits=caps)
-    for problem in outcome.problems:
-        complain(problem)
-    written = show_json(outcome.text) if options.json else show(outcome.text)
-    return outcome.status or written
+    return command.trace(options.path, as_json=options.json, max_bytes=options.max_bytes)
 
 
 def _bytes(text: str) -> int:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
 from telemetry.diagnosis.verdict import STARVED_RATIO, RankWaits, Verdict, judge
@@ -30,8 +32,8 @@ from telemetry.report.process_log import (
     stalls_of,
 )
 from telemetry.trace.files import TraceError
-from telemetry.trace.flops import FlopsUsage
 from telemetry.trace.reader import read_trace
+from telemetry.trace.records import FlopsUsage
 from telemetry.util.text import byte_size, percent, rough_duration
 
 if TYPE_CHECKING:
@@ -175,7 +177,7 @@ def read_snapshots(run_dir: Path, snapshots: Sequence[dict[str, Any]]) -> list[s
             problems.append(f"snapshot: {error}")
             continue
         snapshot["breakdown"] = {name: round(ratio, 4) for name, ratio in trace.average.categories.items()}
-        snapshot["flops"] = asdict(trace.flops)
+        snapshot["flops"] = msgspec.structs.asdict(trace.flops)
         snapshot["advice"] = [
             {"action": a.action, "because": a.because, "share_ratio": a.share_ratio} for a in trace.advice
         ]

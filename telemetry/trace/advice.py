@@ -6,30 +6,30 @@ A time is exposed while no kernel runs: only that can be saved.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.trace.events import (
     ELIGIBLE,
     KERNEL,
+    LAYOUT,
     LOADER,
     MEMCPY,
     MEMSET,
     NOTHING,
+    TENSOR_CORE,
     ZERO_GRAD,
-    converts_layout,
     copy_kind,
-    uses_tensor_cores,
 )
+from telemetry.trace.records import Suggestion
 from telemetry.trace.steps import SECONDS_PER_US, difference, holds, intersection, length, union
 from telemetry.util.text import megabytes, milliseconds, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from telemetry.trace.events import TraceEvents
-    from telemetry.trace.operators import DeviceWait
     from telemetry.trace.steps import Intervals, TimeRange, TraceSteps
+    from telemetry.trace.tables import DeviceWait
 
 _MIN_SHARE: Final = 0.005
 """A change that saves less than this share of the step is not worth a person's time."""
@@ -47,27 +47,10 @@ _MAX_MEMORY_USED: Final = 0.5
 _USABLE_MEMORY: Final = 0.9
 _MAX_BATCH_FACTOR: Final = 4.0
 _MAX_WORKER_LOAD: Final = 0.8
-_SINGLE_PROCESS: Final = "_SingleProcessDataLoaderIter"
 _FLOATS: Final = ("['float'", "['double'")
 
 
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """One change.
-
-    Attributes:
-        action: what to do.
-        because: what this trace shows.
-        share_ratio: the share of the average step that this change alone could save, at most.
-    """
-
-    action: str
-    because: str
-    share_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """What the trace tells about the device; None where it does not tell."""
 
     compute_major: int | None
@@ -96,10 +79,12 @@ class Advisor:
     ) -> None:
         self._events = events
         self._steps = steps
+        self._all = steps.intervals
+        self._whole = steps.length
         self._parts = parts
         self._average = average
         self._hardware = hardware
-        self._free = difference(steps.intervals, union([*parts["Kernel"], *parts["Communication"]]))
+        self._free = difference(self._all, union([*parts["Kernel"], *parts["Communication"]]))
 
     def advise(
         self, owner: Sequence[int], waits: Sequence[DeviceWait], gaps: Sequence[Sequence[TimeRange]]
@@ -118,34 +103,26 @@ class Advisor:
             *self._kernels(owner),
             *self._launching(gaps),
             *self._gradients(),
-            *self._waiting(waits),
+            *self._waiting([wait for wait in waits if not wait.to_device]),
         ]
         worth = [each for each in found if each.share_ratio >= _MIN_SHARE]
         return tuple(sorted(worth, key=lambda each: -each.share_ratio))
 
-    def _exposed(self, moments: Sequence[TimeRange]) -> float:
-        return length(intersection(union(moments), self._free))
-
-    def _share(self, microseconds: float) -> float:
-        return microseconds / self._steps.length
+    def _during(self, moments: Iterable[TimeRange], times: Intervals) -> float:
+        return length(intersection(union(moments), times))
 
     def _a_step(self, microseconds: float) -> str:
         return milliseconds(microseconds * SECONDS_PER_US / len(self._steps.spans))
 
     def _loading(self) -> Iterator[Suggestion]:
-        share, names = self._average["DataLoader"], self._events.names
-        loaders = [name for name, traits in zip(names, names.traits, strict=True) if traits & LOADER]
+        share, loaders = self._average["DataLoader"], self._events.named(LOADER)
         if share < _MIN_LOADING_SHARE or not loaders:
             return
-        whole = self._steps.length
-        waits = f"{self._a_step(share * whole)} of every {self._a_step(whole)} are spent in next()"
-        if any(_SINGLE_PROCESS in name for name in loaders):
+        waits = f"{self._a_step(share * self._whole)} of every {self._a_step(self._whole)} are spent in next()"
+        if any("_SingleProcessDataLoaderIter" in self._events.names[loader] for loader in loaders):
             workers = max(2, math.ceil(share / max(1e-3, 1 - share) / _MAX_WORKER_LOAD))
-            yield Suggestion(
-                f"load batches in worker processes: DataLoader(num_workers={workers})",
-                f"the training thread loads each batch itself: {waits}",
-                share,
-            )
+            action = f"load batches in worker processes: DataLoader(num_workers={workers})"
+            yield Suggestion(action, f"the training thread loads each batch itself: {waits}", share)
         else:
             action = (
                 "give the DataLoader more workers or cheaper transforms; persistent_workers=True if epochs are short"
@@ -153,32 +130,53 @@ class Advisor:
             yield Suggestion(action, f"the workers do not keep up: {waits}", share)
 
     def _copying(self, waits: Sequence[DeviceWait]) -> Iterator[Suggestion]:
-        copies = _Copies(self._events, self._steps)
-        count, calls = len(self._steps.spans), [(wait.start, wait.end) for wait in waits if wait.to_device]
-        if copies.pageable_bytes:
-            pageable = self._exposed([*copies.pageable, *calls])
+        """Copies to the device, with the calls that make them."""
+        events, count = self._events, len(self._steps.spans)
+        spans: dict[bool, list[TimeRange]] = {True: [], False: []}  # of pageable memory, and of other
+        sizes = {True: 0, False: 0}
+        floats = 0
+        made: dict[int, tuple[float, bool]] = {}
+        for work in events.work:
+            if work.kind != MEMCPY or not self._steps.hold(work.start):
+                continue
+            direction, of_pageable = copy_kind(events.names[work.name])
+            if direction == "HtoD":
+                made[work.correlation] = (work.start - work.took, bool(of_pageable))
+                size = max(0, int(work.first))
+                sizes[bool(of_pageable)] += size
+                floats += size if events.input_types.get(work.external, "").startswith(_FLOATS) else 0
+                spans[bool(of_pageable)].append(work.span)
+        made.pop(NOTHING, None)
+        # The calls stage pageable memory. Their time long before the copy does not count.
+        for call in events.calls:
+            if call.correlation in made:
+                (earliest, staged), (start, end) = made[call.correlation], call.span
+                spans[staged].append((min(max(start, earliest), end), end))
+        calls = [(wait.start, wait.end) for wait in waits if wait.to_device]
+        if sizes[True]:
+            pageable = self._during([*spans[True], *calls], self._free)
             because = (
-                f"{megabytes(copies.pageable_bytes / count)} a step are copied to the GPU from pageable memory, and "
+                f"{megabytes(sizes[True] / count)} a step are copied to the GPU from pageable memory, and "
                 f"no kernel runs for {self._a_step(pageable)} of that"
             )
             action = "pin batches and copy them with non_blocking=True: DataLoader(pin_memory=True)"
-            yield Suggestion(action, because, self._share(pageable))
+            yield Suggestion(action, because, pageable / self._whole)
         elif calls:
-            waited = self._exposed(calls)
+            waited = self._during(calls, self._free)
             because = (
                 f"the host waits for the end of pinned copies {len(calls) / count:.1f} times a step, "
                 f"{self._a_step(waited)} of it with no kernel running"
             )
             action = "copy with .to(device, non_blocking=True): the batch is pinned already"
-            yield Suggestion(action, because, self._share(waited))
-        if copies.bytes and copies.float_bytes > copies.bytes / 2:
-            copying = self._exposed(copies.all)
+            yield Suggestion(action, because, waited / self._whole)
+        if floats and floats > sum(sizes.values()) / 2:
+            copying = self._during([*spans[True], *spans[False]], self._free)
             because = (
-                f"{megabytes(copies.float_bytes / count)} of floats a step are copied to the GPU, and no kernel runs "
+                f"{megabytes(floats / count)} of floats a step are copied to the GPU, and no kernel runs "
                 f"for {self._a_step(copying)} of that; as uint8 they are a quarter"
             )
             action = "send uint8 and convert on the GPU, if these are images"
-            yield Suggestion(action, because, _UINT8_SAVES * self._share(copying))
+            yield Suggestion(action, because, _UINT8_SAVES * (copying / self._whole))
 
     def _batch(self) -> Iterator[Suggestion]:
         memory, reserved = self._hardware.memory_bytes, self._hardware.reserved_bytes
@@ -194,22 +192,18 @@ class Advisor:
 
     def _kernels(self, owner: Sequence[int]) -> Iterator[Suggestion]:
         """Kernels that change layouts, and those whose work tensor cores could do, and do not."""
-        names, work, spans = self._events.names, self._events.work, self._steps.spans
-        converts = [converts_layout(name) for name in names]
-        tensor = [uses_tensor_cores(name) for name in names]
-        could = [bool(traits & ELIGIBLE) for traits in names.traits]
+        traits = self._events.traits
         layout: list[TimeRange] = []
         eligible: list[TimeRange] = []
-        columns = zip(work.start, work.duration, work.name, work.kind, owner, strict=True)
-        for start, took, name, kind, operator in columns:
-            if kind != KERNEL or not spans[0].start <= start < spans[-1].end:
+        for work, operator in zip(self._events.work, owner, strict=True):
+            if work.kind != KERNEL or not self._steps.hold(work.start):
                 continue
-            if converts[name]:
-                layout.append((start, start + took))
-            elif operator != NOTHING and could[operator] and not tensor[name]:
-                eligible.append((start, start + took))
+            if traits[work.name] & LAYOUT:
+                layout.append(work.span)
+            elif operator != NOTHING and traits[operator] & ELIGIBLE and not traits[work.name] & TENSOR_CORE:
+                eligible.append(work.span)
         capability = self._hardware.compute_major or 0
-        slow = length(intersection(union(eligible), self._steps.intervals))
+        slow = self._during(eligible, self._all)
         if slow and capability >= _FIRST_WITH_TENSOR_CORES:
             because = (
                 f"{percent(slow / length(self._parts['Kernel']), 0)} of the kernel time is in convolutions and matrix "
@@ -219,54 +213,49 @@ class Advisor:
             action = "use mixed precision: torch.autocast"
             if capability > _FIRST_WITH_TENSOR_CORES:
                 action += ', or torch.set_float32_matmul_precision("high")'
-            yield Suggestion(action, because, _HALF_PRECISION_SAVES * self._share(slow))
+            yield Suggestion(action, because, _HALF_PRECISION_SAVES * (slow / self._whole))
         if layout:
-            took = length(intersection(union(layout), self._steps.intervals))
+            took = self._during(layout, self._all)
             because = (
-                f"{len(layout) / len(spans):.0f} kernels a step do nothing but change the layout of tensors, "
-                f"{self._a_step(took)}"
+                f"{len(layout) / len(self._steps.spans):.0f} kernels a step do nothing but change the layout of "
+                f"tensors, {self._a_step(took)}"
             )
             action = "keep model and batch in channels_last: .to(memory_format=torch.channels_last)"
-            yield Suggestion(action, because, self._share(took))
+            yield Suggestion(action, because, took / self._whole)
 
     def _launching(self, gaps: Sequence[Sequence[TimeRange]]) -> Iterator[Suggestion]:
-        idle = length(intersection(self._steps.intervals, union(gap for stretch in gaps for gap in stretch)))
+        idle = self._during((gap for stretch in gaps for gap in stretch), self._all)
         if idle:
             because = f"the GPU often idles while the host launches kernels one by one: {self._a_step(idle)} a step"
-            yield Suggestion("compile the model (torch.compile) or use CUDA graphs", because, self._share(idle))
+            yield Suggestion("compile the model (torch.compile) or use CUDA graphs", because, idle / self._whole)
 
     def _gradients(self) -> Iterator[Suggestion]:
         """Clearing the gradients, on the host and on the device, if it launches something."""
-        traits = self._events.names.traits
-        marks, calls, work = self._events.marks, self._events.calls, self._events.work
         by_thread: dict[int, list[TimeRange]] = {}
-        for start, took, name, thread in zip(marks.start, marks.duration, marks.name, marks.thread, strict=True):
-            if traits[name] & ZERO_GRAD:
-                by_thread.setdefault(thread, []).append((start, start + took))
+        for mark in self._events.marks:
+            if self._events.traits[mark.name] & ZERO_GRAD:
+                by_thread.setdefault(mark.thread, []).append(mark.span)
         host = {thread: union(spans) for thread, spans in by_thread.items()}
-        columns = zip(calls.start, calls.correlation, calls.thread, strict=True)
-        inside = {each for start, each, thread in columns if thread in host and holds(host[thread], start)} - {NOTHING}
-        device = [
-            (start, start + took)
-            for start, took, each, kind in zip(work.start, work.duration, work.correlation, work.kind, strict=True)
-            if each in inside and kind in {KERNEL, MEMSET}
-        ]
+        inside = {
+            call.correlation
+            for call in self._events.calls
+            if call.thread in host and holds(host[call.thread], call.start)
+        } - {NOTHING}
+        launched = (work for work in self._events.work if work.correlation in inside and work.kind in {KERNEL, MEMSET})
+        device = [work.span for work in launched]
         if device:
-            clearing = self._exposed([span for spans in host.values() for span in spans])
-            clearing += length(intersection(union(device), self._parts["Kernel"]))
+            clearing = self._during((span for spans in host.values() for span in spans), self._free)
+            clearing += self._during(device, self._parts["Kernel"])
             because = (
                 f"clearing the gradients launches {len(device) / len(self._steps.spans):.0f} kernels a step and takes "
                 f"{self._a_step(clearing)}"
             )
-            yield Suggestion("optimizer.zero_grad(set_to_none=True)", because, self._share(clearing))
+            yield Suggestion("optimizer.zero_grad(set_to_none=True)", because, clearing / self._whole)
 
     def _waiting(self, waits: Sequence[DeviceWait]) -> Iterator[Suggestion]:
         """Idle time of the device right after a call that waited for it, because no other work was queued."""
-        waits = [wait for wait in waits if not wait.to_device]
-        if not waits:
-            return
         device = union(span for name in ("Kernel", "Memcpy", "Memset", "Communication") for span in self._parts[name])
-        idle = difference(difference(self._steps.intervals, device), self._parts["DataLoader"])
+        idle = difference(difference(self._all, device), self._parts["DataLoader"])
         calls, at = 0, 0
         lost: dict[str, float] = {}
         for wait in waits:
@@ -284,38 +273,4 @@ class Advisor:
                 f"{self._a_step(drained)}, most of it from {max(lost, key=lambda origin: lost[origin])}"
             )
             action = "remove a synchronisation: no .item(), .cpu() or print of a tensor in every step"
-            yield Suggestion(action, because, self._share(drained))
-
-
-class _Copies:
-    """Copies to the device within the steps, with the calls that make them, and how many bytes they have."""
-
-    def __init__(self, events: TraceEvents, steps: TraceSteps) -> None:
-        self.all: list[TimeRange] = []
-        self.pageable: list[TimeRange] = []
-        self.bytes = self.float_bytes = self.pageable_bytes = 0
-        work, calls = events.work, events.calls
-        made: dict[int, tuple[float, bool]] = {}
-        columns = zip(work.start, work.duration, work.name, work.kind, strict=True)
-        for row, (start, took, name, kind) in enumerate(columns):
-            if kind != MEMCPY or not steps.spans[0].start <= start < steps.spans[-1].end:
-                continue
-            direction, pageable = copy_kind(events.names[name])
-            if direction == "HtoD":
-                made[work.correlation[row]] = (start - took, bool(pageable))
-                size = max(0, int(work.first[row]))
-                self.bytes += size
-                self.float_bytes += size if events.input_types.get(work.external[row], "").startswith(_FLOATS) else 0
-                self.pageable_bytes += size if pageable else 0
-                self._add((start, start + took), pageable=bool(pageable))
-        made.pop(NOTHING, None)
-        # The calls stage pageable memory. Their time long before the copy does not count.
-        for start, took, correlation in zip(calls.start, calls.duration, calls.correlation, strict=True):
-            if correlation in made:
-                earliest, pageable = made[correlation]
-                self._add((min(max(start, earliest), start + took), start + took), pageable=pageable)
-
-    def _add(self, span: TimeRange, *, pageable: bool) -> None:
-        self.all.append(span)
-        if pageable:
-            self.pageable.append(span)
+            yield Suggestion(action, because, drained / self._whole)

@@ -1,4 +1,4 @@
-"""``telemetry trace FILE_OR_DIR [--json]``: the text that the command line prints.
+"""``telemetry trace FILE_OR_DIR [--json]``: prints the figures of traces.
 
 Of a trace that is one screen with the main figures and the advice, then the long tables.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from telemetry.trace.files import NoTraceError, ReadLimits, TraceError
-from telemetry.trace.reader import Trace, read_trace
-from telemetry.util.text import byte_size, duration, one_line, percent, shortened, table
+from telemetry.trace.reader import read_trace
+from telemetry.util.text import byte_size, complain, duration, one_line, percent, shortened, show, show_json, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
+
+    from telemetry.trace.records import Trace
 
 _ENDINGS: Final = (".json", ".json.gz")
 _MAX_FILES: Final = 10_000
@@ -36,41 +37,28 @@ _NAME: Final = 72
 _NARROW_NAME: Final = 40
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOutcome:
-    """What the command prints.
-
-    Attributes:
-        text: for the standard output; empty if nothing could be read.
-        problems: lines for the standard error.
-        status: the exit status; 1 if a file could not be read.
-    """
-
-    text: str
-    problems: tuple[str, ...]
-    status: int
-
-
-def trace(path: str, *, as_json: bool, limits: ReadLimits) -> ReadOutcome:
-    """Read a trace, or all traces in a folder.
+def trace(path: str, *, as_json: bool, max_bytes: int | None) -> int:
+    """Read and print a trace, or all traces in a folder. Returns the exit status: 1 if a file could not be read.
 
     In a folder, symbolic links are not followed, and JSON files that are not traces are skipped.
 
     Args:
         path: the file or the folder.
-        as_json: whether to give JSON: an object for a file, a list for a folder.
-        limits: the limits for reading one file.
+        as_json: whether to print JSON: an object for a file, a list for a folder.
+        max_bytes: limit of one file, uncompressed; None for that of `ReadLimits`.
     """
-    if not Path(path).is_dir():
-        try:
-            read = read_trace(path, limits)
-        except TraceError as error:
-            return ReadOutcome("", (str(error),), 1)
-        return ReadOutcome(_dump(read.as_json()) if as_json else render(read), (), 0)
-    return _folder(path, as_json=as_json, limits=limits)
+    limits = ReadLimits() if max_bytes is None else ReadLimits(max_bytes=max_bytes)
+    if Path(path).is_dir():
+        return _folder(path, limits, as_json=as_json)
+    try:
+        read = read_trace(path, limits)
+    except TraceError as error:
+        complain(str(error))
+        return 1
+    return _dump(read) if as_json else show(_render(read))
 
 
-def _folder(path: str, *, as_json: bool, limits: ReadLimits) -> ReadOutcome:
+def _folder(path: str, limits: ReadLimits, *, as_json: bool) -> int:
     traces: list[Trace] = []
     problems: list[str] = []
     for file in _files(Path(path), _DEEPEST):
@@ -85,20 +73,13 @@ def _folder(path: str, *, as_json: bool, limits: ReadLimits) -> ReadOutcome:
             break
     if not traces and not problems:
         problems.append(f"there is no trace in {path}: no file that ends in .json or .json.gz is one")
-    status = 1 if problems else 0
+    for problem in problems:
+        complain(problem)
     if not traces:
-        return ReadOutcome("", tuple(problems), status)
+        return 1
     traces.sort(key=lambda each: (each.rank is None, each.rank or 0, each.file))
-    text = _dump([each.as_json() for each in traces]) if as_json else _several(traces)
-    return ReadOutcome(text, tuple(problems), status)
-
-
-def _several(traces: list[Trace]) -> str:
-    if len(traces) == 1:
-        return render(traces[0])
-    shown = traces if len(traces) <= _MAX_SHOWN else []
-    more = "" if shown else "\nName one of the files to see all of it, or use --json.\n"
-    return "\n\n".join([overview(traces), *map(render, shown)]) + more
+    written = _dump(traces) if as_json else show(_several(traces))
+    return 1 if problems else written
 
 
 def _files(folder: Path, depth: int) -> Iterator[Path]:
@@ -118,22 +99,17 @@ def _files(folder: Path, depth: int) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-def _dump(value: dict[str, Any] | list[dict[str, Any]]) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+def _dump(value: Trace | list[Trace]) -> int:
+    return show_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
-def render(trace: Trace) -> str:
-    """What the step consists of, where it waits and what to change. Then tables of operators, kernels and copies."""
-    flops = wrap(f"FLOPs    {trace.flops}", _WIDTH, subsequent_indent=9 * " ")
-    parts = [_head(trace), _categories(trace), [*_device(trace), *flops], _advice(trace), list(trace.notes)]
-    parts += [_steps(trace), _operators(trace), _kernels(trace), _copies(trace), _waits(trace), _stretches(trace)]
-    return "\n\n".join("\n".join(one_line(line) for line in lines) for lines in parts if lines) + "\n"
+# -- text ----------------------------------------------------------------------------------------------------------
 
 
-def overview(traces: Sequence[Trace]) -> str:
-    """A table with one line per trace."""
-    headings = ["rank", "file", "steps", "step", "GPU busy", "idle", "computing", "overlap", "DataLoader"]
-    rows = [
+def _several(traces: list[Trace]) -> str:
+    if len(traces) == 1:
+        return _render(traces[0])
+    rows = (
         [
             "-" if trace.rank is None else str(trace.rank),
             shortened(trace.file.rpartition("/")[2], _NARROW_NAME),
@@ -146,8 +122,22 @@ def overview(traces: Sequence[Trace]) -> str:
             percent(trace.average.categories["DataLoader"]),
         ]
         for trace in traces
-    ]
-    return "\n".join(one_line(line) for line in table(headings, rows, names_first=True)) + "\n"
+    )
+    overview = _table("rank/file/steps/step/GPU busy/idle/computing/overlap/DataLoader", rows)
+    if len(traces) > _MAX_SHOWN:
+        return _joined(overview) + "\nName one of the files to see all of it, or use --json.\n"
+    return "\n\n".join([_joined(overview), *map(_render, traces)])
+
+
+def _render(trace: Trace) -> str:
+    """What the step consists of, where it waits and what to change. Then tables of operators, kernels and copies."""
+    flops = wrap(f"FLOPs    {trace.flops}", _WIDTH, subsequent_indent=9 * " ")
+    parts = [_head(trace), _categories(trace), [*_device(trace), *flops], _advice(trace), list(trace.notes)]
+    return _joined(*parts, *_tables(trace))
+
+
+def _joined(*parts: list[str]) -> str:
+    return "\n\n".join("\n".join(map(one_line, lines)) for lines in parts if lines) + "\n"
 
 
 def _head(trace: Trace) -> list[str]:
@@ -176,123 +166,115 @@ def _device(trace: Trace) -> list[str]:
     gpu, temporal = trace.gpu, trace.temporal
     if gpu.utilization_ratio is None and temporal.idle_ratio is None:
         return ["No kernel ran on a GPU."]
-    gpu_line = (
-        f"GPU      busy {percent(gpu.utilization_ratio)}, SM efficiency {percent(gpu.sm_efficiency_ratio)}, "
-        f"occupancy {percent(gpu.occupancy_ratio)}, tensor cores {percent(gpu.tensor_core_ratio)} of the kernel time"
-    )
     line = (
         f"streams  idle {percent(temporal.idle_ratio)}, computing {percent(temporal.compute_ratio)}, other work "
         f"{percent(temporal.non_compute_ratio)}"
     )
     if trace.overlap_ratio is not None:
         line += f"; computation runs beside {percent(trace.overlap_ratio)} of the communication"
-    lines = [gpu_line, line]
-    lines.extend(
+    gpu_line = (
+        f"GPU      busy {percent(gpu.utilization_ratio)}, SM efficiency {percent(gpu.sm_efficiency_ratio)}, "
+        f"occupancy {percent(gpu.occupancy_ratio)}, tensor cores {percent(gpu.tensor_core_ratio)} of the kernel time"
+    )
+    streams = [
         f"         stream {each.stream} idles for the host {percent(each.host_wait_ratio)}, between kernels "
         f"{percent(each.kernel_wait_ratio)}, else {percent(each.other_ratio)}"
         for each in trace.idle[:_MAX_STREAMS]
         if each.host_wait_ratio is not None
-    )
-    return lines
+    ]
+    return [gpu_line, line, *streams]
 
 
 def _advice(trace: Trace) -> list[str]:
     if not trace.advice:
         return ["Nothing in this trace asks for a change."]
     lines = ["What to change, and the share of the step it could win back:"]
-    for each in trace.advice[:_MAX_ADVICE]:
+    for number, each in enumerate(trace.advice):
         lines.append(f"  {percent(each.share_ratio):>6}  {each.action}")
-        lines += wrap(each.because, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
-    rest = trace.advice[_MAX_ADVICE:]
-    return lines + [f"  {percent(each.share_ratio):>6}  {each.action}" for each in rest]
+        if number < _MAX_ADVICE:
+            lines += wrap(each.because, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return lines
 
 
-def _steps(trace: Trace) -> list[str]:
-    if len(trace.steps) < 2:
-        return []
-    headings = ["step", "", *trace.average.categories]
-    rows = [
-        [str(step.step), duration(step.seconds), *map(duration, step.categories.values())]
-        for step in trace.steps[:_MAX_STEPS]
-    ]
-    more = len(trace.steps) - _MAX_STEPS
-    return table(headings, rows, names_first=True) + ([f"{more} more: --json has all"] if more > 0 else [])
+def _tables(trace: Trace) -> Iterator[list[str]]:
+    if len(trace.steps) > 1:
+        yield _table(
+            "/".join(["step", "", *trace.average.categories]),
+            ([str(e.step), *map(duration, (e.seconds, *e.categories.values()))] for e in trace.steps[:_MAX_STEPS]),
+            f"{len(trace.steps) - _MAX_STEPS} more: --json has all" if len(trace.steps) > _MAX_STEPS else None,
+        )
+    yield _table(
+        "operator/calls/device//host/tensor cores",
+        (
+            [
+                shortened(each.name, _NAME),
+                str(each.calls),
+                duration(each.device_seconds) if each.device_ratio is not None else "-",
+                percent(each.device_ratio),
+                duration(each.host_seconds),
+                percent(each.tensor_core_ratio) if each.tensor_core_eligible else "-",
+            ]
+            for each in trace.operators[:_MAX_ROWS]
+        ),
+    )
+    yield _table(
+        "kernel/calls/device//mean/tensor cores/occupancy",
+        (
+            [
+                shortened(each.name, _NAME),
+                str(each.calls),
+                duration(each.device_seconds),
+                percent(each.device_ratio),
+                duration(each.mean_seconds),
+                "yes" if each.tensor_core else "no",
+                percent(each.occupancy_ratio),
+            ]
+            for each in trace.kernels[:_MAX_ROWS]
+        ),
+    )
+    yield _table(
+        "copy/host memory/calls/time/size/speed",
+        (
+            [
+                each.kind,
+                "-" if each.pageable is None else "pageable" if each.pageable else "pinned",
+                str(each.calls),
+                duration(each.seconds),
+                "-" if each.bytes is None else byte_size(each.bytes),
+                "-" if each.bandwidth_bytes_per_second is None else f"{each.bandwidth_bytes_per_second / 1e9:.1f} GB/s",
+            ]
+            for each in trace.memcpy
+        ),
+    )
+    yield _table(
+        "waits for the GPU/calls/time/in/from",
+        (
+            [
+                each.name,
+                str(each.calls),
+                duration(each.seconds),
+                shortened(each.operator or "-", _NARROW_NAME),
+                shortened(each.call_site or each.within or "-", _NAME),
+            ]
+            for each in trace.synchronizations[:_MAX_ROWS]
+        ),
+    )
+    yield _table(
+        "GPU waits for launches in step/at/for/idle/launches",
+        (
+            [
+                str(each.step),
+                duration(each.offset_seconds),
+                duration(each.seconds),
+                percent(each.idle_ratio),
+                str(each.launches),
+            ]
+            for each in trace.launch_bound[:_MAX_ROWS]
+        ),
+    )
 
 
-def _operators(trace: Trace) -> list[str]:
-    headings = ["operator", "calls", "device", "", "host", "tensor cores"]
-    rows = [
-        [
-            shortened(each.name, _NAME),
-            str(each.calls),
-            duration(each.device_seconds) if each.device_ratio is not None else "-",
-            percent(each.device_ratio),
-            duration(each.host_seconds),
-            percent(each.tensor_core_ratio) if each.tensor_core_eligible else "-",
-        ]
-        for each in trace.operators[:_MAX_ROWS]
-    ]
-    return table(headings, rows, names_first=True) if rows else []
-
-
-def _kernels(trace: Trace) -> list[str]:
-    headings = ["kernel", "calls", "device", "", "mean", "tensor cores", "occupancy"]
-    rows = [
-        [
-            shortened(each.name, _NAME),
-            str(each.calls),
-            duration(each.device_seconds),
-            percent(each.device_ratio),
-            duration(each.mean_seconds),
-            "yes" if each.tensor_core else "no",
-            percent(each.occupancy_ratio),
-        ]
-        for each in trace.kernels[:_MAX_ROWS]
-    ]
-    return table(headings, rows, names_first=True) if rows else []
-
-
-def _copies(trace: Trace) -> list[str]:
-    headings = ["copy", "host memory", "calls", "time", "size", "speed"]
-    rows = [
-        [
-            each.kind,
-            "-" if each.pageable is None else "pageable" if each.pageable else "pinned",
-            str(each.calls),
-            duration(each.seconds),
-            "-" if each.bytes is None else byte_size(each.bytes),
-            "-" if each.bandwidth_bytes_per_second is None else f"{each.bandwidth_bytes_per_second / 1e9:.1f} GB/s",
-        ]
-        for each in trace.memcpy
-    ]
-    return table(headings, rows, names_first=True) if rows else []
-
-
-def _waits(trace: Trace) -> list[str]:
-    headings = ["waits for the GPU", "calls", "time", "in", "from"]
-    rows = [
-        [
-            each.name,
-            str(each.calls),
-            duration(each.seconds),
-            shortened(each.operator or "-", _NARROW_NAME),
-            shortened(each.call_site or each.within or "-", _NAME),
-        ]
-        for each in trace.synchronizations[:_MAX_ROWS]
-    ]
-    return table(headings, rows, names_first=True) if rows else []
-
-
-def _stretches(trace: Trace) -> list[str]:
-    headings = ["GPU waits for launches in step", "at", "for", "idle", "launches"]
-    rows = [
-        [
-            str(each.step),
-            duration(each.offset_seconds),
-            duration(each.seconds),
-            percent(each.idle_ratio),
-            str(each.launches),
-        ]
-        for each in trace.launch_bound[:_MAX_ROWS]
-    ]
-    return table(headings, rows, names_first=True) if rows else []
+def _table(headings: str, rows: Iterable[list[str]], more: str | None = None) -> list[str]:
+    """The lines of a table, with a last line of more; none without rows. ``headings``: with slashes between them."""
+    cells = list(rows)
+    return [*table(headings.split("/"), cells, names_first=True), *([more] if more else [])] if cells else []

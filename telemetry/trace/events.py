@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 import struct
-from array import array
-from dataclasses import dataclass
+from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from telemetry.trace.files import ReadLimits, TraceError
 
@@ -23,22 +22,11 @@ NOTHING: Final = -1
 OTHER, KERNEL, MEMCPY, MEMSET, SYNC, RUNTIME, OPERATOR, ANNOTATION, GPU_ANNOTATION, FRAME, MEMORY = range(11)
 
 _KINDS: Final = {
-    "kernel": KERNEL,
-    "mtia_ccp_events": KERNEL,
-    "memcpy": MEMCPY,
-    "gpu_memcpy": MEMCPY,
-    "memset": MEMSET,
-    "gpu_memset": MEMSET,
-    "cuda_sync": SYNC,
-    "runtime": RUNTIME,
-    "operator": OPERATOR,
-    "cpu_op": OPERATOR,
-    "python": OPERATOR,
-    "user_annotation": ANNOTATION,
-    "gpu_user_annotation": GPU_ANNOTATION,
-    "python_function": FRAME,
-    "cpu_instant_event": MEMORY,
-}
+    "kernel": KERNEL, "mtia_ccp_events": KERNEL, "memcpy": MEMCPY, "gpu_memcpy": MEMCPY, "memset": MEMSET,
+    "gpu_memset": MEMSET, "cuda_sync": SYNC, "runtime": RUNTIME, "operator": OPERATOR, "cpu_op": OPERATOR,
+    "python": OPERATOR, "user_annotation": ANNOTATION, "gpu_user_annotation": GPU_ANNOTATION,
+    "python_function": FRAME, "cpu_instant_event": MEMORY,
+}  # fmt: skip
 _RUNTIME: Final = re.compile(r".+_(runtime|driver)")  # cuda_runtime, cuda_driver, xpu_runtime, mtia_runtime ...
 _MAX_CATEGORIES: Final = 4096
 _MAX_KEPT: Final = 100_000
@@ -47,11 +35,7 @@ _MAX_SIGNATURE: Final = 4000
 _LATEST_US: Final = 1e17
 """Valid timestamps are below this (the year 5138)."""
 
-_NO_ARGS: Final[dict[str, Any]] = {}
-
-_WORK: Final = Struct("<ddqqddqqqq")
-_CALL: Final = Struct("<ddqqqq")
-_SPAN: Final = Struct("<ddqqq")
+# -- what follows from a name --------------------------------------------------------------------------------------
 
 STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, COPY, SYNCHRONIZING, ELIGIBLE, MATRIX = (
     1 << bit for bit in range(9)
@@ -59,6 +43,10 @@ STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, COPY, SYNCHRONIZING, ELIGIBLE
 """Traits of a host event: a step's annotation; the wait for a batch; a collective; an annotation of Lightning; clearing
 the gradients; an operator that copies; one that waits for the device; one whose work tensor cores can do; one that
 multiplies matrices, convolves or attends, or may do so."""
+
+COLLECTIVE, COMPUTE, TENSOR_CORE, LAYOUT, BLOCKING = (1 << bit for bit in range(9, 14))
+"""Traits of a device event or a runtime call: a collective's kernel; computation, as Holistic Trace Analysis defines
+it; a kernel on tensor cores; one that only changes the memory layout; a call that waits until the device is done."""
 
 _MARKS: Final = STEP | LOADER | COMMUNICATION | ZERO_GRAD
 _STEP_MARK: Final = re.compile(r"ProfilerStep#(\d{1,18})")
@@ -89,60 +77,14 @@ _TENSOR_CORE: Final = re.compile(
 _LAYOUT: Final = re.compile(
     r"nchwto|nhwcto|nchw_?2_?nhwc|nhwc_?2_?nchw|convert_?tensor|batched_transpose", re.IGNORECASE
 )
-_COMMUNICATION_KERNEL: Final = re.compile(r"nccl.*Kernel")
-_NO_COMPUTE: Final = re.compile(r"(nccl.*Kernel)|(.*(Memcpy)|(Memset))|(.*Sync)")
-_MEMORY_KERNEL: Final = re.compile(r"Memcpy|Memset|dma")
+_COLLECTIVE_KERNEL: Final = re.compile(r"nccl.*Kernel")
+_NO_COMPUTE: Final = re.compile(r"nccl.*Kernel|.*Memcpy|Memset|dma|.*Sync")
 _BLOCKING: Final = re.compile(r"(cuda|hip|cu|xpu)\w*Synchronize|cudaMemcpy|hipMemcpy(WithStream)?")
-_COPY: Final = re.compile(r"Memcpy (\w+)(?: \((\w+) -> (\w+)\))?")
+_MEMCPY: Final = re.compile(r"Memcpy (\w+)(?: \((\w+) -> (\w+)\))?")
 _USER_FRAME: Final = re.compile(r".+\.py\(\d+\): .+")
 _LIBRARY_FRAME: Final = re.compile(
     r"(^|/)(torch|site-packages|dist-packages|python\d[\d.]*)/|^(threading|contextlib)\.py\("
 )
-
-
-def step_number(name: str) -> int | None:
-    """The number in the annotation of a step; None for any other name."""
-    match = _STEP_MARK.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def is_communication(name: str) -> bool:
-    """Whether a kernel is a collective's."""
-    return _COMMUNICATION_KERNEL.match(name) is not None
-
-
-def is_compute(name: str) -> bool:
-    """Whether a device event is computation, by its name, as Holistic Trace Analysis defines it."""
-    return not (is_communication(name) or _MEMORY_KERNEL.match(name) or _NO_COMPUTE.match(name))
-
-
-def uses_tensor_cores(name: str) -> bool:
-    """Whether a kernel runs on tensor cores, by its name."""
-    return _TENSOR_CORE.search(name) is not None
-
-
-def converts_layout(name: str) -> bool:
-    """Whether a kernel only changes the memory layout of a tensor."""
-    return _LAYOUT.search(name) is not None
-
-
-def is_blocking(name: str) -> bool:
-    """Whether a runtime call waits until the device has finished its work."""
-    return _BLOCKING.fullmatch(name) is not None
-
-
-def copy_kind(name: str) -> tuple[str, bool | None]:
-    """The direction of a copy, and whether its host memory is pageable; None if the name does not tell."""
-    match = _COPY.match(name)
-    if match is None:
-        return ("other", None)
-    ends = {match[2], match[3]}
-    return match[1], True if "Pageable" in ends else False if "Pinned" in ends else None
-
-
-def user_frame(frame: str) -> bool:
-    """Whether a frame, ``file.py(12): function``, is in the user's own code and not in a library."""
-    return _USER_FRAME.fullmatch(frame) is not None and _LIBRARY_FRAME.search(frame) is None
 
 
 def _traits(name: str) -> int:
@@ -156,106 +98,105 @@ def _traits(name: str) -> int:
         SYNCHRONIZING: name in _WAITS,
         ELIGIBLE: _ELIGIBLE.match(name),
         MATRIX: _MATRIX.search(name) and not _NO_MATRIX.search(name),
+        COLLECTIVE: _COLLECTIVE_KERNEL.match(name),
+        COMPUTE: not _NO_COMPUTE.match(name),
+        TENSOR_CORE: _TENSOR_CORE.search(name),
+        LAYOUT: _LAYOUT.search(name),
+        BLOCKING: _BLOCKING.fullmatch(name),
     }
     return sum(trait for trait, true in found.items() if true)
 
 
-class EventNames:
-    """Gives each name a number, so that each is kept once, with the traits that follow from it.
+def step_number(name: str) -> int:
+    """The number in the annotation of a step; 0 for any other name."""
+    match = _STEP_MARK.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def copy_kind(name: str) -> tuple[str, bool | None]:
+    """The direction of a copy, and whether its host memory is pageable; None if the name does not tell."""
+    match = _MEMCPY.match(name)
+    if match is None:
+        return ("other", None)
+    ends = {match[2], match[3]}
+    return match[1], True if "Pageable" in ends else False if "Pinned" in ends else None
+
+
+def _user_frame(frame: str) -> bool:
+    """Whether a frame, ``file.py(12): function``, is in the user's own code and not in a library."""
+    return _USER_FRAME.fullmatch(frame) is not None and _LIBRARY_FRAME.search(frame) is None
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+class DeviceWork(NamedTuple):
+    """What ran on a device. -1 if the trace does not tell.
 
     Attributes:
-        ids: number by name. Look a name up there, and `add` it if it is missing.
-        traits: traits by number.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.ids: dict[str, int] = {}
-        self.traits: list[int] = []
-        self._texts: list[str] = []
-        self._bytes = 0
-        self._max_bytes = max_bytes
-
-    def __getitem__(self, number: int) -> str:
-        return self._texts[number]
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __iter__(self) -> Iterator[str]:
-        """The names in the order of their numbers."""
-        return iter(self._texts)
-
-    def get(self, number: int) -> str | None:
-        """The name of a number; None for -1."""
-        return self._texts[number] if number >= 0 else None
-
-    def add(self, name: str) -> int:
-        """Number a new name.
-
-        Raises:
-            TypeError: it is not a text.
-            TraceError: all names together are longer than the limit.
-        """
-        if not isinstance(name, str):
-            raise TypeError
-        self._bytes += len(name) + 100  # about what the objects for one name take
-        if self._bytes > self._max_bytes:
-            raise TraceError(
-                f"its names are longer than {self._max_bytes} bytes together: that is no trace of a training"
-            )
-        number = self.ids[name] = len(self._texts)
-        self._texts.append(name if name.isascii() else name.encode("utf-8", "replace").decode())
-        self.traits.append(_traits(name))
-        return number
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceWork:
-    """What ran on devices: one column per field, in the order of the file. -1 if the trace does not tell.
-
-    Attributes:
-        start, duration: microseconds.
+        start, took: microseconds.
         correlation: id of the runtime call that launched it.
         external: id of the operator that launched it.
         first, second: blocks per SM and achieved occupancy (percent) of a kernel; bytes of a copy, and nothing.
-        name: number in `EventNames`.
-        stream, device: numbers of the stream and the device.
+        name: its number in `TraceEvents.names`.
         kind: KERNEL, MEMCPY, MEMSET, SYNC or OTHER.
     """
 
-    start: array[float]
-    duration: array[float]
-    correlation: array[int]
-    external: array[int]
-    first: array[float]
-    second: array[float]
-    name: array[int]
-    stream: array[int]
-    device: array[int]
-    kind: array[int]
+    start: float
+    took: float
+    correlation: int
+    external: int
+    first: float
+    second: float
+    name: int
+    stream: int
+    device: int
+    kind: int
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Its start and end."""
+        return self.start, self.start + self.took
 
 
-@dataclass(frozen=True, slots=True)
-class RuntimeCalls:
-    """Calls of the CUDA (or other) runtime or driver on the host; columns as those of `DeviceWork`."""
+class HostEvent(NamedTuple):
+    """A runtime call, operator, mark or frame of the user's Python code on the host; fields as in `DeviceWork`."""
 
-    start: array[float]
-    duration: array[float]
-    correlation: array[int]
-    external: array[int]
-    name: array[int]
-    thread: array[int]
+    start: float
+    took: float
+    correlation: int
+    external: int
+    name: int
+    thread: int
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Its start and end."""
+        return self.start, self.start + self.took
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Operators, marks or frames of the user's Python code on the host; columns as those of `DeviceWork`."""
+_Row = TypeVar("_Row", DeviceWork, HostEvent)
 
-    start: array[float]
-    duration: array[float]
-    external: array[int]
-    name: array[int]
-    thread: array[int]
+
+class Rows(Generic[_Row]):
+    """Rows of one kind, in the order of the file. They are kept packed: `pack` one into `packed`."""
+
+    def __init__(self, kind: type[_Row], layout: str) -> None:
+        self.packed = bytearray()
+        self.pack = Struct(layout).pack
+        self._unpack = Struct(layout).iter_unpack
+        self._size = struct.calcsize(layout)
+        self._named: Callable[[Any], _Row] = partial(tuple.__new__, kind)  # half the time of ``_make``
+
+    def __iter__(self) -> Iterator[_Row]:
+        return map(self._named, self._unpack(self.packed))
+
+    def __len__(self) -> int:
+        return len(self.packed) // self._size
+
+
+def _host_rows() -> Rows[HostEvent]:
+    return Rows(HostEvent, "<ddqqii")
 
 
 class Signature(NamedTuple):
@@ -274,7 +215,7 @@ class TraceEvents:
     """The kept events of one trace.
 
     Attributes:
-        names: the names of all events.
+        names: the names of all events, each once. ``traits``: what follows from each.
         fractional: whether device times have fractions of a microsecond.
         last_gpu_step: start of the last step's annotation on the device, microseconds; None without one.
         input_types: input types of copying operators, by external id.
@@ -290,15 +231,9 @@ class TraceEvents:
         malformed: how many events were skipped because a field is invalid.
     """
 
-    work: DeviceWork
-    calls: RuntimeCalls
-    operators: Spans
-    marks: Spans
-    frames: Spans
-    products: Spans
-
     def __init__(self, limits: ReadLimits) -> None:
-        self.names = EventNames(limits.max_name_bytes)
+        self.names: list[str] = []
+        self.traits: list[int] = []
         self.fractional = False
         self.last_gpu_step: float | None = None
         self.input_types: dict[int, str] = {}
@@ -306,23 +241,22 @@ class TraceEvents:
         self.reserved_bytes: dict[int, int] = {}
         self.signatures: list[Signature] = []
         self.malformed = 0
+        self.work = Rows(DeviceWork, "<ddqqddiqqb")
+        self.calls, self.operators, self.marks = _host_rows(), _host_rows(), _host_rows()
+        self.frames, self.products = _host_rows(), _host_rows()
         self._limits = limits
+        self._numbers: dict[str, int] = {}
+        self._name_bytes = 0
         self._kinds: dict[Any, int] = {None: MEMORY}
         self._threads: dict[Any, int] = {}
         self._signature_numbers: dict[str, int] = {}
-        self._work_rows = bytearray()
-        self._call_rows = bytearray()
-        self._operator_rows = bytearray()
-        self._mark_rows = bytearray()
-        self._frame_rows = bytearray()
-        self._product_rows = bytearray()
         self._keepers: dict[int, Callable[[dict[str, Any], float, float, int], None]] = {
             OPERATOR: self._host,
             ANNOTATION: self._host,
             RUNTIME: self._call,
             FRAME: self._frame,
             GPU_ANNOTATION: self._step_on_device,
-            MEMORY: self._nothing,
+            MEMORY: lambda *_: None,  # with a duration and no category it is not of the profiler
         } | dict.fromkeys((KERNEL, MEMCPY, MEMSET, SYNC, OTHER), self._work)
 
     def add(self, batch: Iterable[Any]) -> None:
@@ -339,21 +273,22 @@ class TraceEvents:
                 self.malformed += 1  # no part of its row was packed; go on with the next event
             else:
                 break
-        if len(self) > self._limits.max_events:
+        kept = len(self.work) + len(self.calls) + len(self.operators) + len(self.marks) + len(self.frames)
+        if kept > self._limits.max_events:
             raise TraceError(f"it holds more than {self._limits.max_events} events: record fewer steps")
 
-    def close(self) -> None:
-        """After the last event: turn the rows into columns, so that each pass reads only the columns that it needs."""
-        self.work = DeviceWork(*_columns(_WORK, self._work_rows, "ddqqddiqqb"))
-        self.calls = RuntimeCalls(*_columns(_CALL, self._call_rows, "ddqqii"))
-        self.operators = Spans(*_columns(_SPAN, self._operator_rows, "ddqii"))
-        self.marks = Spans(*_columns(_SPAN, self._mark_rows, "ddqii"))
-        self.frames = Spans(*_columns(_SPAN, self._frame_rows, "ddqii"))
-        self.products = Spans(*_columns(_SPAN, self._product_rows, "ddqii"))
+    def named(self, trait: int) -> set[int]:
+        """The numbers of the names that have a trait."""
+        return {number for number, traits in enumerate(self.traits) if traits & trait}
 
-    def __len__(self) -> int:
-        host = len(self._operator_rows) + len(self._mark_rows) + len(self._frame_rows)
-        return len(self._work_rows) // _WORK.size + len(self._call_rows) // _CALL.size + host // _SPAN.size
+    def name_of(self, number: int) -> str | None:
+        """The name of a number; None for -1."""
+        return self.names[number] if number >= 0 else None
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether the trace is of AMD's runtime. The names of AMD's kernels do not tell about matrix cores."""
+        return any(name.startswith("hip") for name in self.names)
 
     def _add(self, events: Iterator[Any]) -> None:
         kinds, keep = self._kinds, self._keepers
@@ -374,54 +309,51 @@ class TraceEvents:
 
     def _host(self, event: dict[str, Any], start: float, duration: float, kind: int) -> None:
         name, tid = event["name"], event.get("tid")
-        number = self.names.ids.get(name)  # not through `_name`, which would cost a call for each operator
+        number = self._numbers.get(name)  # not through `_name` and `_thread`: two calls for each operator
         if number is None:
-            number = self.names.add(name)
-        trait = self.names.traits[number]
-        if not trait and kind == ANNOTATION:
+            number = self._name(name)
+        trait = self.traits[number]
+        if kind == ANNOTATION and not trait & _MARKS:
             return
-        args = event.get("args") or _NO_ARGS
-        external = args.get("External id")
-        if external is None:
-            external = args.get("external id", NOTHING)
+        args = event.get("args") or {}
+        external = _external(args)
         thread = self._threads.get(tid)
         if thread is None:
             thread = self._thread(tid)
-        row = _SPAN.pack(start, duration, external, number, thread)
+        row = self.operators.pack(start, duration, NOTHING, external, number, thread)
         if trait & _MARKS:
-            self._mark_rows += row
+            self.marks.packed += row
         if kind == OPERATOR and not trait & (STEP | LIGHTNING):
-            self._operator_rows += row
+            self.operators.packed += row
             if trait & (COPY | SYNCHRONIZING):
                 self._keep_details(external, args)
             elif trait & MATRIX:
-                self._product_rows += _SPAN.pack(start, duration, self._signature(name, args), number, thread)
+                signature = self._signature(name, args)
+                self.products.packed += self.products.pack(start, duration, NOTHING, signature, number, thread)
 
     def _call(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
-        args = event.get("args") or _NO_ARGS
+        args = event.get("args") or {}
+        number, thread = self._name(event["name"]), self._thread(event.get("tid"))
         correlation = args.get("correlation", NOTHING)
-        self._call_rows += _CALL.pack(
-            start, duration, correlation, _external(args), self._name(event), self._thread(event.get("tid"))
-        )
+        self.calls.packed += self.calls.pack(start, duration, correlation, _external(args), number, thread)
 
     def _work(self, event: dict[str, Any], start: float, duration: float, kind: int) -> None:
-        args = event.get("args") or _NO_ARGS
+        args = event.get("args") or {}
         if kind == OTHER and "stream" not in args:
             return
         if kind == KERNEL:
-            first = args.get("blocks per SM", NOTHING)
-            second = args.get("est. achieved occupancy %", NOTHING)
+            first, second = args.get("blocks per SM"), args.get("est. achieved occupancy %")
         else:
-            first, second = args.get("bytes", NOTHING), NOTHING
+            first, second = args.get("bytes"), None
         self.fractional = self.fractional or type(start) is float
-        self._work_rows += _WORK.pack(
+        self.work.packed += self.work.pack(
             start,
             duration,
             args.get("correlation", NOTHING),
             _external(args),
             NOTHING if first is None else first,
             NOTHING if second is None else second,
-            self._name(event),
+            self._name(event["name"]),
             _number(args.get("stream")),
             _number(args.get("device")),
             kind,
@@ -432,17 +364,27 @@ class TraceEvents:
             self.last_gpu_step = start
 
     def _frame(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
-        if user_frame(event["name"]):
-            number = self._name(event)
-            self._frame_rows += _SPAN.pack(start, duration, NOTHING, number, self._thread(event.get("tid")))
+        if _user_frame(event["name"]):
+            number, thread = self._name(event["name"]), self._thread(event.get("tid"))
+            self.frames.packed += self.frames.pack(start, duration, NOTHING, NOTHING, number, thread)
 
-    def _nothing(self, _event: dict[str, Any], _start: float, _duration: float, _kind: int) -> None:
-        """An event with a duration and no category is not of the profiler: skip it."""
-
-    def _name(self, event: dict[str, Any]) -> int:
-        name = event["name"]
-        number = self.names.ids.get(name)
-        return self.names.add(name) if number is None else number
+    def _name(self, name: Any) -> int:
+        """The number of a name. A new one is kept, unless all together are longer than the limit."""
+        number = self._numbers.get(name)
+        if number is not None:
+            return number
+        if not isinstance(name, str):
+            raise TypeError
+        self._name_bytes += len(name) + 100  # about what the objects for one name take
+        if self._name_bytes > self._limits.max_name_bytes:
+            raise TraceError(
+                f"its names are longer than {self._limits.max_name_bytes} bytes together: that is no trace of a "
+                "training"
+            )
+        number = self._numbers[name] = len(self.names)
+        self.names.append(name if name.isascii() else name.encode("utf-8", "replace").decode())
+        self.traits.append(_traits(name))
+        return number
 
     def _kind(self, category: Any) -> int:
         lower = category.lower()
@@ -456,16 +398,12 @@ class TraceEvents:
     def _thread(self, raw: Any) -> int:
         """A small number for a thread. It is the same for 17 and "17", because old traces write both."""
         number = self._threads.get(raw)
-        if number is not None:
-            return number
-        plain = _number(raw)
-        number = self._threads.get(plain) if plain != NOTHING else None
         if number is None:
-            number = len(self._threads)
-        if len(self._threads) < _MAX_KEPT:
-            self._threads[raw] = number
-            if plain != NOTHING:
-                self._threads[plain] = number
+            plain = _number(raw)
+            key = raw if plain == NOTHING else plain
+            number = self._threads.get(key, len(self._threads))
+            if len(self._threads) < _MAX_KEPT:
+                self._threads[raw] = self._threads[key] = number
         return number
 
     def _signature(self, name: str, args: dict[str, Any]) -> int:
@@ -488,7 +426,7 @@ class TraceEvents:
             self.input_types[external] = str(types)[:200]
         if isinstance(stack, str) and len(self.call_sites) < _MAX_KEPT:
             frames = stack.split(";", 64)
-            site = next(filter(user_frame, frames), frames[-1])[:300]
+            site = next(filter(_user_frame, frames), frames[-1])[:300]
             self.call_sites[external] = site.encode("utf-8", "replace").decode()
 
     def _memory(self, args: dict[str, Any]) -> None:
@@ -496,22 +434,6 @@ class TraceEvents:
         on_device = args.get("Device Type", 0) != 0
         if on_device and isinstance(reserved, int) and isinstance(device, int) and 0 <= device < 1024:
             self.reserved_bytes[device] = max(reserved, self.reserved_bytes.get(device, 0))
-
-
-def _columns(layout: Struct, rows: bytearray, types: str) -> list[array[Any]]:
-    """The columns of packed rows, whose fields have eight bytes each. The rows are freed."""
-    width = layout.size // 8
-    reals, wholes = array("d"), array("q")
-    reals.frombytes(rows)
-    columns: dict[int, array[Any]] = {i: reals[i::width] for i, kind in enumerate(types) if kind == "d"}
-    del reals
-    wholes.frombytes(rows)
-    rows.clear()
-    for i, kind in enumerate(types):
-        if kind != "d":
-            column = wholes[i::width]
-            columns[i] = column if kind == "q" else array(kind, column)
-    return [columns[i] for i in range(width)]
 
 
 def _external(args: dict[str, Any]) -> Any:

@@ -8,13 +8,13 @@ the innermost that can be counted is counted, because it has the types of what r
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.trace.events import KERNEL, NOTHING
+from telemetry.trace.records import FlopsUsage, listed
 from telemetry.trace.steps import SECONDS_PER_US, holds, union
-from telemetry.util.text import percent, shortened
+from telemetry.util.text import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,39 +64,6 @@ _FLAG: Final = {"True": True, "False": False}
 _NO_SHAPES: Final = "the trace has no shapes of inputs (record_shapes; in snapshots the setting snapshot_shapes)"
 
 
-@dataclass(frozen=True, slots=True)
-class FlopsUsage:
-    """Floating-point operations of the average step. What is not known is None, and ``absent`` says why.
-
-    Attributes:
-        per_step: of the operators that could be counted, forward and backward.
-        by_format: the same by number format, such as ``bfloat16``.
-        not_counted: operators that compute too and could not be counted. With any, the figures are at least so high.
-        peak_per_second: dense peak of the device for these formats. For float32 it is that of TF32, where there is one.
-        mfu_ratio: the time that the counted operations take at the peak, as a share of the step.
-        absent: why there is no ``per_step`` or no ``mfu_ratio``.
-    """
-
-    per_step: float | None
-    by_format: dict[str, float]
-    not_counted: tuple[str, ...]
-    peak_per_second: dict[str, float] | None
-    mfu_ratio: float | None
-    absent: str | None
-
-    def __str__(self) -> str:
-        if self.per_step is None:
-            return f"not known: {self.absent}"
-        units = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
-        size, unit = next((each for each in units if self.per_step >= each[0]), units[-1])
-        least = f" (at least: {_listed(self.not_counted)} not counted)" if self.not_counted else ""
-        text = f"{self.per_step / size:.3g} {unit} a step{least}"
-        if self.mfu_ratio is None or self.peak_per_second is None:
-            return f"{text}; no MFU: {self.absent}"
-        peaks = ", ".join(f"{name} {peak / 1e12:g} TFLOP/s" for name, peak in self.peak_per_second.items())
-        return f"{text}; MFU {'at least ' if least else ''}{percent(self.mfu_ratio)} of the dense peak ({peaks})"
-
-
 def peaks_of(device: str) -> dict[str, float]:
     """FLOP per second by number format; empty for a device that is not in the table, such as a part of one (MIG)."""
     double, single, tf32, *lower = next((row for name, row in PEAKS.items() if re.fullmatch(name, device)), (None,) * 6)
@@ -113,17 +80,17 @@ def measure(events: TraceEvents, steps: TraceSteps, device: str | None) -> Flops
         why = "no operator in it multiplies matrices, convolves or attends"
         if missing:
             shapes = any(isinstance(each.shapes, list) for each in events.signatures)
-            why = f"no operator could be counted: {_listed(missing)}" if shapes else _NO_SHAPES
+            why = f"no operator could be counted: {listed(missing)}" if shapes else _NO_SHAPES
         return FlopsUsage(None, {}, missing, None, None, why)
     each = {name: whole / len(steps.host) for name, whole in flops.items()}
     known = peaks_of(device or "")
-    gpus = {number for number, kind in zip(events.work.device, events.work.kind, strict=True) if kind == KERNEL}
+    gpus = {work.device for work in events.work if work.kind == KERNEL}
     reasons = (
         (not gpus, "no kernel ran on a GPU"),
         (len(gpus) > 1, "kernels ran on several GPUs, and the operators do not tell on which"),
         (device is None, "the trace does not name the GPU"),
         (not known, f"the peak of {device} is not in the table"),
-        (each.keys() - known, f"the table has no peak of {device} for {_listed(sorted(each.keys() - known))}"),
+        (each.keys() - known, f"the table has no peak of {device} for {listed(sorted(each.keys() - known))}"),
     )
     absent = next((why for true, why in reasons if true), None)
     ratio = None
@@ -137,12 +104,14 @@ def measure(events: TraceEvents, steps: TraceSteps, device: str | None) -> Flops
 
 def _count(events: TraceEvents, steps: TraceSteps) -> tuple[dict[str, float], tuple[str, ...]]:
     """The FLOPs by number format, and the names of the outermost operators that could not be counted."""
-    rows, names = events.products, events.names
-    columns = zip(rows.thread, rows.start, rows.duration, rows.name, rows.external, strict=True)
     first, last = steps.host[0].start, steps.host[-1].end
-    calls = sorted((thread, at, -at - took, name, of) for thread, at, took, name, of in columns if first <= at < last)
+    calls = sorted(
+        (each.thread, each.start, -each.start - each.took, each.name, each.external)
+        for each in events.products
+        if first <= each.start < last
+    )
     per_call = [_flops(each) for each in events.signatures]
-    counted: dict[int, list[TimeRange]] = {thread: [] for thread in rows.thread}
+    counted: dict[int, list[TimeRange]] = {thread: [] for thread, *_ in calls}
     flops: dict[str, float] = {}
     unknown: list[tuple[int, float, float, int]] = []
     for thread, start, minus_end, name, signature in reversed(calls):
@@ -162,7 +131,7 @@ def _count(events: TraceEvents, steps: TraceSteps) -> tuple[dict[str, float], tu
     for thread, start, end, name in reversed(unknown):
         if start >= until.get(thread, -inf) and not holds(inside[thread], start):
             until[thread] = end
-            missing[shortened(names[name], 60)] = None
+            missing[shortened(events.names[name], 60)] = None
     return flops, tuple(missing)[:20]
 
 
@@ -215,7 +184,3 @@ def _attention(query: int, causal: int, times: int, shapes: Any, values: Any) ->
         square = min(rows, columns)
         pairs = square * (square + 1) // 2 + (rows - square) * columns
     return float(2 * times * prod(q[:-2]) * pairs * (q[-1] + v[-1])) if len(q) == len(k) == len(v) else None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

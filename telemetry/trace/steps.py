@@ -12,10 +12,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import islice
-from operator import add
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from telemetry.trace.events import (
+    COLLECTIVE,
     COMMUNICATION,
     KERNEL,
     LOADER,
@@ -23,14 +23,13 @@ from telemetry.trace.events import (
     MEMSET,
     NOTHING,
     STEP,
-    is_communication,
     step_number,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from telemetry.trace.events import DeviceWork, RuntimeCalls, Spans, TraceEvents
+    from telemetry.trace.events import Rows, TraceEvents
 
 TimeRange: TypeAlias = tuple[float, float]
 Intervals: TypeAlias = list[TimeRange]
@@ -39,8 +38,6 @@ SECONDS_PER_US: Final = 1e-6
 """Times of a trace are microseconds, figures are seconds."""
 
 _PORTION: Final = 1 << 16
-_MUCH_SHORTER: Final = 16
-"""If a list is this many times shorter than the other, its intervals are searched there by bisection."""
 
 
 def union(intervals: Iterable[TimeRange]) -> Intervals:
@@ -53,34 +50,24 @@ def union(intervals: Iterable[TimeRange]) -> Intervals:
     while portion := list(islice(left, max(_PORTION, len(merged)))):
         portion += merged
         portion.sort()
-        merged = _join(portion)
+        merged = []
+        first = portion[0]
+        end = first[1]
+        for span in portion:
+            if span[0] > end:
+                merged.append(first if first[1] == end else (first[0], end))  # mostly the same object
+                first = span
+                end = span[1]
+            elif span[1] > end:
+                end = span[1]
+        merged.append((first[0], end))
         portion.clear()
-    return merged
-
-
-def _join(intervals: Intervals) -> Intervals:
-    """The union of sorted intervals. An unchanged interval stays the same object: there may be millions."""
-    merged: Intervals = []
-    first = intervals[0]
-    end = first[1]
-    for span in intervals:
-        if span[0] > end:
-            merged.append(first if first[1] == end else (first[0], end))
-            first = span
-            end = span[1]
-        elif span[1] > end:
-            end = span[1]
-    merged.append((first[0], end))
     return merged
 
 
 def intersection(one: Intervals, other: Intervals) -> Intervals:
     """The times that are in both."""
-    if len(one) > len(other):
-        one, other = other, one
-    if _MUCH_SHORTER * len(one) < len(other):
-        return [span for start, end in one for span in within(other, start, end)]
-    return split(other, one)[0]
+    return split(one, other)[0]
 
 
 def difference(one: Intervals, other: Intervals) -> Intervals:
@@ -142,24 +129,14 @@ def length(intervals: Iterable[TimeRange]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-CATEGORIES: Final = (
-    "Kernel",
-    "Memcpy",
-    "Memset",
-    "Communication",
-    "Runtime",
-    "DataLoader",
-    "CPU Exec",
-    "Other",
-)
+CATEGORIES: Final = ("Kernel", "Memcpy", "Memset", "Communication", "Runtime", "DataLoader", "CPU Exec", "Other")
 """The categories by priority: each time counts for the first one that covers it. Other is the rest of the step."""
 
 _TORN: Final = 0.8
 """If the last step has fewer device events than this share of the step before, the recording ended within it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A step: its number, start and end in microseconds on the trace's clock."""
 
     number: int
@@ -193,62 +170,54 @@ class TraceSteps:
         """The sum of their lengths, microseconds."""
         return sum(span.end - span.start for span in self.spans)
 
+    def hold(self, time: float) -> bool:
+        """Whether a time is between the start of the first step and the end of the last, device work included."""
+        return self.spans[0].start <= time < self.spans[-1].end
+
 
 def find_steps(events: TraceEvents) -> TraceSteps | None:
     """The steps, or all of the trace as one step if no step is marked; None if no event has a duration."""
-    traits, names = events.names.traits, events.names
-    columns = zip(events.marks.start, events.marks.duration, events.marks.name, strict=True)
-    marks = sorted(mark for mark in columns if traits[mark[2]] & STEP)
-    if marks:
-        host = [Span(step_number(names[name]) or 0, start, start + took) for start, took, name in marks]
-    else:
-        extent = _extent(events.operators) or _extent(events.marks) or _extent(events.calls) or _extent(events.work)
-        if extent is None:
+    steps = events.named(STEP)
+    host = [
+        Span(step_number(events.names[mark.name]), *mark.span)
+        for mark in sorted(events.marks)  # by their start
+        if mark.name in steps
+    ]
+    marked = bool(host)
+    if not marked:
+        sources: list[Rows[Any]] = [events.operators, events.marks, events.calls, events.work]
+        spans = [row.span for row in next((rows for rows in sources if len(rows)), ())]
+        if not spans:
             return None
-        host = [Span(0, *extent)]
-    spans, torn = _with_device(events, host)
-    return TraceSteps(tuple(spans), tuple(host[: len(spans)]), bool(marks), torn)
+        host = [Span(0, min(start for start, _ in spans), max(end for _, end in spans))]
+    with_device, torn = _with_device(events, host)
+    return TraceSteps(tuple(with_device), tuple(host[: len(with_device)]), marked, torn)
 
 
-def find_categories(events: TraceEvents) -> dict[str, Intervals]:
-    """The times of each category but Other. They may overlap."""
-    traits, names = events.names.traits, events.names
-    found: dict[str, list[TimeRange]] = {category: [] for category in CATEGORIES[:-1]}
-    collectives: set[int] = set()
-    marks, work, operators = events.marks, events.work, events.operators
-    for start, took, external, name in zip(marks.start, marks.duration, marks.external, marks.name, strict=True):
-        if traits[name] & COMMUNICATION:
-            found["Communication"].append((start, start + took))
-            collectives.add(external)
-        elif traits[name] & LOADER:
-            found["DataLoader"].append((start, start + took))
-    collectives.discard(NOTHING)
-    collective = [is_communication(name) for name in names]
-    by_kind = {KERNEL: found["Kernel"], MEMCPY: found["Memcpy"], MEMSET: found["Memset"]}
-    communication = found["Communication"]
-    columns = zip(work.start, work.duration, work.external, work.name, work.kind, strict=True)
-    for start, took, external, name, kind in columns:
-        if kind == KERNEL and (collective[name] or external in collectives):
-            communication.append((start, start + took))
-        elif kind in by_kind:
-            by_kind[kind].append((start, start + took))
-    host = [not trait & (COMMUNICATION | LOADER) for trait in traits]
-    merged = {category: union(found.pop(category)) for category in CATEGORIES[:-1]}
-    merged["Runtime"] = union(zip(events.calls.start, map(add, events.calls.start, events.calls.duration), strict=True))
-    merged["CPU Exec"] = union(
-        (start, start + took)
-        for start, took, name in zip(operators.start, operators.duration, operators.name, strict=True)
-        if host[name]
-    )
-    return merged
-
-
-def exclusive(steps: TraceSteps, categories: dict[str, Intervals]) -> dict[str, Intervals]:
-    """The times of the steps, each in one category. ``categories`` is emptied on the way, because it may be large."""
-    left = steps.intervals
+def categorize(events: TraceEvents, steps: TraceSteps) -> dict[str, Intervals]:
+    """The times of the steps, each in one category."""
+    traits = events.traits
+    found: dict[str, Iterable[TimeRange]] = {
+        "Runtime": (call.span for call in events.calls),
+        "DataLoader": (mark.span for mark in events.marks if traits[mark.name] & LOADER),
+        "CPU Exec": (each.span for each in events.operators if not traits[each.name] & (COMMUNICATION | LOADER)),
+    }
+    collectives = [mark for mark in events.marks if traits[mark.name] & COMMUNICATION]
+    ids = {mark.external for mark in collectives} - {NOTHING}
+    kernels: list[TimeRange] = []
+    communication = [mark.span for mark in collectives]
+    copies: dict[int, list[TimeRange]] = {MEMCPY: [], MEMSET: []}
+    for work in events.work:
+        if work.kind == KERNEL:
+            collective = traits[work.name] & COLLECTIVE or work.external in ids
+            (communication if collective else kernels).append(work.span)
+        elif work.kind in copies:
+            copies[work.kind].append(work.span)
+    found |= {"Kernel": kernels, "Memcpy": copies[MEMCPY], "Memset": copies[MEMSET], "Communication": communication}
     parts: dict[str, Intervals] = {}
+    left = steps.intervals
     for category in CATEGORIES[:-1]:
-        parts[category], left = split(left, categories.pop(category))
+        parts[category], left = split(left, union(found.pop(category)))
     return parts | {CATEGORIES[-1]: left}
 
 
@@ -260,36 +229,31 @@ def breakdown(steps: TraceSteps, parts: dict[str, Intervals]) -> list[dict[str, 
     ]
 
 
-def _extent(rows: DeviceWork | RuntimeCalls | Spans) -> TimeRange | None:
-    """From the first start to the last end."""
-    return (min(rows.start), max(map(add, rows.start, rows.duration))) if rows.start else None
-
-
 def _with_device(events: TraceEvents, host: Sequence[Span]) -> tuple[list[Span], int]:
     """The steps, each until the device has finished what it launched, and how many were dropped at the end.
 
     A step begins where the one before it ends. The first step begins after the device has finished earlier work.
     """
-    starts, ends = [span.start for span in host], [span.end for span in host]
+    starts = [span.start for span in host]
     launched_in: dict[int, int] = {}
-    calls, work = events.calls, events.work
-    for start, took, correlation in zip(calls.start, calls.duration, calls.correlation, strict=True):
-        step = bisect_right(starts, start) - 1
-        if correlation >= 0 and step >= 0 and start + took <= ends[step]:
-            launched_in[correlation] = step
+    for call in events.calls:
+        step = bisect_right(starts, call.start) - 1
+        if call.correlation >= 0 and step >= 0 and call.span[1] <= host[step].end:
+            launched_in[call.correlation] = step
     first = [float("inf")] * len(host)
     last = [float("-inf")] * len(host)
     count = [0] * len(host)
     before: list[float] = []  # ends of work that was launched outside of the steps
-    for start, took, correlation, kind in zip(work.start, work.duration, work.correlation, work.kind, strict=True):
-        if kind not in {KERNEL, MEMCPY, MEMSET}:
+    for work in events.work:
+        if work.kind not in {KERNEL, MEMCPY, MEMSET}:
             continue
-        at = launched_in.get(correlation)
+        at = launched_in.get(work.correlation)
+        start, end = work.span
         if at is None:
-            before.append(start + took)
+            before.append(end)
             continue
         first[at] = min(first[at], start)
-        last[at] = max(last[at], start + took)
+        last[at] = max(last[at], end)
         count[at] += 1
     if not any(count):
         return list(host), 0
