@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
 	@echo "make test    ruff, mypy, the documentation's links and the tests"
-	@echo "make docs-reference   write the parts of docs/ that are made from the code: metrics, settings, examples"
+	@echo "make docs-reference   write the parts of docs/ that are made from the code: metrics, settings, figures"
 	@echo "make docs    build the documentation's site into site/; a broken link is an error"
 	@echo "make dist    build the wheel and the sdist into dist/, and check them as a package index and a user would"
 	@echo "make test-stack   what runs beside real servers and a browser: Prometheus, Alertmanager, VictoriaMetrics, Slurm, Chromium (minutes)"
@@ -121,7 +121,6 @@ zoo: $(READY)
 
 docs-reference: $(READY)
 	$(BIN)/python docs/tools/reference.py
-	$(BIN)/python docs/tools/generate_examples.py
 	$(BIN)/python docs/tools/fill_benchmark_figures.py
 
 format: $(READY)

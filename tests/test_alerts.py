@@ -165,14 +165,3 @@ def test_rule_tests_evaluate_the_groups_in_their_order():
     """promtool takes them in any order if it is not told."""
     for path in RULE_TESTS:
         assert load(path)["group_eval_order"] == [group["name"] for group in GROUPS], path.name
-
-
-def test_links_of_the_documents_lead_somewhere():
-    for document in (ROOT / "docs" / f"{name}.md" for name in ("production", "runbook", "dashboards")):
-        text = document.read_text()
-        for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", text):
-            assert (document.parent / target).exists(), target
-        for anchor in re.findall(r"\]\(#([\w-]+)\)", text):
-            assert anchor in {heading.lower() for heading in re.findall(r"^## (\w+)$", text, re.MULTILINE)}, anchor
-        for path in re.findall(r"`(deploy/[\w./*-]+)`", text):
-            assert list(ROOT.glob(path.rstrip("/"))), path

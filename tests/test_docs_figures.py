@@ -7,121 +7,155 @@ import re
 
 import pytest
 
-from telemetry.trace.flops import PEAKS
-from tests.doc_pages import DOCS, ROOT, table, text_of
+from tests.doc_pages import DOCS, ROOT, load_tool, text_of
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def said(page):
+    """The words of a page, on one line."""
+    return " ".join(text_of(ROOT / page).split())
+
+
+def result(kind):
+    """The only results of a kind, as JSON. The page on accuracy or overhead links to them."""
+    (path,) = RESULTS.glob(f"{kind}-*.json")
+    assert any(f"benchmarks/results/{path.stem}.md" in said(f"docs/{page}.md") for page in ("accuracy", "overhead"))
+    return json.loads(text_of(path))
+
+
+def rows(name, start):
+    """The cells of the rows of a page of results that start in some way."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text_of(RESULTS / f"{name}.md").splitlines()
+        if line.startswith(start)
+    ]
 
 
 def test_the_readme_says_what_the_benchmark_measured():
-    rows = json.loads(text_of(results_of("overhead")))["rows"]
+    measured = result("overhead")["rows"]
 
     def median(section, name):
-        return next(r["median"] for r in rows if r["section"].startswith(section) and r["name"].startswith(name))
+        return next(r["median"] for r in measured if r["section"].startswith(section) and r["name"].startswith(name))
 
-    said = " ".join(text_of(ROOT / "README.md").split())
     hot = median("Per step on the training thread, hot", "telemetry adds")
     cold = median("Per step on the training thread, cold", "telemetry adds")
-    assert f"takes {hot:.2f} µs longer in a tight loop, and {cold:.1f} µs inside a real training step" in said
-    assert f"threads take {median('The agent', 'CPU at 1 Hz'):.2f} % of a core" in said
+    readme = said("README.md")
+    assert f"takes {hot:.2f} µs longer in a tight loop, and {cold:.1f} µs inside a real training step" in readme
+    assert f"threads take {median('The agent', 'CPU at 1 Hz'):.2f} % of a core" in readme
 
 
 def test_the_readme_says_what_the_zoo_found():
-    published = json.loads(text_of(results_of("zoo")))
-    found, accused, named, predicted = published["goals"]
-    del found
-    said = " ".join(text_of(ROOT / "README.md").split())
-    assert f"On {len(published['specimens'])} scripts" in said
-    assert f"named in {named['reached']}," in said
-    assert f"{accused['reached'].removesuffix(' accused').replace(' runs', ' healthy runs')} were accused" in said
-    assert f"On {predicted['reached'].split(' specimens')[0]} scripts whose advice could be followed" in said
+    published = result("zoo")
+    _, accused, named, predicted = (goal["reached"] for goal in published["goals"])
+    readme = said("README.md")
+    assert f"On {len(published['specimens'])} scripts" in readme
+    assert f"named in {named}," in readme
+    assert f"{accused.removesuffix(' accused').replace(' runs', ' healthy runs')} were accused" in readme
+    assert f"On {predicted.split(' specimens')[0]} scripts whose advice could be followed" in readme
 
 
-@pytest.mark.parametrize(
-    ("kind", "page"),
-    [
-        ("hang-campaign", "hangs.md"),
-        ("hang-campaign", "accuracy.md"),
-        ("straggler-campaign", "nodes.md"),
-        ("straggler-campaign", "accuracy.md"),
-    ],
-)
-def test_the_pages_say_what_the_campaigns_found(kind, page):
-    (path,) = (ROOT / "benchmarks" / "results").glob(f"{kind}-*.json")
-    found, said = json.loads(text_of(path)), " ".join(text_of(DOCS / page).split())
-    assert f"{found['right']} of {found['of']}" in said
-    assert f"benchmarks/results/{path.stem}.md" in said
-    if page == "accuracy.md":
-        assert f"`{found['command']}`" in said
+@pytest.mark.parametrize("kind", ["hang-campaign", "straggler-campaign"])
+def test_accuracy_of_the_campaigns(kind):
+    found = result(kind)
+    (row,) = re.findall(rf"\| `{re.escape(found['command'])}`.*", text_of(DOCS / "accuracy.md"))
+    assert row.endswith(f"| {found['right']} of {found['of']} |")
 
 
-def test_the_page_says_what_the_jobs_of_the_zoo_found():
-    (path,) = (ROOT / "benchmarks" / "results").glob("jobs-zoo-*.json")
-    runs = [run for specimen in json.loads(text_of(path))["specimens"] for run in specimen["runs"]]
+def test_accuracy_of_whole_jobs():
+    runs = [run for specimen in result("jobs-zoo")["specimens"] for run in specimen["runs"]]
     right = sum(bool(run["right"]) or run["accused"] is False for run in runs)
-    assert f"| {right} of {len(runs)} |" in text_of(DOCS / "accuracy.md")
+    assert f"| {right} of {len(runs)} |" in said("docs/accuracy.md")
 
 
-def test_the_page_on_accuracy_says_what_the_restarts_found():
-    results = text_of(ROOT / "benchmarks" / "results" / "restarts-amd-epyc-2-cores.md")
-    runs = [re.findall(r"[\d.]+", row) for row in results.splitlines() if re.match(r"\| [a-z ]+, \d", row)]
-    rows = table(text_of(DOCS / "accuracy.md"), "## Goodput of runs that are restarted")
-    assert len(rows) == len(runs) == 3
-    for (_, number, worst, ettr, exact), run in zip(rows, runs, strict=True):
-        said = [*re.findall(r"\d+", number), *re.findall(r"\d+", exact), *re.findall(r"[\d.]+", worst)[:1]]
-        assert [*said, ettr.split()[0]] == [run[0], run[1], run[5], run[6], run[8], run[9]]
+def test_accuracy_of_restarts():
+    runs = [
+        [float(figure) for figure in re.findall(r"[\d.]+", cell)]
+        for row in rows("restarts-amd-epyc-2-cores", ("| typed again, ", "| torchrun, ", "| elastic, "))
+        for cell in row[4:]
+    ]
+    exact, off, ettr = (runs[column::3] for column in range(3))
+    page = said("docs/accuracy.md")
+    assert f"at most {max(off)[0]} % of the wall clock, and `ettr_ratio` by at most {max(ettr)[0]} %" in page
+    assert f"{sum(e[0] for e in exact):.0f} of {sum(e[1] for e in exact):.0f} attempts" in page
 
 
-def test_the_accuracy_page_says_what_the_planted_lines_showed():
-    summary = json.loads(text_of(results_of("lines")))["summary"]
-    rows = [row[1] for row in table(text_of(DOCS / "accuracy.md"), "## Lines")]
-    goals = ("first_line_right", "share_within_5_points", "gain_within_20_percent")
-    wholes = ("runs", "runs", "predictions")
-    assert rows == [f"{summary[goal]} of {summary[whole]} runs" for goal, whole in zip(goals, wholes, strict=True)]
+def test_accuracy_of_lines():
+    found = result("lines")["summary"]
+    runs, page = found["runs"], said("docs/accuracy.md")
+    assert f"the planted one in {found['first_line_right']} of {runs} runs" in page
+    assert f"the script's own timers in {found['share_within_5_points']} of {runs}." in page
+    assert f"the predicted range, in {found['gain_within_20_percent']} of {found['predictions']}." in page
 
 
-def test_the_accuracy_page_has_the_forecasts_of_memory_that_were_measured():
-    lines = text_of(ROOT / "benchmarks" / "results" / "memory-amd-epyc-2-cores.md").splitlines()
-    rows = [line for line in lines if line.startswith("| `") or " parts named rightly" in line]
-    assert len(rows) > 1
-    assert [row for row in rows if row not in text_of(DOCS / "accuracy.md")] == []
+def test_accuracy_of_memory():
+    (sentence,) = re.findall(
+        r"^\d+ of .* parts named rightly.*$", text_of(RESULTS / "memory-amd-epyc-2-cores.md"), re.MULTILINE
+    )
+    assert sentence in said("docs/accuracy.md")
 
 
-def test_the_page_on_snapshots_has_what_shapes_cost():
-    results = text_of(ROOT / "benchmarks" / "results" / "snapshot-shapes-amd-epyc-2-cores.md")
-    rows = [row for row in results.splitlines() if row.startswith("| ")]
-    assert len(rows) == 6
-    assert [row for row in rows if row not in text_of(DOCS / "snapshots.md")] == []
+def test_accuracy_of_tune():
+    reached, scripts, trials = re.search(
+        r"the grid's best: (\d+) of (\d+) scripts, in at most (\d+) trials",
+        text_of(RESULTS / "tune-amd-epyc-2-cores.md"),
+    ).groups()
+    assert f"on {reached} of {scripts} scripts, after at most {trials} trials" in said("docs/accuracy.md")
 
 
-def test_the_page_on_traces_has_the_peaks_that_are_known():
-    (lines,) = re.findall(r"\| device \| float64 .*\n\| --- .*\n((?:\| .*\n)+)", text_of(DOCS / "TRACE.md"))
-    rows = [row.strip("| ").split(" | ") for row in lines.splitlines()]
-    said = [[None if cell == "-" else float(cell) for cell in row[1:7]] for row in rows]
-    assert said == [list(peaks) for peaks in PEAKS.values()]
+@pytest.mark.parametrize("kind", ["thread", "worker", "busy"])
+def test_accuracy_of_comparisons(kind):
+    """Of one pair: how often its interval has the truth, and is below 1 if each window is longer. Of three: the latter."""
+    one, three = (rows("compare-amd-epyc-2-cores", f"| {kind} | 5 % longer | {pairs} ")[0] for pairs in (1, 3))
+    found = [f"{100 * int(row[5]) / int(row[3]):.0f} %" for row in (one, three)]
+    assert f"| {one[4]} | {found[0]} | {found[1]} |" in said("docs/accuracy.md")
 
 
-def test_the_page_on_the_html_report_says_what_the_benchmark_measured():
-    (path,) = (ROOT / "benchmarks" / "results").glob("html-report-*.json")
-    rows = [row for row in json.loads(text_of(path))["rows"] if row["section"] == "a week of 64 ranks"]
-    logs, seconds, cpu, memory, page = (row["median"] for row in rows[:5])
-    text = " ".join(text_of(DOCS / "html-report.md").split())
+def test_accuracy_of_changes():
+    (steady,) = rows("changes", "| compute 12 % longer |")
+    (crowded,) = rows("changes", "| compute 12 % longer, others come and go |")
+    page = said("docs/accuracy.md")
+    assert steady[1] == "100 %"
+    assert f"after {steady[2].split(',')[0]} minutes in the median" in page
+    assert f"it took {crowded[2].split(',')[0]} minutes, and {crowded[1]} were found" in page
+
+
+def test_overhead_is_what_was_measured():
+    tool = load_tool("fill_benchmark_figures")
+    text = text_of(tool.PAGE)
+    assert tool.filled(text) == text, "run `make docs-reference`"
+
+
+def test_another_figure_is_put_right():
+    tool = load_tool("fill_benchmark_figures")
+    text = text_of(tool.PAGE)
+    wrong = re.sub(r"(resident memory at the start \| )\d+", r"\g<1>470", text)
+    assert wrong != text
+    assert tool.filled(wrong) == text
+    with pytest.raises(ValueError, match="0 rows start with"):
+        tool.filled(text.replace("resident memory", "memory"))
+
+
+def test_the_cost_of_snapshots():
+    page = said("docs/snapshots.md")
+    ((_, memory, without, taken, pauses, _), (*_, longer, _)) = (
+        rows("snapshot-budget-amd-epyc-2-cores", f"| {operators} |")[0] for operators in (6000, 60000)
+    )
+    assert f"took {taken} each instead of {without}, {memory[1:]} more memory and pauses of {pauses}" in page
+    assert f"of 60,000 operators, {longer} (" in page
+    ((_, _, recorded, shapes),) = rows("snapshot-shapes-amd-epyc-2-cores", "| a step")
+    assert f"takes {shapes.split()[0]} instead of {recorded.split(' (')[0]}" in page
+
+
+def test_the_cost_of_the_html_report():
+    (path,) = RESULTS.glob("html-report-*.json")
+    week = [row for row in json.loads(text_of(path))["rows"] if row["section"] == "a week of 64 ranks"]
+    logs, seconds, cpu, memory, page = (row["median"] for row in week[:5])
+    text = said("docs/views.md")
     assert (
         f"which is {logs:.1f} GB of logs, the command takes {seconds:.0f} s on two cores, {cpu:.0f} s of CPU time and "
         f"{memory:.0f} MB of memory." in text
     )
-    assert f"The page has {page:.1f} MB." in text
-    assert all(row["met"] for row in (rows[1], *rows[3:7]))
-
-
-def results_of(kind):
-    """The results that the documentation links to."""
-    page = {"overhead": "overhead.md", "zoo": "accuracy.md", "lines": "accuracy.md"}[kind]
-    (name,) = re.findall(rf"benchmarks/results/({kind}-[\w-]+)\.md", text_of(DOCS / page))
-    return ROOT / "benchmarks" / "results" / f"{name}.json"
-
-
-def test_the_accuracy_page_has_the_comparisons():
-    lines = text_of(ROOT / "benchmarks" / "results" / "compare-amd-epyc-2-cores.md").splitlines()
-    said = text_of(DOCS / "accuracy.md")
-    rows = [line for line in lines if line.startswith(("| thread", "| worker", "| busy", "| 0."))]
-    assert len(rows) > 40
-    assert [row for row in rows if row not in said] == []
+    assert f"The page has {page:.1f} MB" in text
+    assert all(row["met"] for row in (week[1], *week[3:7]))

@@ -34,7 +34,7 @@ def test_the_needed_packages_are_those_that_the_doctor_looks_for():
     assert set(needed) == set(doctor.NEEDED)
 
 
-@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/production.md", "docs/versions.md"])
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/versions.md"])
 def test_the_pages_say_the_supported_versions(page):
     text = (ROOT / page).read_text()
     assert f"Python {OLDEST} or newer" in text

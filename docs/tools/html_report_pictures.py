@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/html-report.md: real runs, and one of 1,000 ranks that is simulated. Takes five minutes.
+"""Draws the pictures of docs/views.md: real runs, and one of 1,000 ranks that is simulated. Takes five minutes.
 
 Needs Chromium, and the extras ``html`` and ``dev``. Each picture is the upper part of the page, as Chromium shows it.
 """

@@ -365,7 +365,7 @@ CHANGES: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, met
           lambda view: view.step_change_ratio,
           absent="while the training loop has run for less than about 15 minutes",
           details="1.12: steps take 12 % longer than before. The log has when, which part of the step and what "
-          "changed with it, in lines with `event` = `change`. See [Changes](changes.md)."),
+          "changed with it, in lines with `event` = `change`. See [Changes](causes.md#changes)."),
 ))
 
 LOST: Final = MetricLabel("category", ("redone", "restore", "replay", "startup", "stuck", "down"))
@@ -546,7 +546,7 @@ MEMORY_GROWTH: Final[MetricGroup[MemoryGrowth]] = MetricGroup(
           lambda growth: growth.bytes_per_second, unit="bytes", label=WHERE,
           absent="for a part that the run does not have, such as `workers` without workers",
           details="Growth at the start, up to a cache's size, in single jumps, and of workers that are started "
-          "anew in each epoch is not counted. [Memory](memory.md) explains the parts."),
+          "anew in each epoch is not counted. [Memory](causes.md#memory) explains the parts."),
     gauge("training_memory_exhausted_in_seconds",
           "Time until memory is used up, if it goes on growing as it does.",
           lambda growth: growth.exhausted_in_seconds,

@@ -1,6 +1,6 @@
 """Reads a trace of torch.profiler: what its steps consist of, where they wait, and what to change.
 
-It needs neither torch nor numpy. A file is read as a stream, within `ReadLimits`. docs/TRACE.md explains each figure.
+It needs neither torch nor numpy. A file is read as a stream, within `ReadLimits`. The figures: docs/snapshots.md.
 """
 
 from __future__ import annotations

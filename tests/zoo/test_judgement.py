@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -259,24 +257,6 @@ def test_the_page_says_what_the_published_results_say(published, page):
     assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', starving)} of the {len(starving)} that starve" in said
     assert f"`COMPUTE-BOUND` for the other {_called('COMPUTE-BOUND', starving)}:" in said
     assert f"`INPUT-BOUND` for {_called('INPUT-BOUND', healthy)} of the {len(healthy)} healthy" in said
-
-
-def test_the_page_says_how_far_off_the_predictions_of_a_cause_are(published, page):
-    """Each script counts with the median of its runs."""
-    followed = defaultdict(list)
-    for specimen in published["specimens"]:
-        runs = [run for run in specimen["runs"] if run["advised"] is not None and run["realised"]]
-        if runs:
-            predicted = median(run["advised"]["predicted"] for run in runs)
-            off = median(abs(run["advised"]["predicted"] / run["realised"] - 1) for run in runs)
-            followed[runs[0]["advised"]["cause"]].append((predicted, 100 * off))
-    for cause, scripts in followed.items():
-        low, *_, high = sorted(predicted for predicted, _ in scripts * 2)
-        between = f"{low:.2f} to {high:.2f} times" if low < high else f"{low:.2f} times"
-        off = [off for _, off in scripts]
-        most = f"{median(off):.0f} %, {max(off):.0f} %" if len(scripts) > 1 else f"{off[0]:.0f} %"
-        assert f"| `{cause}` | {len(scripts)} | {between} | {most} |" in page
-    assert len(re.findall(r"\| `\w+` \| \d+ \| [^|]+ times \|", page)) == len(followed)
 
 
 def _called(status, specimens):
