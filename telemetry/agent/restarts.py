@@ -915,8 +915,9 @@ class RunLosses:
         beat = _beat_of(self._folder, before.life)
         if beat is not None:
             before = before.newer(beat)
-        if before.process == process:  # it has been there longer, but that time is booked
-            self._attempt.seconds_before = min(self._attempt.seconds_before, max(0.0, now - before.time))
+        if before.process == process and started is not None:  # it has been there longer, but that time is booked
+            booked = max(0.0, before.time - started)
+            self._attempt.seconds_before = max(0.0, self._attempt.seconds_before - booked)
         return before.next(process=process, life=self._life, started=now if started is None else started)
 
     def _write(self) -> None:
