@@ -21,7 +21,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.simulated_run import SimulatedRun, write_run  # noqa: E402
-from tests.faults.restarting_jobs import TRAIN  # noqa: E402
 
 _SCRIPTS: Final = ROOT / "tests" / "zoo" / "scripts"
 _RUN: Final = (sys.executable, "-m", "telemetry", "run", "--log-interval-seconds", "1")
@@ -41,14 +40,18 @@ def _starved(folder: Path) -> None:
 
 def _restarted(folder: Path) -> None:
     """A training that writes checkpoints: killed twice, and then ended by itself."""
-    script = folder / "train.py"
-    script.write_text(TRAIN.replace("sleep(0.004)", "sleep(0.0002)").replace("    ", "", 1).replace("\n    ", "\n"))
+    script = ROOT / "tests" / "faults" / "restarted_training.py"
     for attempt, seconds in enumerate((26.0, 20.0, None)):
         if seconds is None:
             (folder / "until").write_text("2600")
-        variables = os.environ | {"ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
+        variables = {
+            "ATTEMPT": str(attempt),
+            "FETCH_SECONDS": "0.0002",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         command = [*_RUN, "--run", "small-model", "--run-dir", folder / "run", "--interval-seconds", "0.1", script]
-        process = subprocess.Popen(command, cwd=folder, env=variables)
+        process = subprocess.Popen(command, cwd=folder, env=os.environ | variables)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:

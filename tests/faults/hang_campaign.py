@@ -2,21 +2,221 @@
 
 Jobs of four ranks on two emulated nodes hang in many ways, each at random ranks and steps. Right is a verdict with
 the right rank, its node, the kind and, where there is one, the line. Healthy jobs accuse nobody. A whole campaign writes
-its result.
+its result. The tests take the job from here.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import random
 import signal
 import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.campaign_results import Campaign, Trial
-from tests.faults.hanging_jobs import HangingJob, line_of
-from tests.faults.processes import wait_for
+from tests.faults.campaign import Campaign, Trial, line_in
+from tests.faults.processes import environment, events, wait_for, write
+from tests.faults.warm_python import WarmChild
+
+STUCK_SECONDS = 1.0
+
+UNNOTICED = """
+    import os
+
+    reading, writing = os.pipe()
+
+
+    def all_reduce():
+        os.read(reading, 1)
+"""
+"""Stands in for a collective of NCCL, which waits on when a peer dies. One of gloo raises."""
+
+JOB = """
+    import ctypes, multiprocessing, os, pdb, sys, threading, time
+    import telemetry
+    import torch
+    import torch.distributed as dist
+    from telemetry.agent import hangs
+    from telemetry.node import peers
+    from torch.utils.data import DataLoader, Dataset
+
+    rank, world, odd, what = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork")
+    mine = rank == odd
+    lock = threading.Lock()
+    lock.acquire()
+    reading, writing = os.pipe()
+
+
+    def say(text):
+        print(text, flush=True)
+
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return AT if mine and what in {"left", "barrier"} else 40
+
+        def __getitem__(self, index):
+            if index == AT and mine and what in {"fetch", "worker"}:
+                say("reached") if what == "fetch" else None
+                os.read(reading, 1)  # the fetch
+            return index
+
+
+    class Storage:
+        def write(self, data):
+            os.read(reading, 1)  # the checkpoint
+
+        def flush(self):
+            pass
+
+
+    def save():
+        torch.save({}, Storage(), _use_new_zipfile_serialization=False)
+
+
+    def in_the_step():
+        say("reached")
+        if what in {"compute", "ddp"}:
+            time.sleep(1000)  # the compute
+        elif what == "lock":
+            lock.acquire()  # the lock
+        elif what == "checkpoint":
+            save()
+        elif what == "evaluation":
+            with torch.no_grad():
+                for _ in DataLoader(range(4), batch_size=1):
+                    os.read(reading, 1)  # the evaluation
+        elif what == "order":
+            dist.broadcast(torch.ones(3), 0)  # the other collective
+        elif what == "gil":
+            ctypes.PyDLL(None).sleep(1000)
+        elif what == "signal":
+            time.sleep(1000)
+        elif what == "end":
+            telemetry.stop()
+            time.sleep(1000)
+
+
+    def quiet(batch):
+        if what == "evaluate" and batch == AT or what == "one_evaluates" and mine and batch == AT:
+            with torch.no_grad():  # for longer than a checkpoint may stand still
+                for _ in DataLoader(range(40), batch_size=1):
+                    time.sleep(float(sys.argv[6]) / 4)
+        elif what == "compile" and batch == 0 and mine:
+            time.sleep(3 * float(sys.argv[6]))
+        elif what == "debugger" and mine and batch == AT:
+            lines, to_lines = os.pipe()
+            debugger = pdb.Pdb(stdin=open(lines), stdout=open(os.devnull, "w"), nosigint=True, readrc=False)
+            debugger.use_rawinput = False
+            threading.Timer(8 * float(sys.argv[6]), os.write, (to_lines, b"continue" + bytes([10]))).start()
+            debugger.set_trace()
+        elif what == "slow" and mine:
+            time.sleep(float(sys.argv[6]) / 2 if batch % 8 == 0 else 0)
+
+
+    AT = int(os.environ.get("AT", "12"))
+    QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
+    peers.CYCLE_SECONDS = peers._SETTLE_SECONDS = 0.5
+    hangs._PATIENCE_SECONDS = 6.0
+    peers._ALIVE_SECONDS, peers._LOST_SECONDS = 4.5, 6.0
+    sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
+    import unnoticed
+
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[5]}/store", rank=rank, world_size=world)
+    telemetry.start("run", run="r", port="off", interval_seconds=0.2, log_interval_seconds=0.5, start_line=False,
+                    stuck_seconds=float(sys.argv[6]), stall_window_seconds=600)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)) if what == "ddp" else None
+    for batch in DataLoader(Numbers(), batch_size=1, num_workers=int(what == "worker")):
+        if int(batch) == AT and mine and what not in {"fetch", "worker", "left", "barrier", "all_save", *QUIET}:
+            in_the_step()
+        if what in QUIET:
+            quiet(int(batch))
+        if int(batch) == AT and what == "all_save":
+            say("reached")
+            save()
+        if int(batch) == AT and what in {"signal", "end"}:
+            unnoticed.all_reduce()  # the unnoticed collective
+        if int(batch) == AT and what == "worker" and not mine:
+            say("reached")
+        if model is not None:
+            model(torch.ones(1, 2)).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(4, 8))  # the collective
+        time.sleep(float(os.environ.get("PAUSE", "0.002")))
+    if mine and what == "left":
+        say("reached")
+        sys.stdin.readline()  # after the loop
+    if mine and what == "barrier":
+        say("reached")
+        dist.barrier()  # after the loop, in a barrier
+    if what in QUIET:
+        say("done")
+        sys.stdin.readline()
+"""
+
+
+line_of = functools.partial(line_in, JOB)
+
+
+class HangingJob(contextlib.ExitStack):
+    """Ranks as real processes.
+
+    Args:
+        folder: of the test.
+        what: what goes wrong on rank ``odd``, see `JOB`.
+        nodes: name of the node of each rank.
+        variables: of the environment of all ranks.
+    """
+
+    def __init__(self, folder: Path, what: str, *, odd: int, nodes: tuple[str, ...], **variables: str) -> None:
+        super().__init__()
+        self.run_dir, self.odd = folder / "run", odd
+        script = write(folder, "train.py", JOB)
+        write(folder, "site-packages/torch/distributed/unnoticed.py", UNNOTICED)
+        self.ranks = []
+        for rank, node in enumerate(nodes):
+            about = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(nodes)), "TELEMETRY_NODE": node}
+            rest = (rank, len(nodes), odd, what, folder, STUCK_SECONDS)
+            child = WarmChild(script, *rest, cwd=folder, env=environment(OMP_NUM_THREADS="1", **about, **variables))
+            self.ranks.append(self.enter_context(child))
+
+    def reached(self, rank: int | None = None, what: str = "reached") -> None:
+        """Wait until a rank is where it goes wrong, or says something else."""
+        child = self.ranks[self.odd if rank is None else rank]
+        while child.line() != what:
+            pass
+
+    def send(self, signum: signal.Signals, *ranks: int) -> None:
+        for rank in ranks or [self.odd]:
+            self.ranks[rank].send(signum)
+
+    def suspend(self, seconds: float) -> None:
+        """As a machine that is suspended: all ranks stop for so long."""
+        everyone = range(len(self.ranks))
+        self.send(signal.SIGSTOP, *everyone)
+        time.sleep(seconds)
+        self.send(signal.SIGCONT, *everyone)
+
+    def logged(self, event: str, **fields: object) -> list[dict]:
+        return events(self.run_dir, event, running=True, **fields)
+
+    def verdict(self, kind: str) -> dict:
+        """The first line in the log that names this kind."""
+        return wait_for(lambda: next(iter(self.logged("hang", kind=kind)), None), f"a hang of kind {kind}")
+
+    def accused(self) -> list:
+        """Whoever is said to be stuck, once all ranks are done."""
+        for rank in range(len(self.ranks)):
+            self.reached(rank, "done")
+        stuck = [line["rank"] for line in self.logged("stall_open") if "stuck_in" in line["evidence"]]
+        return [*stuck, *(line.get("verdict", "over") for line in self.logged("hang"))]
+
+
+# -- the campaign --------------------------------------------------------------------------------------------------
 
 NODES = ("n1", "n1", "n2", "n2")
 
@@ -50,64 +250,45 @@ HEALTHY = {
 }
 """Controls, in which nothing hangs."""
 
-SUSPENDED_SECONDS = 3.0
-
-
 ACQUAINTED = {"AT": "25", "PAUSE": "0.1"}
 """The step at which something happens, and seconds between steps: until then each node knows the other."""
 
-
-def truth(way: str, odd: int) -> list[tuple[int, str]]:
-    """The ranks that are to be named, with their nodes."""
-    ranks = {"all-save": range(4), "node": [rank for rank in range(4) if NODES[rank] == NODES[odd]]}.get(way, [odd])
-    return [(rank, NODES[rank]) for rank in ranks]
+SUSPENDED_SECONDS = 3.0
 
 
-def hang(way: str, odd: int, step: int) -> tuple[bool, float, str]:
-    """One job: whether its verdict is right, seconds from the hang to it, and its sentence."""
+def hang(way: str, odd: int, step: int) -> Trial:
+    """One job that hangs."""
     what, kind, line, signum = WAYS[way]
     variables = {"AT": str(step)} if way != "node" else ACQUAINTED
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        HangingJob(Path(folder), what, odd=odd, nodes=NODES, **variables) as job,
-    ):
+    ranks = {"all-save": [0, 1, 2, 3], "node": [r for r in range(4) if NODES[r] == NODES[odd]]}.get(way, [odd])
+    trial = functools.partial(Trial, way, f"rank {odd} on {NODES[odd]}, step {variables['AT']}")
+    with tempfile.TemporaryDirectory() as name, HangingJob(Path(name), what, odd=odd, nodes=NODES, **variables) as job:
         job.reached((odd + 1) % 4 if what == "worker" else odd)
         began = time.monotonic()
         if signum is not None:
-            for rank, _ in truth(way, odd):
-                job.send(signum, rank)
+            job.send(signum, *ranks)
         try:
-            said = wait_for(
-                lambda: next((one for one in job.hangs() if one.get("silent_ranks") == 0), None), "a verdict", 90
-            )
+            said = wait_for(lambda: next(iter(job.logged("hang", silent_ranks=0)), None), "a verdict", 90)
         except AssertionError:
-            return False, 90.0, f"none; {[one['verdict'] for one in job.hangs()]}"
-        seconds = time.monotonic() - began
+            return trial(False, 90.0, f"none; {[one['verdict'] for one in job.logged('hang')]}")
+        seconds = round(time.monotonic() - began, 1)
     suspects = [(suspect["rank"], suspect["node"]) for suspect in said["suspects"]]
-    right = said["kind"] == kind and suspects == truth(way, odd)
+    right = said["kind"] == kind and suspects == [(rank, NODES[rank]) for rank in ranks]
     if line is not None and right:
         right = all(suspect["where"].startswith(f"train.py:{line_of(line)} (") for suspect in said["suspects"])
-    return right, seconds, said["verdict"]
+    return trial(right, seconds, said["verdict"])
 
 
-def healthy(what: str, odd: int) -> tuple[bool, str]:
-    """One job in which nothing hangs: whether nobody is accused, and what was said."""
-    suspended = what == "suspended"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        HangingJob(Path(folder), "slow" if suspended else what, odd=odd, nodes=NODES, **ACQUAINTED) as job,
-    ):
-        if suspended:
+def healthy(way: str, odd: int) -> Trial:
+    """One job in which nothing hangs."""
+    what = "slow" if way == "suspended" else way
+    with tempfile.TemporaryDirectory() as name, HangingJob(Path(name), what, odd=odd, nodes=NODES, **ACQUAINTED) as job:
+        if way == "suspended":
             wait_for(lambda: job.logged("window"), "it goes on")
-            for signum in (signal.SIGSTOP, signal.SIGCONT):
-                for rank in range(len(NODES)):
-                    job.send(signum, rank)
-                time.sleep(SUSPENDED_SECONDS if signum == signal.SIGSTOP else 0)
-        for rank in range(len(NODES)):
-            job.reached(rank, "done")
-        stuck = [line["rank"] for line in job.logged("stall_open") if "stuck_in" in line["evidence"]]
-        said = [line.get("verdict", "over") for line in job.hangs()]
-    return not stuck and not said, f"stuck: {stuck}; {said}" if stuck or said else "nobody is accused"
+            job.suspend(SUSPENDED_SECONDS)
+        accused = job.accused()
+    truth = f"rank {odd} on {NODES[odd]}, step {ACQUAINTED['AT']}"
+    return Trial(f"healthy: {HEALTHY[way]}", truth, not accused, None, str(accused) if accused else "nobody is accused")
 
 
 ABOUT = (
@@ -126,21 +307,14 @@ def main() -> None:
     options = parser.parse_args()
     chosen = random.Random(options.seed)
     command = f"python -m tests.faults.hang_campaign --times {options.times} --seed {options.seed}"
-    campaign = Campaign("hang-campaign", "How often the verdict on a hang is right", ABOUT, command)
+    trials = Campaign("hang-campaign", "How often the verdict on a hang is right", ABOUT, command)
     for way in [options.only] if options.only else [*WAYS, *HEALTHY]:
         for _ in range(options.times):
             odd, step = chosen.randrange(4), chosen.randrange(11, 38)
-            later = way == "node" or way in HEALTHY
-            about = f"rank {odd} on {NODES[odd]}, step {ACQUAINTED['AT'] if later else step}"
-            if way in WAYS:
-                right, seconds, said = hang(way, odd, step)
-                campaign.add(Trial(way, about, right, round(seconds, 1), said))
-            else:
-                right, said = healthy(way, odd)
-                campaign.add(Trial(f"healthy: {HEALTHY[way]}", about, right, None, said))
-    print(f"{sum(trial.right for trial in campaign.trials)} of {len(campaign.trials)} are right")
+            trials.add(hang(way, odd, step) if way in WAYS else healthy(way, odd))
+    print(trials.summary())
     if not options.only:
-        print(*campaign.write(), sep="\n")
+        trials.write()
 
 
 if __name__ == "__main__":

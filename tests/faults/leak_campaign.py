@@ -8,19 +8,89 @@ memory cgroup. With ``--results FILE`` the table is also written there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
-from tests.faults.leaks import MIB, WAYS, LeakingRun, unix
+from tests.faults.memory_group import MIB, MemoryGroup
+from tests.faults.processes import environment, events
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+SCRIPT = Path(__file__).with_name("leaking_training.py")
+
+WAYS = {
+    "kept_tensors": "training", "copied_list": "workers", "worker_cache": "workers", "worker_mmap": "workers",
+    "kept_batches": "shared_memory",
+}  # fmt: skip
+"""What leaks, and where that is."""
+
+
+class LeakingRun(contextlib.ExitStack):
+    """A run of the script under the agent, in a memory cgroup.
+
+    Args:
+        folder: where it runs.
+        what: of `WAYS`.
+        bytes_per_second: how fast it leaks, all processes together.
+        limit_bytes: of the group.
+
+    Raises:
+        OSError: no group can be made here.
+    """
+
+    def __init__(
+        self, folder: Path, what: str, *, bytes_per_second: float, limit_bytes: int, workers: int = 2,
+        list_bytes: int = 300 * MIB,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.run_dir, self._stderr = folder / "run", folder / "stderr"
+        self.group = MemoryGroup(limit_bytes)
+        self.callback(self.group.close)
+        arguments = map(str, (SCRIPT, what, bytes_per_second, workers, 600.0, list_bytes))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "telemetry", "run", "--run-dir", "run", *arguments],
+            cwd=folder,
+            env=environment(TELEMETRY_LOG_INTERVAL_SECONDS="2", OMP_NUM_THREADS="1"),
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr.open("wb"),
+            preexec_fn=self.group.enter,  # noqa: PLW1509 - no thread of ours holds a lock
+        )
+        self.callback(self.end)
+        self.killed_at: float | None = None
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def windows(self) -> list[dict]:
+        return events(self.run_dir, "window", running=True)
+
+    def wait(self, seconds: float = 900.0) -> None:
+        """Until it has ended. Notes when the OOM killer came."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            ended = self.process.poll() is not None
+            if self.killed_at is None and self.group.kills():
+                self.killed_at = time.time()
+            if ended:
+                break
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+
+
+# -- the campaign --------------------------------------------------------------------------------------------------
 
 LIST_BYTES = 430 * MIB
 BASE_BYTES = {"copied_list": 870 * MIB}
@@ -75,10 +145,10 @@ def leak(what: str, seconds: float, workers: int) -> Forecast:
         ) as run,
     ):
         run.wait()
-        windows = run.lines("window")
+        windows = run.windows()
         stepping = [line for line in windows if line["steps_total"]]
         if run.killed_at is None or not stepping:
-            why = f"not killed: {(run.folder / 'stderr').read_text()[-300:]!r}"
+            why = f"not killed: {run.stderr[-300:]!r}"
             return Forecast(what, 0.0, None, 0.0, None, None, why)
         began = unix(stepping[0]["time"])
         life = run.killed_at - began
@@ -94,6 +164,11 @@ def leak(what: str, seconds: float, workers: int) -> Forecast:
             said.get("exhausted_in_seconds"),
             (told[0] - began) / life if told else None,
         )
+
+
+def unix(stamp: str) -> float:
+    """Unix time of a log stamp."""
+    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
 
 
 def table(forecasts: Sequence[Forecast]) -> list[str]:

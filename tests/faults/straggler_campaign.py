@@ -10,6 +10,10 @@ Nobody may be accused while nothing is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import json
+import os
 import random
 import re
 import shutil
@@ -21,11 +25,170 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.faults.campaign_results import Campaign, Trial
-from tests.faults.processes import ROOT, environment, wait_for
-from tests.faults.straggling_jobs import NODES, PACE_SECONDS, StragglingJob, line_of
+from tests.faults.campaign import Campaign, Trial, line_in
+from tests.faults.processes import ROOT, environment, events, wait_for, write
 from tests.free_ports import free_ports
 from tests.stack.jobs import Prometheus
+
+NODES = ("n1", "n1", "n2", "n2")
+"""The node of each rank."""
+
+PACE_SECONDS = 0.05
+"""Time of a step on each rank without the others."""
+
+JOB = """
+    import json, os, sys, time
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, Dataset
+
+    rank, pace, every = int(os.environ["RANK"]), float(sys.argv[1]), 8
+    torch.set_num_threads(1)
+
+
+    class Order:
+        what, seconds, over, seen = "", 0.0, False, 0
+
+        def look(self):
+            stamp = os.stat("order.json").st_mtime_ns
+            if stamp != self.seen:
+                with open("order.json") as file:
+                    order = json.load(file)
+                self.what = order["what"] if rank in order["ranks"] else ""
+                self.seconds, self.over, self.seen = order["seconds"], order["what"] == "end", stamp
+
+
+    class Samples(Dataset):
+        def __len__(self):
+            return 1 << 20
+
+        def __getitem__(self, index):
+            if order.what == "loader":
+                time.sleep(order.seconds)
+            return torch.full((64,), index % 7 / 7)
+
+
+    class SlowStorage:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def write(self, data):
+            time.sleep(self.seconds)
+            self.seconds = 0.0
+            return len(data)
+
+        def flush(self):
+            pass
+
+
+    def think(seconds):
+        time.sleep(seconds)  # the compute
+
+
+    def evaluate(seconds):
+        with torch.no_grad():
+            for _ in DataLoader(range(8), batch_size=1):
+                time.sleep(seconds / 8)
+
+
+    def save(seconds):
+        torch.save({}, SlowStorage(seconds), _use_new_zipfile_serialization=False)
+
+
+    order = Order()
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, batch in enumerate(DataLoader(Samples(), batch_size=1)):
+        order.look()
+        time.sleep(pace)
+        if order.what in {"compute", "node", "percent"}:
+            think(order.seconds)
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % every == 0 and order.what == "evaluation":
+            evaluate(every * order.seconds)
+        if step % every == 0 and order.what == "checkpoint":
+            save(every * order.seconds)
+        over = torch.tensor(float(order.over))
+        dist.all_reduce(over)
+        if over > 0:
+            break
+    dist.destroy_process_group()
+"""
+
+
+line_of = functools.partial(line_in, JOB)
+
+
+class StragglingJob:
+    """Two torchrun agents, each with a node's name and two ranks, and one run folder.
+
+    Args:
+        folder: of the job. The run folder is in it.
+        window: ``stall_window_seconds``.
+    """
+
+    def __init__(self, folder: Path, *, window: float) -> None:
+        self.folder, self.run_dir = folder, folder / "run"
+        script = write(folder, "train.py", JOB)
+        self.order("")
+        port = str(free_ports())
+        self.agents = []
+        for number, node in enumerate(dict.fromkeys(NODES)):
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)),
+                *("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port),
+                *("-m", "telemetry", "run", "--run-dir", "run", "--stall-window-seconds", f"{window:g}"),
+                *(str(script), str(PACE_SECONDS)),
+            ]
+            env = environment(TELEMETRY_NODE=node, OMP_NUM_THREADS="1")
+            with (folder / f"{node}.txt").open("wb") as output:
+                self.agents.append(
+                    subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True)
+                )
+
+    def __enter__(self) -> StragglingJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.send_signal(signal.SIGTERM)  # it ends its ranks, which are in sessions of their own
+        for agent in self.agents:
+            agent.wait(60)
+
+    @property
+    def output(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("n?.txt")))
+
+    def order(self, what: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> None:
+        """From now on these ranks are slow in this way: by so many seconds a step, on average."""
+        path = self.folder / "order.json"
+        path.with_suffix(".new").write_text(json.dumps({"what": what, "ranks": ranks, "seconds": seconds}))
+        os.replace(path.with_suffix(".new"), path)
+
+    def trains(self) -> None:
+        """Wait until all ranks have trained for a while."""
+
+        def all_train() -> bool:
+            assert all(agent.poll() is None for agent in self.agents), self.output
+            return {line["rank"] for line in self.logged("window") if line["steps"]} == set(range(len(NODES)))
+
+        wait_for(all_train, "all ranks train")
+
+    def logged(self, event: str) -> list[dict]:
+        return events(self.run_dir, event, running=True)
+
+    def open_stalls(self) -> list[dict]:
+        """The stalls that are open now, the newest of each rank."""
+        newest: dict[int, dict] = {}
+        for line in sorted([*self.logged("stall_open"), *self.logged("stall_close")], key=lambda line: line["time"]):
+            newest[line["rank"]] = line
+        return [line for line in newest.values() if line["event"] == "stall_open"]
+
+
+# -- the campaign --------------------------------------------------------------------------------------------------
 
 WINDOW_SECONDS = 10.0
 RULE_SECONDS = 66.0
@@ -80,11 +243,9 @@ class Rules:
 
     def _is_ready(self) -> bool:
         assert self._process.poll() is None
-        try:
-            self._server.query("vector(1)")
-        except (OSError, ValueError):
-            return False
-        return True
+        with contextlib.suppress(OSError, ValueError):
+            return bool(self._server.query("vector(1)"))
+        return False
 
     def close(self) -> None:
         self._process.terminate()
@@ -136,21 +297,18 @@ class Trials:
             lines = sorted(self._job.logged("stall_open"), key=lambda line: line["time"])
             return lines[before:]
 
-        try:
+        with contextlib.suppress(AssertionError):
             wait_for(lambda: waiting <= {line["rank"] for line in opened()}, "verdicts", PATIENCE_SECONDS)
-        except AssertionError:
-            pass
         seconds = time.monotonic() - began
         self._job.order("")
         lines = opened()
         of_waiting = [line for line in lines if line["rank"] in waiting]
-        right = {line["rank"] for line in of_waiting} == waiting and all(_right(x, way, ranks) for x in of_waiting)
-        right = right and not [line for line in lines if line["rank"] in ranks and line["cause"] == "straggler"]
+        silent = waiting - {line["rank"] for line in of_waiting}
         wrong = [line for line in of_waiting if not _right(line, way, ranks)]
+        accused = [line for line in lines if line["rank"] in ranks and line["cause"] == "straggler"]
         said = "; ".join(dict.fromkeys(map(_said, wrong or of_waiting))) or "nothing"
-        if waiting - {line["rank"] for line in of_waiting}:
-            said += f"; nothing by ranks {sorted(waiting - {line['rank'] for line in of_waiting})}"
-        return Trial(way, truth, right, round(seconds, 1), said)
+        said += f"; nothing by ranks {sorted(silent)}" if silent else ""
+        return Trial(way, truth, not (silent or wrong or accused), round(seconds, 1), said)
 
     def _slow_nodes(self) -> dict[str, float]:
         nodes = self._rules.slow_nodes() if self._rules is not None else {}
@@ -170,12 +328,10 @@ def _said(line: dict[str, Any]) -> str:
 
 
 def _right(line: dict[str, Any], way: str, ranks: tuple[int, ...]) -> bool:
-    if line["cause"] != "straggler":
-        return False
     evidence = line["evidence"]
-    rank, node = evidence["straggler_rank"], evidence["straggler_node"]
-    reason = REASONS[way]
-    return rank in ranks and node == NODES[rank] and re.fullmatch(reason, evidence["straggler_reason"]) is not None
+    rank = evidence.get("straggler_rank")
+    named = line["cause"] == "straggler" and rank in ranks and evidence["straggler_node"] == NODES[rank]
+    return named and re.fullmatch(REASONS[way], evidence["straggler_reason"]) is not None
 
 
 def main() -> None:
@@ -198,7 +354,7 @@ def main() -> None:
                 done = f"--times {number + 1} --seed {options.seed}"
                 campaign.command = f"python -m tests.faults.straggler_campaign {done}"
                 campaign.write()
-    print(f"{sum(trial.right for trial in campaign.trials)} of {len(campaign.trials)} are right")
+    print(campaign.summary())
 
 
 def _one_job(folder: Path, chosen: random.Random, campaign: Campaign, only: list[str] | None) -> None:

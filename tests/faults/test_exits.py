@@ -1,23 +1,45 @@
-"""A script ends and sees the world under ``telemetry run`` as under plain Python."""
+"""A script ends and sees the world under ``telemetry run`` as under plain Python, whatever happens to the agent."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import sys
 
 import pytest
 
-from faults.processes import (
+from tests.faults.processes import (
+    HANG,
     RUN,
+    START_LINE,
+    Child,
+    both,
+    end_of,
     environment,
     events,
     log_lines,
     python,
-    results,
+    quiet,
+    run,
+    with_driver,
     without_start_line,
     write,
 )
+
+END_LINE = re.compile(r"^telemetry: (?!run ).*; see: telemetry report .*\n", re.MULTILINE)
+
+
+def with_end_line(**variables: str) -> dict[str, str]:
+    env = environment(**variables)
+    del env["TELEMETRY_END_LINE"]
+    return env
+
+
+# -- how it ends ---------------------------------------------------------------------------------------------------
+
+TRAINS = "import telemetry; [*telemetry.watch(range(20))]\n"  # so that the agent has something to say at the end
 
 ENDINGS = {
     "return": "print('done')",
@@ -115,59 +137,103 @@ ENDINGS = {
         print("main ends")
         """,
     "closed-streams": "import sys\nsys.stdout.close(); sys.stderr.close(); sys.exit(5)",
+    "no-stderr": "import sys\nsys.stderr = None",
+    "unflushed": "import sys\nsys.stderr.write('no line break ')",
+    "forked-child": "import os, sys\nsys.stderr.flush()\nos.fork() and os.wait()",
+    "stopped-twice": "telemetry.stop(); telemetry.stop()",
     "changed-folder": "import os\nos.chdir('/')\ndef f():\n    raise ValueError('the source is still found')\nf()",
     "coding": "# -*- coding: latin-1 -*-\nprint(ascii('\\xe9'))",
 }
 
+BY_FORCE = {"interrupt-default", "terminate", "kill", "_exit", "abort"}
+WITHOUT_STDERR = {"closed-streams", "no-stderr"}
+
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_ends_as_it_does_without_us(ending, tmp_path):
+    """The agent's last line comes after all that the script, or Python for it, has said."""
     write(tmp_path, "broken.py", "import nothing_of_that_name\n")
-    write(tmp_path, "sub/script.py", ENDINGS[ending])
-    plain = python("sub/script.py", cwd=tmp_path)
-    ours = python(*RUN, "sub/script.py", cwd=tmp_path)
-
-    stderr, start_lines = without_start_line(ours.stderr)
+    script = write(tmp_path, "sub/script.py", ENDINGS[ending])
+    script.write_text(TRAINS + script.read_text())
+    bare, ours, start_lines = both(tmp_path, "sub/script.py", env=with_end_line())
     varies = re.compile(r"repeated \d+ more times| at 0x[0-9a-f]+")  # telemetry adds a few frames to the recursion
-    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
-    assert varies.sub("", stderr) == varies.sub("", plain.stderr)
-    assert start_lines == (0 if ending in {"syntax-error", "indentation-error"} else 1)
-    if start_lines:
-        ended_by_force = ending in {"interrupt-default", "terminate", "kill", "_exit", "abort"}
-        assert bool(events(tmp_path / "run", "run_end")) is not ended_by_force
+    said, rest = varies.sub("", bare.err), varies.sub("", ours.err)
+    assert (ours.code, ours.out) == (bare.code, bare.out)
+    assert rest.startswith(said)
+    begun = ending not in {"syntax-error", "indentation-error"}
+    line = rest.removeprefix(said)
+    assert bool(END_LINE.fullmatch(line)) is (begun and ending not in BY_FORCE | WITHOUT_STDERR), line
+    assert END_LINE.fullmatch(line) or line == ""
+    assert start_lines == begun
+    if begun:
+        assert bool(events(tmp_path / "run", "run_end")) is (ending not in BY_FORCE)
         assert log_lines(tmp_path / "run")[0]["event"] == "run_start"
     else:
         assert not (tmp_path / "run").exists()
 
 
+LOADER = """
+    import sys
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from tests.quick_optimizers import QuickSGD
+
+    if __name__ == "__main__":
+        model = torch.nn.Linear(4, 4)
+        optimizer = QuickSGD(model.parameters(), lr=0.1)
+        for batch, in DataLoader(TensorDataset(torch.zeros(40, 4)), batch_size=2, num_workers=2):
+            model(batch).sum().backward()
+            optimizer.step()
+        sys.stderr.write("the loop is over\\n")
+        raise ValueError("x")
+"""
+
+
+def test_the_last_line_of_a_process_with_torch_and_workers(tmp_path):
+    """The agent asks to be told of the exit before torch is imported. The workers write no line of theirs."""
+    done = python(*RUN, write(tmp_path, "script.py", LOADER), cwd=tmp_path, env=with_end_line())
+    start, over, *traceback, error, line = done.stderr.splitlines()
+    assert (done.returncode, over, error) == (1, "the loop is over", "ValueError: x")
+    assert START_LINE.fullmatch(start + "\n")
+    assert END_LINE.fullmatch(line + "\n")
+    assert traceback[0] == "Traceback (most recent call last):"
+
+
 @pytest.mark.parametrize("place", ["./script.py", "sub/../script.py", "{}/script.py", "link.py", "sub/../link.py"])
 def test_the_paths_in_a_traceback_are_python_s(place, tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    write(tmp_path, "elsewhere/target.py", "import sys\nprint(sys.path[0], sys.argv, __file__)\n1 / 0\n")
-    (tmp_path / "script.py").write_text((tmp_path / "elsewhere/target.py").read_text())
-    (tmp_path / "link.py").symlink_to(tmp_path / "elsewhere" / "target.py")
-    place = place.format(tmp_path)
-    plain = python(place, cwd=tmp_path)
-    ours = python(*RUN, place, cwd=tmp_path)
-    assert plain.returncode == 1
-    assert (ours.stdout, without_start_line(ours.stderr)[0]) == (plain.stdout, plain.stderr)
+    target = write(tmp_path, "elsewhere/target.py", "import sys\nprint(sys.path[0], sys.argv, __file__)\n1 / 0\n")
+    (tmp_path / "script.py").write_text(target.read_text())
+    (tmp_path / "link.py").symlink_to(target)
+    bare, ours, _ = both(tmp_path, place.format(tmp_path))
+    assert bare.code == 1
+    assert ours == bare
 
 
-def test_a_start_line_that_is_turned_off_leaves_stderr_empty(tmp_path):
-    write(tmp_path, "script.py", "print('out')")
-    done = python(*RUN, "--start-line", "off", "script.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
+def test_a_module_s_exception_is_told_without_our_frames(tmp_path):
+    write(tmp_path, "package/__init__.py", "")
+    write(tmp_path, "package/module.py", "import sys\ndef f():\n    raise ValueError(sys.argv)\nf()\n")
+    bare, ours, _ = both(tmp_path, "-m", "package.module", "-v")
+    runpy = re.compile(r'  File "(<frozen runpy>".*|.*/runpy\.py".*\n    .*)\n')  # frozen from Python 3.11 on
+    assert (ours.code, ours.err) == (bare.code, runpy.sub("", bare.err))
+    assert bare.code == 1
+
+
+def test_the_start_line_can_be_turned_off_and_only_the_first_rank_of_a_node_says_it(tmp_path):
+    run(tmp_path, "print('out')", under=(*RUN, "--start-line", "off"), env=environment(), out="out\n")
     assert events(tmp_path / "run", "run_end")
+    run(tmp_path, "", under=RUN, env=environment(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8"))
 
 
-def test_only_the_first_rank_of_a_node_says_a_line(tmp_path):
+def test_the_start_line_is_one_line_whatever_the_folder_s_name(tmp_path):
     write(tmp_path, "script.py", "")
-    env = environment(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8")
-    assert python(*RUN, "script.py", cwd=tmp_path, env=env).stderr == ""
+    done = python("-m", "telemetry", "run", "--run-dir", "a\nTraceback: \x1b[31m\udcff", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert START_LINE.fullmatch(done.stderr), done.stderr
+    assert "\x1b" not in done.stderr
 
 
-# -- the world as the script sees it -----------------------------------------------------------------------------
+# -- the world as the script sees it -------------------------------------------------------------------------------
 
 WORLD = '''
 """A docstring."""
@@ -190,26 +256,24 @@ with open("results.json", "w") as file:
     json.dump(world, file)
 '''
 
+DASHES = ("--lr", "0.1", "-x", "--", "--run-dir", "other", "-m", "-h", "--port=1", "a b", "")
 
-def _worlds(tmp_path, arguments, *, options=(), env=None):
+
+def worlds(tmp_path, arguments, *, options=()):
     """What the program sees under plain Python and under ``telemetry run``."""
     seen = []
-    for prefix in ((), RUN):
-        done = python(*options, *prefix, *arguments, cwd=tmp_path, env=env, stdin="line 1\nline 2")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == ""
-        seen.append(results(tmp_path))
+    for under in ((), RUN):
+        done = python(*options, *under, *arguments, cwd=tmp_path, stdin="line 1\nline 2")
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        seen.append(json.loads((tmp_path / "results.json").read_text()))
     return seen
-
-
-DASHES = ("--lr", "0.1", "-x", "--", "--run-dir", "other", "-m", "-h", "--port=1", "a b", "")
 
 
 @pytest.mark.parametrize("script", ["script.py", "sub/script.py", "./script.py"])
 def test_a_script_sees_the_world_as_under_python(script, tmp_path):
     write(tmp_path, script, WORLD)
-    plain, ours = _worlds(tmp_path, (script, *DASHES))
-    assert ours == plain
+    bare, ours = worlds(tmp_path, (script, *DASHES))
+    assert ours == bare
     assert ours["argv"] == [script, *DASHES]
     assert ours["stdin"] == "line 1\nline 2"
 
@@ -217,39 +281,30 @@ def test_a_script_sees_the_world_as_under_python(script, tmp_path):
 @pytest.mark.parametrize("module", ["package.module", "package", "module"])
 def test_a_module_sees_the_world_as_under_python(module, tmp_path):
     write(tmp_path, "package/__init__.py", "")
-    write(tmp_path, "package/module.py", WORLD)
-    write(tmp_path, "package/__main__.py", WORLD)
-    write(tmp_path, "module.py", WORLD)
-    plain, ours = _worlds(tmp_path, ("-m", module, *DASHES))
-    assert ours == plain
+    for name in ("package/module.py", "package/__main__.py", "module.py"):
+        write(tmp_path, name, WORLD)
+    bare, ours = worlds(tmp_path, ("-m", module, *DASHES))
+    assert ours == bare
     assert ours["argv"][1:] == list(DASHES)
 
 
-@pytest.mark.parametrize("option", ["-O", "-I", "-P", "-B"])
+@pytest.mark.parametrize("option", ["-O", "-P", "-B"])
 def test_options_of_python_hold_for_the_script(option, tmp_path):
     if option == "-P" and sys.version_info < (3, 11):
         pytest.skip("Python 3.11 brought -P")
     write(tmp_path, "sub/script.py", WORLD)
-    if option == "-I":  # it also ignores PYTHONPATH, so telemetry must be installed
-        start = f"import sys; sys.path.append({environment()['PYTHONPATH'].split(os.pathsep)[0]!r}); "
-        start += "from telemetry.cli import main; main(['run', '--run-dir', 'run', 'sub/script.py'])"
-        done = python("-I", "-c", start, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert str(tmp_path / "sub") not in results(tmp_path)["path"]
-        return
-    plain, ours = _worlds(tmp_path, ("sub/script.py",), options=(option,))
-    assert ours == plain
+    bare, ours = worlds(tmp_path, ("sub/script.py",), options=(option,))
+    assert ours == bare
 
 
-def test_a_module_s_exception_is_told_without_our_frames(tmp_path):
-    write(tmp_path, "package/__init__.py", "")
-    write(tmp_path, "package/module.py", "import sys\ndef f():\n    raise ValueError(sys.argv)\nf()\n")
-    plain = python("-m", "package.module", "-v", cwd=tmp_path)
-    ours = python(*RUN, "-m", "package.module", "-v", cwd=tmp_path)
-    told = without_start_line(ours.stderr)[0]
-    runpy = re.compile(r'  File "(<frozen runpy>".*|.*/runpy\.py".*\n    .*)\n')  # frozen from Python 3.11 on
-    assert told == runpy.sub("", plain.stderr)
-    assert ours.returncode == plain.returncode == 1
+def test_isolated_mode_holds_for_the_script(tmp_path):
+    """It also ignores PYTHONPATH, so telemetry must be installed."""
+    write(tmp_path, "sub/script.py", WORLD)
+    start = f"import sys; sys.path.append({environment()['PYTHONPATH'].split(os.pathsep)[0]!r}); "
+    start += "from telemetry.cli import main; main(['run', '--run-dir', 'run', 'sub/script.py'])"
+    done = python("-I", "-c", start, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "sub") not in json.loads((tmp_path / "results.json").read_text())["path"]
 
 
 def test_what_cannot_be_run_is_said_in_a_line(tmp_path):
@@ -267,41 +322,135 @@ def test_what_cannot_be_run_is_said_in_a_line(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+SPAWNING = """
+    import multiprocessing, os, pickle, sys
+    class Thing:
+        def __init__(self, value): self.value = value
+    def work(thing, queue):
+        threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+        ours = [name for name in sys.modules if name.split(".")[0] == "telemetry"]
+        queue.put((Thing(thing.value + 1), ours, [name for name in threads if "telemetry" in name]))
+    if __name__ == "__main__":
+        os.chdir("/")
+        assert pickle.loads(pickle.dumps(Thing(1))).value == 1
+        for method in ("spawn", "forkserver"):
+            context = multiprocessing.get_context(method)
+            queue = context.Queue()
+            process = context.Process(target=work, args=(Thing(1), queue))
+            process.start()
+            thing, ours, threads = queue.get(timeout=60)
+            process.join()
+            print(method, type(thing).__name__, thing.value, ours, threads, process.exitcode)
+"""
+
+
 def test_classes_of_main_can_be_pickled_and_spawned(tmp_path):
-    source = """
-        import json, multiprocessing, os, pickle, sys
-        class Thing:
-            def __init__(self, value): self.value = value
-        def work(thing, queue):
-            threads = []
-            for task in os.listdir("/proc/self/task"):
-                with open(f"/proc/self/task/{task}/comm") as comm:
-                    threads.append(comm.read())
-            ours = [name for name in sys.modules if name.split(".")[0] == "telemetry"]
-            queue.put((Thing(thing.value + 1), ours, threads))
-        if __name__ == "__main__":
-            os.chdir("/")
-            assert pickle.loads(pickle.dumps(Thing(1))).value == 1
-            found = {}
-            for method in ("spawn", "forkserver"):
-                context = multiprocessing.get_context(method)
-                queue = context.Queue()
-                process = context.Process(target=work, args=(Thing(1), queue))
-                process.start()
-                thing, ours, threads = queue.get(timeout=60)
-                process.join()
-                found[method] = [type(thing).__name__, thing.value, ours, threads, process.exitcode]
-            with open(sys.argv[1], "w") as file:
-                json.dump(found, file)
-        """
-    write(tmp_path, "sub/script.py", source)
+    write(tmp_path, "sub/script.py", SPAWNING)
     write(tmp_path, "package/__init__.py", "")
-    write(tmp_path, "package/module.py", source)
+    write(tmp_path, "package/module.py", SPAWNING)
     for target in (("sub/script.py",), ("-m", "package.module")):
-        done = python(*RUN, *target, tmp_path / "results.json", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = python(*RUN, *target, cwd=tmp_path)
+        assert done.stdout == "spawn Thing 2 [] [] 0\nforkserver Thing 2 [] [] 0\n", done.stderr
         assert without_start_line(done.stderr) == ("", 1)
-        for _kind, (name, value, ours, threads, code) in results(tmp_path).items():
-            assert (name, value, ours, code) == ("Thing", 2, [], 0)
-            assert not [thread for thread in threads if "telemetry" in thread]
     assert len({line["pid"] for line in log_lines(tmp_path / "run")}) == 2, "one process of each run has a log"
+
+
+# -- the exit waits for nobody -------------------------------------------------------------------------------------
+
+
+def test_the_exit_does_not_wait_for_clients_of_the_endpoint(tmp_path):
+    source = "import sys, telemetry\nprint(telemetry.start('run').metrics_url, flush=True)\nsys.stdin.readline()"
+    with Child(write(tmp_path, "script.py", source), cwd=tmp_path, env=quiet()) as child:
+        port = int(child.line().split(":")[2].split("/")[0])
+        clients = [socket.create_connection(("127.0.0.1", port), timeout=HANG) for _ in range(4)]
+        clients[1].sendall(b"GET /metrics HT")
+        clients[2].sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n")
+        clients[3].sendall(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        child.tell()
+        child.ends()
+        for client in clients:
+            client.close()
+    assert end_of(tmp_path / "run")
+
+
+def test_the_exit_does_not_wait_for_a_driver_that_hangs(tmp_path):
+    source = """
+        import sys, telemetry
+        from tests.faults.inside import until
+        telemetry.start("run")
+        import fakes.nvml, pynvml
+        until(lambda: pynvml.nvmlLib.state.calls["nvmlInitWithFlags"])
+        sys.exit(6)
+        """
+    run(tmp_path, source, env=with_driver(tmp_path, hang=("nvmlInitWithFlags",)), code=6)
+    assert end_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["telemetry.agent.agent.Agent._tick", "telemetry.agent.log.LogFile.write", "telemetry.node.board.Board.publish"],
+)
+def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
+    """A file system hangs: the agent's thread is abandoned."""
+    source = """
+        import atexit, importlib, sys, threading, telemetry
+        atexit.register(print, "the script's own")
+        telemetry.start("run")
+        hanging = threading.Event()
+        def hang(*_, **__):
+            hanging.set()
+            threading.Event().wait()
+        module, owner, name = sys.argv[1].rsplit(".", 2)
+        setattr(getattr(importlib.import_module(module), owner), name, hang)
+        assert hanging.wait(60)
+        sys.exit(6)
+        """
+    run(tmp_path, source, part, code=6, out="the script's own\n")
+
+
+# -- the start and the stop ----------------------------------------------------------------------------------------
+
+
+def test_stop_and_start_again_within_a_script(tmp_path):
+    source = """
+        import telemetry
+        from tests.faults.inside import own_threads
+        telemetry.stop()
+        for _ in range(3):
+            telemetry.start("run")
+            assert telemetry.start("elsewhere") is telemetry.start()
+            telemetry.stop()
+            telemetry.stop()
+            assert own_threads() == []
+        """
+    run(tmp_path, source)
+    assert len(events(tmp_path / "run", "run_end")) == 3
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_agent_that_cannot_start_is_undone(tmp_path):
+    source = """
+        import os, sys, telemetry, telemetry.agent.agent
+        from telemetry.node.board import Board
+        from telemetry.util import threads
+        from telemetry.util.processes import identify
+        from tests.faults.inside import own_threads
+        start = threads.start_new_thread
+        def refuse(main, arguments):
+            if main.__self__.name == "telemetry-agent":
+                raise RuntimeError("can't start new thread")
+            return start(main, arguments)
+        threads.start_new_thread = refuse
+        finders = list(sys.meta_path)
+        agent = telemetry.start("run", run="r")
+        assert agent.running is False and agent.metrics_url is None
+        assert own_threads() == []
+        assert sys.meta_path == finders
+        assert not Board("r", os.path.abspath("run"), identify("r", None).node).states()
+        with telemetry.phase("x"), telemetry.step():
+            pass
+        threads.start_new_thread = start
+        assert telemetry.start("run").running
+        """
+    said = "telemetry: cannot start (RuntimeError: can't start new thread); the run goes on without it\n"
+    run(tmp_path, source, err=said)

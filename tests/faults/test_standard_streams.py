@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from faults.processes import HANG, environment, events, results, run_script, write
 from telemetry.util import errors, files
+from tests.faults.processes import (
+    HANG,
+    RUN,
+    Child,
+    end_of,
+    environment,
+    events,
+    finished,
+    of_rank,
+    quiet,
+    report_text,
+    run,
+    wait_for,
+    write,
+)
 
-RUN = ("-m", "telemetry", "run", "--run-dir", "run", "--interval-seconds", "0.1", "--log-interval-seconds", "0.1")
+FAST = (*RUN, "--interval-seconds", "0.1", "--log-interval-seconds", "0.1")
+
+# -- closed ones ---------------------------------------------------------------------------------------------------
 
 PRINTING = '''
 """Prints on descriptors that may be closed, trains, and says what came of it."""
@@ -28,7 +48,7 @@ def tried(call, *arguments):
 seen = {"streams": [sys.stdin is None, sys.stdout is None, sys.stderr is None]}
 outcomes = set()
 multiprocessing.set_start_method("fork")
-loader = torch.utils.data.DataLoader(torch.arange(200.0), num_workers=int(sys.argv[1]))
+loader = torch.utils.data.DataLoader(torch.arange(200.0), num_workers=1)
 print("python")
 for _ in loader:
     for _ in range(20):
@@ -53,119 +73,124 @@ def zero_stays_free():
 
 
 @pytest.mark.usefixtures("zero_stays_free")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_closed_descriptors_stay_closed_to_the_script(workers, tmp_path):
+def test_closed_descriptors_stay_closed_to_the_script_and_its_workers(tmp_path):
     write(tmp_path, "train.py", PRINTING)
     seen = []
-    for arguments in ((), RUN):
-        command = [sys.executable, *arguments, "train.py", str(0 if not arguments else workers)]
-        shell = " ".join(command) + " >&- 2>&- <&-"
-        done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=environment(), timeout=HANG, check=False)
-        assert done.returncode == 0
-        seen.append(results(tmp_path))
+    for under in ((), FAST):
+        shell = " ".join([sys.executable, *under, "train.py"]) + " >&- 2>&- <&-"
+        subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=environment(), timeout=HANG, check=True)
+        seen.append(json.loads((tmp_path / "results.json").read_text()))
     bare, ours = seen
     assert ours == bare
     assert bare["outcomes"] == [["read", 0, "9"], ["write", 1, "9"], ["write", 2, "9"]], "bad file descriptor"
     assert bare["child"] == [9, 9, 9]
     for path in (tmp_path / "run").rglob("*"):
-        if path.is_file():
-            assert b"the script" not in path.read_bytes(), path
-    assert events(tmp_path / "run", "run_end")[0]["steps_total"] == 200
+        assert path.is_dir() or b"the script" not in path.read_bytes(), path
+    assert end_of(tmp_path / "run")["steps_total"] == 200
 
 
 @pytest.mark.usefixtures("zero_stays_free")
 def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
-    """They are closed after the start, and the script wants their numbers for its own files."""
-    run_script(
-        """
-        import json, os, sys, threading, urllib.request
+    """They are closed after the start, and the script and its children want their numbers for their own files."""
+    source = """
+        import os
         os.close(0)
         import telemetry
-        agent = telemetry.start("run", port=0, start_line=False, interval_seconds=0.1, log_interval_seconds=0.1)
+        from telemetry.hooks.worker_block import WorkerBlock
+        from tests.faults.inside import log_file, page, tell, until
+        agent = telemetry.start("run")
         os.close(1)
         os.close(2)
-        agent.event_log.log.file.forget()  # both are opened anew, and find the numbers free
+        log_file().forget()  # both are opened anew, and find the numbers free
         agent._node.board.server_lock.close()
         agent._node._close()
-        while not agent._node.endpoint or not agent.event_log.log.file._file:
-            agent._thread.join(0.01)
-        assert urllib.request.urlopen(agent.metrics_url).status == 200
-        from telemetry.hooks.worker_block import WorkerBlock
+        until(lambda: agent._node.endpoint and log_file()._file)
+        assert page()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(os.open("/dev/null", os.O_RDONLY))
+        child = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         ours = [
             WorkerBlock(1)._descriptor(),
-            agent.event_log.log.file._file.number,
+            log_file()._file.number,
             agent._node.endpoint._listening.number,
             agent._node.board.server_lock._file.number,
         ]
         theirs = [os.open(f"theirs-{number}", os.O_CREAT | os.O_WRONLY) for number in range(2)]
         telemetry.stop()
         theirs.append(os.open("theirs-2", os.O_CREAT | os.O_WRONLY))
-        with open("results.json", "w") as file:
-            json.dump([ours, theirs], file)
-        """,
-        tmp_path,
-    )
-    ours, theirs = results(tmp_path)
-    assert min(ours) > 2
+        tell([min(ours), child, theirs])
+        """
+    ours, child, theirs = run(tmp_path, source)
+    assert ours > 2
+    assert child == 0, "a child of the training has its numbers back"
     assert theirs == [1, 2, 0], "what was closed at the start is free again after the stop"
 
 
-@pytest.mark.usefixtures("zero_stays_free")
-def test_a_child_of_the_training_has_its_numbers_back(tmp_path):
-    run_script(
-        """
-        import json, os
-        os.close(0)
-        import telemetry
-        telemetry.start("run", port=0, start_line=False)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(os.open("/dev/null", os.O_RDONLY))
-        with open("results.json", "w") as file:
-            json.dump(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file)
-        """,
-        tmp_path,
-    )
-    assert results(tmp_path) == 0
+# -- a stderr that cannot take a line ------------------------------------------------------------------------------
+
+TRAINS = "import os, sys, telemetry\nfor _ in telemetry.watch(range(20)): pass\n"
 
 
-# -- a stderr that cannot take a line ----------------------------------------------------------------------------
+def full_device() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
 
 
-@pytest.mark.parametrize("source", ["print('done')", "import sys; sys.exit(3)"])
-def test_a_full_stderr_leaves_the_exit_status(source, tmp_path):
-    write(tmp_path, "train.py", source)
-    seen = []
-    for arguments in ((), RUN):
-        with open("/dev/full", "w") as full:  # noqa: PTH123
-            done = subprocess.run(
-                [sys.executable, *arguments, "train.py"],
-                cwd=tmp_path,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=full,
-                timeout=HANG,
-                check=False,
-            )
+def without_reader() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("stream", [full_device, without_reader])
+@pytest.mark.parametrize("source", ["print('done')", "sys.exit(3)"])
+def test_a_stderr_that_takes_nothing_leaves_the_exit_status(source, stream, tmp_path):
+    """It takes neither the first line nor the last one."""
+    script, seen = write(tmp_path, "script.py", TRAINS + source), []
+    for under in ((), FAST):
+        target = stream()
+        command, env = [sys.executable, *under, script], environment(TELEMETRY_END_LINE="on")
+        done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=target, timeout=HANG)
+        os.close(target)
         seen.append((done.returncode, done.stdout))
     assert seen[0] == seen[1]
+    assert end_of(tmp_path / "run")["steps_total"] == 20
 
 
 @pytest.mark.parametrize("arguments", [("run", "nowhere.py"), ("run", "--port", "x", "train.py")])
 def test_a_full_stderr_leaves_the_status_of_a_usage_error(arguments, tmp_path):
-    with open("/dev/full", "w") as full:  # noqa: PTH123
-        done = subprocess.run(
-            [sys.executable, "-m", "telemetry", *arguments], cwd=tmp_path, env=environment(), stderr=full, check=False
-        )
+    command = [sys.executable, "-m", "telemetry", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), stderr=full_device(), check=False)
     assert done.returncode == 2
 
 
-def test_a_full_pipe_or_one_without_a_reader_is_not_waited_for(tmp_path):
+FILL = """
+    os.set_blocking(2, False)
+    try:
+        while os.write(2, b"x" * 512):
+            pass
+    except BlockingIOError:
+        os.set_blocking(2, True)
+"""
+
+
+def test_a_pipe_that_nobody_reads_does_not_hold_up_the_exit(tmp_path):
+    write(tmp_path, "script.py", FILL)
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS + script.read_text())
+    reading, writing = os.pipe()
+    env = environment(TELEMETRY_END_LINE="on")
+    subprocess.run([sys.executable, *RUN, script], cwd=tmp_path, env=env, stderr=writing, timeout=HANG, check=True)
+    os.close(reading)
+    os.close(writing)
+    assert end_of(tmp_path / "run")
+
+
+def test_a_full_pipe_or_one_without_a_reader_is_not_waited_for_at_the_start(tmp_path):
     """With SIGPIPE at its default, a write to the second stream would end the process."""
-    run_script(
-        """
-        import json, os, signal
-        import telemetry
+    source = """
+        import os, signal, telemetry
+        from tests.faults.inside import tell
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         kept = os.dup(2)
         read, full = os.pipe()
@@ -174,23 +199,18 @@ def test_a_full_pipe_or_one_without_a_reader_is_not_waited_for(tmp_path):
             while os.write(full, b"x" * 65536):
                 pass
         except BlockingIOError:
-            pass
-        os.set_blocking(full, True)
+            os.set_blocking(full, True)
         gone, broken = os.pipe()
         os.close(gone)
         counts = []
         for each in (full, broken):
             os.dup2(each, 2)
-            agent = telemetry.start(f"run-{each}", port="off")
-            counts.append(agent.errors.counts)
+            counts.append(telemetry.start(f"run-{each}", port="off").errors.counts)
             telemetry.stop()
         os.dup2(kept, 2)
-        with open("results.json", "w") as file:
-            json.dump(counts, file)
-        """,
-        tmp_path,
-    )
-    assert results(tmp_path) == [{"start_line": 1}, {"start_line": 1}]
+        tell(counts)
+        """
+    assert run(tmp_path, source, env=environment()) == [{"start_line": 1}, {"start_line": 1}]
 
 
 class Notebook(io.TextIOBase):
@@ -223,7 +243,65 @@ def test_a_stderr_that_is_replaced_gets_the_line(monkeypatch, tmp_path):
         assert errors.say("nobody hears it") is False
 
 
-# -- files that are replaced whole -------------------------------------------------------------------------------
+# -- what the last line says ---------------------------------------------------------------------------------------
+
+LINE = re.compile(r"^telemetry: (?!run ).*; see: telemetry report .*\n", re.MULTILINE)
+
+STICKS = """
+    import sys, telemetry, time
+    try:
+        for number, _ in enumerate(telemetry.watch(range(100))):
+            if number == 15:
+                time.sleep(100)
+    finally:
+        time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("clean_up", [0, 1], ids=["at once", "with ticks in between"])
+def test_a_stuck_run_that_is_interrupted_says_so_and_so_does_its_report(tmp_path, clean_up):
+    script, env = write(tmp_path, "script.py", STICKS), quiet(TELEMETRY_END_LINE="on")
+    with Child(*RUN, "--stuck-seconds", "1", script, clean_up, cwd=tmp_path, env=env) as child:
+        wait_for(lambda: events(tmp_path / "run", "stall_open", running=True), "it is stuck")
+        child.send(signal.SIGINT)
+        child.wait()
+        (line,) = LINE.findall(child.stderr)
+    said = "Stuck before its end: rank 0 was in the compute of a step and had not gone on since"
+    assert line.startswith(f"telemetry: {said}"), line
+    assert said in report_text(tmp_path / "run")
+
+
+TWO_RANKS = """
+    import os, sys, telemetry, time
+
+    def batches(rank):
+        while True:
+            time.sleep(0.02 * rank)
+            yield 1
+
+    rank = int(os.environ["RANK"])
+    for number, _ in enumerate(telemetry.watch(batches(rank))):
+        time.sleep(0.01 * (1 - rank))
+        if number == 5:
+            print("trains", flush=True)
+        if rank and number == 150 or os.path.exists("rank-1-has-ended"):
+            break
+"""
+
+
+def test_rank_0_tells_of_a_rank_that_ended_before_it(tmp_path):
+    script = write(tmp_path, "script.py", TWO_RANKS)
+    ranks = [Child(*RUN, script, cwd=tmp_path, env=of_rank(r, TELEMETRY_END_LINE="on")) for r in (0, 1)]
+    with ranks[0] as first, ranks[1] as second:
+        assert [first.line(), second.line()] == ["trains", "trains"]
+        second.ends()
+        (tmp_path / "rank-1-has-ended").touch()
+        assert first.wait() == 0
+        (line,) = LINE.findall(first.stderr)
+    assert line.startswith("telemetry: Starved: rank 1 spent ")
+
+
+# -- files that are replaced whole ---------------------------------------------------------------------------------
 
 
 def test_two_writers_of_a_file_never_meet(tmp_path):
@@ -241,21 +319,14 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
             replace_file("shared/plan.json", content)
             targets.write("host", number)
         """
-    write(tmp_path, "writer.py", source)
-    writers = [
-        subprocess.Popen([sys.executable, "writer.py", name], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE)
-        for name in "ab"
-    ]
-    torn = []
-    while any(writer.poll() is None for writer in writers):
-        try:
-            content = (tmp_path / "shared" / "plan.json").read_bytes()
-        except FileNotFoundError:
-            continue
-        if content not in {b"a" * 2000, b"b" * 2000}:
-            torn.append(content)
-    assert [writer.communicate(timeout=HANG)[1] for writer in writers] == [b"", b""]
-    assert [writer.returncode for writer in writers] == [0, 0]
+    script, torn = write(tmp_path, "writer.py", source), []
+    with Child(script, "a", cwd=tmp_path) as one, Child(script, "b", cwd=tmp_path) as other:
+        while None in {one.process.poll(), other.process.poll()}:
+            with contextlib.suppress(FileNotFoundError):
+                content = (tmp_path / "shared" / "plan.json").read_bytes()
+                torn += [content] if content not in {b"a" * 2000, b"b" * 2000} else []
+        one.ends()
+        other.ends()
     assert torn == []
     assert os.listdir(tmp_path / "shared") == ["plan.json"]
     assert os.listdir(tmp_path / "targets") == ["run.node.json"]
@@ -266,19 +337,6 @@ def test_a_temporary_name_says_whose_it_is_and_repeats_never():
     assert len(names) == 1000
     assert all(name.startswith(".") and name.endswith(".tmp") and f".{os.getpid()}." in name for name in names)
     assert max(len(os.fsencode(name)) for name in names) <= 255
-
-
-def test_nobody_makes_temporary_names_of_its_own():
-    package = os.path.dirname(files.__file__)
-    users = []
-    for folder, _, names in os.walk(package):
-        for name in names:
-            if name.endswith(".py"):
-                with open(os.path.join(folder, name), encoding="utf-8") as file:
-                    text = file.read()
-                if '.tmp"' in text or "mkstemp" in text:
-                    users.append(name)
-    assert users == ["files.py"]
 
 
 def test_what_cannot_be_written_whole_leaves_the_file_as_it_was(tmp_path):
@@ -292,6 +350,6 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 replace_file({str(path)!r}, b"x" * 1000)
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    done = finished([sys.executable, "-c", code], cwd=tmp_path)
     assert done.stderr.splitlines()[-1].startswith("OSError: [Errno 28] no room for all of it")
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"before", ["file"])

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.memory_cgroup import LIMIT, limited_group
 from faults.processes import Child, environment, events, fetch, samples, wait_for, write
 from telemetry.node.board import STILL_SECONDS, Board, ServerLock
 from telemetry.node.endpoint import PORTS_TRIED
 from telemetry.util.processes import identify
+from tests.faults.memory_group import LIMIT, limited_group
 from tests.free_ports import free_ports
 
 NS = 10**9
@@ -153,7 +153,7 @@ def test_the_machine_is_shown_once_however_many_ranks_and_runs_are_on_it(job):
 def test_ranks_in_different_cgroups_show_the_one_of_the_serving_rank(job):
     name = "training_cgroup_memory_limit_bytes"
     with limited_group() as group:
-        job = job(2, groups={1: group})
+        job = job(2, groups={1: group.folder})
         first = f"127.0.0.1:{job.port}"
         page = read_page(job, first, "0", "1")
         assert LIMIT not in [limit for _, limit in samples(page).get(name, ())], "rank 0 serves, rank 1 has the limit"

@@ -1,64 +1,55 @@
-"""The hooks are invisible to the user's code: its exceptions, objects and imports are the same as without them."""
+"""The agent is invisible to the user's code: its exceptions, objects, warnings and compiled steps are as without it."""
 
 from __future__ import annotations
 
 import pickle
-import signal
+import re
 import sys
 import traceback
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import telemetry
-from faults.processes import environment, python, run_script, write
-from faults.small_run import BATCHES, Dataset
+from tests.data_sets import Numbers
+from tests.faults.processes import both, end_of, python, quiet, run, write
 
 
 class Odd(BaseException):
     pass
 
 
-class Failing(Dataset):
-    def __init__(self, error, at=3):
-        self.error, self.at = error, at
-
-    def __getitem__(self, index):
-        if index == self.at:
-            raise self.error
-        return super().__getitem__(index)
-
-
-class Source:
-    """A data set of numbers. The fourth raises."""
+class Failing(Numbers):
+    """A data set whose fourth number raises."""
 
     def __init__(self, error):
-        self.error, self.number = error, 0
+        super().__init__(12)
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise self.error
+        return index
 
     def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.number += 1
-        if self.number == 4:
-            raise self.error
-        return self.number
+        return map(self.__getitem__, range(len(self)))
 
 
-def files_of(error: BaseException) -> list[str]:
-    """The files of the frames of its traceback."""
-    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+def train(agent_is_marked: bool = False) -> None:
+    """Six steps."""
+    for _ in DataLoader(Numbers(12), batch_size=2):
+        if agent_is_marked:
+            with telemetry.step():
+                pass
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, SystemExit, Odd, ValueError, StopIteration])
 @pytest.mark.parametrize("how", ["loader", "watch", "steps"])
-def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, start):
+def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, start, tmp_path):
     agent = start()
     mine = error("mine")
-    if how == "watch":
-        source = telemetry.watch(Source(mine))
-    else:
-        source = torch.utils.data.DataLoader(Failing(mine), batch_size=1)
+    source = telemetry.watch(iter(Failing(mine))) if how == "watch" else DataLoader(Failing(mine), batch_size=1)
     seen, caught = [], None
     try:
         for batch in source:
@@ -67,51 +58,31 @@ def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, sta
     except BaseException as error_that_came:
         caught = error_that_came
     assert len(seen) == 3
-    if error is StopIteration:  # the end of an iteration, as in plain Python
-        assert caught is None
-    else:
-        assert caught is mine
-        if how != "watch" and sys.version_info >= (3, 11):  # on 3.10 our frame cannot be removed
-            assert not [file for file in files_of(mine) if "/telemetry/hooks/" in file]
+    assert caught is (None if error is StopIteration else mine), "the end of an iteration, as in plain Python"
+    if caught and how != "watch" and sys.version_info >= (3, 11):  # on 3.10 our frame cannot be removed
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(mine.__traceback__)]
+        assert not [file for file in files if "/telemetry/hooks/" in file]
     assert agent.tracker.waiting_since == 0
-
+    train(agent_is_marked=how == "steps")
     telemetry.stop()
-    again = start()
-    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
-        pass
-    telemetry.stop()
-    assert again.accounting.stats.steps == BATCHES
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, ValueError])
-def test_steps_go_on_after_an_exception_in_the_middle_of_an_epoch(error, start):
-    agent = start()
-    loader = torch.utils.data.DataLoader(Failing(error("mine")), batch_size=1)
-    with pytest.raises(error):
-        for _ in loader:
-            pass
-    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
-        pass
-    telemetry.stop()
-    assert agent.accounting.stats.steps == 3 + BATCHES
-    assert "hook" not in agent.errors.counts
+    end = end_of(tmp_path / "run")
+    assert end["steps_total"] == 3 + 6
+    assert "hook" not in end["errors_total"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Odd, ValueError])
 @pytest.mark.parametrize("name", ["evaluation", "checkpoint", "mine", "step"])
-def test_an_exception_leaves_a_phase_or_step_closed(error, name, start):
+def test_an_exception_leaves_a_phase_or_step_closed(error, name, start, tmp_path):
     agent = start()
     with pytest.raises(error):
         with telemetry.step() if name == "step" else telemetry.phase(name):
             raise error
     assert agent.tracker.in_phase is False
-    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
-        with telemetry.step():
-            pass
+    train(agent_is_marked=True)
     telemetry.stop()
-    assert agent.accounting.stats.steps == BATCHES + (name == "step")
-    seconds = agent.accounting.ledger.seconds()
-    assert sum(seconds.values()) == pytest.approx(agent.accounting.ledger.wall_seconds, abs=1e-6)
+    end = end_of(tmp_path / "run")
+    assert end["steps_total"] == 6 + (name == "step")
+    assert sum(end["ledger_total_seconds"].values()) == pytest.approx(end["wall_seconds"], abs=1e-4)
 
 
 def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
@@ -126,25 +97,6 @@ def test_an_exception_while_saving_passes_unchanged(start, tmp_path):
     assert agent.tracker.in_phase is False
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         torch.save({})
-
-
-@pytest.mark.parametrize("inside", ["push", "delivered", "failed", "iterated"])
-def test_ctrl_c_inside_a_hook_passes_and_nothing_sticks(inside, start, monkeypatch):
-    """A signal can come at any bytecode, including the agent's."""
-    agent = start()
-    owner = type(agent.tracker.ring if inside == "push" else agent.tracker)
-    loader = torch.utils.data.DataLoader(Dataset(), batch_size=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, inside, lambda *_: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            for _ in loader:
-                pass
-    assert agent.tracker.waiting_since == 0
-    before = agent.tracker.ring.head
-    for _ in torch.utils.data.DataLoader(Dataset(), batch_size=2):
-        pass
-    assert agent.tracker.ring.head > before
-    assert "hook" not in agent.errors.counts
 
 
 def test_a_generator_that_is_watched_is_closed_as_it_would_be(start):
@@ -199,11 +151,10 @@ def test_saving_functions_can_still_be_pickled_by_name(start):
 
 def test_a_module_searched_before_its_import_is_still_patched(tmp_path):
     """Libraries search for torch in this way to check whether it is installed."""
-    done = run_script(
-        """
+    source = """
         import importlib.util, sys
         import telemetry
-        agent = telemetry.start("run", port="off", start_line=False)
+        telemetry.start("run")
         assert importlib.util.find_spec("torch") is not None
         assert importlib.util.find_spec("torch") is not None
         assert "torch" not in sys.modules
@@ -214,35 +165,139 @@ def test_a_module_searched_before_its_import_is_still_patched(tmp_path):
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             pass
         telemetry.stop()
-        assert agent.accounting.stats.steps == 3, agent.accounting.stats.steps
         assert not [f for f in sys.meta_path if type(f).__module__.startswith("telemetry")]
-        """,
-        tmp_path,
-    )
-    assert (done.stdout, done.stderr) == ("", "")
+        """
+    run(tmp_path, source)
+    assert end_of(tmp_path / "run")["steps_total"] == 3
+
+
+# -- what is compiled, and warned of: bare and with the agent ------------------------------------------------------
+
+_STAMP = re.compile(r"^W\d{4} [\d:.]+ +\d+ ", re.MULTILINE)
+"""What torch writes before its warnings: the time, and the process."""
+
+
+def agreed(folder, source: str, *arguments: object) -> str:
+    """What a script prints, which must be the same with the agent and without it."""
+    bare, ours, _ = both(folder, write(folder, "script.py", source), *arguments)
+    assert (ours.out, ours.code) == (bare.out, bare.code), ours.err
+    assert _STAMP.sub("", ours.err) == _STAMP.sub("", bare.err)
+    return bare.out
+
+
+COMPILED = """
+    import re, sys, warnings
+    import torch, torch._dynamo
+    from torch.utils.data import DataLoader, TensorDataset
+
+    warnings.simplefilter("always")
+    shown = []
+    warnings.showwarning = lambda message, category, file, line, *_: shown.append(
+        re.sub(r"pid=\\d+", "", f"{category.__name__} {message}")[:90])
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=8, num_workers=int(sys.argv[1]),
+                        multiprocessing_context="fork" if sys.argv[1] != "0" else None)
+
+    @torch.compile(backend="eager")
+    def epoch():
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+    @torch.compile(backend="eager")
+    def step(batches):
+        (x,) = next(batches)
+        return model(x).sum()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def whole(x):
+        return model(x).sum()
+
+    for _ in range(3):
+        epoch()
+        batches = iter(loader)
+        for _ in range(4):
+            step(batches)
+        for (x,) in loader:
+            whole(x)
+    counters = torch._dynamo.utils.counters
+    print(sorted(counters["stats"].items()), sorted(counters["recompiles"].items()))
+    print(len(counters["graph_break"]), sum(counters["graph_break"].values()))
+    print(*sorted(shown), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_compiled_loops_are_compiled_as_without_us(tmp_path, workers):
+    agreed(tmp_path, COMPILED, workers)
 
 
 def test_a_compiled_optimizer_step_says_nothing_more_and_is_counted(tmp_path):
     """Dynamo traces global hooks, and would warn about parts of ours that it cannot trace."""
-    script = write(
-        tmp_path,
-        "script.py",
-        """
-        import sys, torch, telemetry
-        agent = telemetry.start("run", port="off", start_line=False) if "with" in sys.argv else None
+    source = """
+        import torch, telemetry
+        agent = telemetry.start("run")
         parameter = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([parameter], lr=0.25)
         compiled = torch.compile(lambda: optimizer.step(), backend="eager")
         for _ in range(3):
             parameter.grad = torch.ones(1)
             compiled()
-        print(parameter.item(), agent and agent.tracker.optimizer_steps)
-        """,
-    )
-    done = python(
-        script, "with", cwd=tmp_path, env=environment(TORCH_LOGS="-all", TORCHDYNAMO_VERBOSE="0"), timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0.25 3\n"
+        print(parameter.item(), agent.tracker.optimizer_steps)
+        """
+    env = quiet(TORCH_LOGS="-all", TORCHDYNAMO_VERBOSE="0")
+    done = python(write(tmp_path, "script.py", source), cwd=tmp_path, env=env)
+    assert done.stdout == "0.25 3\n", done.stderr
     assert "get_ident" not in done.stderr
     assert "telemetry" not in done.stderr
+
+
+WARNED = """
+    import warnings
+    import torch
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+    import telemetry
+
+    class Longer(IterableDataset):
+        def __len__(self): return 2
+        def __iter__(self): return iter(range(4))
+
+    class Warning_(Dataset):
+        def __len__(self): return 1
+        def __getitem__(self, index):
+            for level in range(1, 5):  # 5 is this file on some versions of Python, 6 what runs it
+                warnings.warn(f"item {level}", stacklevel=level)
+            return index
+
+    def collate(items):
+        warnings.warn("collate", stacklevel=2)
+        return items
+
+    def watched():
+        yield 1
+        warnings.warn("watched", stacklevel=2)
+
+    def places(message, category, file, line, *_):
+        print(file.rpartition("/")[2], line, str(message)[:40])
+    warnings.showwarning = places
+    warnings.simplefilter("always")
+    for _ in DataLoader(Longer()): pass
+    for _ in DataLoader(Longer(), num_workers=9, multiprocessing_context="fork"): break
+    for _ in DataLoader(Warning_()): pass
+    for _ in DataLoader([1], collate_fn=collate): pass
+    for _ in telemetry.watch(watched()): pass
+
+    class Saved:
+        def __reduce__(self):
+            for level in range(1, 5):
+                warnings.warn(f"saved {level}", stacklevel=level)
+            return int, ()
+    torch.save(Saved(), "saved.pt")
+"""
+
+
+def test_warnings_name_the_same_lines(tmp_path):
+    assert "watched" in agreed(tmp_path, WARNED)

@@ -14,22 +14,20 @@ from stack.cluster import shipped
 from stack.cluster.slurm import NODES
 from stack.jobs import environment, wait_for
 from telemetry.node.board import Board
-from tests.faults.restarting_jobs import FINISHED, KILLED, TrueAttempt, alive, attempted, heard, true_books
+from tests.faults.restart_campaign import FINISHED, KILLED, SCRIPT, Attempt, process_of, stamps_of, true_books
 
 pytestmark = pytest.mark.stack
-
-SCRIPT = Path(__file__).parents[1] / "train_again.py"
 
 
 class RequeuedJob:
     """The shipped job on both nodes, which is requeued once it has written checkpoints, and then ends."""
 
-    def __init__(self, slurm, shared, until):
+    def __init__(self, slurm, shared):
         self.slurm, self.folder, self.out = slurm, shared / "requeued", shared / "requeued.out"
         self.folder.mkdir()
         self.number = slurm.run(
             "sbatch", "--parsable", "--requeue", "--open-mode=append", "--gpus-per-node=1", "--cpus-per-task=1",
-            f"--output={self.out}", "--chdir", shared, shipped.DEPLOY / "slurm" / "train.sbatch", SCRIPT, until,
+            f"--output={self.out}", "--chdir", shared, shipped.DEPLOY / "slurm" / "train.sbatch", SCRIPT,
             self.folder, SHARED_DIR=str(shared), TELEMETRY_INTERVAL_SECONDS="0.1", OMP_NUM_THREADS="1",
             PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         ).strip()  # fmt: skip
@@ -39,13 +37,8 @@ class RequeuedJob:
     def said(self):
         return self.out.read_text() if self.out.exists() else "nothing"
 
-    def stamps(self, attempt, rank=0):
-        path = self.folder / f"stamps-{attempt}-{rank}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
     def steps(self, attempt):
-        return [stamp["number"] for stamp in self.stamps(attempt) if stamp["what"] == "stepped"]
+        return [stamp["number"] for stamp in stamps_of(self.folder, attempt) if stamp["what"] == "stepped"]
 
     def trains(self, attempt, steps):
         wait_for(
@@ -54,14 +47,8 @@ class RequeuedJob:
 
     def attempts(self):
         """What the stamps say of both attempts."""
-        return [TrueAttempt([self.process(number, rank) for rank in (0, 1)], how)
-                for number, how in enumerate((KILLED, FINISHED))]  # fmt: skip
-
-    def process(self, attempt, rank):
-        stamps = self.stamps(attempt, rank)
-        newest = heard(self.run_dir, stamps[0]["pid"])
-        assert newest is not None, self.said()
-        return attempted(stamps, stamps[0]["began"], alive(self.folder / f"alive-{attempt}-{rank}"), newest)
+        ways = (KILLED, FINISHED)
+        return [Attempt([process_of(self.folder, self.run_dir, n, rank) for rank in (0, 1)], ways[n]) for n in (0, 1)]
 
     def report(self):
         command = [sys.executable, "-m", "telemetry", "report", str(self.run_dir), "--json"]
@@ -71,9 +58,8 @@ class RequeuedJob:
 
 
 @pytest.fixture(scope="module")
-def job(slurm, monitoring, launch):
-    until = launch.folder / "requeued.stop"
-    job = RequeuedJob(slurm, monitoring.folder, until)
+def job(slurm, monitoring):
+    job = RequeuedJob(slurm, monitoring.folder)
     job.trains(0, 50)
     slurm.run("scontrol", "requeue", job.number)
     wait_for(f"{job.run} to wait\n{job.said()}", lambda: slurm.state(job.number) == "PENDING", 60, 0.2)
@@ -87,7 +73,7 @@ def job(slurm, monitoring, launch):
         30,
         0.5,
     )
-    until.touch()
+    (job.folder / "until").write_text("0")
     wait_for(f"{job.run} to end\n{job.said()}", lambda: slurm.state(job.number) == "COMPLETED", 60, 0.2)
     yield job
     for node in NODES:
@@ -108,7 +94,7 @@ def test_each_second_is_where_the_stamps_of_the_script_have_it(job):
     """The time in the queue is down, and the steps after the checkpoint are redone."""
     goodput = job.report()["job"]["goodput"]
     seconds, wall = goodput["seconds"], goodput["wall_seconds"]
-    books = true_books(job.attempts(), to_the_kill=False, stuck_seconds=30.0)
+    books = true_books(job.attempts(), stuck_seconds=30.0)
     assert sum(books.values()) == pytest.approx(wall, rel=0.01)
     assert min(books[category] for category in ("redone", "down", "evaluation", "checkpoint", "restore")) > 0
     off = {category: seconds[category] - books.get(category, 0.0) for category in seconds}
