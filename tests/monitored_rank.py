@@ -64,7 +64,7 @@ class Run:
             tracker,
             sampler,
             self.thread_sampler,
-            Overhead(tracker, sampler, None, None),
+            Overhead(tracker, [sampler]),
             peers=lambda: self.peers,
         )
         self.stall_monitor = StallMonitor(

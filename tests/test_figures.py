@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent.figures import STATE_FIGURES, WINDOW_FIGURES, figures, metric_figures
+from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES, figures
 from telemetry.node.metrics import RunView
 from telemetry.records import CATEGORIES, Histogram, LogWindow, Totals
 from tests.full_views import page
 from tests.running_agent import log_lines, wait_for
 
-NAMES = [figure.name for figure in (*WINDOW_FIGURES, *STATE_FIGURES, *metric_figures())]
+NAMES = [figure.name for figure in (*WINDOW_FIGURES, *STATE_FIGURES, *METRIC_FIGURES)]
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_figures_agree_with_the_endpoint(agent):
             labels = {k: v for k, v in sample.labels.items() if k not in {"run", "rank"} and (k, v) != ("node", "n1")}
             shown[(sample.name, *labels.values())] = sample.value
     found = figures(view, None)
-    for figure in metric_figures():
-        assert found.get(figure.name) == shown.get((figure.metric,)), figure
+    for figure in METRIC_FIGURES:
+        assert found.get(figure.name) == shown.get((f"training_{figure.name}",)), figure
     for category in CATEGORIES:
         assert found[f"{category}_seconds_total"] == shown["training_time_seconds_total", category]
     assert found["stalls_total"] == sum(v for key, v in shown.items() if key[0] == "training_stalls_total")
@@ -125,6 +125,14 @@ def test_what_was_not_measured_is_absent():
     found = figures(empty_view(), window)
     assert found["steps_per_second"] == 0
     assert not set(found) & {"data_wait_ratio", "exposed_wait_ratio", "step_seconds_p50"}
+
+
+@pytest.mark.parametrize("name", ["samples", "tokens"])
+def test_rates_are_of_the_newest_window(name):
+    (figure,) = (each for each in WINDOW_FIGURES if each.name == f"{name}_per_second")
+    assert figure.read(LogWindow(Totals(wall_seconds=4.0, **{name: 10}), None, None)) == 2.5
+    assert figure.read(LogWindow(Totals(wall_seconds=4.0), None, None)) is None
+    assert figure.read(LogWindow(Totals(wall_seconds=0.0, **{name: 10}), None, None)) is None
 
 
 def test_no_value_is_infinite():

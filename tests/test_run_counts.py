@@ -6,22 +6,15 @@ import json
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 from html_pages import Page, page_of
 from report_logs import START, line, window, write
-from running_agent import log_lines, scrape, wait_for
 from top_screens import FRAME, NOW, text_of
 
-import telemetry
-from telemetry.agent.figures import WINDOW_FIGURES
-from telemetry.agent.restarts import RankCounts, read_record
-from telemetry.records import LogWindow, Totals
 from telemetry.report.logs import load
 from telemetry.report.summary import summarize
 from telemetry.top.view import RankFacts, RankRow, row_of
 from tests.faults.warm_python import warm_python
-from tests.test_restarts import beat, write_beat
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -83,62 +76,6 @@ def test_counts_go_on_over_attempts_and_are_the_scripts_own(tmp_path):
     found = summarize(load(tmp_path / "run"))
     # What a killed process has not written into its log is not in the report.
     assert [rank["tokens"] for rank in found["ranks"]][1::2] == tokens[1::2]
-
-
-def test_the_endpoint_goes_on_where_the_attempt_before_ended(tmp_path):
-    folder = tmp_path / "run" / "attempts"
-    folder.mkdir(parents=True)
-    (folder / "rank-0.json").write_bytes(msgspec.json.encode(RankCounts("run", "ab", 1000, 20_000, 0, 5, 7)))
-    write_beat(folder, beat(samples_total=8, tokens_total=90))
-    agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False)
-    try:
-        assert "training_tokens_total" not in {name for name, *_ in scrape(agent)}
-        telemetry.tokens(3)
-        found = wait_for(lambda: {k[0]: v for k, v in scrape(agent).items() if k[0] == "training_tokens_total"})
-        assert found == {"training_tokens_total": 20_093.0}
-    finally:
-        telemetry.stop()
-    left = read_record(folder / "rank-0.json", RankCounts)
-    assert (left.samples_before, left.tokens_before, left.samples, left.tokens) == (1008, 20_090, 0, 3)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", b"\xff\xfe", b'{"run": "other", "life": "ab", "tokens": 5}', b'{"run": "run", "tokens_before": 9}',
-     b'{"run": "run", "life": "../../x", "tokens_before": "9", "tokens": -4, "samples": 1e9}'],
-)  # fmt: skip
-def test_a_damaged_file_or_that_of_another_run_counts_nothing(tmp_path, content):
-    folder = tmp_path / "run" / "attempts"
-    folder.mkdir(parents=True)
-    (folder / "rank-0.json").write_bytes(content)
-    telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
-    telemetry.tokens(3)
-    try:
-        wait_for(lambda: telemetry.metrics().get("tokens_total") == 3)
-    finally:
-        telemetry.stop()
-
-
-def test_a_folder_that_cannot_be_written_is_told_once(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "attempts").write_text("no folder")
-    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
-    telemetry.tokens(3)
-    wait_for(lambda: telemetry.metrics().get("tokens_total") == 3)
-    telemetry.stop()
-    told = [each["message"] for each in log_lines(agent) if each["event"] == "error" and each["source"] == "attempts"]
-    assert len([message for message in told if message.startswith("the counts of this rank cannot be written")]) == 1
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["samples", "tokens"])
-def test_rates_are_of_the_newest_window(name):
-    (figure,) = (each for each in WINDOW_FIGURES if each.name == f"{name}_per_second")
-    assert figure.read(LogWindow(Totals(wall_seconds=4.0, **{name: 10}), None, None)) == 2.5
-    assert figure.read(LogWindow(Totals(wall_seconds=4.0), None, None)) is None
-    assert figure.read(LogWindow(Totals(wall_seconds=0.0, **{name: 10}), None, None)) is None
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

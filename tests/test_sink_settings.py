@@ -113,7 +113,7 @@ def test_trial_of_tune_has_no_sinks(tmp_path, monkeypatch):
     for trial in (False, True):
         if trial:
             monkeypatch.setenv("TELEMETRY_TUNE_TRIAL", "plan.json")
-        output = FigureOutput(config, None, ErrorLog(), None, lambda: identify("run", None, {}), steps_before=int)
+        output = FigureOutput(config, identify("run", None, {}), None, ErrorLog(), None)
         output.start(tmp_path)
         said.append(output.said)
     assert said == [", figures to wandb", ""]

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.agent.figures import STATE_FIGURES, WINDOW_FIGURES, metric_figures
+from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.config import GROUPS, setting_docs
 from telemetry.diagnosis import evidence as evidence_module
 from telemetry.diagnosis.evidence import evidence_field
@@ -117,7 +117,7 @@ def figures_part() -> str:
     return (
         f"{table(('Name', 'Meaning'), rows)}\n"
         "Each [metric](METRICS.md) that has no labels of its own, by its name without `training_`: "
-        f"{_names(figure.name for figure in metric_figures())}.\n"
+        f"{_names(figure.name for figure in METRIC_FIGURES)}.\n"
     )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import platform
 import random
 import secrets
+import sys
 from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry._version import __version__
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
@@ -19,8 +22,7 @@ from telemetry.agent.figures import FigureOutput
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog, RunEnvironment
-from telemetry.agent.restarts import FOLDER, AttemptLog, RunCounts, RunLosses
-from telemetry.agent.run_view import RunViewBuilder
+from telemetry.agent.restarts import FOLDER, AttemptLog, RunSoFar
 from telemetry.agent.stalls import StallCounts, StallMonitor
 from telemetry.agent.totals import Overhead, TotalsBuilder
 from telemetry.agent.trends import ChangeMonitor, MemoryWatch
@@ -31,6 +33,7 @@ from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import EndpointAddress, NodeService
+from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
 from telemetry.records import COMPUTE, DATA_WAIT
@@ -41,7 +44,7 @@ from telemetry.util.clock import NS, WallClock, now_ns
 from telemetry.util.errors import ErrorLog, let_pass, say
 from telemetry.util.files import StandardStreams
 from telemetry.util.gil import GilTurns
-from telemetry.util.processes import identify, slug
+from telemetry.util.processes import identify, job_labels, slug
 from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
     from telemetry.agent.hangs import Hang
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
-    from telemetry.node.metrics import RunView
     from telemetry.records import RankPace, Step
     from telemetry.sources.lines import LineSampler
 
@@ -265,8 +267,8 @@ class Agent:
         errors: the failures of the agent's own parts.
         tracker: state of the training thread. ``attachment``: places the hooks that update it.
         accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
-        attempt: what the log tells of this attempt of the run.
-        event_log: writes the log. ``figures``: the newest figures, and the sinks.
+        attempt: what the log tells of this attempt of the run. ``figures``: the newest figures, and the sinks.
+        event_log: writes the log.
         snapshots: takes traces. ``job_hang``: why the whole job hangs.
         running: whether it was started and not stopped.
         trial: the trial of ``telemetry tune`` that this process is; None in any other run.
@@ -298,7 +300,20 @@ class Agent:
         self._tick_pace = TickPace(config, self.accounting)
         self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
         self._address = EndpointAddress(config, self.identity.node, self._node)
-        self.overhead = Overhead(self.tracker, self._collectors, self._node, self._job)
+        life = secrets.token_hex(8)
+        self.attempt = AttemptLog(
+            self.run_dir,
+            self.identity.pid,
+            life,
+            tracker=self.tracker,
+            accounting=self.accounting,
+            wall=self._wall,
+            errors=self.errors,
+        )
+        self._run_so_far = RunSoFar(self.run_dir / FOLDER, self.attempt, self.errors)
+        self.figures = FigureOutput(config, self.identity, self._run_so_far, self.errors, self._wall)
+        parts = (self._collectors, self._node, self._job, self.figures)
+        self.overhead = Overhead(self.tracker, [part for part in parts if part is not None])
         training = TrainingThread(self.tracker)
         self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
         self._peer_paces = PeerPaces(self._paces_of_others)
@@ -311,16 +326,6 @@ class Agent:
             peers=self._peer_paces.read,
         )
         stall_counts = StallCounts()
-        life = secrets.token_hex(8)
-        self.attempt = AttemptLog(
-            self.run_dir,
-            self.identity.pid,
-            life,
-            tracker=self.tracker,
-            accounting=self.accounting,
-            wall=self._wall,
-            errors=self.errors,
-        )
         self._memory = MemoryWatch(
             self._collectors.newest,
             lambda: self.accounting.steps_total > 0,
@@ -342,16 +347,6 @@ class Agent:
             errors=self.errors,
             wall=self._wall,
         )
-        self._counts = RunCounts(self.run_dir / FOLDER, life, self.errors)
-        self.figures = FigureOutput(
-            config,
-            self.event_log,
-            self.errors,
-            self._wall,
-            lambda: self.identity,
-            steps_before=lambda: self._counts.steps_before,
-        )
-        self.overhead.figures = self.figures
         self._line_monitor = LineMonitor(
             self.tracker,
             self.run_dir / "profiles",
@@ -365,7 +360,8 @@ class Agent:
             self.tracker,
             stall_counts,
             errors=self.errors,
-            emit=self.figures.emit,
+            emit=self.event_log.emit,
+            sinks=self.figures,
             timestamp=self._wall.iso,
             lines=self._line_monitor.findings,
             rank=self.identity.rank,
@@ -386,30 +382,15 @@ class Agent:
             ranks_elsewhere=self._ranks_elsewhere,
             board=self._board,
         )
-        self._losses = RunLosses(self.run_dir / FOLDER, self.attempt, life, self.errors)
         self._changes = ChangeMonitor(
             self._collectors.newest,
             self.event_log.emit,
             lambda seconds: self._wall.iso(self.accounting.ledger.start_ns + int(seconds * NS)),
         )
-        self._views = RunViewBuilder(
-            accounting=self.accounting,
-            collectors=self._collectors,
-            memory=self._memory,
-            stalls=self._stall_monitor,
-            snapshots=self.snapshots,
-            losses=self._losses,
-            counts=self._counts,
-            changes=self._changes,
-            errors=self.errors,
-            wall=self._wall,
-            hang=self.job_hang.view,
-            energy_gpu=lambda: self._builder.energy_sample,
-            gpu_hour_price=config.gpu_hour_price,
-        )
         self.accounting.on_steps = self._on_steps
         self.running = False
         self.trial: TrialRun | None = None
+        self._job_labels = job_labels()
         self._pid = os.getpid()
         self._streams = StandardStreams()
         self._exec = Patches()
@@ -574,6 +555,7 @@ class Agent:
         if identity == before:
             return
         self.identity = identity
+        self.figures.identity = identity
         self._stall_monitor.adopt(identity.rank)
         self.snapshots.adopt(identity)
         with self.errors.contained("board"):
@@ -585,7 +567,7 @@ class Agent:
     def _tick_or_skip(self) -> None:
         self.accounting.update()
         with self.errors.contained("heartbeat"):
-            self.attempt.tick()
+            self.attempt.tick(self._stall_monitor.stuck_for_seconds, self._stall_monitor.stuck_in)
         # A tick that did not publish is followed by one that does, and so is a skipped one.
         busy = self._stall_monitor.active_cause is not None or not self._published
         if not self._tick_pace.skips(busy=busy, wanted=self.event_log.is_due):
@@ -629,14 +611,14 @@ class Agent:
         self._published, self._skipped = self._skipped or not self._published or rare, False
         if self._published:
             with self.errors.contained("attempts"):
-                self._count_losses()
+                self._run_so_far.tick(self.identity)
             with self.errors.contained("exposition"):
                 self._publish()
         self._keep_up()
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
         with self.errors.contained("sinks"):
-            self.figures.write(self._view)
+            self.figures.write(self._view, self.event_log.newest_window)
 
     def _keep_up(self) -> None:
         self.accounting.keep_up()
@@ -660,12 +642,13 @@ class Agent:
             self.event_log.write_phases(last=True)
             self.event_log.window()
         with self.errors.contained("sinks"):
-            self.figures.write(self._view)
+            self.figures.write(self._view, self.event_log.newest_window)
             self.figures.end()
         with self.errors.contained("lines"):
             self._line_monitor.close()
         with self.errors.contained("attempts"):
-            self._leave_for_next_attempt()
+            self._run_so_far.tick(self.identity)
+            self._run_so_far.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
             hang = self._hang_at_end()
@@ -751,22 +734,6 @@ class Agent:
     def _board(self) -> Board | None:
         return self._node.board if self._node is not None else None
 
-    def _count_losses(self) -> None:
-        ledger, stalls = self.accounting.ledger, self._stall_monitor
-        self._losses.tick(
-            self.identity,
-            has_batch=ledger.batches > 0,
-            stuck_for_seconds=stalls.stuck_for_seconds,
-            stuck_in=stalls.stuck_in,
-        )
-        self._counts.tick(self.identity, self._builder.current())
-
-    def _leave_for_next_attempt(self) -> None:
-        """This process ends by itself: write what the next attempt of the run begins with."""
-        self._count_losses()
-        self._losses.end(finished=self.attempt.end.finished)
-        self._counts.end()
-
     def _on_steps(self, steps: list[Step]) -> None:
         self.snapshots.add_steps(steps)
         self.attempt.add_steps(steps)
@@ -798,14 +765,56 @@ class Agent:
 
     def _publish(self) -> None:
         view = self._view()
-        self.figures.update(view)
+        self.figures.update(view, self.event_log.newest_window)
         if self._node is None:
             return
         pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
         self._node.publish(self.identity.rank, view, pace=pace, ended=self._ended)
 
     def _view(self) -> RunView:
-        return self._views.view(self._builder.current(), self.identity, ended=self._ended)
+        """What the endpoint shows of this rank."""
+        accounting, collectors, last = self.accounting, self._collectors, self.accounting.ledger.last_step_ns
+        return RunView(
+            info=self._info_labels(),
+            started_unix_seconds=self._wall.unix_seconds(accounting.ledger.start_ns),
+            ended=self._ended,
+            totals=self._builder.current(),
+            step_duration=accounting.stats.histogram(),
+            wait_duration=accounting.stats.wait_histogram(),
+            last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),
+            errors=dict(self.errors.counts),
+            stalls=self._stall_monitor.view(),
+            hang=self.job_hang.view(),
+            snapshots=self.snapshots.view(),
+            collectors=collectors.health(),
+            gpu=collectors.newest("nvml"),
+            energy_gpu=self._builder.energy_sample,
+            host=collectors.newest("host"),
+            process=collectors.newest("process"),
+            workers=collectors.newest("workers"),
+            own_fetches=accounting.own_fetches(),
+            worker_fetches=collectors.worker_fetches(),
+            pressure=collectors.newest("pressure"),
+            torch_memory=collectors.newest("torch_memory"),
+            memory=self._memory.view(),
+            attempt=self._run_so_far.view(),
+            samples_before=self._run_so_far.samples_before,
+            tokens_before=self._run_so_far.tokens_before,
+            step_change_ratio=self._changes.ratio,
+            gpu_hour_price=self.config.gpu_hour_price,
+        )
+
+    def _info_labels(self) -> dict[str, str]:
+        identity = self.identity
+        return self._job_labels | {
+            "node": identity.node,
+            "local_rank": str(identity.local_rank),
+            "world_size": str(identity.world_size),
+            "launcher": identity.launcher,
+            "telemetry_version": __version__,
+            "python_version": platform.python_version(),
+            "torch_version": str(getattr(sys.modules.get("torch"), "__version__", "")),
+        }
 
     def _say_start(self, *, logged: bool) -> None:
         """Print where the metrics and the logs are."""

@@ -8,17 +8,17 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.config import TRIAL_VARIABLE
-from telemetry.node.metrics import GROUPS, NEVER, metrics
+from telemetry.node.metrics import GROUPS
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, SinkItem
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from telemetry.agent.log import EventLog
+    from telemetry.agent.restarts import RunSoFar
     from telemetry.config import Config
-    from telemetry.node.metrics import RunView
+    from telemetry.node.metrics import Metric, RunView
     from telemetry.records import LogWindow, Percentiles
     from telemetry.sinks.thread import SinkThread
     from telemetry.util.clock import WallClock
@@ -27,41 +27,23 @@ if TYPE_CHECKING:
 
 
 # -- the flat table of figures: what `telemetry.metrics()`, the callbacks and the sinks give to a logger ---------------
-# Most figures are metrics without a label. They have the metric's name without ``training_``, and are read as the
-# endpoint reads them. The others are computed from the newest window of the log.
 
 _PREFIX: Final = "training_"
 
 _LEFT_OUT: Final = frozenset({"training_run_ended", "training_last_step_timestamp_seconds"})
 """Metrics that mean nothing in a chart."""
 
-_NO_WINDOW: Final = "before the first window, which lasts 1 s"
-_NO_STEP: Final = "if no step has ended in the window"
-
 
 @dataclass(frozen=True, slots=True)
-class WindowFigure:
-    """A figure of the newest window of the log. ``read`` returns None if it was not measured."""
+class Figure:
+    """A figure of the newest window of the log or of the rank's state. ``read``: None if it was not measured."""
 
     name: str
-    unit: str
     help: str
-    absent: str
-    read: Callable[[LogWindow], float | None]
+    read: Callable[[Any], float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class StateFigure:
-    """A figure of the rank's state that is no metric of its own."""
-
-    name: str
-    unit: str
-    help: str
-    absent: str
-    read: Callable[[RunView], float | None]
-
-
-def _loop_ratio(window: LogWindow, seconds: float | None) -> float | None:
+def _of_loop(window: LogWindow, seconds: float | None) -> float | None:
     ledger = window.added.ledger_seconds
     loop = ledger.get(DATA_WAIT, 0.0) + ledger.get(COMPUTE, 0.0)
     return None if seconds is None or loop <= 0 else seconds / loop
@@ -72,103 +54,73 @@ def _per_second(window: LogWindow, count: float | None) -> float | None:
     return count / seconds if count is not None and seconds > 0 else None
 
 
-def _quantiles(
-    name: str, what: str, of: Callable[[LogWindow], Percentiles | None]
-) -> tuple[tuple[str, str, Callable[[LogWindow], float | None]], ...]:
-    def reader(field: str) -> Callable[[LogWindow], float | None]:
-        def read(window: LogWindow) -> float | None:
-            found = of(window)
-            return None if found is None else float(getattr(found, field))
-
-        return read
-
-    words = {"p50": "median", "p95": "95th percentile", "p99": "99th percentile", "max": "maximum"}
-    return tuple((f"{name}_{field}", f"{what}, {word}.", reader(field)) for field, word in words.items())
+def _quantiles(name: str, what: str, of: Callable[[LogWindow], Percentiles | None]) -> Iterator[Figure]:
+    for field, word in {"p50": "median", "p95": "95th percentile", "p99": "99th percentile", "max": "maximum"}.items():
+        yield Figure(
+            f"{name}_{field}",
+            f"{what}, {word}.",
+            lambda window, field=field: None if of(window) is None else float(getattr(of(window), field)),  # type: ignore[misc]
+        )
 
 
 WINDOW_FIGURES: Final = (
-    WindowFigure(
+    Figure(
         "steps_per_second",
-        "steps per second",
         "Training steps per second of wall clock.",
-        _NO_WINDOW,
         lambda window: _per_second(window, window.added.steps),
     ),
-    WindowFigure(
+    Figure(
         "samples_per_second",
-        "samples per second",
         "Samples that this rank trained on, per second of wall clock.",
-        "where `samples_total` is absent, and in the first window that has it",
         lambda window: _per_second(window, window.added.samples),
     ),
-    WindowFigure(
+    Figure(
         "tokens_per_second",
-        "tokens per second",
         "Tokens that this rank trained on, per second of wall clock.",
-        "where `tokens_total` is absent, and in the first window that has it",
         lambda window: _per_second(window, window.added.tokens),
     ),
-    WindowFigure(
+    Figure(
         "data_wait_ratio",
-        "ratio",
         "Share of the training loop (wait plus compute) that was wait.",
-        "without training in the window",
-        lambda window: _loop_ratio(window, window.added.ledger_seconds.get(DATA_WAIT, 0.0)),
+        lambda window: _of_loop(window, window.added.ledger_seconds.get(DATA_WAIT, 0.0)),
     ),
-    WindowFigure(
+    Figure(
         "exposed_wait_ratio",
-        "ratio",
         "Share of the training loop that was exposed wait.",
-        "without training in the window, and where `exposed_wait_seconds_total` is absent",
-        lambda window: _loop_ratio(window, window.added.exposed_wait_seconds),
+        lambda window: _of_loop(window, window.added.exposed_wait_seconds),
     ),
-    *(
-        WindowFigure(name, "seconds", help_text, _NO_STEP, read)
-        for name, help_text, read in (
-            *_quantiles("step_seconds", "Duration of a step", lambda window: window.step),
-            *_quantiles("data_wait_seconds", "Wait of a step for its batch", lambda window: window.wait),
-        )
-    ),
+    *_quantiles("step_seconds", "Duration of a step", lambda window: window.step),
+    *_quantiles("data_wait_seconds", "Wait of a step for its batch", lambda window: window.wait),
 )
 
 STATE_FIGURES: Final = (
     *(
-        StateFigure(
+        Figure(
             f"{category}_seconds_total",
-            "seconds",
             f"Time of the ledger's category `{category}` so far.",
-            NEVER,
             lambda view, category=category: view.totals.ledger_seconds.get(category),  # type: ignore[misc]
         )
         for category in CATEGORIES
     ),
-    StateFigure(
+    Figure(
         "stall_active",
-        "",
         "1 while a stall is open, else 0.",
-        NEVER,
         lambda view: None if view.stalls is None else float(view.stalls.active is not None),
     ),
-    StateFigure(
+    Figure(
         "stalls_total",
-        "stalls",
         "Stalls that have opened so far.",
-        NEVER,
         lambda view: None if view.stalls is None else sum(view.stalls.opened.values()),
     ),
-    StateFigure(
+    Figure(
         "stall_lost_seconds_total",
-        "seconds",
         "Time that this rank has lost in stalls so far.",
-        NEVER,
         lambda view: None if view.stalls is None else sum(view.stalls.lost_seconds.values()),
     ),
     *(
-        StateFigure(
+        Figure(
             f"overhead_{thread}_seconds_total",
-            "seconds",
             f"Time that the agent has cost so far, thread `{thread}`.",
-            NEVER,
             lambda view, thread=thread: view.totals.overhead_seconds.get(thread),  # type: ignore[misc]
         )
         for thread in ("training", "agent")
@@ -176,30 +128,7 @@ STATE_FIGURES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MetricFigure:
-    """A metric without a label, as a figure."""
-
-    name: str
-    unit: str
-    help: str
-    absent: str
-    metric: str
-
-
-def _metric_figures() -> tuple[tuple[Callable[[RunView], Any], tuple[tuple[str, Callable[[Any], Any]], ...]], ...]:
-    """By group: what gets its record, and for each figure its name and what reads it from the record."""
-    found = []
-    for group in GROUPS:
-        readers = tuple(
-            (metric.name.removeprefix(_PREFIX), metric.read) for metric in group.metrics if _is_figure(metric)
-        )
-        if readers:
-            found.append((group.record, readers))
-    return tuple(found)
-
-
-def _is_figure(metric: Any) -> bool:
+def _is_figure(metric: Metric[Any]) -> bool:
     return (
         metric.name.startswith(_PREFIX)
         and metric.type != "histogram"
@@ -209,22 +138,17 @@ def _is_figure(metric: Any) -> bool:
     )
 
 
-_READERS: Final = _metric_figures()
-
-
-def metric_figures() -> tuple[MetricFigure, ...]:
-    """The figures that are metrics, for the documentation."""
-    return tuple(
-        MetricFigure(
-            metric.name.removeprefix(_PREFIX),
-            metric.unit,
-            metric.help,
-            group.absent if metric.absent is None else metric.absent,
-            metric.name,
-        )
-        for group, metric in metrics()
-        if _is_figure(metric)
+_OF_GROUPS: Final = tuple(
+    (
+        group.record,
+        # A metric without a label is read as a number.
+        tuple(Figure(m.name.removeprefix(_PREFIX), m.help, m.read) for m in group.metrics if _is_figure(m)),  # type: ignore[arg-type]
     )
+    for group in GROUPS
+)
+
+METRIC_FIGURES: Final = tuple(figure for _, of_group in _OF_GROUPS for figure in of_group)
+"""The metrics without a label, by their name without ``training_``."""
 
 
 def figures(view: RunView, window: LogWindow | None) -> dict[str, float]:
@@ -234,23 +158,13 @@ def figures(view: RunView, window: LogWindow | None) -> dict[str, float]:
         view: the state of the rank.
         window: the newest window of the log; None before the first.
     """
-    found: dict[str, float] = {}
-    if window is not None:
-        for of_window in WINDOW_FIGURES:
-            _put(found, of_window.name, of_window.read(window))
-    for of_state in STATE_FIGURES:
-        _put(found, of_state.name, of_state.read(view))
-    for record_of, readers in _READERS:
-        record = record_of(view)
-        if record is not None:
-            for name, read in readers:
-                _put(found, name, read(record))
-    return found
-
-
-def _put(found: dict[str, float], name: str, value: float | None) -> None:
-    if value is not None and isfinite(value):
-        found[name] = float(value)
+    sources = [
+        (window, WINDOW_FIGURES),
+        (view, STATE_FIGURES),
+        *((record(view), found) for record, found in _OF_GROUPS),
+    ]
+    values = {figure.name: figure.read(record) for record, found in sources if record is not None for figure in found}
+    return {name: float(value) for name, value in values.items() if value is not None and isfinite(value)}
 
 
 # -- the newest figures of this rank, for `telemetry.metrics()` and the sinks ------------------------------------------
@@ -266,33 +180,23 @@ class FigureOutput:
 
     Args:
         config: names the sinks, and the ranks that write.
-        event_log: its windows are those of the figures.
-        errors: counts what fails in the sinks.
-        wall: gives the time of each window.
-        identity: returns the identity of this process.
-        steps_before: returns the steps of the attempts before. The step axis of the sinks goes on after them.
+        identity: of this process.
+        run_so_far: the steps of the attempts before: the step axis of the sinks goes on after them.
 
     Attributes:
+        identity: the agent replaces it when the rank becomes known.
         newest: the newest figures. The dictionary is replaced, never changed, so that any thread may read it.
         said: what the start line says of the sinks; empty without sinks.
     """
 
     def __init__(
-        self,
-        config: Config,
-        event_log: EventLog,
-        errors: ErrorLog,
-        wall: WallClock,
-        identity: Callable[[], Identity],
-        *,
-        steps_before: Callable[[], int],
+        self, config: Config, identity: Identity, run_so_far: RunSoFar, errors: ErrorLog, wall: WallClock
     ) -> None:
+        self.identity = identity
         self._config = config
-        self._event_log = event_log
+        self._run_so_far = run_so_far
         self._errors = errors
         self._wall = wall
-        self._identity = identity
-        self._steps_before = steps_before
         self._sinks: SinkThread | None = None
         self._written: LogWindow | None = None
         self.newest: dict[str, float] = {}
@@ -303,8 +207,7 @@ class FigureOutput:
 
         A rank that does not write has none. Neither has a trial of ``telemetry tune``: its figures are not a run's.
         """
-        identity = self._identity()
-        others = identity.rank > 0 and identity.rank_given and self._config.sink_ranks != "all"
+        others = self.identity.rank > 0 and self.identity.rank_given and self._config.sink_ranks != "all"
         if not self._config.sinks or others or TRIAL_VARIABLE in os.environ:
             return
         with self._errors.contained(_SOURCE):
@@ -321,29 +224,28 @@ class FigureOutput:
             if sinks:
                 self._sinks = SinkThread(sinks)
 
-    def update(self, view: RunView) -> None:
-        """Make the newest figures."""
+    def update(self, view: RunView, window: LogWindow | None) -> None:
+        """Make the newest figures. ``window``: the newest of the log."""
         with self._errors.contained("figures"):
-            self.newest = figures(view, self._event_log.newest_window)
+            self.newest = figures(view, window)
 
-    def write(self, view: Callable[[], RunView]) -> None:
+    def write(self, view: Callable[[], RunView], window: LogWindow | None) -> None:
         """Pass the figures on if the log has a new window, and count what has failed. Called once a tick."""
-        window = self._event_log.newest_window
         if window is not self._written and window is not None:
             usual = window.added.wall_seconds >= _MIN_SHARE * self._config.log_interval_seconds
             # What is left of a run at its end has totals, but its rates would say nothing.
-            with self._errors.contained("figures"):
-                self.newest = figures(view(), window if usual or self._written is None else None)
+            self.update(view(), window if usual or self._written is None else None)
             self._written = window
             self._offer(values=self.newest)
         self._note_news()
 
-    def emit(self, event: str, values: dict[str, Any]) -> bool:
-        """Write a line into the log. A stall that opens also goes to the sinks."""
-        if event == "stall_open" and self._sinks is not None:
-            with self._errors.contained(_SOURCE):
-                self._offer(stall=_words(values))
-        return self._event_log.emit(event, values)
+    def stall_opened(self, stall: dict[str, Any]) -> None:
+        """Tell the sinks of a stall in words: its cause, its size, and the first advice."""
+        with self._errors.contained(_SOURCE):
+            ratio, advice = stall.get("exposed_wait_ratio"), stall.get("advice") or ()
+            size = "" if ratio is None else f", exposed wait {100 * ratio:.0f} %"
+            action = "".join(f": {a['action']}" for a in advice[:1])
+            self._offer(stall=f"stall {stall['cause']} at step {stall['first_step']}{size}{action}")
 
     def end(self) -> None:
         """Let the sinks write what is left. Returns at once."""
@@ -370,14 +272,14 @@ class FigureOutput:
             self._sinks.after_fork_in_child()
 
     def _offer(self, *, values: dict[str, float] | None = None, stall: str = "") -> None:
-        identity, several = self._identity(), self._config.sink_ranks == "all"
-        if self._sinks is None or (identity.rank and not several):
+        rank, several = self.identity.rank, self._config.sink_ranks == "all"
+        if self._sinks is None or (rank and not several):
             return
         self._sinks.offer(
             SinkItem(
-                step=self._steps_before() + int(self.newest.get("steps_total", 0)),
+                step=self._run_so_far.steps_before + int(self.newest.get("steps_total", 0)),
                 unix_seconds=self._wall.unix_seconds(now_ns()),
-                rank=identity.rank,
+                rank=rank,
                 several=several,
                 figures=values or {},
                 stall=stall,
@@ -390,12 +292,3 @@ class FigureOutput:
                 self._errors.note(_SOURCE, text, count=failures)
             else:
                 self._errors.tell(_SOURCE, text)
-
-
-def _words(stall: dict[str, Any]) -> str:
-    """A stall in words: its cause, its size, and the first advice."""
-    ratio, advice = stall.get("exposed_wait_ratio"), stall.get("advice") or ()
-    size = "" if ratio is None else f", exposed wait {100 * ratio:.0f} %"
-    return f"stall {stall['cause']} at step {stall['first_step']}{size}" + "".join(
-        f": {a['action']}" for a in advice[:1]
-    )

@@ -1,11 +1,10 @@
 """Attempts of a run: what one attempt leaves for the next, and what restarts and hangs cost.
 
     RUN_DIR/attempts/LIFE.beat      the newest state of a process, while it is there or if it was killed
-    RUN_DIR/attempts/run.json       the number of the attempt, and what the run has lost so far; written by rank 0
-    RUN_DIR/attempts/rank-N.json    the steps, samples and tokens of a rank
+    RUN_DIR/attempts/rank-N.json    what the attempts before have done and lost on a rank; written at the start and end
 
-The last two are written when an attempt starts, when a checkpoint is complete and when the process ends. If it is
-killed, its heartbeat is newer, and the next attempt continues from both. A life is one agent of a process.
+A life is one agent of a process. A killed attempt has left a heartbeat that is newer than the file of its rank: the
+next one goes on from both.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from telemetry.node.metrics import AttemptView
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan, phase
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan, ResumptionFields, phase
 from telemetry.records import STARTUP as LEDGER_STARTUP
 from telemetry.sources.cgroup import OomCounter
 from telemetry.util import processes as identities
@@ -35,15 +34,13 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import SavedCheckpoint, Step, Totals
+    from telemetry.records import SavedCheckpoint, Step
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
 
 FOLDER: Final = "attempts"
 """Of the run folder."""
-
-RUN_FILE: Final = "run.json"
 
 BEAT_BYTES: Final = 1024
 """Size of a heartbeat. Each is filled up to it, so that nothing of a longer one before is left behind it."""
@@ -56,18 +53,12 @@ _MAX_BYTES: Final = 8192
 _RETRY_SECONDS: Final = 30
 """After this time a heartbeat that could not be written is tried again."""
 
-_WRITE_SECONDS: Final = 30.0
-"""The state of the run is written at most so often: the heartbeat has what has happened since."""
-
 _SHORTEST_PHASE_SECONDS: Final = 0.001
 """Shorter phases are in the ledger, but no line of the log. If they are checkpoints, the newest one of a tick is."""
 
 _MAX_PHASE_LINES: Final = 20
 """If more phases have ended since the tick before, the longest have lines. Each line is a write, after which the
 agent thread waits for the GIL. Beside 250 phases a second, whose C calls held the GIL, it had no time for a tick."""
-
-_SAME_SECONDS: Final = 0.01
-"""A heartbeat has rounded figures. No checkpoint is so soon after another one."""
 
 REDONE: Final = "redone"
 RESTORE: Final = "restore"
@@ -91,39 +82,13 @@ Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 class StuckTime(msgspec.Struct, frozen=True, array_like=True):
     """For how long an attempt has been stuck.
 
-    Attributes:
-        seconds: in all.
-        in_startup: in hangs that began in the first wait; ``in_replay``: in the replay.
-        since_kept: in hangs that began after the newest complete checkpoint. ``kept_seconds``: of the loop up to that.
+    In all, and in hangs that began in its first wait, in its replay, and after its newest complete checkpoint.
     """
 
     seconds: Figure = 0.0
     in_startup: Figure = 0.0
     in_replay: Figure = 0.0
     since_kept: Figure = 0.0
-    kept_seconds: Figure = 0.0
-
-
-class Resumption(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How an attempt began. What did not happen is absent.
-
-    Attributes:
-        optimizers: how many have stepped, if more than one.
-        restore_seconds: time in loading functions before the first step.
-        resumed_step: optimizer steps that the loaded state contains. ``resumed_from``: what told so.
-        resumed_at_optimizer_steps: optimizer steps of the process when it was loaded.
-        replayed_batches: batches that were thrown away. ``replay_seconds``, ``replay_wait_seconds``: their part of the
-            loop's time, and of its waits.
-    """
-
-    optimizers: Count | None = None
-    restore_seconds: Figure = 0.0
-    resumed_step: Count | None = None
-    resumed_from: str | None = None
-    resumed_at_optimizer_steps: Count | None = None
-    replayed_batches: Count = 0
-    replay_seconds: Figure = 0.0
-    replay_wait_seconds: Figure = 0.0
 
 
 class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -136,7 +101,6 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
         saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
         samples_total, tokens_total: None if they are unknown.
         oom_kills_total: of the cgroup; None if it has no such counter.
-        stuck: None if it was not stuck, and on other ranks than 0.
     """
 
     life: str
@@ -149,11 +113,11 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds_before: Figure
     kept_seconds: Figure
     saves_completed: Count
-    resumption: Resumption
+    resumption: ResumptionFields
     samples_total: Count | None = None
     tokens_total: Count | None = None
     oom_kills_total: Count | None = None
-    stuck: StuckTime | None = None
+    stuck: StuckTime = StuckTime()
 
     @property
     def loop_seconds(self) -> float:
@@ -161,9 +125,14 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.ledger_total_seconds.get(DATA_WAIT, 0.0) + self.ledger_total_seconds.get(COMPUTE, 0.0)
 
     @property
+    def replay_seconds(self) -> float:
+        """Seconds of the loop in which batches were thrown away."""
+        return self.resumption.get("replay_seconds", 0.0)
+
+    @property
     def began(self) -> float:
         """The first seconds of the loop: no part of it that can be kept."""
-        return self.first_wait_seconds + self.resumption.replay_seconds
+        return self.first_wait_seconds + self.replay_seconds
 
     @property
     def cut(self) -> float:
@@ -173,156 +142,96 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def in_replay(self) -> bool:
         """Whether the process resumed from an optimizer's state, draws batches, and its optimizer has not stepped."""
-        loaded_at = self.resumption.resumed_at_optimizer_steps
+        loaded_at = self.resumption.get("resumed_at_optimizer_steps")
         return loaded_at is not None and self.optimizer_steps_total <= loaded_at and self.steps_total >= _MIN_BATCHES
+
+    def lost(self, *, restored: bool, first_wait_over: bool = True) -> dict[str, float]:
+        """Seconds that the attempt has lost so far. What it was stuck for counts only as stuck.
+
+        Args:
+            restored: whether the time in loading functions is a restart's: not in the first attempt.
+            first_wait_over: whether the first batch has come. Before, its wait may yet turn out to be a hang.
+        """
+        restore = self.resumption.get("restore_seconds", 0.0) if restored else 0.0
+        first_wait = max(0.0, self.first_wait_seconds - self.stuck.in_startup) if first_wait_over else 0.0
+        startup = max(0.0, self.ledger_total_seconds.get(LEDGER_STARTUP, 0.0) - restore)
+        return {
+            STARTUP: self.seconds_before + startup + first_wait,
+            RESTORE: restore,
+            REPLAY: max(0.0, self.replay_seconds - self.stuck.in_replay),
+            STUCK: self.stuck.seconds,
+        }
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """The state of a run, kept by rank 0.
+    """What the attempts of a run have left, on one rank.
 
     Attributes:
         run: its name.
-        attempt: number of the attempt that wrote this.
-        process: tells the process of rank 0 from others; ``life``: its agent, whose heartbeat may be newer.
-        time: Unix time of this state.
+        life: the agent that wrote this, whose heartbeat may be newer than ``newest``.
+        process: tells its process from others.
+        newest: the state of its attempt.
+        attempt: number of that.
+        without_progress: how many attempts directly before it have ended without completing a checkpoint.
+        lost_before: seconds lost in the attempts before, by category. Only rank 0's are shown.
+        samples_before, tokens_before, steps_before: one that did not know its own has added nothing.
         finished: whether the attempt has ended by itself, and its work is done.
-        progress: whether the attempt has completed a checkpoint.
-        without_progress: how many attempts directly before this one have ended without one.
-        loop_seconds: of the attempt's training loop; ``kept_seconds``: up to its newest complete checkpoint.
-        stuck_since_kept: the part of it after that in which the run was stuck.
-        in_replay: whether its optimizer has not stepped since it was loaded, although batches were drawn.
-        carried: seconds lost in earlier attempts, by category; ``own``: in this one.
-        stuck_within: the part of ``own`` in which the run was stuck, by category. It counts only as stuck.
-    """
-
-    run: str
-    attempt: Count = 0
-    process: str = ""
-    life: str = ""
-    time: Figure = 0.0
-    finished: bool = False
-    progress: bool = False
-    without_progress: Count = 0
-    loop_seconds: float = 0.0
-    kept_seconds: Figure = 0.0
-    stuck_since_kept: Figure = 0.0
-    in_replay: bool = False
-    carried: dict[str, Figure] = {}
-    own: dict[str, Figure] = {}
-    stuck_within: dict[str, Figure] = {}
-
-    def lost(self) -> dict[str, float]:
-        """Seconds lost so far, by category."""
-        return {
-            name: self.carried.get(name, 0.0) + max(0.0, self.own.get(name, 0.0) - self.stuck_within.get(name, 0.0))
-            for name in LOST
-        }
-
-    def with_beat(self, beat: Beat) -> RunState:
-        """With the figures of its attempt, except for how long that was stuck."""
-        restore = beat.resumption.restore_seconds if self.attempt else 0.0
-        startup = max(0.0, beat.ledger_total_seconds.get(LEDGER_STARTUP, 0.0) - restore)
-        own = {
-            STARTUP: beat.seconds_before + startup + beat.first_wait_seconds,
-            RESTORE: restore,
-            REPLAY: beat.resumption.replay_seconds,
-        }
-        return structs.replace(
-            self,
-            own=own,
-            loop_seconds=beat.loop_seconds - beat.began,
-            kept_seconds=max(0.0, beat.kept_seconds - beat.began) if beat.saves_completed else 0.0,
-            progress=beat.saves_completed > 0,
-            in_replay=beat.in_replay,
-        )
-
-    def with_stuck(self, stuck: StuckTime) -> RunState:
-        """With the time for which the attempt was stuck."""
-        return structs.replace(
-            self,
-            own=self.own | {STUCK: stuck.seconds},
-            stuck_since_kept=stuck.since_kept if self.kept_seconds < stuck.kept_seconds + _SAME_SECONDS else 0.0,
-            stuck_within={STARTUP: stuck.in_startup, REPLAY: stuck.in_replay},
-        )
-
-    def newer(self, beat: Beat) -> RunState:
-        """With the heartbeat of the process that wrote this, if that is newer."""
-        if beat.life != self.life or beat.unix_seconds <= self.time:
-            return self
-        found = self.with_beat(beat)
-        if beat.stuck is not None:
-            found = found.with_stuck(beat.stuck)
-        else:
-            kept_before = found.kept_seconds < self.kept_seconds + _SAME_SECONDS
-            found = structs.replace(
-                found,
-                own=found.own | {STUCK: self.own.get(STUCK, 0.0)},
-                stuck_since_kept=self.stuck_since_kept if kept_before else 0.0,
-            )
-        return structs.replace(found, time=beat.unix_seconds, progress=self.progress or found.progress)
-
-    def next(self, *, process: str, life: str, started: float) -> RunState:
-        """The state that the next attempt begins with.
-
-        Args:
-            process: tells its process from others.
-            life: its agent.
-            started: Unix time at which its process started.
-        """
-        # The agent was stopped and started again; if it was not stopped, the process has executed another program.
-        if process == self.process and self.finished:
-            return RunState(self.run, self.attempt, process, life, self.time, progress=self.progress,
-                            without_progress=self.without_progress, carried=self.lost())  # fmt: skip
-        carried = self.lost()
-        carried[DOWN] += max(0.0, started - self.time)
-        if not self.finished:
-            in_vain = REPLAY if self.in_replay else REDONE
-            carried[in_vain] += max(0.0, self.loop_seconds - self.kept_seconds - self.stuck_since_kept)
-        stalled = 0 if self.progress or self.finished else self.without_progress + 1
-        return RunState(self.run, self.attempt + 1, process, life, started, without_progress=stalled, carried=carried)
-
-
-class RankCounts(msgspec.Struct, frozen=True):
-    """The counts of a rank.
-
-    Attributes:
-        run: name of the run.
-        life: the agent that wrote this, whose heartbeat may be newer.
-        samples_before, tokens_before, steps_before: of the attempts before. One that did not know its own has added
-            nothing.
-        samples, tokens, steps: of this attempt; 0 if they are not known, or not yet.
     """
 
     run: str
     life: str
+    process: str
+    newest: Beat
+    attempt: Count = 0
+    without_progress: Count = 0
+    lost_before: dict[str, Figure] = {}
     samples_before: Count = 0
     tokens_before: Count = 0
     steps_before: Count = 0
-    samples: Count = 0
-    tokens: Count = 0
-    steps: Count = 0
+    finished: bool = False
 
-    def newer(self, beat: Beat) -> RankCounts:
-        """With the heartbeat of the process that wrote this, which is there if it was killed."""
-        return structs.replace(
-            self,
-            samples=max(self.samples, beat.samples_total or 0),
-            tokens=max(self.tokens, beat.tokens_total or 0),
-            steps=max(self.steps, beat.steps_total),
-        )
+    def lost(self, *, first_wait_over: bool = True) -> dict[str, float]:
+        """Seconds lost so far, by category."""
+        own = self.newest.lost(restored=self.attempt > 0, first_wait_over=first_wait_over)
+        return {name: self.lost_before.get(name, 0.0) + own.get(name, 0.0) for name in LOST}
 
-    def next(self, life: str) -> RankCounts:
-        """What the next attempt begins with. ``life``: its agent."""
-        return RankCounts(
+    def attempts_without_progress(self) -> int:
+        """Those before this one; 0 as soon as this one has made some."""
+        return 0 if self.newest.saves_completed else self.without_progress
+
+    def next(self, *, process: str, first: Beat, started: float) -> RunState:
+        """What the next attempt begins with.
+
+        Args:
+            process: tells its process from others.
+            first: its first state.
+            started: Unix time at which its process started.
+        """
+        beat, lost, number, stalled = self.newest, self.lost(), self.attempt, self.attempts_without_progress()
+        # Else the agent was only stopped and started again. If it was not stopped, the process has executed another
+        # program, which is another attempt.
+        if process != self.process or not self.finished:
+            number += 1
+            lost[DOWN] += max(0.0, started - beat.unix_seconds)
+            if not self.finished:
+                in_vain = REPLAY if beat.in_replay else REDONE
+                lost[in_vain] += max(0.0, beat.loop_seconds - beat.cut - beat.stuck.since_kept)
+            stalled = 0 if beat.saves_completed or self.finished else self.without_progress + 1
+        return RunState(
             self.run,
-            life,
-            samples_before=self.samples_before + self.samples,
-            tokens_before=self.tokens_before + self.tokens,
-            steps_before=self.steps_before + self.steps,
+            first.life,
+            process,
+            first,
+            attempt=number,
+            without_progress=stalled,
+            lost_before=lost,
+            samples_before=self.samples_before + (beat.samples_total or 0),
+            tokens_before=self.tokens_before + (beat.tokens_total or 0),
+            steps_before=self.steps_before + beat.steps_total,
         )
 
 
-_Record = TypeVar("_Record", RunState, RankCounts, Beat)
+_Record = TypeVar("_Record", RunState, Beat)
 
 
 def read_record(path: Path, kind: type[_Record]) -> _Record | None:
@@ -333,18 +242,91 @@ def read_record(path: Path, kind: type[_Record]) -> _Record | None:
         return None
 
 
-def _beat_of(folder: Path, life: str) -> Beat | None:
-    """The heartbeat of a life, which comes from a file: it must not lead out of the folder."""
-    return read_record(folder / f"{life}.beat", Beat) if life.isalnum() else None
+class RunSoFar:
+    """What this rank has done and lost over all attempts of the run, in the file of the rank.
 
+    Args:
+        folder: of that file and the heartbeats.
+        attempt: this one.
+    """
 
-def _write(path: Path, record: RunState | RankCounts) -> None:
-    content = msgspec.json.encode(record) + b"\n"
-    try:
-        replace_file(path, content, 0o644)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content, 0o644)
+    def __init__(self, folder: Path, attempt: AttemptLog, errors: ErrorLog) -> None:
+        self._folder = folder
+        self._attempt = attempt
+        self._errors = errors
+        self._rank = 0
+        self._state: RunState | None = None
+
+    @property
+    def samples_before(self) -> int:
+        """Samples of the attempts before this one."""
+        return 0 if self._state is None else self._state.samples_before
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens of the attempts before this one."""
+        return 0 if self._state is None else self._state.tokens_before
+
+    @property
+    def steps_before(self) -> int:
+        """Training steps of the attempts before this one."""
+        return 0 if self._state is None else self._state.steps_before
+
+    def tick(self, identity: Identity) -> None:
+        """Bring it up to the newest heartbeat. At the first time, read what is there, and write that this one began."""
+        if self._state is None or self._rank != identity.rank or self._state.run != identity.run:
+            self._rank = identity.rank
+            self._state = self._begin(identity)
+            self._write()
+        self._state = structs.replace(self._state, newest=self._attempt.newest)
+
+    def end(self, *, finished: bool) -> None:
+        """The process ends by itself; ``finished``: its work is done."""
+        if self._state is not None:
+            self._state = structs.replace(self._state, newest=self._attempt.beat(), finished=finished)
+            self._write()
+
+    def view(self) -> AttemptView | None:
+        """For the endpoint; None on other ranks than 0.
+
+        These counters never fall: they have what the heartbeat has, from which the next attempt goes on if this
+        process is killed.
+        """
+        state = self._state
+        if state is None or self._rank != 0:
+            return None
+        lost = state.lost(first_wait_over=self._attempt.has_batch)
+        return AttemptView(state.attempt, state.attempts_without_progress(), lost)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"rank-{self._rank}.json"
+
+    def _begin(self, identity: Identity) -> RunState:
+        attempt, first = self._attempt, self._attempt.newest
+        process = f"{identity.node}/{process_name(identity.pid)}"
+        before = read_record(self._path, RunState)
+        if before is None or before.run != identity.run:
+            return RunState(identity.run, first.life, process, first)
+        if before.life == first.life:  # this agent has had this rank before
+            return before
+        beat = read_record(self._folder / f"{before.life}.beat", Beat) if before.life.isalnum() else None
+        if beat is not None and beat.life == before.life and beat.unix_seconds > before.newest.unix_seconds:
+            before = structs.replace(before, newest=beat)
+        started = identities.process_started(identity.pid)
+        if before.process == process and started is not None:  # it has been there longer, but that time is booked
+            booked = max(0.0, before.newest.unix_seconds - started)
+            attempt.seconds_before = max(0.0, attempt.seconds_before - booked)
+            first = attempt.beat()
+        return before.next(process=process, first=first, started=first.unix_seconds if started is None else started)
+
+    def _write(self) -> None:
+        content = msgspec.json.encode(self._state) + b"\n"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, content, 0o644)
+        except OSError as error:
+            self._errors.tell("attempts", f"the state of the run cannot be written: {error.strerror}")
 
 
 # -- this attempt ------------------------------------------------------------------------------------------------------
@@ -355,9 +337,6 @@ class Heartbeat:
 
     It is written over in place once a tick: one system call, and no new block on the disk. A process that ends by
     itself removes it: its log has everything.
-
-    Args:
-        path: unique to this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -395,8 +374,46 @@ class Heartbeat:
                 pass
 
 
+class HangTimes:
+    """Where in the loop of an attempt its hangs began, and how long they were."""
+
+    def __init__(self) -> None:
+        self._hangs: list[tuple[float | None, float]] = []  # None: not in the loop. The newest may go on
+        self._now = 0.0
+
+    def follow(self, loop_seconds: float, stuck_for_seconds: float, stuck_in: str | None) -> None:
+        """Follow the hang that there is now, if there is one.
+
+        Args:
+            loop_seconds: of the training loop so far.
+            stuck_for_seconds: for which the attempt has been stuck now; 0 if it is not.
+            stuck_in: in which category it is stuck.
+        """
+        if stuck_for_seconds < self._now:
+            self._now = 0.0  # that hang is over
+        if self._now:
+            self._hangs[-1] = (self._hangs[-1][0], stuck_for_seconds)
+        elif stuck_for_seconds:
+            began = loop_seconds - stuck_for_seconds if stuck_in in {DATA_WAIT, COMPUTE} else None
+            self._hangs.append((began, stuck_for_seconds))
+        self._now = stuck_for_seconds
+
+    def so_far(self, beat: Beat) -> StuckTime:
+        """By the part of the loop in which they began."""
+
+        def between(first: float, last: float) -> float:
+            return sum(seconds for began, seconds in self._hangs if began is not None and first <= began < last)
+
+        return StuckTime(
+            seconds=round(sum(seconds for _, seconds in self._hangs), 6),
+            in_startup=round(between(-math.inf, beat.first_wait_seconds), 6),
+            in_replay=round(between(beat.first_wait_seconds, beat.began), 6),
+            since_kept=round(between(beat.cut, math.inf), 6),
+        )
+
+
 class AttemptLog:
-    """What the log tells of this attempt: where it resumed, its checkpoints, and that it lives. Agent thread only.
+    """What the log and the heartbeat tell of this attempt: where it resumed, its checkpoints, its hangs, its end.
 
     Args:
         run_dir: the run folder.
@@ -404,10 +421,10 @@ class AttemptLog:
         life: of this agent, see `EventLog`.
 
     Attributes:
+        newest: its state at the newest heartbeat.
         end: how this process ends.
         seconds_before: how long the process had been there when the agent started.
-        saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
-        stuck: for how long it has been stuck, for the heartbeat; None before that is known. On rank 0.
+        saves_completed: checkpoints that can be resumed from.
     """
 
     def __init__(
@@ -428,6 +445,7 @@ class AttemptLog:
         self._errors = errors
         self._life = life
         self._replay = ReplayWatch()
+        self._hangs = HangTimes()
         self._heartbeat = Heartbeat(run_dir / FOLDER / f"{life}.beat")
         self._next_beat_ns = 0
         self._told = False
@@ -441,29 +459,33 @@ class AttemptLog:
         self._oom = OomCounter()
         self.end = EndEvidence()
         self.saves_completed = 0
-        self.kept_seconds = 0.0
-        self.stuck: StuckTime | None = None
+        self._kept_seconds = 0.0  # of the training loop up to the newest of them
         self._holds_optimizer = False  # whether any checkpoint does: then others are not resumed from
         self._begun_at: dict[int, float] = {}  # seconds of the loop at asynchronous checkpoints, by optimizer steps
+        self.newest = self.beat()
 
-    def unix_now(self) -> float:
-        """Unix time."""
-        return self._wall.unix_seconds(now_ns())
+    @property
+    def has_batch(self) -> bool:
+        """Whether the first batch has come."""
+        return self._accounting.ledger.batches > 0
 
     def add_steps(self, steps: list[Step]) -> None:
         """Steps have closed."""
         if not self._replay.settled:
             self._replay.add(steps, self._tracker.optimizer_steps)
 
-    def tick(self) -> None:
-        """Everything up to now has been counted: write it where it outlives this process."""
+    def tick(self, stuck_for_seconds: float, stuck_in: str | None) -> None:
+        """Everything up to now has been counted: write it where it outlives this process. See `HangTimes`."""
         self._settle_replay()
         if self._replay.settled:
             self._accounting.samples.settle(self._replay.batches)
+        ledger = self._accounting.ledger.ns
+        self._hangs.follow((ledger[DATA_WAIT] + ledger[COMPUTE]) / NS, stuck_for_seconds, stuck_in)
+        self.newest = self.beat()
         if now_ns() < self._next_beat_ns:
             return
         try:
-            self._heartbeat.write(self._state())
+            self._heartbeat.write(msgspec.json.encode(self.newest))
         except (OSError, ValueError) as error:
             self._next_beat_ns = now_ns() + _RETRY_SECONDS * NS  # it may last for long, or the disk is full for a while
             if not self._told:
@@ -503,27 +525,53 @@ class AttemptLog:
 
     def fields(self) -> dict[str, Any]:
         """Of the run so far, for every line with totals."""
+        resumption = self._resumption()
         found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps, **self._oom_kills()}
-        resumption = msgspec.to_builtins(self._resumption())
         return found | ({"resumption": resumption} if resumption else {})
 
     def _oom_kills(self) -> dict[str, int]:
         count = self._oom.count()
         return {} if count is None else {"oom_kills_total": count}
 
-    def _resumption(self) -> Resumption:
+    def _resumption(self) -> ResumptionFields:
+        """What did not happen is absent."""
         resume, replay = self._resume, self._replay
-        since, loaded = resume.restoring_since, resume.source is not None
-        return Resumption(
-            optimizers=resume.optimizers if resume.optimizers > 1 else None,
-            restore_seconds=(resume.restore_ns + (now_ns() - since if since else 0)) / NS,
-            resumed_step=resume.step if loaded else None,
-            resumed_from=resume.source,
-            resumed_at_optimizer_steps=resume.at_optimizer_steps if loaded else None,
-            replayed_batches=replay.batches,
-            replay_seconds=replay.seconds,
-            replay_wait_seconds=replay.wait_seconds,
+        since, found = resume.restoring_since, ResumptionFields()
+        if resume.optimizers > 1:
+            found["optimizers"] = resume.optimizers
+        if resume.restore_ns or since:
+            found["restore_seconds"] = round((resume.restore_ns + (now_ns() - since if since else 0)) / NS, 6)
+        if resume.source is not None:
+            found["resumed_from"] = resume.source
+            found["resumed_at_optimizer_steps"] = resume.at_optimizer_steps
+            if resume.step is not None:
+                found["resumed_step"] = resume.step
+        if replay.batches:
+            found["replayed_batches"] = replay.batches
+            found["replay_seconds"] = round(replay.seconds, 6)
+            found["replay_wait_seconds"] = round(replay.wait_seconds, 6)
+        return found
+
+    def beat(self) -> Beat:
+        """The state of this process now."""
+        accounting, ledger = self._accounting, self._accounting.ledger
+        beat = Beat(
+            life=self._life,
+            unix_seconds=round(self._wall.unix_seconds(accounting.updated_ns), 6),
+            wall_seconds=round(ledger.wall_seconds, 6),
+            steps_total=accounting.steps_total,
+            optimizer_steps_total=self._tracker.optimizer_steps,
+            ledger_total_seconds={category: round(ns / NS, 6) for category, ns in ledger.ns.items()},
+            first_wait_seconds=round(ledger.first_wait_ns / NS, 6),
+            seconds_before=round(self.seconds_before, 6),
+            kept_seconds=round(self._kept_seconds, 6),
+            saves_completed=self.saves_completed,
+            resumption=self._resumption(),
+            samples_total=accounting.trained_samples(),
+            tokens_total=accounting.tokens(),
+            oom_kills_total=self._oom.count(),
         )
+        return structs.replace(beat, stuck=self._hangs.so_far(beat))
 
     def phase_lines(self, spans: Sequence[PhaseSpan], *, last: bool = False) -> Iterator[dict[str, Any]]:
         """Lines of phases that have ended, those of checkpoints with the steps that they contain.
@@ -579,35 +627,11 @@ class AttemptLog:
         if loop_seconds is not None and not save.complete:
             self._begun_at = {save.optimizer_steps: loop_seconds}
         if loop_seconds is None:
-            loop_seconds = self._begun_at.get(save.optimizer_steps, self.kept_seconds)
+            loop_seconds = self._begun_at.get(save.optimizer_steps, self._kept_seconds)
         if save.complete and (save.holds_optimizer or not self._holds_optimizer):
             self._holds_optimizer |= save.holds_optimizer
             self.saves_completed += 1
-            self.kept_seconds = max(self.kept_seconds, loop_seconds)
-
-    def beat(self) -> Beat:
-        """The newest state of this process."""
-        accounting, ledger = self._accounting, self._accounting.ledger
-        return Beat(
-            life=self._life,
-            unix_seconds=round(self._wall.unix_seconds(accounting.updated_ns), 6),
-            wall_seconds=round(ledger.wall_seconds, 6),
-            steps_total=accounting.steps_total,
-            optimizer_steps_total=self._tracker.optimizer_steps,
-            ledger_total_seconds={category: round(ns / NS, 6) for category, ns in ledger.ns.items()},
-            first_wait_seconds=round(ledger.first_wait_ns / NS, 6),
-            seconds_before=round(self.seconds_before, 6),
-            kept_seconds=round(self.kept_seconds, 6),
-            saves_completed=self.saves_completed,
-            resumption=self._resumption(),
-            samples_total=accounting.trained_samples(),
-            tokens_total=accounting.tokens(),
-            oom_kills_total=self._oom.count(),
-            stuck=self.stuck if self.stuck is not None and self.stuck.seconds else None,
-        )
-
-    def _state(self) -> bytes:
-        return msgspec.json.encode(self.beat())
+            self._kept_seconds = max(self._kept_seconds, loop_seconds)
 
 
 def _shortest_of_line(spans: Sequence[PhaseSpan]) -> float:
@@ -621,7 +645,7 @@ def _is_of(save: SavedCheckpoint, span: PhaseSpan) -> bool:
     return not save.background and save.start_ns <= span.start_ns <= save.end_ns
 
 
-# -- how it ends and how it began --------------------------------------------------------------------------------------
+# -- how it ends and how it began -------------------------------------------------------------------------------------
 
 _PEER_LOST: Final = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket closed|"
@@ -807,179 +831,3 @@ def _short_ones(compute_seconds: Sequence[float], limit: float) -> int:
         if ahead > most:
             most, best = ahead, place
     return best
-
-
-# -- the run so far ----------------------------------------------------------------------------------------------------
-
-
-class RunLosses:
-    """What restarts and hangs have cost the run so far, over all its attempts. Kept by rank 0 in the state file.
-
-    Args:
-        folder: the folder of the state file and the heartbeats.
-        attempt: of this process.
-        life: of this agent.
-    """
-
-    def __init__(self, folder: Path, attempt: AttemptLog, life: str, errors: ErrorLog) -> None:
-        self._folder = folder
-        self._attempt = attempt
-        self._life = life
-        self._errors = errors
-        self._state: RunState | None = None
-        self._written_ns = 0
-        self._written_saves = 0
-        self._stuck_before = self._stuck_now = self._stuck_told = 0.0
-        self._stuck_since: float | None = None  # where the newest hang began, see `_hangs`
-        self._hangs: list[tuple[float, float]] = []  # of the loop: the second at which they began, how long they were
-        self._first_wait = 0.0  # so far, while it is in progress
-
-    def tick(self, identity: Identity, *, has_batch: bool, stuck_for_seconds: float, stuck_in: str | None) -> None:
-        """Bring it up to now. Write it if a checkpoint has been completed, and every 30 s while the run is stuck.
-
-        Args:
-            identity: rank 0 keeps the state of the run.
-            has_batch: whether the first batch has come.
-            stuck_for_seconds: for which the run has been stuck now; 0 if it is not.
-            stuck_in: in which category it is stuck, or was until now.
-        """
-        attempt = self._attempt
-        if identity.rank == 0 and self._state is None:
-            self._state = self._begin(identity)
-            self._write()
-        beat = attempt.beat()
-        self._follow_hang(beat.loop_seconds, stuck_for_seconds, stuck_in)
-        if identity.rank != 0 or self._state is None:
-            self._state = None
-            return
-        if beat.saves_completed:  # then it is known how long the replay was
-            self._hangs = [hang for hang in self._hangs if hang[0] < beat.began or hang[0] >= beat.cut]
-        self._first_wait = 0.0 if has_batch else beat.first_wait_seconds
-        self._stuck_told = 0.0 if attempt.stuck is None else attempt.stuck.seconds
-        state = self._state.with_beat(beat)
-        attempt.stuck = stuck = StuckTime(
-            seconds=self._stuck_before + self._stuck_now,
-            in_startup=self._stuck_between(-math.inf, beat.first_wait_seconds),
-            in_replay=self._stuck_between(beat.first_wait_seconds, beat.began),
-            since_kept=self._stuck_between(beat.cut, math.inf),
-            kept_seconds=state.kept_seconds,
-        )
-        self._state = state.with_stuck(stuck)
-        new = beat.saves_completed != self._written_saves or self._stuck_now > 0
-        if new and now_ns() - self._written_ns >= _WRITE_SECONDS * NS:
-            self._write()
-
-    def end(self, *, finished: bool) -> None:
-        """The process ends by itself; ``finished``: its work is done."""
-        if self._state is not None:
-            self._state = structs.replace(self._state, finished=finished)
-            self._write()
-
-    def view(self) -> AttemptView | None:
-        """For the endpoint; None on other ranks than 0.
-
-        These counters never fall. So a first wait counts when it is over, because it may yet turn out to be a hang. And
-        a hang counts once it is in the heartbeat: should this process be killed, the next one goes on from there.
-        """
-        state = self._state
-        if state is None:
-            return None
-        lost = state.lost()
-        lost[STARTUP] -= max(0.0, self._first_wait - state.stuck_within.get(STARTUP, 0.0))
-        lost[STUCK] -= state.own.get(STUCK, 0.0) - self._stuck_told
-        return AttemptView(state.attempt, 0 if state.progress else state.without_progress, lost)
-
-    def _follow_hang(self, loop_seconds: float, stuck_for_seconds: float, stuck_in: str | None) -> None:
-        """Note where in the loop hangs begin, and how long they are. Those in other categories are no part of it."""
-        if stuck_for_seconds < self._stuck_now:
-            self._stuck_before += self._stuck_now
-            if self._stuck_since is not None:
-                self._hangs.append((self._stuck_since, self._stuck_now))
-        if stuck_for_seconds > self._stuck_now:
-            in_loop = stuck_in in {DATA_WAIT, COMPUTE}
-            self._stuck_since = loop_seconds - stuck_for_seconds if in_loop else None
-        self._stuck_now = stuck_for_seconds
-
-    def _stuck_between(self, first: float, last: float) -> float:
-        """For how long the run was stuck in hangs that began between these seconds of its loop."""
-        hangs = [*self._hangs, *([] if self._stuck_since is None else [(self._stuck_since, self._stuck_now)])]
-        return sum(seconds for began, seconds in hangs if first <= began < last)
-
-    def _begin(self, identity: Identity) -> RunState:
-        started = identities.process_started(identity.pid)
-        process = f"{identity.node}/{process_name(identity.pid)}"
-        now = self._attempt.unix_now()
-        before = read_record(self._folder / RUN_FILE, RunState)
-        if before is None or before.run != identity.run:
-            return RunState(identity.run, 0, process, self._life, now)
-        beat = _beat_of(self._folder, before.life)
-        if beat is not None:
-            before = before.newer(beat)
-        if before.process == process and started is not None:  # it has been there longer, but that time is booked
-            booked = max(0.0, before.time - started)
-            self._attempt.seconds_before = max(0.0, self._attempt.seconds_before - booked)
-        return before.next(process=process, life=self._life, started=now if started is None else started)
-
-    def _write(self) -> None:
-        if self._state is None:
-            return
-        self._state = structs.replace(self._state, time=self._attempt.unix_now())
-        self._written_ns, saves = now_ns(), self._attempt.saves_completed
-        try:
-            _write(self._folder / RUN_FILE, self._state)
-            self._written_saves = saves
-        except OSError as error:
-            self._errors.tell("attempts", f"the state of the run cannot be written: {error.strerror}")
-
-
-class RunCounts:
-    """The steps, samples and tokens of this rank over all attempts of the run, continued from the file of the rank.
-
-    Args:
-        folder: the folder of that file and the heartbeats.
-        life: of this agent.
-    """
-
-    def __init__(self, folder: Path, life: str, errors: ErrorLog) -> None:
-        self._folder = folder
-        self._life = life
-        self._errors = errors
-        self._rank: int | None = None
-        self._counts: RankCounts | None = None
-
-    @property
-    def before(self) -> tuple[int, int]:
-        """Samples and tokens of the attempts before this one."""
-        counts = self._counts
-        return (0, 0) if counts is None else (counts.samples_before, counts.tokens_before)
-
-    @property
-    def steps_before(self) -> int:
-        """Training steps of the attempts before this one."""
-        return 0 if self._counts is None else self._counts.steps_before
-
-    def tick(self, identity: Identity, totals: Totals) -> None:
-        """Bring them up to now. At the first time, read what is there, and write that this attempt has begun."""
-        if self._counts is None or self._rank != identity.rank or self._counts.run != identity.run:
-            self._rank = identity.rank
-            self._counts = self._begin(identity)
-            self.end()
-        self._counts = structs.replace(
-            self._counts, samples=totals.samples or 0, tokens=totals.tokens or 0, steps=totals.steps
-        )
-
-    def end(self) -> None:
-        """Write them: the process ends by itself."""
-        if self._counts is None:
-            return
-        try:
-            _write(self._folder / f"rank-{self._rank}.json", self._counts)
-        except OSError as error:
-            self._errors.tell("attempts", f"the counts of this rank cannot be written: {error.strerror}")
-
-    def _begin(self, identity: Identity) -> RankCounts:
-        before = read_record(self._folder / f"rank-{identity.rank}.json", RankCounts)
-        if before is None or before.run != identity.run:
-            return RankCounts(identity.run, self._life)
-        beat = _beat_of(self._folder, before.life) if before.life != self._life else None
-        return (before if beat is None else before.newer(beat)).next(self._life)

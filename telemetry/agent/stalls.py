@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.figures import FigureOutput
     from telemetry.agent.hangs import Hang
     from telemetry.agent.lines import LineFindings
     from telemetry.config import Config
@@ -213,6 +214,7 @@ class StallMonitor:
         errors: counts failed and skipped calls of the user's callback.
         emit: writes a line of the log.
         timestamp: returns the current time, ISO-8601.
+        sinks: are told of stalls that open; None in tests.
         lines: returns the lines that a stall spends its time in; None if they are not known.
         rank: the rank.
         node: name of this node.
@@ -230,6 +232,7 @@ class StallMonitor:
         errors: ErrorLog,
         emit: Callable[[str, dict[str, Any]], Any],
         timestamp: Callable[[], str],
+        sinks: FigureOutput | None = None,
         lines: Callable[[Stall], LineFindings | None] = lambda _: None,
         rank: int = 0,
         node: str = "",
@@ -252,6 +255,7 @@ class StallMonitor:
         self._callback = StallCallback(config.on_stall, errors)
         self._emit = emit
         self._timestamp = timestamp
+        self._sinks = sinks
         self._lines = lines
         self._opened = ""
         self._counts = counts
@@ -498,6 +502,8 @@ class StallMonitor:
         if with_stacks:
             with self._errors.contained("stacks"):
                 fields["evidence"]["stacks"] = self._hang_monitor.stacks()
+        if self._sinks is not None:
+            self._sinks.stall_opened(fields)
         self._emit("stall_open", fields)
         self._callback.tell(fields)
 

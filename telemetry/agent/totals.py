@@ -23,7 +23,7 @@ from telemetry.records import (
 from telemetry.util.clock import NS, thread_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.collectors import CollectorPoller
@@ -263,23 +263,15 @@ class Overhead:
 
     Args:
         tracker: measures the hooks on the training thread.
-        collectors: the collectors, some of which have their own threads.
-        node: the endpoint, which has its own threads; else None.
-        job: the link to other nodes, which has its own thread; else None.
+        parts: the parts of the agent that have threads of their own.
 
     Attributes:
-        figures: the sinks, which have their own thread.
         agent_thread_seconds: CPU time of the agent thread.
     """
 
-    def __init__(
-        self, tracker: StepTracker, collectors: CollectorPoller, node: HasThread | None, job: HasThread | None
-    ) -> None:
+    def __init__(self, tracker: StepTracker, parts: Sequence[HasThread]) -> None:
         self._tracker = tracker
-        self._collectors = collectors
-        self._node = node
-        self._job = job
-        self.figures: HasThread | None = None
+        self._parts = parts
         self.agent_thread_seconds = 0.0
 
     def measure(self) -> None:
@@ -288,13 +280,8 @@ class Overhead:
 
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds on the training thread, and CPU seconds of the agent's own threads."""
-        endpoint = self._node.cpu_seconds if self._node is not None else 0.0
-        job = self._job.cpu_seconds if self._job is not None else 0.0
-        sinks = self.figures.cpu_seconds if self.figures is not None else 0.0
-        return {
-            "training": self._tracker.overhead_ns / NS,
-            "agent": self.agent_thread_seconds + self._collectors.cpu_seconds + endpoint + job + sinks,
-        }
+        own = self.agent_thread_seconds + sum(part.cpu_seconds for part in self._parts)
+        return {"training": self._tracker.overhead_ns / NS, "agent": own}
 
 
 # -- makes the `Totals` of a tick from the hooks' figures, the accounting and the samples ------------------------------

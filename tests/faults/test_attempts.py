@@ -8,8 +8,10 @@ import signal
 import sys
 import time
 
+import msgspec
 import pytest
 
+from telemetry.agent.restarts import RunState
 from tests.faults.processes import RUN, Child, environment, events, python, quiet, report, report_text, wait_for, write
 from tests.faults.restart_campaign import LOST, RestartingJob, compared
 from tests.faults.warm_python import WarmChild, running_server, warm_python
@@ -64,10 +66,11 @@ def test_every_second_is_where_the_script_says_it_was(job, told):
 
 
 def test_the_totals_of_the_run_go_on_as_the_report_has_them(job, told):
-    state = json.loads((job.run_dir / "attempts" / "run.json").read_text())
+    state = json.loads((job.run_dir / "attempts" / "rank-0.json").read_text())
     assert state["attempt"] == len(ENDS) - 1
+    so_far = msgspec.convert(state, RunState).lost()
     for category in LOST:
-        lost = state["carried"].get(category, 0.0) + state["own"].get(category, 0.0)
+        lost = so_far[category]
         goodput = told["goodput"]
         assert lost == pytest.approx(goodput["seconds"][category], abs=0.02 * goodput["wall_seconds"]), category
 
@@ -233,7 +236,7 @@ def test_a_script_that_executes_itself_anew_is_not_killed(how, tmp_path):
     assert [each["lost_steps"] for each in attempts] == [5, 5, 0]
     assert attempts[2]["reason"] is None
     assert goodput["seconds"]["down"] == 0
-    state = json.loads((tmp_path / "run" / "attempts" / "run.json").read_text())
+    state = json.loads((tmp_path / "run" / "attempts" / "rank-0.json").read_text())
     assert state["attempt"] == 2
-    begun = state["carried"]["startup"] + state["own"]["startup"]
+    begun = msgspec.convert(state, RunState).lost()["startup"]
     assert begun == pytest.approx(goodput["seconds"]["startup"], rel=0.1), "no second is in two attempts"

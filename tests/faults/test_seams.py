@@ -290,13 +290,12 @@ AGENT_SEAMS = {
     "event_log.log.file._append": "jsonl",
     "event_log.window": "jsonl",
     "attempt.tick": "heartbeat",
-    "attempt._state": "heartbeat",
+    "attempt.beat": "heartbeat",
     "attempt._replay.add": "ledger",
     "attempt.fields": "jsonl",
     "attempt.phase_lines": "jsonl",
-    "_losses.tick": "attempts",
-    "_counts.tick": "attempts",
-    "_losses.view": "exposition",
+    "_run_so_far.tick": "attempts",
+    "_run_so_far.view": "exposition",
     "job_hang.tick": "diagnose",
     "_tick": "agent",
     "_lead": "agent",
@@ -401,7 +400,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
 
 ENDS = [
     "accounting.update", "accounting.close", "snapshots.end", "snapshots.wait", "_stall_monitor.wait_for_callback",
-    "_losses.tick", "_losses.end", "event_log.close", "attempt.close", "_job.close", "event_log.window",
+    "_run_so_far.tick", "_run_so_far.end", "event_log.close", "attempt.close", "_job.close", "event_log.window",
     "event_log.end_fields", "event_log.emit", "_publish", "_collectors.close", "_node.leave", "attachment.detach",
 ]  # fmt: skip
 
