@@ -7,7 +7,7 @@ from typing import Any
 
 from telemetry.agent.totals import Readings, integrated
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
-from telemetry.diagnosis.stalls import Change, Stall, StallDetector
+from telemetry.diagnosis.stalls import Stall, StallDetector, StallUpdate
 from telemetry.records import (
     CHECKPOINT,
     COMPUTE,
@@ -190,7 +190,7 @@ class Detector:
         self._totals = tick.totals
         return tick
 
-    def update(self, part: Slice) -> Change | None:
+    def update(self, part: Slice) -> StallUpdate | None:
         return self._detector.update(self._tick(part))
 
     def skip(self, part: Slice) -> None:
@@ -202,7 +202,7 @@ class Detector:
     def close_hang(self, part: Slice) -> None:
         self._detector.close_hang(self._tick(part))
 
-    def last(self) -> Change | None:
+    def last(self) -> StallUpdate | None:
         return self._detector.last()
 
     @property

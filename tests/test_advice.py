@@ -9,7 +9,6 @@ from msgspec import structs
 
 from telemetry.diagnosis.advice import advise
 from telemetry.diagnosis.hangs import hang_advice
-from telemetry.diagnosis.model import step_seconds
 from telemetry.diagnosis.stalls import MIN_STEPS
 from tests.advice_cases import HELD, first
 from tests.slice_cases import CASES, a_slice, pace, with_workers
@@ -98,14 +97,14 @@ def test_what_the_process_took_to_start_is_in_no_step(cause):
 def test_what_the_process_took_to_start_hides_no_others_on_the_cores():
     shared = a_slice(wait=0.6, compute=0.4, process_cpu=0.9, cores=2.0, host_cpu_ratio=1.0, host_cores=2)
     start = dataclasses.replace(shared, seconds=0.01, wait=0.0, compute=0.0, startup=0.01, steps=0, process_cpu=3.0)
-    assert evidence_over([start, *[shared] * 10]).cpu.cores == evidence_over([shared]).cpu.cores == 1.0
+    assert evidence_over([start, *[shared] * 10]).cores == evidence_over([shared]).cores == 1.0
 
 
 def test_a_checkpoint_step_begun_before_the_window_is_not_compared():
     part = a_slice(compute=0.5, checkpoint=0.5, steps=2, checkpoint_steps=1, checkpoint_steps_compute=0.9)
-    assert evidence_over([part]).checkpoints.extra_compute_seconds == 0.0
+    assert evidence_over([part]).around_checkpoints_seconds == 0.0
     whole = dataclasses.replace(part, checkpoint_steps_compute=0.4)
-    assert evidence_over([whole]).checkpoints.extra_compute_seconds == pytest.approx(0.3)
+    assert evidence_over([whole]).around_checkpoints_seconds == pytest.approx(0.3)
 
 
 def test_a_rare_checkpoint_takes_what_the_first_ones_did():
@@ -124,8 +123,7 @@ def test_a_rare_checkpoint_takes_what_the_first_ones_did():
 def test_steps_that_compute_nothing_hide_no_fetch(compute):
     """No number of batches ahead is infinite, or is advised as such."""
     uneven = evidence_over([CASES["uneven_batches"]])
-    workers = dataclasses.replace(uneven.workers, longest_fetch_seconds=1.0)
-    evidence = dataclasses.replace(uneven, compute_seconds=compute, workers=workers)
+    evidence = dataclasses.replace(uneven, compute_seconds=compute, longest_fetch_seconds=1.0)
     ahead = [a.value for a in advise("uneven_batches", evidence) if a.setting == "prefetch_factor"]
     assert all(int(batches) <= 64 for batches in ahead)
 
@@ -254,9 +252,9 @@ def test_ranks_that_keep_pace_need_the_cores_as_often():
 def test_cores_that_others_use_are_no_cores_to_put_workers_on():
     part = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
     alone = evidence_over([dataclasses.replace(part, host_cores=8, host_cpu_ratio=1.0 / 8)])
-    assert alone.cpu.cores == pytest.approx(8.0)
+    assert alone.cores == pytest.approx(8.0)
     crowded = evidence_over([dataclasses.replace(part, host_cores=8, host_cpu_ratio=1.0)])
-    assert crowded.cpu.cores == pytest.approx(1.0)
+    assert crowded.cores == pytest.approx(1.0)
     assert advise("loader_on_training_thread", alone)
     assert not advise("loader_on_training_thread", crowded)
 
@@ -268,8 +266,8 @@ def test_cores_of_a_quota_that_other_ranks_use_are_none_either():
         host_cpu_ratio=28 / 128, quota=8.0, quota_used=7.0,
     )  # fmt: skip
     shared = evidence_over([part])
-    assert (shared.cpu.cores, shared.cpu.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
-    assert evidence_over([dataclasses.replace(part, quota_used=1.0)]).cpu.cores == pytest.approx(8.0)
+    assert (shared.cores, shared.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert evidence_over([dataclasses.replace(part, quota_used=1.0)]).cores == pytest.approx(8.0)
 
 
 def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
@@ -284,7 +282,7 @@ def test_an_unknown_cause_has_no_advice():
 
 
 def test_a_step_is_wait_and_compute():
-    assert step_seconds(evidence_over([a_slice(wait=0.5, compute=0.5, steps=10)])) == pytest.approx(0.1)
+    assert evidence_over([a_slice(wait=0.5, compute=0.5, steps=10)]).step_seconds == pytest.approx(0.1)
     assert MIN_STEPS > 1
 
 
@@ -319,7 +317,7 @@ def test_an_affinity_wider_than_the_free_cores_is_no_limit():
     """Others use six of eight cores, and the workers may run on four."""
     workers = dataclasses.replace(HELD.workers, allowed_cores=4)
     crowded = dataclasses.replace(HELD, workers=workers, cores=8.0, host_cores=8, host_cpu_ratio=0.9, process_cpu=0.3)
-    assert evidence_over([crowded]).cpu.cores == pytest.approx(2.0, abs=0.2)
+    assert evidence_over([crowded]).cores == pytest.approx(2.0, abs=0.2)
     assert "give the job more CPU cores" in advise("workers_throttled", evidence_over([crowded]))[0].action
 
 

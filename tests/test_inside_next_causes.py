@@ -27,8 +27,8 @@ SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, t
 
 def test_a_slow_sampler_is_work_of_the_training_thread():
     evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **SLOW_SAMPLER, **IDLE_WORKERS)])
-    assert evidence.sampler.wait_seconds == pytest.approx(0.5)
-    assert evidence.delivery.receive_cpu_seconds == pytest.approx(0.002)
+    assert evidence.sampler_seconds == pytest.approx(0.5)
+    assert evidence.receiving_cpu_seconds == pytest.approx(0.002)
     lost = costs(evidence)
     assert lost == {"loader_on_training_thread": pytest.approx(0.5), "batch_transfer": pytest.approx(0.1)}
     (advice,) = advise("loader_on_training_thread", evidence)
@@ -45,14 +45,14 @@ def test_a_sampler_that_waits_is_advised_not_to():
     evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **waits, **IDLE_WORKERS)])
     (advice,) = advise("loader_on_training_thread", evidence)
     assert "not wait" in advice.action
-    no_core = dataclasses.replace(evidence, cpu=dataclasses.replace(evidence.cpu, run_queue_delay_seconds=0.5))
+    no_core = dataclasses.replace(evidence, own_runnable_seconds=0.5)
     (advice,) = advise("loader_on_training_thread", no_core)
     assert "cheaper" in advice.action, "it waited in the run queue"
 
 
 def test_a_sampler_that_was_not_timed_is_absent():
     evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **IDLE_WORKERS)])
-    assert evidence.sampler.wait_seconds is None
+    assert evidence.sampler_seconds is None
     assert "sampler_seconds" not in evidence_field(evidence)
     assert set(costs(evidence)) == {"batch_transfer"}
 

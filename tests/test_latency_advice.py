@@ -49,7 +49,7 @@ def test_prefetching_covers_the_longest_fetch():
 
     evidence = evidence_over([uneven((1,)), uneven((40, 0, 0, 0, 0, 0, 0, 0, 1))])
     assert (
-        evidence.workers.longest_fetch_seconds == FETCH_BUCKETS[8]
+        evidence.longest_fetch_seconds == FETCH_BUCKETS[8]
     )  # 268 ms, of steps of 8 ms: 34 batches of two workers ahead
     advice = advise("uneven_batches", evidence)[0]
     assert advice.setting == "prefetch_factor"
@@ -113,12 +113,10 @@ def test_workers_of_a_loader_that_is_made_anew_are_not_kept_by_a_setting():
 def handed_over_in(from_busy_seconds: float, cpu_ratio: float | None = None, **settings):
     """The same, with batches that take 2 ms to transfer from an idle worker."""
     evidence = uneven(0.06, **settings)
-    delivery = dataclasses.replace(
-        evidence.delivery, transfer_seconds=0.002, transfer_from_busy_seconds=from_busy_seconds
+    cpu = evidence.worker_cpu_ratio if cpu_ratio is None else cpu_ratio
+    return dataclasses.replace(
+        evidence, moving_seconds=0.002, moving_from_busy_seconds=from_busy_seconds, worker_cpu_ratio=cpu
     )
-    cpu = evidence.workers.cpu_ratio if cpu_ratio is None else cpu_ratio
-    workers = dataclasses.replace(evidence.workers, cpu_ratio=cpu)
-    return dataclasses.replace(evidence, delivery=delivery, workers=workers)
 
 
 def test_no_prefetching_makes_up_for_a_worker_that_is_always_slower():
@@ -183,14 +181,14 @@ def test_a_worker_is_not_called_slow_for_one_long_fetch():
 def slowest(*fetched):
     return evidence_over(
         [dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, fetched=f)) for f in fetched]
-    ).workers.slowest_fetch_seconds
+    ).slowest_fetch_seconds
 
 
 def test_kept_workers_first_finish_the_batches_of_a_left_epoch():
     short = with_workers(
         busy=0.5, cpu=0.5, fetches=10, workers=2, boundary_wait=0.6, boundaries=4, wait=0.6, compute=0.4, left=4
     )
-    fetch = evidence_over([short]).workers.fetch_seconds
+    fetch = evidence_over([short]).fetch_seconds
     assert fetch == pytest.approx(0.1)
     assert advise("worker_startup", short_of(short, left=0))[0].predicted_speedup == pytest.approx(
         1 / (0.4 + 0.4), rel=0.01

@@ -31,7 +31,7 @@ NO_WORKERS = a_slice(
 @pytest.mark.parametrize(("cause", "part"), [("workers_io_bound", WORKERS), ("loader_on_training_thread", NO_WORKERS)])
 def test_storage_of_this_machine_may_need_cores_for_the_pace(cause, part):
     evidence = evidence_over([part])
-    others = evidence.cpu.cores_of_others
+    others = evidence.cores_of_others
     advice = first(cause, part)
     assert advice.predicted_low is not None
     # With all others at the new pace, the two cores are the limit: what they use in 100 ms comes to each step.

@@ -51,7 +51,7 @@ def test_the_cause_of_a_stall_stays_first_if_another_costs_more():
 
 def test_a_cause_that_costs_less_than_half_of_the_first_is_not_named():
     evidence = recorded()
-    small = dataclasses.replace(evidence, checkpoints=dataclasses.replace(evidence.checkpoints, seconds=2.0))
+    small = dataclasses.replace(evidence, checkpoint_seconds=2.0)
     assert [share.cause for share in shares_of("loader_on_training_thread", small)] == ["loader_on_training_thread"]
     assert "also" not in fields_of(small, "loader_on_training_thread")["evidence"]
 

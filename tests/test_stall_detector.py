@@ -181,10 +181,8 @@ def test_what_the_first_checkpoints_of_a_run_took_is_remembered():
         machine.update(a_slice(seconds=1 + took, compute=1.0, checkpoint=took, steps=10, checkpoint_steps=1))
     assert machine.stall.cause == "checkpoint"
     evidence = machine.stall.evidence
-    assert evidence.checkpoints.seconds / evidence.checkpoints.steps == pytest.approx(
-        0.4
-    )  # the window has forgotten them
-    assert evidence.checkpoints.first_seconds == pytest.approx(1.0)
+    assert evidence.checkpoint_seconds / evidence.checkpoints == pytest.approx(0.4)  # the window has forgotten them
+    assert evidence.early_checkpoint_seconds == pytest.approx(1.0)
 
 
 def test_a_tick_that_is_skipped_is_in_no_window():
@@ -198,7 +196,7 @@ def test_a_tick_that_is_skipped_is_in_no_window():
             machine.update(CASES["loader_on_training_thread"])
     assert with_it.stall.lost_seconds == pytest.approx(without.stall.lost_seconds)
     assert with_it.stall.loop_seconds == pytest.approx(without.stall.loop_seconds)
-    assert with_it.stall.evidence.seconds == pytest.approx(without.stall.evidence.seconds)
+    assert with_it.stall.evidence.window_seconds == pytest.approx(without.stall.evidence.window_seconds)
 
 
 def test_it_takes_enough_of_a_window():

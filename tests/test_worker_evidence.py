@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from telemetry.diagnosis.advice import advise
 from telemetry.diagnosis.causes import costs, crowded_out
-from telemetry.diagnosis.evidence import GpuEvidence
 from tests.slice_cases import CASES, STARVED, a_slice, slices, with_workers
 from tests.slices import Detector, evidence_over
 
@@ -41,8 +40,8 @@ def test_workers_are_not_judged_by_what_they_do_in_an_evaluation():
         workers=dataclasses.replace(busy.workers, busy_ratio=0.0, cpu_ratio=0.0),
     )  # fmt: skip
     alone, between = evidence_over([busy] * 10), evidence_over([busy, evaluating] * 10)
-    assert between.workers.busy_ratio == alone.workers.busy_ratio
-    assert between.workers.fetch_seconds == alone.workers.fetch_seconds
+    assert between.busy_ratio == alone.busy_ratio
+    assert between.fetch_seconds == alone.fetch_seconds
 
 
 def test_workers_of_an_ended_epoch_do_not_count_in_the_next():
@@ -50,7 +49,7 @@ def test_workers_of_an_ended_epoch_do_not_count_in_the_next():
     one = with_workers(busy=0.8, cpu=0.8, workers=1, fetches=100, transfer_wait=0.58, fetch_wait=0.02, **STARVED)
     both = dataclasses.replace(one, workers=dataclasses.replace(one.workers, training_workers=2))
     evidence = evidence_over([*[one] * 6, both, *[one] * 6])
-    assert evidence.workers.count == 1
+    assert evidence.workers == 1
     assert costs(evidence) == pytest.approx(costs(evidence_over([one] * 13)))
 
 
@@ -81,7 +80,7 @@ def test_fetches_that_are_all_long_are_not_stuck():
         with_workers(busy=1.0, cpu=0.1, blocked=0.9, stuck=1.0 + n % 7, fetches=1, workers=8, **STARVED)
         for n in range(30)
     ]
-    assert evidence_over(window).workers.long_fetch_seconds == (7.0, 7.0, 7.0, 7.0, 2.0)
+    assert evidence_over(window).long_fetches == (7.0, 7.0, 7.0, 7.0, 2.0)
     assert "worker_stuck" not in costs(evidence_over(window))
 
 
@@ -116,15 +115,16 @@ def test_what_is_waited_for_in_mid_epoch_is_in_some_cause_and_only_once(pieces):
     evidence = evidence_over(pieces)
     plain = dataclasses.replace(
         evidence,
-        checkpoints=dataclasses.replace(evidence.checkpoints, seconds=0.0),
-        garbage=dataclasses.replace(evidence.garbage, seconds=0.0),
-        gpu=GpuEvidence(evidence.gpu.utilization_ratio, None, None),
+        checkpoint_seconds=0.0,
+        garbage_seconds=0.0,
+        gpu_idle_seconds=None,
+        gpu_slowed_seconds=None,
         peers=(),
     )
-    exposed, boundary = plain.exposed_wait_seconds, plain.epochs.boundary_wait_seconds
+    exposed, boundary = plain.exposed_seconds, plain.edge_wait_seconds
     if not exposed or not plain.wait_seconds:
         return
-    kept = plain.epochs.boundaries >= 2 or plain.source != "workers"
+    kept = plain.edges >= 2 or plain.source != "workers"
     expected = exposed if kept else exposed * (1 - min(1.0, boundary / plain.wait_seconds))
     expected += crowded_out(plain)
     assert sum(costs(plain).values()) == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.config import GROUPS, setting_docs
-from telemetry.diagnosis import evidence as evidence_module
-from telemetry.diagnosis.evidence import evidence_field
+from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
 from telemetry.records import RankPace, WorkersSample, mean_of
 
@@ -289,16 +288,8 @@ def fields_part() -> str:
 
 def written_evidence() -> dict[str, Any]:
     """The field ``evidence`` of a stall in which everything was measured."""
-    groups = {
-        spec.name: getattr(evidence_module, spec.type)
-        for spec in dataclasses.fields(evidence_module.Evidence)
-        if hasattr(evidence_module, str(spec.type))
-    }
     pace = RankPace(**dict.fromkeys(RankPace.__struct_fields__, 1))
-    values: dict[str, Any] = {name: _filled(kind) for name, kind in groups.items() if name != "pace"}
-    values |= {"pace": pace, "peers": (pace,), "earlier_paces": (pace,)}
-    values["workers"] = dataclasses.replace(values["workers"], long_fetch_seconds=(1.0,))
-    return evidence_field(_filled(evidence_module.Evidence, **values))
+    return evidence_field(_filled(Evidence, pace=pace, peers=(pace,), earlier_paces=(pace,), long_fetches=(1.0,)))
 
 
 def written_workers() -> list[str]:

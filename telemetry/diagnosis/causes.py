@@ -1,11 +1,13 @@
-"""Names the cause: computes from the evidence what each cause has cost in a window."""
+"""Names the cause: computes from the evidence what each cause has cost in a window.
+
+A cause is named only if the evidence shows it. Time without an explanation is ``unknown``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.model import compute_seconds, supply_seconds
 from telemetry.diagnosis.stragglers import straggler
 from telemetry.records import CAUSES
 from telemetry.util.text import rounded_percent
@@ -17,100 +19,9 @@ if TYPE_CHECKING:
     from telemetry.records import Advice
 
 
-# -- own time ----------------------------------------------------------------------------------------------------------
-# Time that the training thread itself spends while it requests batches: the sampler, and garbage collections.
-#
-# This is not waiting: more workers or smaller batches do not shorten it. So it is subtracted from the waits before
-# their causes are found, and added to the compute, during which workers can fetch.
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTime:
-    """Seconds in the window's waits, in mid-epoch and at epoch boundaries.
-
-    Attributes:
-        sampler_seconds, boundary_sampler_seconds: in the sampler of a loader with workers.
-        garbage_seconds, boundary_garbage_seconds: in garbage collections.
-        exposed_ratio: the exposed share of the waits; 1.0 if it is unknown.
-    """
-
-    sampler_seconds: float
-    boundary_sampler_seconds: float
-    garbage_seconds: float
-    boundary_garbage_seconds: float
-    exposed_ratio: float
-
-    @property
-    def all_sampler_seconds(self) -> float:
-        """Seconds in the sampler."""
-        return self.sampler_seconds + self.boundary_sampler_seconds
-
-    @property
-    def all_garbage_seconds(self) -> float:
-        """Seconds in garbage collections."""
-        return self.garbage_seconds + self.boundary_garbage_seconds
-
-
-def own_time(evidence: Evidence) -> OwnTime:
-    """The own time in a window. At most the wait, because the sampler's time is an estimate."""
-    boundary = min(evidence.epochs.boundary_wait_seconds, evidence.wait_seconds)
-    middle = evidence.wait_seconds - boundary
-    garbage = min(evidence.garbage.wait_seconds, middle)
-    boundary_garbage = min(evidence.garbage.boundary_wait_seconds, boundary)
-    sampler = boundary_sampler = 0.0
-    if evidence.source == "workers":
-        sampler = min(evidence.sampler.wait_seconds or 0.0, middle - garbage)
-        boundary_sampler = min(evidence.sampler.boundary_wait_seconds, boundary - boundary_garbage)
-    exposed = 1.0
-    if evidence.exposed_wait_seconds is not None and evidence.wait_seconds > 0:
-        exposed = min(1.0, evidence.exposed_wait_seconds / evidence.wait_seconds)
-    return OwnTime(sampler, boundary_sampler, garbage, boundary_garbage, exposed)
-
-
-def without_own_time(evidence: Evidence) -> Evidence:
-    """The same window, with the training thread's own time in ``next()`` booked as compute."""
-    own, epochs, delivery = own_time(evidence), evidence.epochs, evidence.delivery
-    middle = own.sampler_seconds + own.garbage_seconds
-    boundary = own.boundary_sampler_seconds + own.boundary_garbage_seconds
-    if middle + boundary + evidence.sampler.boundary_ratio <= 0:
-        return evidence
-    before = delivery.transfer_wait_seconds
-    transfer = max(0.0, before - middle)
-    batches = evidence.steps * evidence.batches_per_step
-    each = middle / batches if batches else 0.0
-    exposed = evidence.exposed_wait_seconds
-    return replace(
-        evidence,
-        wait_seconds=evidence.wait_seconds - middle - boundary,
-        exposed_wait_seconds=None if exposed is None else max(0.0, exposed - own.exposed_ratio * (middle + boundary)),
-        compute_seconds=evidence.compute_seconds + middle + boundary,
-        epochs=replace(
-            epochs,
-            boundary_wait_seconds=max(0.0, epochs.boundary_wait_seconds - boundary),
-            boundary_ratio=max(0.0, epochs.boundary_ratio - evidence.sampler.boundary_ratio),
-        ),
-        delivery=replace(
-            delivery,
-            transfer_wait_seconds=transfer,
-            transfer_wait_long_fetch_seconds=delivery.transfer_wait_long_fetch_seconds
-            * (transfer / before if before > 0 else 0.0),
-            transfer_seconds=less(delivery.transfer_seconds, each),
-            transfer_from_busy_seconds=less(delivery.transfer_from_busy_seconds, each),
-        ),
-        sampler=replace(evidence.sampler, wait_seconds=0.0, boundary_wait_seconds=0.0, boundary_ratio=0.0),
-        garbage=replace(evidence.garbage, wait_seconds=0.0, boundary_wait_seconds=0.0),
-    )
-
-
-def less(seconds: float | None, by: float) -> float | None:
-    """Subtract seconds from a figure that may be unknown. Never below 0."""
-    return None if seconds is None else max(0.0, seconds - by)
-
-
-# -- names the cause: computes from the evidence what each cause has cost in a window ----------------------------------
-# The thresholds are in `Thresholds`. Those of stragglers and of hangs are in `diagnosis.stragglers` and
-# `diagnosis.hangs`, next to the code that checks them. A cause is named only if the evidence shows it. Time without an
-# explanation is ``unknown``.
+# -- the thresholds ----------------------------------------------------------------------------------------------------
+# Those of stragglers and of hangs are in `diagnosis.stragglers` and `diagnosis.hangs`, next to the code that checks
+# them; those of when a stall opens and closes in `diagnosis.stalls`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,48 +70,122 @@ NAMED_BY_SOURCE: Final = {
 """If batches come from one of these sources, the source alone is the cause of waiting for them."""
 
 
+# -- own time ----------------------------------------------------------------------------------------------------------
+# Time that the training thread itself spends while it requests batches: the sampler, and garbage collections.
+#
+# This is not waiting: more workers or smaller batches do not shorten it. So it is subtracted from the waits before
+# their causes are found, and added to the compute, during which workers can fetch.
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTime:
+    """Seconds in the window's waits, in mid-epoch and at epoch boundaries.
+
+    Attributes:
+        sampler, edge_sampler: in the sampler of a loader with workers.
+        garbage, edge_garbage: in garbage collections.
+        exposed_ratio: the exposed share of the waits; 1.0 if it is unknown.
+    """
+
+    sampler: float
+    edge_sampler: float
+    garbage: float
+    edge_garbage: float
+    exposed_ratio: float
+
+    @property
+    def all_sampler(self) -> float:
+        """Seconds in the sampler."""
+        return self.sampler + self.edge_sampler
+
+    @property
+    def all_garbage(self) -> float:
+        """Seconds in garbage collections."""
+        return self.garbage + self.edge_garbage
+
+
+def own_time(evidence: Evidence) -> OwnTime:
+    """The own time in a window. At most the wait, because the sampler's time is an estimate."""
+    edge = min(evidence.edge_wait_seconds, evidence.wait_seconds)
+    middle = evidence.wait_seconds - edge
+    garbage, edge_garbage = min(evidence.garbage_wait_seconds, middle), min(evidence.edge_garbage_seconds, edge)
+    sampler = edge_sampler = 0.0
+    if evidence.source == "workers":
+        sampler = min(evidence.sampler_seconds or 0.0, middle - garbage)
+        edge_sampler = min(evidence.edge_sampler_seconds, edge - edge_garbage)
+    exposed = 1.0
+    if evidence.exposed_seconds is not None and evidence.wait_seconds > 0:
+        exposed = min(1.0, evidence.exposed_seconds / evidence.wait_seconds)
+    return OwnTime(sampler, edge_sampler, garbage, edge_garbage, exposed)
+
+
+def without_own_time(evidence: Evidence) -> Evidence:
+    """The same window, with the training thread's own time in ``next()`` booked as compute."""
+    own, exposed, before = own_time(evidence), evidence.exposed_seconds, evidence.transfer_wait_seconds
+    middle, edge = own.sampler + own.garbage, own.edge_sampler + own.edge_garbage
+    if middle + edge + evidence.edge_share_of_sampler <= 0:
+        return evidence
+    transfer = max(0.0, before - middle)
+    batches = evidence.steps * evidence.batches_per_step
+    each = middle / batches if batches else 0.0
+    return replace(
+        evidence,
+        wait_seconds=evidence.wait_seconds - middle - edge,
+        exposed_seconds=None if exposed is None else max(0.0, exposed - own.exposed_ratio * (middle + edge)),
+        compute_seconds=evidence.compute_seconds + middle + edge,
+        edge_wait_seconds=max(0.0, evidence.edge_wait_seconds - edge),
+        edge_share=max(0.0, evidence.edge_share - evidence.edge_share_of_sampler),
+        transfer_wait_seconds=transfer,
+        transfer_wait_long_fetch_seconds=evidence.transfer_wait_long_fetch_seconds
+        * (transfer / before if before > 0 else 0.0),
+        moving_seconds=less(evidence.moving_seconds, each),
+        moving_from_busy_seconds=less(evidence.moving_from_busy_seconds, each),
+        sampler_seconds=0.0,
+        edge_sampler_seconds=0.0,
+        edge_share_of_sampler=0.0,
+        garbage_wait_seconds=0.0,
+        edge_garbage_seconds=0.0,
+    )
+
+
+def less(seconds: float | None, by: float) -> float | None:
+    """Subtract seconds from a figure that may be unknown. Never below 0."""
+    return None if seconds is None else max(0.0, seconds - by)
+
+
+# -- what each cause has cost ------------------------------------------------------------------------------------------
+
+
 def costs(evidence: Evidence) -> dict[str, float]:
     """Seconds lost in the window by cause. Causes that cost nothing are left out."""
     own, of_others = own_time(evidence), without_own_time(evidence)
-    lost = {
-        "checkpoint": evidence.checkpoints.seconds,
-        # Collections during hidden waits cost nothing.
-        "gc_pause": max(0.0, evidence.garbage.seconds - (1 - own.exposed_ratio) * own.all_garbage_seconds),
-        "host_bound": evidence.gpu.idle_seconds or 0.0,
-        "gpu_throttled": evidence.gpu.slowed_seconds or 0.0,
-    }
+    # The start of one epoch is no pattern, but that of three is, however long they are: then ``edge_share`` counts.
+    many_edges = evidence.edges >= THRESHOLDS.epoch_boundaries
     slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
-    if slow is not None:
-        lost["straggler"] = slow.lost * evidence.steps
-    exposed = of_others.exposed_wait_seconds
+    lost = {
+        "checkpoint": evidence.checkpoint_seconds,
+        # Collections during hidden waits cost nothing.
+        "gc_pause": max(0.0, evidence.garbage_seconds - (1 - own.exposed_ratio) * own.all_garbage),
+        "host_bound": evidence.gpu_idle_seconds or 0.0,
+        "gpu_throttled": evidence.gpu_slowed_seconds or 0.0,
+        "straggler": slow.lost * evidence.steps if slow is not None else 0.0,
+    }
+    exposed = of_others.exposed_seconds
     if exposed is not None:
-        lost["loader_on_training_thread"] = (
-            own.exposed_ratio * own.sampler_seconds
-        )  # a slow sampler costs this time with any number of workers
-        if evidence.epochs.boundaries >= THRESHOLDS.epoch_boundaries:
-            lost["loader_on_training_thread"] += own.exposed_ratio * own.boundary_sampler_seconds
-        else:
-            lost["loader_on_training_thread"] += evidence.sampler.boundary_ratio * evidence.loop_seconds
-    if (
-        exposed is not None
-        and evidence.source == "workers"
-        and evidence.epochs.boundaries < THRESHOLDS.epoch_boundaries
-    ):
-        # The start of one epoch is no pattern, but that of three is, however long they are.
-        lost["worker_startup"] = of_others.epochs.boundary_ratio * evidence.loop_seconds
-    if exposed is not None and exposed > 0 and of_others.wait_seconds > 0:
-        boundary = min(exposed, exposed * min(1.0, of_others.epochs.boundary_wait_seconds / of_others.wait_seconds))
-        if evidence.source != "workers":
-            boundary = 0.0  # nothing is started; the first batch is a batch like the others
-        elif evidence.epochs.boundaries < THRESHOLDS.epoch_boundaries:
-            exposed, boundary = exposed - boundary, 0.0  # `boundary_ratio` has counted it
-        else:
-            lost["worker_startup"] = boundary
-        for cause, share in _mid_epoch_shares(of_others).items():
-            lost[cause] = lost.get(cause, 0.0) + (exposed - boundary) * share
-    crowded = crowded_out(evidence)
-    if crowded > 0:
-        lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded
+        at_edges = own.exposed_ratio * own.edge_sampler
+        if not many_edges:
+            at_edges = evidence.edge_share_of_sampler * evidence.loop_seconds
+        # A slow sampler costs this time with any number of workers.
+        lost["loader_on_training_thread"] = own.exposed_ratio * own.sampler + at_edges
+        edge = 0.0
+        if evidence.source == "workers":  # else nothing is started; the first batch is a batch like the others
+            share = of_others.edge_wait_seconds / of_others.wait_seconds if of_others.wait_seconds > 0 else 0.0
+            edge = exposed * min(1.0, share)
+            lost["worker_startup"] = edge if many_edges else of_others.edge_share * evidence.loop_seconds
+        if exposed > 0 and of_others.wait_seconds > 0:
+            for cause, share in _mid_epoch_shares(of_others).items():
+                lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
+    lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded_out(evidence)
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
 
 
@@ -209,59 +194,46 @@ def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
-    if evidence.source != "workers" or evidence.workers.busy_ratio is None:
+    if evidence.source != "workers" or evidence.busy_ratio is None:
         return {"unknown": 1.0}
     stuck_for = _stuck_for(evidence)
     if stuck_for > 0:  # the training thread waited for the whole fetch, and no longer
         stuck = min(1.0, stuck_for / max(evidence.mid_epoch_wait_seconds, 1e-9))
-        without = replace(evidence, workers=replace(evidence.workers, long_fetch_seconds=()))
-        rest = _mid_epoch_shares(without) if stuck < 1 else {}
+        rest = _mid_epoch_shares(replace(evidence, long_fetches=())) if stuck < 1 else {}
         return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
     limited = _workers_are_the_limit(evidence)
     limit = _what_limits_them(evidence) if limited else "uneven_batches"
     if limit == "workers_throttled":
         return {limit: 1.0}  # a transfer needs a core, too
-    if (
-        not limited
-        and evidence.workers.runnable_ratio is not None
-        and evidence.workers.runnable_ratio >= THRESHOLDS.runnable
-    ):
+    if not limited and (evidence.worker_runnable_ratio or 0.0) >= THRESHOLDS.runnable:
         limit = "workers_throttled"  # too few cores also slow the compute, so supply and compute cannot be compared
-    transfer = _transfer_share(evidence)
+    transfer = _transfer_share(evidence, limited=limited)
     # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
-    no_core = transfer * min(1.0, (evidence.cpu.run_queue_delay_seconds or 0.0) / max(evidence.seconds, 1e-9))
+    no_core = transfer * min(1.0, (evidence.own_runnable_seconds or 0.0) / max(evidence.window_seconds, 1e-9))
     shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
     shares[limit] = shares.get(limit, 0.0) + 1.0 - transfer
     return {cause: share for cause, share in shares.items() if share > 0}
 
 
-def _transfer_share(evidence: Evidence) -> float:
-    """The share of the wait for batches whose fetch had ended."""
-    matched = evidence.delivery.fetch_wait_seconds + evidence.delivery.transfer_wait_seconds
-    limited = _workers_are_the_limit(evidence)
+def _transfer_share(evidence: Evidence, *, limited: bool) -> float:
+    """The share of the wait for batches whose fetch had ended. ``limited``: whether the workers are the limit."""
+    matched = evidence.fetch_wait_seconds + evidence.transfer_wait_seconds
+    waited = evidence.mid_epoch_wait_seconds
     if matched > 0:
         # A batch that a worker transfers late because of a long fetch would have been on time behind a usual fetch.
-        transfer = (
-            max(0.0, evidence.delivery.transfer_wait_seconds - evidence.delivery.transfer_wait_long_fetch_seconds)
-            / matched
-        )
+        transfer = max(0.0, evidence.transfer_wait_seconds - evidence.transfer_wait_long_fetch_seconds) / matched
+        supply = evidence.supply_seconds
+        if not limited or supply is None or not evidence.steps or waited <= 0:
+            return transfer
         # While one batch is transferred the next is fetched. No step can be shorter than the workers' supply.
-        return min(transfer, 1.0 - _short_of_supply(evidence)) if limited else transfer
+        short = max(0.0, supply - evidence.step_compute_seconds) * evidence.steps / waited
+        return min(transfer, 1.0 - min(1.0, short))
     if limited:
         return 0.0
-    lying_ready = evidence.delivery.ready_batches is not None and evidence.delivery.ready_batches >= THRESHOLDS.ready
+    lying_ready = (evidence.ready_batches or 0.0) >= THRESHOLDS.ready
     # A slow transfer delays every batch. If only single batches are late, the wait is not for the transfer.
-    single = evidence.delivery.outlier_wait_seconds >= THRESHOLDS.late * max(evidence.mid_epoch_wait_seconds, 1e-9)
+    single = evidence.outlier_wait_seconds >= THRESHOLDS.late * max(waited, 1e-9)
     return 1.0 if lying_ready and not single else 0.0
-
-
-def _short_of_supply(evidence: Evidence) -> float:
-    """The share of the mid-epoch wait because the workers cannot make batches as fast as they are used."""
-    supply, compute = supply_seconds(evidence), compute_seconds(evidence)
-    waited = evidence.mid_epoch_wait_seconds
-    if supply is None or compute is None or waited <= 0:
-        return 0.0
-    return min(1.0, max(0.0, supply - compute) * evidence.steps / waited)
 
 
 def crowded_out(evidence: Evidence) -> float:
@@ -270,54 +242,44 @@ def crowded_out(evidence: Evidence) -> float:
     The workers are fast enough, so the training thread waits for no batch. Other processes may use cores, too. So the
     workers get only their share of the delay, and none if they do not lack cores themselves.
     """
-    if (
-        evidence.cpu.run_queue_delay_seconds is None
-        or evidence.workers.runnable_ratio is None
-        or evidence.workers.runnable_ratio < THRESHOLDS.runnable
-    ):
+    delay = evidence.own_runnable_seconds
+    if delay is None or (evidence.worker_runnable_ratio or 0.0) < THRESHOLDS.runnable:
         return 0.0
-    running = (evidence.workers.busy_ratio or 0.0) * evidence.workers.count * (evidence.workers.cpu_ratio or 0.0)
-    if running < THRESHOLDS.own_load * evidence.cpu.cores:
+    running = (evidence.busy_ratio or 0.0) * evidence.workers * (evidence.worker_cpu_ratio or 0.0)
+    if running < THRESHOLDS.own_load * evidence.cores:
         return 0.0
-    theirs = running / (running + (evidence.cpu.cores_of_others or 0.0))
-    return (
-        theirs
-        * evidence.cpu.run_queue_delay_seconds
-        * evidence.compute_seconds
-        / max(evidence.seconds, evidence.loop_seconds, 1e-9)
-    )
+    theirs = running / (running + (evidence.cores_of_others or 0.0))
+    return theirs * delay * evidence.compute_seconds / max(evidence.window_seconds, evidence.loop_seconds, 1e-9)
 
 
 def _stuck_for(evidence: Evidence) -> float:
     """Seconds of fetches in stuck workers. Ended fetches count, too: they were waited for in this window."""
-    longest, fetches = max(evidence.workers.long_fetch_seconds, default=0.0), evidence.workers.fetches or 0
-    usual = max(0.0, (evidence.workers.fetch_seconds or 0.0) * fetches - longest) / max(
-        1, fetches
-    )  # without the longest one
+    longest, fetches = max(evidence.long_fetches, default=0.0), evidence.fetches or 0
+    usual = max(0.0, (evidence.fetch_seconds or 0.0) * fetches - longest) / max(1, fetches)  # without the longest one
     stuck = max(THRESHOLDS.stuck_fetch_seconds, THRESHOLDS.stuck_fetches * usual)
-    return sum(seconds for seconds in evidence.workers.long_fetch_seconds if seconds >= stuck)
+    return sum(seconds for seconds in evidence.long_fetches if seconds >= stuck)
 
 
 def _workers_are_the_limit(evidence: Evidence) -> bool:
-    supply, compute = supply_seconds(evidence), compute_seconds(evidence)
-    if evidence.workers.busy_ratio is not None and evidence.workers.busy_ratio >= THRESHOLDS.busy:
+    if (evidence.busy_ratio or 0.0) >= THRESHOLDS.busy:
         return True
-    return supply is not None and compute is not None and supply >= compute / THRESHOLDS.starved_supply
+    supply = evidence.supply_seconds
+    return (
+        bool(evidence.steps)
+        and supply is not None
+        and (supply >= evidence.step_compute_seconds / THRESHOLDS.starved_supply)
+    )
 
 
 def _what_limits_them(evidence: Evidence) -> str:
-    cpu, blocked = evidence.workers.cpu_ratio, evidence.workers.blocked_ratio
+    cpu, blocked, runnable = evidence.worker_cpu_ratio, evidence.worker_blocked_ratio, evidence.worker_runnable_ratio
     if cpu is None or blocked is None:
         return "unknown"  # busy, but it is not known with what
-    runnable = evidence.workers.runnable_ratio
     if runnable is None:  # not running, and not known whether for lack of a core
-        used_up = (evidence.cpu.throttled_ratio or 0.0) >= THRESHOLDS.throttled
-        without_core = blocked >= THRESHOLDS.runnable and (
-            used_up or (evidence.cpu.host_ratio or 0.0) >= THRESHOLDS.cores_busy
-        )
-    else:
-        without_core = runnable >= THRESHOLDS.runnable
-    if without_core:
+        used_up = (evidence.throttled_ratio or 0.0) >= THRESHOLDS.throttled
+        all_busy = (evidence.host_cpu_ratio or 0.0) >= THRESHOLDS.cores_busy
+        runnable = blocked if used_up or all_busy else 0.0
+    if runnable >= THRESHOLDS.runnable:
         return "workers_throttled"
     return "workers_io_bound" if blocked > cpu else "workers_cpu_bound"
 
@@ -349,35 +311,29 @@ def shares_of(cause: str, evidence: Evidence) -> tuple[CauseShare, ...]:
         cause: the cause that the stall is named after. It stays the first, even if another costs more in this window.
         evidence: the window.
     """
-    whole = evidence.loop_and_checkpoint_seconds
-    lost = costs(evidence)
+    whole, lost = evidence.loop_and_checkpoint_seconds, costs(evidence)
     if whole <= 0 or cause not in lost:
         return ()
-    shares = [CauseShare(name, seconds, min(1.0, seconds / whole)) for name, seconds in lost.items()]
-    (first,) = [share for share in shares if share.cause == cause]
     similar = [
-        share
-        for share in shares
-        if share.cause not in {cause, "unknown"}
-        and share.seconds >= _SIMILAR * first.seconds
-        and share.share >= _MIN_SHARE
+        CauseShare(name, seconds, min(1.0, seconds / whole))
+        for name, seconds in lost.items()
+        if name not in {cause, "unknown"} and seconds >= max(_SIMILAR * lost[cause], _MIN_SHARE * whole)
     ]
+    first = CauseShare(cause, lost[cause], min(1.0, lost[cause] / whole))
     return (first, *sorted(similar, key=lambda share: -share.seconds)[:_MAX_NAMED])
 
 
 def with_what_remains(advice: Sequence[Advice], others: Sequence[CauseShare], evidence: Evidence) -> tuple[Advice, ...]:
     """Advice for the first cause that also says what the others take after it was followed."""
-    if not others:
-        return tuple(advice)
-    return tuple(replace(one, because=f"{one.because}; {_remains(one, others, evidence)}") for one in advice)
+    whole = evidence.loop_and_checkpoint_seconds
 
+    def remaining(one: Advice) -> str:
+        if one.predicted_speedup is None:
+            return f"{_named((share.cause, share.share) for share in others)} of the time remain"
+        left = ((share.cause, min(1.0, share.seconds / whole * one.predicted_speedup)) for share in others)
+        return f"afterwards {_named(left)} of the time remain"
 
-def _remains(advice: Advice, others: Sequence[CauseShare], evidence: Evidence) -> str:
-    if advice.predicted_speedup is None:
-        return f"{_named((share.cause, share.share) for share in others)} of the time remain"
-    whole = evidence.loop_and_checkpoint_seconds / advice.predicted_speedup
-    left = _named((share.cause, min(1.0, share.seconds / whole)) for share in others)
-    return f"afterwards {left} of the time remain"
+    return tuple(replace(one, because=f"{one.because}; {remaining(one)}") for one in advice)
 
 
 def _named(shares: Iterable[tuple[str, float]]) -> str:

@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, Companion, StepChange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from telemetry.records import Totals
 
@@ -123,31 +123,22 @@ class BlockBuilder:
         return rare
 
     def _take(self, totals: Totals, start: Totals) -> LoopBlock:
+        """The block from ``start`` on, with the sampled figures and those that the counters know themselves."""
         added = totals - start
-        means = {name: total / count for name, (total, count) in self._signals.items()}
+        workers, cpu, own = added.sampled.workers, added.sampled.cpu, added.own
+        known = {
+            "fetch_seconds": workers.fetch_busy_seconds / workers.fetches if workers.fetches else None,
+            "read_bytes_per_second": added.sampled.read_bytes.mean,
+            "other_cores": cpu.other_cores.mean,
+            "cpu_throttled_ratio": cpu.throttled_ratio.mean,
+            "garbage_ratio": added.garbage.seconds / added.loop_seconds if added.loop_seconds > 0 else None,
+            "waiting_for_ranks_ratio": own.in_sync_samples / own.samples if own.samples else None,
+        }
+        signals = {name: total / count for name, (total, count) in self._signals.items()}
+        signals |= {name: value for name, value in known.items() if value is not None}
         self._start, self._signals = totals, {}
-        return LoopBlock(
-            start.wall_seconds,
-            start.steps,
-            added.steps,
-            max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds),
-            added.compute_seconds,
-            means | signals_of(added),
-        )
-
-
-def signals_of(added: Totals) -> dict[str, float]:
-    """The figures of a stretch that the counters know themselves. What was not measured is missing."""
-    workers, cpu, own = added.sampled.workers, added.sampled.cpu, added.own
-    found = {
-        "fetch_seconds": workers.fetch_busy_seconds / workers.fetches if workers.fetches else None,
-        "read_bytes_per_second": added.sampled.read_bytes.mean,
-        "other_cores": cpu.other_cores.mean,
-        "cpu_throttled_ratio": cpu.throttled_ratio.mean,
-        "garbage_ratio": added.garbage.seconds / added.loop_seconds if added.loop_seconds > 0 else None,
-        "waiting_for_ranks_ratio": own.in_sync_samples / own.samples if own.samples else None,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+        wait = max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds)
+        return LoopBlock(start.wall_seconds, start.steps, added.steps, wait, added.compute_seconds, signals)
 
 
 # -- finds lasting changes of how long steps take: sudden ones, and slow drifts ----------------------------------------
@@ -225,15 +216,18 @@ class ChangeDetector:
         self._recent.append(block)
         if len(self._recent) > MAX_RECENT:
             self._old.append(self._with_held(self._recent.pop(0)))
-            if len(self._old) > MAX_OLD:
-                self._old = _halved(self._old)
+            if len(self._old) > MAX_OLD:  # every two neighbours become one; of an odd number the newest stays as it is
+                pairs = [one + two for one, two in zip(self._old[::2], self._old[1::2], strict=False)]
+                self._old = pairs + self._old[2 * len(pairs) :]
         known = [*self._old, *self._recent]
         if len(known) < MIN_BEFORE + MIN_AFTER:
             return None
         newest = known[-MIN_AFTER:]
         self.ratio = 1.0 if self._usual is None else _level(newest) / self._usual
         if self._usual is not None and _quantile([each.step_seconds for each in newest], _OFTEN) < self._undone_below:
-            return self._undone(known)
+            before = [each for each in known if self._since <= each.at_seconds < newest[0].at_seconds]
+            self._usual, self.ratio, self._since = None, 1.0, newest[0].at_seconds
+            return _described(before, newest, newest[0])
         first = next((at for at, each in enumerate(known) if each.at_seconds >= self._since), len(known))
         place = find_change(known, first)
         if place is None:
@@ -258,16 +252,8 @@ class ChangeDetector:
         slow, fast = _quantile(self._newest_old, 1 - _OFTEN), _quantile(self._newest_old, _OFTEN)
         return replace(block, held_slow=slow, held_fast=fast)
 
-    def _undone(self, known: Sequence[LoopBlock]) -> StepChange:
-        """The steps are as fast again as before the slow-down."""
-        after = known[-MIN_AFTER:]
-        before = [each for each in known if self._since <= each.at_seconds < after[0].at_seconds]
-        self._usual, self.ratio, self._since = None, 1.0, after[0].at_seconds
-        return _described(before, after, after[0])
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where blocks changed: before ``start`` and from ``end`` on. They are the same but for a drift."""
 
     start: int
@@ -299,19 +285,14 @@ def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
                 best, clearest = place, clear
     if best is None or best.start != best.end:
         return best
-    low, high = max(first + MIN_AFTER // 2, best.start - _NEAR), min(len(seconds) - MIN_AFTER // 2, best.start + _NEAR)
-    exact = first + _steepest(seconds[first:], low - first, high - first)
-    return Place(exact, exact)
-
-
-def _steepest(seconds: Sequence[float], low: int, high: int) -> int:
-    """The place from ``low`` to ``high`` that leaves least scatter on both sides."""
 
     def scatter(at: int) -> float:
-        sides = seconds[:at], seconds[at:]
+        sides = seconds[first:at], seconds[at:]
         return sum(abs(value - middle) for side in sides for middle in (median(side),) for value in side)
 
-    return min(range(low, high + 1), key=scatter)
+    low, high = max(first + MIN_AFTER // 2, best.start - _NEAR), min(len(seconds) - MIN_AFTER // 2, best.start + _NEAR)
+    exact = min(range(low, high + 1), key=scatter)  # the place near by that leaves least scatter on both sides
+    return Place(exact, exact)
 
 
 def _is_new(before: Sequence[LoopBlock], after: Sequence[float]) -> bool:
@@ -343,12 +324,9 @@ def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
     return abs(level - usual) / error
 
 
-def _level(blocks: Sequence[LoopBlock]) -> float:
-    return median(block.step_seconds for block in blocks)
-
-
 def _described(before: Sequence[LoopBlock], after: Sequence[LoopBlock], at: LoopBlock) -> StepChange:
-    waits, computes = ([_median(blocks, part) for blocks in (before, after)] for part in (_wait, _compute))
+    waits = [median(block.wait_seconds / block.steps for block in blocks) for blocks in (before, after)]
+    computes = [median(block.compute_seconds / block.steps for block in blocks) for blocks in (before, after)]
     by_wait = abs(waits[1] - waits[0]) >= abs(computes[1] - computes[0])
     part = DATA_WAIT if by_wait else COMPUTE
     in_step = Companion(f"{part}_seconds", *(waits if by_wait else computes))
@@ -362,15 +340,9 @@ def _described(before: Sequence[LoopBlock], after: Sequence[LoopBlock], at: Loop
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    companion: Companion
-    size: float
-
-
-def _companions(before: Sequence[LoopBlock], after: Sequence[LoopBlock]) -> tuple[Companion, ...]:
+def _companions(before: Sequence[LoopBlock], after: Sequence[LoopBlock]) -> list[Companion]:
     """The figures that changed with the steps, the largest change first."""
-    found = []
+    found: list[tuple[float, Companion]] = []
     for name in {name for block in after for name in block.signals}:
         then = [block.signals[name] for block in before if name in block.signals]
         now = [block.signals[name] for block in after if name in block.signals]
@@ -383,30 +355,16 @@ def _companions(before: Sequence[LoopBlock], after: Sequence[LoopBlock]) -> tupl
         enough = size >= (_MIN_COMPANION_SHARE if share else _MIN_COMPANION_RATIO - 1)
         outside = not _quantile(then, 0.1) <= companion.after <= _quantile(then, 0.9)
         if enough and outside and high - low >= _COMPANION_MINIMA.get(name, 0.0):
-            found.append(_Candidate(companion, size))
-    found.sort(key=lambda candidate: -candidate.size)
-    return tuple(candidate.companion for candidate in found[:MAX_COMPANIONS])
+            found.append((size, companion))
+    found.sort(key=lambda each: -each[0])
+    return [companion for _, companion in found[:MAX_COMPANIONS]]
 
 
-def _halved(blocks: Sequence[LoopBlock]) -> list[LoopBlock]:
-    """Every two neighbours as one; of an odd number the newest stays as it is."""
-    pairs = [blocks[at] + blocks[at + 1] for at in range(0, len(blocks) - 1, 2)]
-    return pairs + list(blocks[2 * len(pairs) :])
+def _level(blocks: Sequence[LoopBlock]) -> float:
+    return median(block.step_seconds for block in blocks)
 
 
 def _quantile(values: Collection[float], share: float) -> float:
     """Of the sorted values, the one at this share of their number."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, round(share * (len(ordered) - 1))))]
-
-
-def _median(blocks: Sequence[LoopBlock], part: Callable[[LoopBlock], float]) -> float:
-    return median(part(block) for block in blocks)
-
-
-def _wait(block: LoopBlock) -> float:
-    return block.wait_seconds / block.steps
-
-
-def _compute(block: LoopBlock) -> float:
-    return block.compute_seconds / block.steps

@@ -133,8 +133,7 @@ class HangDetector:
         self._setting = setting
         self._most = LATE_TICKS * interval
         self._progress: tuple[int, ...] | None = None
-        self.seconds = 0.0
-        self.still_seconds = self.excused_seconds = 0.0
+        self.seconds = self.still_seconds = self.excused_seconds = 0.0
         self.hanging = False
         self.excuses = 0
         self._phase_at: str | None = None
@@ -154,48 +153,41 @@ class HangDetector:
             if self._phase_at is not None:
                 self._longest_phase = max(self._longest_phase, self.still_seconds)
             self._progress, self._phase_at = moment.progress, moment.phase_at
-            was, self.hanging, self.seconds, self.excuses = self.hanging, False, 0.0, 0
-            self.still_seconds = self.excused_seconds = 0.0
+            was, self.hanging, self.excuses = self.hanging, False, 0
+            self.seconds = self.still_seconds = self.excused_seconds = 0.0
             return "closed" if was else None
         self.still_seconds += moment.seconds
         if moment.phase_at is not None:
-            self._count_phase(moment, moment.phase_at)
+            # What counts is time at one place, after the longest that an evaluation or a checkpoint may take.
+            moved, self._phase_at = moment.phase_at != self._phase_at, moment.phase_at
+            late = self.still_seconds > longest_phase(self._setting, self._longest_phase)
+            counts = self.hanging or (late and not moved)
+            self.seconds = self.seconds + min(moment.seconds, self._most) if counts else 0.0
         elif moment.peer_phase == EXPECTED and not self.hanging:
             self.excused_seconds += min(moment.loop_seconds, self._most)
         else:
             self.seconds += min(moment.loop_seconds, self._most)
         if self.hanging:
             return "held"
-        self.hanging = self._is_stuck(moment, steps)
+        # Once the other rank's evaluation or checkpoint takes too long, the time waited for it counts, too.
+        without_step = self.seconds + (self.excused_seconds if moment.peer_phase == OVERDUE else 0.0)
+        self.hanging = self._is_stuck(moment, without_step, steps)
         if not self.hanging:
             return None
-        in_phase = moment.phase_at is not None
-        self.seconds = max(self.still_seconds, self.seconds) if in_phase else self.seconds + self._overdue(moment)
+        self.seconds = without_step if moment.phase_at is None else max(self.still_seconds, self.seconds)
         return "opened"
 
-    def _count_phase(self, moment: Moment, at: str) -> None:
-        """In an evaluation or a checkpoint: what counts is time at one place after the longest that it may take."""
-        moved, self._phase_at = at != self._phase_at, at
-        late = self.still_seconds > longest_phase(self._setting, self._longest_phase)
-        if self.hanging or (late and not moved):
-            self.seconds += min(moment.seconds, self._most)
-        else:
-            self.seconds = 0.0
-
-    def _is_stuck(self, moment: Moment, steps: Callable[[], StepTimes]) -> bool:
+    def _is_stuck(self, moment: Moment, without_step: float, steps: Callable[[], StepTimes]) -> bool:
         least = self._setting or MIN_SECONDS
         if moment.phase_at is not None:
             return self.seconds >= least
-        far = far_seconds(self._setting) if moment.waits_for_far_ranks else 0.0
         early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
-        without_step = self.seconds + self._overdue(moment)
-        if self.seconds < max(far, least) or without_step < early:
+        if moment.waits_for_far_ranks:
+            far = FAR_SECONDS if self._setting is None else min(FAR_SECONDS, PHASE_TIMES * self._setting)
+            least = max(least, far)
+        if self.seconds < least or without_step < early:
             return False
         return without_step >= hang_after_seconds(self._setting, steps(), at_epoch_boundary=moment.at_epoch_boundary)
-
-    def _overdue(self, moment: Moment) -> float:
-        """Once the other rank's evaluation or checkpoint takes too long, the time waited for it counts, too."""
-        return self.excused_seconds if moment.peer_phase == OVERDUE else 0.0
 
     def excuse(self) -> None:
         """Start counting again: the run does not hang, although it looked like it."""
@@ -214,15 +206,6 @@ def longest_phase(setting: float | None, longest: float) -> float:
         return max(PHASE_TIMES * setting, TIMES_LONGEST * longest)
     usual = min(TIMES_LONGEST * longest, MAX_PHASE_SECONDS)
     return max(PHASE_SECONDS, usual, TIMES_LONG_PHASE * longest)
-
-
-def far_seconds(setting: float | None) -> float:
-    """Seconds without progress before which a rank that waits for ranks of other nodes is not stuck.
-
-    Args:
-        setting: ``stuck_seconds``; None for auto.
-    """
-    return FAR_SECONDS if setting is None else min(FAR_SECONDS, PHASE_TIMES * setting)
 
 
 def hang_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
@@ -363,9 +346,6 @@ class HangSuspect:
     doing: str
 
 
-_UNKNOWN_COLLECTIVE: Final = Collective("")
-
-
 @dataclass(frozen=True, slots=True)
 class WaitingRanks:
     """Ranks that wait in the same collective."""
@@ -412,37 +392,14 @@ class HangVerdict:
         }
 
 
+_SAME_SHAPES: Final = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Collectives whose tensors have the same shape on all ranks."""
+
 _NO_PHASE: Final = {DATA_WAIT: FETCH, COMPUTE: IN_COMPUTE, LEFT: RANK_LEFT, ENDED: RANK_LEFT}
 _ORDER: Final = (FETCH, PHASE, IN_COMPUTE)
 """Of two kinds with as many ranks, the one that says more comes first."""
 
-_DOING: Final = {
-    DATA_WAIT: "in a fetch",
-    COMPUTE: "in a step",
-    EVALUATION: "in an evaluation",
-    CHECKPOINT: "in a checkpoint",
-    STARTUP: "starting up",
-    LEFT: "out of its training loop",
-    ENDED: "at its end: it has left the job by itself",
-}
-_KERNEL: Final = (
-    (SILENT, "and its agent does not answer, as while C code holds the GIL"),
-    ("stopped", "stopped"),
-    ("uninterruptible", "in uninterruptible sleep, as of storage that does not answer"),
-    ("futex", "waiting for a lock"),
-    ("nanosleep", "asleep"),
-    ("pipe_read", "reading from a pipe"),
-    ("pipe_write", "writing to a pipe"),
-    ("tcp_recvmsg", "reading from a socket"),
-    ("running", "running"),
-)
-"""What the kernel says of a thread that does not go on, in plain words."""
-
-_SAME_SHAPES: Final = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Collectives whose tensors have the same shape on all ranks."""
-
-_MAX_CLAUSES: Final = 3
-"""Groups of ranks that the sentence names; of more, the number."""
+_Group = list["HangState"]  # ranks that wait in one collective
 
 
 def decide(states: Iterable[HangState], world_size: int = 0) -> HangVerdict | None:
@@ -481,27 +438,115 @@ def decide(states: Iterable[HangState], world_size: int = 0) -> HangVerdict | No
     )
 
 
-def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
-    """The verdict with its sentence.
+def _newest(state: HangState) -> Collective:
+    return state.collective or Collective("")
 
-    Args:
-        verdict: without one.
-        since: the time of the day at which the job stopped to go on.
-    """
-    waiting = [
-        f"{named(group.ranks)} {'has' if len(group.ranks) == 1 else 'have'} waited {_in(group, verdict)} since {since}"
-        for group in verdict.waiting[:_MAX_CLAUSES]
-    ]
-    left = len(verdict.waiting) - _MAX_CLAUSES
-    waiting += [f"{left} more groups of ranks wait elsewhere"] if left > 0 else []
-    blamed = [] if verdict.kind == MISMATCH else _blamed(verdict, since if not waiting else "")
-    more = [f"nothing is known of {named(verdict.silent)}"] if verdict.silent else []
-    if verdict.kind == MISMATCH:
-        more = [*more, f"these are different collectives{_minority(verdict)}"]
-    elif verdict.kind == UNKNOWN and not verdict.silent:
-        several = "these are different process groups, and " if len(verdict.waiting) > 1 else ""
-        more = [f"{several}no rank is elsewhere: look at the network between them"] if waiting else more
-    return replace(verdict, sentence="; ".join([*waiting, *blamed, *more]))
+
+def _waiting(states: Sequence[HangState]) -> list[_Group]:
+    """The ranks that wait for others, those in one collective together, the largest group first."""
+    groups: dict[object, _Group] = defaultdict(list)
+    for state in states:
+        if state.process == ALIVE and state.waits:
+            newest = _newest(state)
+            if newest.sequence is None:
+                # Without a number, two calls of one collective are told apart by the line that makes them.
+                groups[newest, state.where].append(state)
+            else:
+                shapes = newest.shapes if newest.name in _SAME_SHAPES else ""
+                groups[newest.group, newest.name, newest.sequence, shapes].append(state)
+    return sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
+
+
+def _suspects(states: Sequence[HangState], waiting: Sequence[_Group], *, silent: bool) -> tuple[str, list[HangState]]:
+    """The kind of the hang, and the ranks that the others wait for, by rank."""
+    for process, kind in ((GONE, RANK_GONE), (STOPPED, RANK_STOPPED)):
+        found = [state for state in states if state.process == process]
+        if found:
+            return kind, found
+    elsewhere: dict[str, list[HangState]] = defaultdict(list)
+    for state in states:
+        if not state.waits:
+            elsewhere[_NO_PHASE.get(state.doing, PHASE)].append(state)
+    left = elsewhere.pop(RANK_LEFT, [])
+    if elsewhere:
+        _, _, _, kind = min(
+            (kind != PHASE and not any(state.stuck for state in found), len(found), _ORDER.index(kind), kind)
+            for kind, found in elsewhere.items()
+        )
+        return kind, elsewhere[kind] if waiting else _minority_of(elsewhere[kind])
+    if left and waiting:
+        return RANK_LEFT, left
+    out = [state for state in states if state.waits and state.doing == LEFT]
+    if out and len(waiting) > 1 and any(state.waits and state.doing != LEFT for state in states):
+        return RANK_LEFT, out  # its loop is over, and it waits for them elsewhere
+    odd = [] if silent else [state for groups in _clashes(waiting) for state in _odd_ones(groups)]
+    return (MISMATCH, sorted(odd, key=lambda state: state.rank)) if odd else (UNKNOWN, [])
+
+
+def _minority_of(states: list[HangState]) -> list[HangState]:
+    """Where no rank is seen to wait, as on GPUs: the few that are at another place than the most; else all."""
+    places: dict[str, list[HangState]] = defaultdict(list)
+    for state in states:
+        places[state.stack].append(state)
+    most = max(places.values(), key=len)
+    return [state for state in states if state not in most] if 2 * len(most) > len(states) > len(most) else states
+
+
+def _clashes(waiting: Sequence[_Group]) -> list[list[_Group]]:
+    """By process group, the ranks that wait in more than one of its collectives. An unknown group may be any."""
+    by_process_group: dict[str, list[_Group]] = defaultdict(list)
+    for group in waiting:
+        by_process_group[_newest(group[0]).group].append(group)
+    found = [list(waiting)] if "" in by_process_group else list(by_process_group.values())
+    return [groups for groups in found if len(groups) > 1]
+
+
+def _odd_ones(waiting: list[_Group]) -> list[HangState]:
+    """The ranks that are not in the collective in which most are; all where no collective has most."""
+    # Different calls at one number are the clash, the smallest such number first. A rank that is ahead of it has come
+    # through it: with gloo, the source of a broadcast does not wait for all.
+    calls: dict[tuple[int, str], list[_Group]] = defaultdict(list)
+    for group in waiting:
+        newest = _newest(group[0])
+        if newest.sequence is not None:
+            calls[newest.sequence, newest.group].append(group)
+    waiting = next((calls[number] for number in sorted(calls) if len(calls[number]) > 1), waiting)
+    everyone = [state for group in waiting for state in group]
+    if len(waiting[0]) > len(waiting[1]):
+        return [state for group in waiting[1:] for state in group]
+    numbers = [_newest(state).sequence for state in everyone]
+    known = [number for number in numbers if number is not None]
+    if len(set(known)) > 1 and len(known) == len(numbers):  # who is behind has not come to where the others are
+        return [state for state, number in zip(everyone, numbers, strict=True) if number == min(known)]
+    return everyone
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+_DOING: Final = {
+    DATA_WAIT: "in a fetch",
+    COMPUTE: "in a step",
+    EVALUATION: "in an evaluation",
+    CHECKPOINT: "in a checkpoint",
+    STARTUP: "starting up",
+    LEFT: "out of its training loop",
+    ENDED: "at its end: it has left the job by itself",
+}
+_KERNEL: Final = (
+    (SILENT, "and its agent does not answer, as while C code holds the GIL"),
+    ("stopped", "stopped"),
+    ("uninterruptible", "in uninterruptible sleep, as of storage that does not answer"),
+    ("futex", "waiting for a lock"),
+    ("nanosleep", "asleep"),
+    ("pipe_read", "reading from a pipe"),
+    ("pipe_write", "writing to a pipe"),
+    ("tcp_recvmsg", "reading from a socket"),
+    ("running", "running"),
+)
+"""What the kernel says of a thread that does not go on, in plain words."""
+
+_MAX_CLAUSES: Final = 3
+"""Groups of ranks that the sentence names; of more, the number."""
 
 
 def doing(state: HangState) -> str:
@@ -515,101 +560,10 @@ def doing(state: HangState) -> str:
     if state.doing == LEFT:
         words += f", after {state.steps} steps"
     if state.waits:
-        words = f"{words}, waiting for the others in {_newest(state).name or 'a collective'}"
-    kernel = next((text for part, text in _KERNEL if part in state.state), "")
+        return f"{words}, waiting for the others in {_newest(state).name or 'a collective'}"
     # In a fetch by a worker the training thread waits for the worker, which says nothing.
-    said = f", {kernel}" if kernel and not state.waits and state.doing in {DATA_WAIT, COMPUTE} else ""
-    return words + said
-
-
-def _waiting(states: Sequence[HangState]) -> list[list[HangState]]:
-    """The ranks that wait for others, those in one collective together, the largest group first."""
-    groups: dict[object, list[HangState]] = defaultdict(list)
-    for state in states:
-        if state.process == ALIVE and state.waits:
-            newest = _newest(state)
-            if newest.sequence is None:
-                # Without a number, two calls of one collective are told apart by the line that makes them.
-                groups[newest, state.where].append(state)
-            else:
-                shapes = newest.shapes if newest.name in _SAME_SHAPES else ""
-                groups[newest.group, newest.name, newest.sequence, shapes].append(state)
-    return sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
-
-
-def _suspects(
-    states: Sequence[HangState], waiting: Sequence[Sequence[HangState]], *, silent: bool
-) -> tuple[str, list[HangState]]:
-    for process, kind in ((GONE, RANK_GONE), (STOPPED, RANK_STOPPED)):
-        found = [state for state in states if state.process == process]
-        if found:
-            return kind, found
-    elsewhere: dict[str, list[HangState]] = defaultdict(list)
-    for state in states:
-        if not state.waits:
-            elsewhere[_NO_PHASE.get(state.doing, PHASE)].append(state)
-    left = elsewhere.pop(RANK_LEFT, [])
-    if elsewhere:
-        kind = min(elsewhere, key=lambda kind: _order(kind, elsewhere[kind]))
-        return kind, elsewhere[kind] if waiting else _minority_of(elsewhere[kind])
-    if left and waiting:
-        return RANK_LEFT, left
-    out = [state for group in waiting for state in group if state.doing == LEFT]
-    if out and len(waiting) > 1 and any(state.doing != LEFT for group in waiting for state in group):
-        return RANK_LEFT, sorted(out, key=lambda state: state.rank)  # its loop is over, and it waits for them elsewhere
-    clashes = [] if silent else _clashes(waiting)
-    if clashes:
-        odd = {state.rank: state for groups in clashes for state in _odd_ones(groups)}
-        return MISMATCH, [odd[rank] for rank in sorted(odd)]
-    return UNKNOWN, []
-
-
-def _order(kind: str, states: Sequence[HangState]) -> tuple[bool, int, int]:
-    return (kind != PHASE and not any(state.stuck for state in states), len(states), _ORDER.index(kind))
-
-
-def _minority_of(states: list[HangState]) -> list[HangState]:
-    """Where no rank is seen to wait, as on GPUs: the few that are at another place than the most; else all."""
-    places: dict[str, list[HangState]] = defaultdict(list)
-    for state in states:
-        places[state.stack].append(state)
-    most = max(places.values(), key=len)
-    return [state for state in states if state not in most] if 2 * len(most) > len(states) > len(most) else states
-
-
-def _clashes(waiting: Sequence[Sequence[HangState]]) -> list[Sequence[Sequence[HangState]]]:
-    """By process group, the ranks that wait in more than one of its collectives. An unknown group may be any."""
-    by_process_group: dict[str, list[Sequence[HangState]]] = defaultdict(list)
-    for group in waiting:
-        by_process_group[_newest(group[0]).group].append(group)
-    found: Iterable[Sequence[Sequence[HangState]]] = [waiting] if "" in by_process_group else by_process_group.values()
-    return [groups for groups in found if len(groups) > 1]
-
-
-def _odd_ones(waiting: Sequence[Sequence[HangState]]) -> list[HangState]:
-    """The ranks that are not in the collective in which most are; all where no collective has most.
-
-    A rank that is ahead of a clash has come through it: with gloo, the source of a broadcast does not wait for all.
-    """
-    waiting = _clash(waiting) or waiting
-    first, second = waiting[0], waiting[1]
-    if len(first) > len(second):
-        return sorted((s for group in waiting[1:] for s in group), key=lambda state: state.rank)
-    numbers = {_newest(state).sequence for group in waiting for state in group}
-    if len(numbers) > 1 and None not in numbers:  # who is behind has not come to where the others are
-        last = min(number for number in numbers if number is not None)
-        return [state for group in waiting for state in group if _newest(state).sequence == last]
-    return sorted((s for group in waiting for s in group), key=lambda state: state.rank)
-
-
-def _clash(waiting: Sequence[Sequence[HangState]]) -> list[Sequence[HangState]]:
-    """The groups of ranks that make different calls at one number, at the smallest such number; empty without any."""
-    calls: dict[tuple[int, str], list[Sequence[HangState]]] = defaultdict(list)
-    for group in waiting:
-        newest = _newest(group[0])
-        if newest.sequence is not None:
-            calls[newest.sequence, newest.group].append(group)
-    return next((calls[number] for number in sorted(calls) if len(calls[number]) > 1), [])
+    kernel = next((text for part, text in _KERNEL if part in state.state), "")
+    return f"{words}, {kernel}" if kernel and state.doing in {DATA_WAIT, COMPUTE} else words
 
 
 def _place(state: HangState) -> str | None:
@@ -618,15 +572,32 @@ def _place(state: HangState) -> str | None:
     return f"{state.where} ({state.call})" if state.call else state.where
 
 
-def _newest(state: HangState) -> Collective:
-    return state.collective or _UNKNOWN_COLLECTIVE
+def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
+    """The verdict with its sentence.
 
-
-def _in(group: WaitingRanks, verdict: HangVerdict) -> str:
-    name = group.collective or "a collective"
-    number = f" #{group.sequence}" if group.sequence is not None else ""
-    shapes = f" of {group.shapes}" if group.shapes and verdict.kind == MISMATCH else ""
-    return f"in {name}{number}{shapes}"
+    Args:
+        verdict: without one.
+        since: the time of the day at which the job stopped to go on.
+    """
+    clauses, groups = [], verdict.waiting
+    for group in groups[:_MAX_CLAUSES]:
+        number = f" #{group.sequence}" if group.sequence is not None else ""
+        shapes = f" of {group.shapes}" if group.shapes and verdict.kind == MISMATCH else ""
+        has = "has" if len(group.ranks) == 1 else "have"
+        what = f"{group.collective or 'a collective'}{number}{shapes}"
+        clauses.append(f"{named(group.ranks)} {has} waited in {what} since {since}")
+    if len(groups) > _MAX_CLAUSES:
+        clauses.append(f"{len(groups) - _MAX_CLAUSES} more groups of ranks wait elsewhere")
+    if verdict.kind != MISMATCH:
+        clauses += _blamed(verdict, since if not groups else "")
+    if verdict.silent:
+        clauses.append(f"nothing is known of {named(verdict.silent)}")
+    if verdict.kind == MISMATCH:
+        clauses.append(f"these are different collectives{_odd_words(verdict)}")
+    elif verdict.kind == UNKNOWN and groups and not verdict.silent:
+        several = "these are different process groups, and " if len(groups) > 1 else ""
+        clauses.append(f"{several}no rank is elsewhere: look at the network between them")
+    return replace(verdict, sentence="; ".join(clauses))
 
 
 def _blamed(verdict: HangVerdict, since: str) -> list[str]:
@@ -634,27 +605,26 @@ def _blamed(verdict: HangVerdict, since: str) -> list[str]:
     groups: dict[tuple[str, str | None, str], list[int]] = defaultdict(list)
     for suspect in verdict.suspects:
         groups[suspect.doing, suspect.where, suspect.node].append(suspect.rank)
+    shown = list(groups.items())[:_MAX_CLAUSES]
     clauses = []
-    for (what, where, node), ranks in list(groups.items())[:_MAX_CLAUSES]:
+    for (what, where, node), ranks in shown:
         be = "is" if len(ranks) == 1 else "are"
         head, comma, rest = what.partition(",")  # "in a fetch, asleep" becomes "in a fetch at data.py:88, asleep"
         clauses.append(f"{named(ranks)} on {node} {be} {head}{f' at {where}' if where else ''}{comma}{rest}")
-    shown = sum(len(ranks) for ranks in list(groups.values())[:_MAX_CLAUSES])
-    if verdict.suspects_total > shown:
-        clauses.append(f"so are {verdict.suspects_total - shown} more")
+    more = verdict.suspects_total - sum(len(ranks) for _, ranks in shown)
+    if more > 0:
+        clauses.append(f"so are {more} more")
     if clauses and since:
         clauses[-1] += f", since {since}"
     return clauses
 
 
-def _minority(verdict: HangVerdict) -> str:
+def _odd_words(verdict: HangVerdict) -> str:
+    """Which ranks are in another collective than the most; empty where none has most."""
     ranks = [suspect.rank for suspect in verdict.suspects]
     if not ranks or verdict.suspects_total == sum(len(group.ranks) for group in verdict.waiting):
         return ""
-    places = {suspect.where for suspect in verdict.suspects} - {None}
-    at = f" at {min(place for place in places if place)}" if places else ""
-    nodes = {suspect.node for suspect in verdict.suspects}
-    on = f" on {min(nodes)}" if len(nodes) == 1 else ""
-    return (
-        f", and {named(ranks)}{on} {'is' if len(ranks) == 1 else 'are'} the odd one{'s' if len(ranks) > 1 else ''}{at}"
-    )
+    places, nodes = sorted({s.where for s in verdict.suspects if s.where}), {s.node for s in verdict.suspects}
+    on, at = f" on {min(nodes)}" if len(nodes) == 1 else "", f" at {places[0]}" if places else ""
+    are = "is the odd one" if len(ranks) == 1 else "are the odd ones"
+    return f", and {named(ranks)}{on} {are}{at}"

@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.causes import own_time
-from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step, step_seconds, supply_seconds
+from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step
 from telemetry.records import Advice, factor_text
 from telemetry.util.sampling import LOADER_CODE, StackTime, is_fetcher
 from telemetry.util.stacks import is_library
@@ -44,7 +45,6 @@ _MIN_SAMPLES_OF_WORK: Final = 10
 _NEVER_SEEN: Final = 1.5**2
 """If all of n samples are of one line, its share is at least 1 - 3 / n in 95 of 100 cases: twice this error."""
 
-_NOTHING: Final = StackTime(0, 0)
 _MIN_SHARE: Final = 0.01
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
@@ -102,7 +102,7 @@ class LineShare:
     @property
     def named(self) -> str:
         """``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no function of a library."""
-        return f"{self.function if self.calls is None else self.calls} at {self.place}"
+        return f"{self.calls or self.function} at {self.place}"
 
     def as_field(self) -> dict[str, Any]:
         """The line as it is in the log and in the report."""
@@ -122,7 +122,8 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
         profile: the samples.
         work: what was sampled. Of the sampler's time only stacks inside the sampler count.
     """
-    total = StackTime(0, 0) if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
+    none = StackTime(0, 0)
+    total = none if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
     times: dict[tuple[str, int, str | None], StackTime] = {}
     functions: dict[tuple[str, int], str] = {}
     for stack, time in profile.times.items():
@@ -133,17 +134,17 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
         blamed = _blamed(inside, stack)
         if blamed is not None:
             spot, calls = blamed
-            named = spot.file, spot.line, calls
             if not spot.function.startswith("<"):  # a comprehension on the same line is part of its function
                 functions[spot.file, spot.line] = spot.function
             else:
                 functions.setdefault((spot.file, spot.line), spot.function)
-            times[named] = time.plus(times.get(named, _NOTHING))
+            named = spot.file, spot.line, calls
+            times[named] = time.plus(times.get(named, none))
     wall, cpu, gil = total
     samples = profile.samples * wall / max(1, profile.wall_ns)  # of a wait, few samples are in the sampler
     if profile.samples < MIN_SAMPLES or samples < _MIN_SAMPLES_OF_WORK:
         return ()
-    longest = sorted(times.items(), key=lambda item: -item[1][0])[:MAX_LINES]
+    longest = sorted(times.items(), key=lambda item: -item[1].wall_ns)[:MAX_LINES]
     found = []
     for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in longest:
         share = wall_ns / wall
@@ -166,12 +167,14 @@ def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
     """The line and the library function that a stack counts for; None if there is no such line."""
     at = _first(inside, _is_users)
     if at is None and inside is not stack:
-        at = _outermost_of_a_library(inside)
+        # The library's line that makes the batch: outside of the DataLoader's code if there is one, else the fetcher's.
+        libraries = [
+            number for number, spot in enumerate(inside) if LOADER_CODE not in spot.file and _OURS not in spot.file
+        ]
+        at = libraries[-1] if libraries else _first(inside, is_fetcher)
     if at is None:
         inside, at = stack, _first(stack, _is_users)
-    if at is None:
-        return None
-    return inside[at], _called(inside[:at])
+    return None if at is None else (inside[at], _called(inside[:at]))
 
 
 def _first(stack: Stack, true_of: Callable[[Spot], bool]) -> int | None:
@@ -191,25 +194,13 @@ def _is_sampling(spot: Spot) -> bool:
     return spot.function in {"_next_index", "_reset"} and spot.file.endswith(_LOADER_FILE)
 
 
-def _outermost_of_a_library(inside: Stack) -> int | None:
-    """The library's line that makes the batch: outside of the DataLoader's code if there is one, else the fetcher's."""
-    for number in range(len(inside) - 1, -1, -1):
-        file = inside[number].file
-        if LOADER_CODE not in file and _OURS not in file:
-            return number
-    return _first(inside, is_fetcher)
-
-
 def _called(callees: Stack) -> str | None:
     """The function that a line called, as ``Image.resize``. Functions that only pass a call on are left out."""
     outermost_first = [spot for spot in reversed(callees) if _OURS not in spot.file]
-    for spot in outermost_first:
-        if not spot.function.startswith(("_", "<")) and spot.function not in _PASSED_ON:
-            return _name(spot)
-    return _name(outermost_first[-1]) if outermost_first else None
-
-
-def _name(spot: Spot) -> str:
+    if not outermost_first:
+        return None
+    plain = (s for s in outermost_first if not s.function.startswith(("_", "<")) and s.function not in _PASSED_ON)
+    spot = next(plain, outermost_first[-1])
     module = spot.module.rpartition(".")[2].strip("_")
     return f"{module}.{spot.function}" if module and module != "main" else spot.function
 
@@ -217,7 +208,6 @@ def _name(spot: Spot) -> str:
 # -- line advice -------------------------------------------------------------------------------------------------------
 # What a faster line, or a batch without it, would bring: the predicted speed-up, and the sentence of the verdict.
 
-_WORTH_IT: Final = 1.05
 _MIN_ADVISED_SHARE: Final = 0.1
 """A line gets advice from this share on."""
 
@@ -250,17 +240,15 @@ def verdict_part(line: LineShare, kind: str) -> str:
 
 def line_verdict(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> str:
     """One sentence on the line that takes most."""
-    text = f"{verdict_part(line, kind)} is {line.named}"
     seconds = _seconds_of(evidence, kind)
     gain, low = _gain_or_range(evidence, kind, line, 1.0, cause=cause)
-    predicted = "" if gain is None else f", predicted {factor_text(gain, low)} times the steps per second"
-    if seconds is not None and kind in {FETCH, WAIT}:
-        short = "a fetch" if kind == FETCH else "a wait"
+    text = f"{verdict_part(line, kind)} is {line.named}"
+    short = {FETCH: "a fetch", WAIT: "a wait"}.get(kind)
+    if seconds is not None and short is not None:
         text += f"; without it {short} takes {ms(seconds * (1 - line.share))}"
-        text += predicted
     elif gain is not None:
-        text += f"; without it{predicted}"
-    return text
+        text += "; without it"
+    return text if gain is None else f"{text}, predicted {factor_text(gain, low)} times the steps per second"
 
 
 def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> tuple[Advice, ...]:
@@ -272,39 +260,33 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
         line: the line.
         cause: cause of the stall.
     """
-    if line.share < _MIN_ADVISED_SHARE:
-        return ()
     expected = _gain(evidence, kind, line, 1.0, cause=cause)
-    if expected is None or expected < _WORTH_IT:
+    if line.share < _MIN_ADVISED_SHARE or expected is None or expected < WORTH_IT:
         return ()
-    (removed, removed_low), (halved, halved_low) = (
-        _gain_or_range(evidence, kind, line, part, cause=cause) for part in (1.0, 0.5)
-    )
+    removed, removed_low = _gain_or_range(evidence, kind, line, 1.0, cause=cause)
+    halved, halved_low = _gain_or_range(evidence, kind, line, 0.5, cause=cause)
     seconds = _seconds_of(evidence, kind)
     because = f"{verdict_part(line, kind)} is this line"
     if seconds is not None:
         because += f": {ms(seconds * line.share)} of {ms(seconds)}"
-    name = line.named
     where = {STEP: "the step", CHECKPOINT: "the checkpoint"}.get(kind, "the loader")
+    remove = f"take {line.named} out of {where}: do it once, before the training"
     return (
-        Advice(
-            f"take {name} out of {where}: do it once, before the training", None, None, removed, because, removed_low
-        ),
-        Advice(f"make {name} twice as fast", None, None, halved, because, halved_low),
+        Advice(remove, None, None, removed, because, removed_low),
+        Advice(f"make {line.named} twice as fast", None, None, halved, because, halved_low),
     )
 
 
 def _seconds_of(evidence: Evidence, kind: str) -> float | None:
     """Mean seconds of the work that was sampled; None if they are not known."""
-    batches = evidence.steps * evidence.batches_per_step
     if kind == FETCH:
-        return evidence.workers.fetch_seconds
-    if kind == WAIT and batches:
-        return evidence.wait_seconds / batches
+        return evidence.fetch_seconds
+    if kind == WAIT and evidence.steps:
+        return evidence.wait_seconds / evidence.steps / evidence.batches_per_step
     if kind == STEP and evidence.steps:
-        return evidence.compute_seconds / evidence.steps
-    if kind == CHECKPOINT and evidence.checkpoints.steps:
-        return evidence.checkpoints.seconds / evidence.checkpoints.steps
+        return evidence.step_compute_seconds
+    if kind == CHECKPOINT and evidence.checkpoints:
+        return evidence.checkpoint_seconds / evidence.checkpoints
     return None
 
 
@@ -312,29 +294,23 @@ def _gain_or_range(
     evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str
 ) -> tuple[float | None, float | None]:
     """The factor that `_gain` gives, and None; or, if the samples and the model do not tell, the most and the least."""
+    least = _with_share(line, line.share - _ERRORS * line.error)
+    most = _with_share(line, line.share + _ERRORS * line.error)
     gain, low, high = (
-        _gain(evidence, kind, _with_share(line, line.share + errors * line.error), part, cause=cause)
-        for errors in (0, -_ERRORS, _ERRORS)
+        _gain(evidence, kind, each, part, cause=cause) for each in (_with_share(line, line.share), least, most)
     )
     if gain is None or low is None or high is None:
         return gain, None
     sampled = gain <= _SURE * low and high <= _SURE * gain
-    if kind == FETCH and part == 1.0 and _will_take_turns(line):
-        least = line if sampled else _with_share(line, line.share - _ERRORS * line.error)
-        slowed = _gain(evidence, kind, least, part, cause=cause, longer=_TURNS_SECONDS)
+    if kind == FETCH and part == 1.0 and line.gil_ratio < _HOLDS_THE_GIL <= line.rest_gil_ratio:
+        # Sending batches may make the fetches longer once the line is gone. A thread of the worker sends each batch
+        # while the next one is fetched. A line that releases the GIL leaves it to that thread. If what remains of the
+        # fetch holds the GIL, the two take turns. Each batch of one worker took 2.6 to 4.9 ms longer then
+        # (`c_releases_gil` and `read` of `tests.lines`).
+        slowed = _gain(evidence, kind, line if sampled else least, part, cause=cause, longer=_TURNS_SECONDS)
         if slowed is not None and (not sampled or gain > _SURE * slowed):
             return (gain if sampled else high), slowed
     return (gain, None) if sampled else (high, low)
-
-
-def _will_take_turns(line: LineShare) -> bool:
-    """Whether sending batches may make the fetches longer once the line is gone.
-
-    A thread of the worker sends each batch while the next one is fetched. A line that releases the GIL leaves it to
-    that thread. If what remains of the fetch holds the GIL, the two take turns. Each batch of one worker took 2.6 to
-    4.9 ms longer then (`c_releases_gil` and `read` of `tests.lines`).
-    """
-    return line.gil_ratio < _HOLDS_THE_GIL <= line.rest_gil_ratio
 
 
 def _with_share(line: LineShare, share: float) -> LineShare:
@@ -348,50 +324,45 @@ def _gain(
 ) -> float | None:
     """Predicted factor on the steps per second if ``part`` of the line's time is saved.
 
-    ``longer``: seconds that each fetch takes longer then, see `_will_take_turns`.
+    ``longer``: seconds that each fetch takes longer then.
     """
-    now, saved = step_seconds(evidence), part * min(line.share, 1 - line.error)  # something else takes time as well
+    saved = part * min(line.share, 1 - line.error)  # something else takes time as well
     if kind == CHECKPOINT:
         whole = evidence.loop_and_checkpoint_seconds
-        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoints.seconds), now=whole)
-    if now is None:
+        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoint_seconds), now=whole)
+    if not evidence.steps:
         return None
+    now, supply = evidence.step_seconds, evidence.supply_seconds or 0.0
     if kind == FETCH:
-        then = _with_shorter_fetch(evidence, now, saved, part * line.cpu_share, cause=cause, longer=longer)
-    elif kind == WAIT:
+        then = _with_shorter_fetch(evidence, saved, part * line.cpu_share, cause=cause, longer=longer)
+        return None if then is None else gain_of(evidence, min(then, now))
+    if kind == WAIT:
         then = now - saved * evidence.wait_seconds / evidence.steps
     elif kind == SAMPLER:
         own = own_time(evidence)
-        sampling = own.exposed_ratio * own.all_sampler_seconds / evidence.steps
-        then = max(now - saved * sampling, supply_seconds(evidence) or 0.0)
+        then = max(now - saved * own.exposed_ratio * own.all_sampler / evidence.steps, supply)
     elif cause == "host_bound":
-        idle = (evidence.gpu.idle_seconds or 0.0) / evidence.steps
-        then = now - min(idle, saved * evidence.compute_seconds / evidence.steps)
+        then = now - min((evidence.gpu_idle_seconds or 0.0) / evidence.steps, saved * evidence.step_compute_seconds)
     else:
-        then = max(now * (1 - saved), supply_seconds(evidence) or 0.0)
-    return None if then is None else gain_of(evidence, then)
+        then = max(now * (1 - saved), supply)
+    return gain_of(evidence, then)
 
 
 def _with_shorter_fetch(
-    evidence: Evidence, now: float, saved: float, saved_cpu: float, *, cause: str, longer: float
+    evidence: Evidence, saved: float, saved_cpu: float, *, cause: str, longer: float
 ) -> float | None:
     """Seconds of a step if the workers' fetches become shorter by these shares of wall clock and of CPU time."""
-    workers = evidence.workers
-    if workers.fetch_seconds is None or not workers.count:
+    fetch, cpu, batches = evidence.fetch_seconds, evidence.fetch_cpu_seconds, evidence.batches_per_step
+    if fetch is None or not evidence.workers:
         return None
     if cause == "uneven_batches":  # the workers are fast enough on average: only the waits become shorter
-        return now - saved * max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
-    on_its_own = workers.fetch_seconds * evidence.batches_per_step * (1 - (workers.runnable_ratio or 0.0))
-    cpu = (workers.fetch_seconds if workers.fetch_cpu_seconds is None else workers.fetch_cpu_seconds) * (
-        evidence.batches_per_step
-    )
+        return evidence.step_seconds - saved * max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
+    on_its_own = fetch * batches * (1 - (evidence.worker_runnable_ratio or 0.0))
     then = predicted_step(
         evidence,
-        fetch=on_its_own * (1 - saved) + longer * evidence.batches_per_step,
-        fetch_cpu=cpu * (1 - saved_cpu),
-        workers=workers.count,
+        fetch=on_its_own * (1 - saved) + longer * batches,
+        fetch_cpu=(fetch if cpu is None else cpu) * batches * (1 - saved_cpu),
+        workers=evidence.workers,
     )
-    if then is None:
-        return None
-    received = (evidence.delivery.receive_cpu_seconds or 0.0) * evidence.batches_per_step  # on the training thread
-    return min(max(then, (evidence.compute_seconds / evidence.steps) + received), now)
+    received = (evidence.receiving_cpu_seconds or 0.0) * batches  # on the training thread
+    return max(then, evidence.step_compute_seconds + received)

@@ -1,4 +1,7 @@
-"""The model behind every predicted speed-up: the seconds of a step now, and after a change."""
+"""The model behind every predicted speed-up: the seconds of a step now, and after a change.
+
+All but `gain_over_window` need a window in which a step has ended.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +24,17 @@ _MAX_WORKERS: Final = 32
 """Limits of the advice: each worker takes memory, and the storage has to serve all of them."""
 
 
-def step_seconds(evidence: Evidence) -> float | None:
-    """Seconds of a step as measured, including the waits at epoch boundaries."""
-    return evidence.loop_seconds / evidence.steps if evidence.steps else None
-
-
-def compute_seconds(evidence: Evidence) -> float | None:
-    """Seconds of compute of one step."""
-    return evidence.compute_seconds / evidence.steps if evidence.steps else None
-
-
-def supply_seconds(evidence: Evidence) -> float | None:
-    """Seconds that all workers together need for the batches of one step, if they are always busy."""
-    if evidence.workers.fetch_seconds is None or not evidence.workers.count:
-        return None
-    return evidence.workers.fetch_seconds * evidence.batches_per_step / evidence.workers.count
-
-
 def supply_in_order(evidence: Evidence) -> float | None:
-    """The same for batches that are taken in order: the slowest worker sets the pace of all."""
-    supply = supply_seconds(evidence)
-    if supply is None or evidence.workers.slowest_fetch_seconds is None or not evidence.settings.get("in_order", True):
+    """`supply_seconds` for batches that are taken in order: the slowest worker sets the pace of all."""
+    supply, slowest = evidence.supply_seconds, evidence.slowest_fetch_seconds
+    if supply is None or slowest is None or not evidence.settings.get("in_order", True):
         return supply
-    return max(supply, evidence.workers.slowest_fetch_seconds * evidence.batches_per_step / evidence.workers.count)
+    return max(supply, slowest * evidence.batches_per_step / evidence.workers)
 
 
 def predicted_step(
     evidence: Evidence, *, fetch: float, fetch_cpu: float, workers: int, boundary: float | None = None
-) -> float | None:
+) -> float:
     """Predicted seconds of a step with a given number of workers.
 
     Args:
@@ -58,31 +44,24 @@ def predicted_step(
         workers: number of workers.
         boundary: seconds per step of waiting at epoch boundaries; by default as measured.
     """
-    compute = compute_seconds(evidence)
-    if compute is None or not evidence.steps:
-        return None
-    boundary = evidence.epochs.boundary_wait_seconds / evidence.steps if boundary is None else boundary
-    return max(compute, fetch / workers, _on_the_cores(evidence, compute, fetch_cpu)) + boundary
+    boundary = evidence.edge_wait_seconds / evidence.steps if boundary is None else boundary
+    return max(evidence.step_compute_seconds, fetch / workers, _on_the_cores(evidence, fetch_cpu)) + boundary
 
 
-def _on_the_cores(evidence: Evidence, compute: float, fetch_cpu: float) -> float:
+def _on_the_cores(evidence: Evidence, fetch_cpu: float) -> float:
     """Minimum seconds of a step on the available cores, with any number of workers."""
-    cpu = (evidence.cpu.process_seconds_per_step or compute) + fetch_cpu
-    on_their_cores = fetch_cpu / evidence.workers.allowed_cores if evidence.workers.allowed_cores else 0.0
-    return max(cpu / max(evidence.cpu.cores, 1e-9), _with_their_peers(evidence, cpu), on_their_cores)
-
-
-def _with_their_peers(evidence: Evidence, cpu: float) -> float:
-    """Minimum seconds of a step of all ranks of the node. Ranks that keep pace need the cores equally often."""
-    if not peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None)):
-        return 0.0
-    return _with_all_others(evidence, cpu)
+    cpu = (evidence.process_cpu_per_step_seconds or evidence.step_compute_seconds) + fetch_cpu
+    on_their_cores = fetch_cpu / evidence.worker_cores if evidence.worker_cores else 0.0
+    # Ranks of this node that keep pace need the cores equally often.
+    beside_peers = peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None))
+    with_peers = _with_all_others(evidence, cpu) if beside_peers else 0.0
+    return max(cpu / max(evidence.cores, 1e-9), with_peers, on_their_cores)
 
 
 def _with_all_others(evidence: Evidence, cpu: float) -> float:
     """Minimum seconds of a step if the other processes of the machine use as much CPU time for each step as now."""
-    now, others = step_seconds(evidence), evidence.cpu.cores_of_others
-    return (cpu + others * now) / (evidence.cpu.cores + others) if now is not None and others else 0.0
+    others = evidence.cores_of_others
+    return (cpu + others * evidence.step_seconds) / (evidence.cores + others) if others else 0.0
 
 
 def low_gain(evidence: Evidence, then: float, *, fetch_cpu: float) -> float | None:
@@ -96,11 +75,8 @@ def low_gain(evidence: Evidence, then: float, *, fetch_cpu: float) -> float | No
         then: the predicted seconds of a step.
         fetch_cpu: CPU seconds of the fetches of a step.
     """
-    now, compute = step_seconds(evidence), compute_seconds(evidence)
-    if now is None or compute is None:
-        return None
-    cpu = (evidence.cpu.process_seconds_per_step or compute) + fetch_cpu
-    longest = min(now, _with_all_others(evidence, cpu))
+    cpu = (evidence.process_cpu_per_step_seconds or evidence.step_compute_seconds) + fetch_cpu
+    longest = min(evidence.step_seconds, _with_all_others(evidence, cpu))
     low, high = gain_of(evidence, max(then, longest)), gain_of(evidence, then)
     return low if low is not None and high is not None and low < high else None
 
@@ -111,13 +87,9 @@ def with_transfer(evidence: Evidence, step: float) -> float:
     A transfer needs the worker, too, because it sends the file descriptors of the tensors. A busy worker answers later.
     The shorter the step, the larger the share of time in which the worker is busy.
     """
-    idle, busy, supply = (
-        evidence.delivery.transfer_seconds,
-        evidence.delivery.transfer_from_busy_seconds,
-        supply_seconds(evidence),
-    )
+    idle, busy, supply = evidence.moving_seconds, evidence.moving_from_busy_seconds, evidence.supply_seconds
     if idle is None or busy is None or supply is None or busy <= idle:
-        return step + evidence.delivery.transfer_wait_seconds / evidence.steps
+        return step + evidence.transfer_wait_seconds / evidence.steps
     longer = (busy - idle) * evidence.batches_per_step
     step += idle * evidence.batches_per_step
     # Workers are busy for the share supply / then of the time, so then = step + longer * supply / then.
@@ -126,15 +98,12 @@ def with_transfer(evidence: Evidence, step: float) -> float:
 
 def best_workers(
     evidence: Evidence, fetch: float, fetch_cpu: float, boundary: float | None = None
-) -> tuple[int, float | None]:
+) -> tuple[int, float]:
     """The fewest workers that fetch with headroom, or as fast as the cores allow, and the predicted step with them."""
-    most = min(_MAX_WORKERS, max(1, math.ceil(_MAX_WORKERS_PER_CORE * evidence.cpu.cores)))
-    compute = compute_seconds(evidence)
-    if compute is None:
-        return 1, None
+    most = min(_MAX_WORKERS, max(1, math.ceil(_MAX_WORKERS_PER_CORE * evidence.cores)))
     # Fetches that barely fit under the compute stall on every hiccup. Five workers of 109 ms for steps of 22 ms were
     # predicted to give 5.7 times the steps per second, and gave 4.6 to 5.3.
-    enough = max(_HEADROOM * compute, _on_the_cores(evidence, compute, fetch_cpu))
+    enough = max(_HEADROOM * evidence.step_compute_seconds, _on_the_cores(evidence, fetch_cpu))
     workers = next((n for n in range(1, most) if fetch / n <= _WORTH_A_WORKER * enough), most)
     return workers, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, boundary=boundary)
 
@@ -145,19 +114,15 @@ def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: flo
     Other ranks may take longer. ``but`` is the rank that the change is made on, if it is not this one. ``now`` is the
     present duration; by default `step_seconds`, which is right for a change inside the loop.
     """
-    now = step_seconds(evidence) if now is None else now
-    if now is None:
-        return None
     peers = peers_at_same_pace(evidence.pace, evidence.peers)
     others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
-    slowest = max(others, default=0.0)
-    return factor(now, max(then, slowest))
+    return _factor(evidence.step_seconds if now is None else now, max(then, *others, 0.0))
 
 
 def gain_over_window(evidence: Evidence, then: float, *, now: float) -> float | None:
     """The same for all steps of the window together. It also works for a window in which no step has ended."""
     steps = evidence.steps
-    return gain_of(evidence, then / steps, now=now / steps) if steps else factor(now, then)
+    return gain_of(evidence, then / steps, now=now / steps) if steps else _factor(now, then)
 
 
 def times_less(part: float, rest: float, share: float) -> int:
@@ -165,6 +130,6 @@ def times_less(part: float, rest: float, share: float) -> int:
     return max(2, math.ceil(part * (1 - share) / max(share * rest, 1e-9)))
 
 
-def factor(now: float, then: float) -> float | None:
+def _factor(now: float, then: float) -> float | None:
     """Speed-up factor; None if there is nothing to compare with."""
     return round(now / then, 2) if then > 1e-9 and now > 0 else None

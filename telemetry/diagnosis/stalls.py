@@ -69,8 +69,8 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The result of an update: a stall has ``opened``, has ``closed``, or now has another cause (``renamed``)."""
+class StallUpdate:
+    """A stall has ``opened``, has ``closed``, has another cause now (``renamed``), or goes on (``held``)."""
 
     kind: str
     stall: Stall
@@ -101,7 +101,9 @@ class StallDetector:
         self._straggler_ratio = 0.0  # what waiting for one costs, in the newest window
         self.stall: Stall | None = None
 
-    def update(self, tick: Tick) -> Change | None:
+    # -- tick by tick
+
+    def update(self, tick: Tick) -> StallUpdate | None:
         """Add a tick. Returns what it has changed."""
         self._straggler_ratio = 0.0
         added = self._added(tick)
@@ -110,31 +112,29 @@ class StallDetector:
             return None
         self._add(tick)
         if self.stall is not None and self.stall.is_hang:
-            return self._hold_hang(self.stall, added)
+            lost = {self.stall.cause: self.stall.lost_seconds[self.stall.cause] + added.loop_seconds}
+            self.stall = self._grown(self.stall, added, self.stall.cause, lost, self._aggregate())
+            return StallUpdate("held", self.stall)
         evidence = self._aggregate()
-        if evidence.loop_seconds + evidence.checkpoints.seconds <= 0:
+        seen = evidence.loop_seconds + evidence.checkpoint_seconds
+        if seen <= 0:
             return None  # evaluation or startup: there is no training to judge
         lost = costs(evidence)
-        cause, ratio = _worst(lost, evidence)
         self._straggler_ratio = lost.get("straggler", 0.0) / max(evidence.loop_seconds, 1e-9)
         if self.stall is not None:
-            return self._go_on(self.stall, added, lost, ratio, evidence)
-        seen = evidence.loop_seconds + evidence.checkpoints.seconds
+            return self._go_on(self.stall, added, lost, evidence)
         enough = evidence.steps >= MIN_STEPS and seen >= MIN_SHARE * self._window_seconds
-        if not (enough or cause == "worker_stuck") or not self._costs_enough(cause, ratio, evidence):
+        return self._open_if_costly(lost, evidence, enough=enough)
+
+    def last(self) -> StallUpdate | None:
+        """Judge what there is of the window at the end of a run that was too short for one."""
+        if self._ever_opened or len(self._ticks) < 2:
             return None
-        return self._open(cause, lost, evidence)
-
-    def _costs_enough(self, cause: str, ratio: float, evidence: Evidence) -> bool:
-        """Whether a cause costs enough to open a stall, and a straggler not just by chance in the samples.
-
-        With ten samples a second over 10 s, a rank that was 12 % slower seemed to cost 21 %. While a straggler may be
-        there, samples are taken more often, so a real one is certain a few seconds later.
-        """
-        if ratio < self._enter or cause != "straggler":
-            return ratio >= self._enter
-        slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
-        return slow is not None and (slow.lost - slow.error) * evidence.steps >= self._enter * evidence.loop_seconds
+        evidence = self._aggregate()
+        seen = evidence.loop_seconds + evidence.checkpoint_seconds
+        if evidence.steps < MIN_STEPS_OF_A_RUN or seen < MIN_SECONDS_OF_A_RUN:
+            return None
+        return self._open_if_costly(costs(evidence), evidence, enough=True)
 
     def skip(self, tick: Tick) -> None:
         """Leave out the time since the last tick, because nothing was measured in it."""
@@ -149,9 +149,8 @@ class StallDetector:
         added = self._added(tick)
         self._add(tick)
         # On the GPU's clock, a wait can only be measured after it is over.
-        known = (
-            added.exposed_after_first_seconds is not None and added.exposed_after_first_seconds >= added.wait_seconds
-        )
+        exposed = added.exposed_after_first_seconds
+        known = exposed is not None and exposed >= added.wait_seconds
         exposed = (seconds if added.wait_seconds > 0 else 0.0) if known else None
         # What has been lost so far is in the stall that is replaced.
         lost = 0.0 if self.stall is not None else seconds
@@ -164,13 +163,26 @@ class StallDetector:
         self.stall = None
         self._begin_anew(tick)
 
-    def _hold_hang(self, before: Stall, added: Passed) -> Change:
-        spent, more = added.loop_seconds, added.exposed_after_first_seconds
-        exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
-        lost = {before.cause: before.lost_seconds[before.cause] + spent}
-        loop = before.loop_seconds + spent
-        self.stall = Stall(before.cause, before.opened_step, lost, loop, exposed, self._aggregate(), is_hang=True)
-        return Change("held", self.stall)
+    # -- what it shows
+
+    @property
+    def window(self) -> Evidence | None:
+        """The newest window; None before the second tick."""
+        return self._aggregate() if len(self._ticks) > 1 else None
+
+    @property
+    def may_have_straggler(self) -> bool:
+        """Whether waiting for a straggler costs so much that its stall, if it were open, would not close."""
+        return self._straggler_ratio >= self._exit
+
+    def pace(self) -> RankPace | None:
+        """The pace of this rank over its newest window, for its peers."""
+        window = self.window
+        if window is None:
+            return None
+        return structs.replace(window.pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
+
+    # -- the window
 
     def _begin_anew(self, tick: Tick) -> None:
         self.skip(tick)
@@ -199,73 +211,62 @@ class StallDetector:
         long = seconds >= MAX_WINDOWS * self._window_seconds
         return seconds >= self._window_seconds and (steps >= WINDOW_STEPS or long)
 
-    def last(self) -> Change | None:
-        """Judge what there is of the window at the end of a run that was too short for one."""
-        if self._ever_opened or len(self._ticks) < 2:
-            return None
-        evidence = self._aggregate()
-        lost = costs(evidence)
-        cause, ratio = _worst(lost, evidence)
-        seen = evidence.loop_seconds + evidence.checkpoints.seconds
-        if evidence.steps < MIN_STEPS_OF_A_RUN or seen < MIN_SECONDS_OF_A_RUN:
-            return None
-        if not self._costs_enough(cause, ratio, evidence):
-            return None
-        return self._open(cause, lost, evidence)
-
-    @property
-    def window(self) -> Evidence | None:
-        """The newest window; None before the second tick."""
-        return self._aggregate() if len(self._ticks) > 1 else None
-
-    @property
-    def may_have_straggler(self) -> bool:
-        """Whether waiting for a straggler costs so much that its stall, if it were open, would not close."""
-        return self._straggler_ratio >= self._exit
-
-    def pace(self) -> RankPace | None:
-        """The pace of this rank over its newest window, for its peers."""
-        window = self.window
-        if window is None:
-            return None
-        return structs.replace(window.pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
-
     def _aggregate(self) -> Evidence:
         if self._evidence is None:
             cause = self.stall.cause if self.stall is not None else None
-            costs_so_far = self._recurring.costs
-            found = aggregate(tuple(self._ticks), rank=self.rank, cause=cause, recurring=costs_so_far)
+            found = aggregate(tuple(self._ticks), rank=self.rank, cause=cause, recurring=self._recurring.costs)
             pace = structs.replace(found.pace, last_step=self._steps)
             self._own_paces.add(pace, self._ticks[-1].totals.wall_seconds)
             earlier = self._own_paces.at_the_time_of(found.peers)
             self._evidence = replace(found, pace=pace, earlier_paces=earlier)
         return self._evidence
 
-    def _open(self, cause: str, lost: dict[str, float], evidence: Evidence) -> Change:
+    # -- the stall
+
+    def _open_if_costly(self, lost: dict[str, float], evidence: Evidence, *, enough: bool) -> StallUpdate | None:
+        """Open a stall if its cause costs enough, and a straggler not just by chance in the samples.
+
+        With ten samples a second over 10 s, a rank that was 12 % slower seemed to cost 21 %. While a straggler may be
+        there, samples are taken more often, so a real one is certain a few seconds later.
+        """
+        cause, ratio = _worst(lost, evidence)
+        if ratio < self._enter or not (enough or cause == "worker_stuck"):
+            return None
+        if cause == "straggler":
+            slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
+            surely = 0.0 if slow is None else (slow.lost - slow.error) * evidence.steps
+            if surely < self._enter * evidence.loop_seconds:
+                return None
         self._ever_opened = True
         opened_step = self._steps - evidence.steps
-        loop, exposed = evidence.loop_seconds, evidence.exposed_wait_seconds
-        self.stall = Stall(cause, opened_step, dict(lost), loop, exposed, evidence)
-        return Change("opened", self.stall)
+        self.stall = Stall(cause, opened_step, dict(lost), evidence.loop_seconds, evidence.exposed_seconds, evidence)
+        return StallUpdate("opened", self.stall)
 
-    def _go_on(self, before: Stall, added: Passed, lost: dict[str, float], ratio: float, evidence: Evidence) -> Change:
-        share = min(1.0, added.seconds / evidence.seconds) if evidence.seconds > 0 else 0.0
+    def _go_on(self, before: Stall, added: Passed, lost: dict[str, float], evidence: Evidence) -> StallUpdate:
+        _, ratio = _worst(lost, evidence)
+        share = min(1.0, added.seconds / evidence.window_seconds) if evidence.window_seconds > 0 else 0.0
         total = dict(before.lost_seconds)
         for cause, seconds in lost.items():
             total[cause] = total.get(cause, 0.0) + seconds * share
-        more = added.exposed_after_first_seconds
-        exposed = None if before.exposed_wait_seconds is None or more is None else before.exposed_wait_seconds + more
         cause, _ = _costliest(total)
         if {cause, before.cause} <= WAITS and total[cause] <= _MORE * total.get(before.cause, 0.0):
             cause = before.cause
-        loop = before.loop_seconds + added.loop_seconds
         if ratio < self._enter and cause == before.cause:
             evidence = before.evidence
-        self.stall = Stall(cause, before.opened_step, total, loop, exposed, evidence)
+        stall = self._grown(before, added, cause, total, evidence)
         if ratio < self._exit:
-            closed, self.stall = self.stall, None
-            return Change("closed", closed)
-        return Change("renamed" if cause != before.cause else "held", self.stall)
+            self.stall = None
+            return StallUpdate("closed", stall)
+        self.stall = stall
+        return StallUpdate("renamed" if cause != before.cause else "held", stall)
+
+    @staticmethod
+    def _grown(before: Stall, added: Passed, cause: str, lost: dict[str, float], evidence: Evidence) -> Stall:
+        """A stall after another tick."""
+        loop, exposed = before.loop_seconds + added.loop_seconds, before.exposed_wait_seconds
+        more = added.exposed_after_first_seconds
+        exposed = None if exposed is None or more is None else exposed + more
+        return Stall(cause, before.opened_step, lost, loop, exposed, evidence, before.is_hang)
 
 
 def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
@@ -277,9 +278,7 @@ def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
 
 def _costliest(lost: dict[str, float]) -> tuple[str, float]:
     """The most expensive cause and its seconds. All waits for data count together, under their largest cause."""
-    if not lost:
-        return "unknown", 0.0
     waits = {cause: seconds for cause, seconds in lost.items() if cause in WAITS}
     kinds = [waits, *({cause: seconds} for cause, seconds in lost.items() if cause not in WAITS)]
-    kind = max((kind for kind in kinds if kind), key=lambda kind: sum(kind.values()))
+    kind = max((kind for kind in kinds if kind), key=lambda kind: sum(kind.values()), default={"unknown": 0.0})
     return max(kind, key=lambda cause: kind[cause]), sum(kind.values())

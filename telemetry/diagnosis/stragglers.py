@@ -50,26 +50,20 @@ class OwnPaces:
         newest = self._paces[-1]
         late = newest.last_step - _SAME_TIME * newest.steps
         ends = [pace.last_step for pace in self._paces]
-        steps = {peer.last_step for peer in peers if ends[0] <= peer.last_step < late}
-        return tuple(self._paces[place] for place in sorted({_nearest(ends, step) for step in steps}))
-
-
-def _nearest(ends: list[int], step: int) -> int:
-    """The place of the number that is nearest to ``step``; at most the last number."""
-    place = bisect_left(ends, step)
-    return place - 1 if place and step - ends[place - 1] < ends[place] - step else place
+        places = set()
+        for step in {peer.last_step for peer in peers if ends[0] <= peer.last_step < late}:
+            after = bisect_left(ends, step)
+            places.add(after - 1 if after and step - ends[after - 1] < ends[after] - step else after)
+        return tuple(self._paces[place] for place in sorted(places))
 
 
 # -- straggler ---------------------------------------------------------------------------------------------------------
-# Stragglers of a synchronised job: which rank is the slowest, what it costs the others, and why it is slow.
-#
 # A rank that finishes early waits for the others inside its compute, where its own clock cannot tell waiting from work.
 # So the ranks are compared with each other. There are two signs:
 #
 # * A step takes equally long on all ranks. If the compute of one rank is shorter than that of the others, it does
 #   something else in the rest of the step, such as waiting for data or writing a checkpoint, and the others wait for
-#   it.
-#   Only its exposed wait counts: a hidden wait delays nobody.
+#   it. Only its exposed wait counts: a hidden wait delays nobody.
 # * A rank with slow compute spends less of it in synchronisation than its peers do. This comes from samples of the
 #   training threads: calls of `torch.distributed` and the backward pass count as synchronisation, on a CPU the latter
 #   only while the thread is off the CPU. On GPUs the slow rank's own GPU must be idle as well.
@@ -145,26 +139,16 @@ def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankP
     if slowest is None or slowest.node is None:
         return slowest
     there = [other for _, other in pairs if other.node == slowest.node]
-    ranks = max(peer.node_ranks for peer in there)
-    if ranks < 2 or not _all_known(there, ranks, others):
+    ranks, known = max(peer.node_ranks for peer in there), {peer.rank for peer in there}
+    # They show what all ranks of the node cost if the fastest are among them. A rank may be the fastest by one sign
+    # only. The one by another sign may have another pace, as it is at another step.
+    fastest = {other.rank for other in others if other.node == slowest.node and other.node_fastest}
+    if ranks < 2 or (len(there) < ranks and not (fastest and fastest <= known)):
         return slowest
-    if any(_costs_less(found.get(peer.rank), slowest) for peer in there):
+    surely = [slow.lost - _SURELY * slow.error if (slow := found.get(rank)) is not None else 0.0 for rank in known]
+    if min(surely) < _ALIKE * slowest.lost:
         return slowest
     return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
-
-
-def _all_known(there: list[RankPace], ranks: int, others: tuple[RankPace, ...]) -> bool:
-    """Whether the ranks of a node with the same pace as this one show what all its ranks cost: the fastest are there.
-
-    A rank may be the fastest by one sign only. The one by another sign may have another pace, as it is at another step.
-    """
-    fastest = {other.rank for other in others if other.node == there[0].node and other.node_fastest}
-    known = {peer.rank for peer in there}
-    return len(there) >= ranks or (bool(fastest) and fastest <= known)
-
-
-def _costs_less(slow: Straggler | None, slowest: Straggler) -> bool:
-    return slow is None or slow.lost - _SURELY * slow.error < _ALIKE * slowest.lost
 
 
 def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
@@ -188,21 +172,14 @@ def _at_same_pace(
 ) -> list[tuple[RankPace, RankPace]]:
     """The other ranks with the same pace as this one, each after the pace of this rank at the same time."""
     known = (own, *earlier)
-    pairs = [(_at_the_time_of(other, known), other) for other in others]
-    return [(mine, other) for mine, other in pairs if _have_same_pace(mine, other)]
-
-
-def _at_the_time_of(other: RankPace, known: tuple[RankPace, ...]) -> RankPace:
-    if not other.last_step:
-        return known[0]
-    return min(known, key=lambda pace: abs(pace.last_step - other.last_step))
-
-
-def _have_same_pace(one: RankPace, other: RankPace) -> bool:
-    if min(one.steps, other.steps) < MIN_STEPS:
-        return False
-    mine, theirs = one.seconds / one.steps, other.seconds / other.steps
-    return abs(mine - theirs) <= _SAME_PACE * max(mine, theirs)
+    pairs = []
+    for other in others:
+        mine = min(known, key=lambda pace: abs(pace.last_step - other.last_step)) if other.last_step else own
+        if min(mine.steps, other.steps) >= MIN_STEPS:
+            one, two = mine.seconds / mine.steps, other.seconds / other.steps
+            if abs(one - two) <= _SAME_PACE * max(one, two):
+                pairs.append((mine, other))
+    return pairs
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
@@ -219,10 +196,8 @@ def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
         reason = elsewhere if elsewhere.lost >= surely_slow / 2 else slow
         larger = slow if slow.lost > elsewhere.lost else elsewhere
         found = replace(reason, lost=larger.lost, error=larger.error)
-    return None if found is None else _without_lack_of_cores(found, own, other)
-
-
-def _without_lack_of_cores(found: Straggler, own: RankPace, other: RankPace) -> Straggler | None:
+    if found is None:
+        return None
     for_cores = _lost_to_cores(own, other)
     if _lacks_cores(other):
         return replace(found, lost=found.lost - for_cores) if found.lost > for_cores else None
@@ -297,14 +272,8 @@ def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
     """During a standstill: a rank that has not reached the synchronisation that this one waits in; else None."""
     if not own.waits_for_ranks:
         return None
-    return next(
-        (
-            o
-            for o in others
-            if o.seconds_without_step >= _MIN_STANDSTILL_SHARE * own.seconds_without_step and not o.waits_for_ranks
-        ),
-        None,
-    )
+    still = _MIN_STANDSTILL_SHARE * own.seconds_without_step
+    return next((o for o in others if o.seconds_without_step >= still and not o.waits_for_ranks), None)
 
 
 def absent_rank(pace: RankPace) -> Straggler:

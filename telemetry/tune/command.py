@@ -359,7 +359,7 @@ def _changed_settings(before: Settings, facts: LoaderFacts) -> Settings:
 def _evaluation_note(first: Trial) -> str:
     """A line on evaluations that take long; empty if they do not."""
     evidence, others = first.evidence, [f for f in first.outcome.loaders if f.evaluation_batches and not f.trains]
-    ratio = 0.0 if evidence is None else evidence.evaluation_seconds / evidence.seconds
+    ratio = 0.0 if evidence is None else evidence.evaluation_seconds / evidence.window_seconds
     if ratio < _MUCH_EVALUATION or not others:
         return ""
     places = ", ".join(f"{_shown(facts.file)}:{facts.line}" for facts in others)

@@ -241,7 +241,7 @@ class Search:
                 changed = present | {advice.setting: _parsed(advice.value)}
                 found.append(Candidate(changed, None if gain is None else rate * gain))
         if wants_shared_files(evidence) and SHARING not in present:
-            step = (evidence.loop_seconds - evidence.delivery.transfer_wait_seconds) / evidence.steps
+            step = (evidence.loop_seconds - evidence.transfer_wait_seconds) / evidence.steps
             found.append(Candidate(present | {SHARING: "file_system"}, 1 / step if step > 0 else None))
         return found
 
@@ -250,7 +250,7 @@ class Search:
         settings = as_run(best)
         if workers and not settings["num_workers"]:
             settings["prefetch_factor"] = _DEFAULT_PREFETCH
-            if evidence.epochs.boundaries >= _DEFAULT_PREFETCH and not _refusal(best, "persistent_workers"):
+            if evidence.edges >= _DEFAULT_PREFETCH and not _refusal(best, "persistent_workers"):
                 settings["persistent_workers"] = True
         return Candidate(_meaningful(settings | {"num_workers": workers}), 1 / step if step else None)
 
@@ -310,7 +310,7 @@ def _workers(trial: Trial) -> int:
 
 
 def _is_crowded(evidence: Evidence) -> bool:
-    return (evidence.workers.runnable_ratio or 0.0) >= _WITHOUT_CORE
+    return (evidence.worker_runnable_ratio or 0.0) >= _WITHOUT_CORE
 
 
 def _parsed(text: str) -> Any:

@@ -116,7 +116,7 @@ class Trial:
         found = self.evidence
         if found is None:
             return None
-        waited = found.wait_seconds if found.exposed_wait_seconds is None else found.exposed_wait_seconds
+        waited = found.wait_seconds if found.exposed_seconds is None else found.exposed_seconds
         return waited / found.steps, (found.loop_seconds - waited) / found.steps
 
     @property

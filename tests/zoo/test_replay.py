@@ -7,28 +7,12 @@ from pathlib import Path
 import pytest
 
 from telemetry.diagnosis.causes import costs
-from telemetry.diagnosis.evidence import (
-    CheckpointEvidence,
-    CpuEvidence,
-    DeliveryEvidence,
-    EpochEvidence,
-    Evidence,
-    GarbageEvidence,
-    GpuEvidence,
-    SamplerEvidence,
-    WorkerEvidence,
-    evidence_field,
-)
+from telemetry.diagnosis.evidence import Evidence
 from telemetry.diagnosis.stragglers import straggler
 from telemetry.records import RankPace
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 
-
-GROUPS = {
-    "epochs": EpochEvidence, "delivery": DeliveryEvidence, "sampler": SamplerEvidence, "garbage": GarbageEvidence,
-    "checkpoints": CheckpointEvidence, "workers": WorkerEvidence, "cpu": CpuEvidence, "gpu": GpuEvidence,
-}  # fmt: skip
 PACE = {
     "compute": "compute_seconds", "exposed": "exposed_wait_seconds", "away": "away_seconds", "in_sync": "in_sync_samples",
     "still": "seconds_without_step", "still_in_sync": "waits_for_ranks", "gpu_busy": "gpu_busy_ratio",
@@ -37,62 +21,24 @@ PACE = {
 """Names of a pace's fields in the log and in `RankPace`."""
 
 
-class Field:
-    """A marker in place of a field's value. It shows which log field `evidence_field` puts the value into."""
-
-    def __init__(self, path: tuple[str, ...]) -> None:
-        self.path = path
-
-
-def log_names() -> dict[tuple[str, ...], str]:
-    """The name in the log, by path in `Evidence`."""
-    values = {}
-    for field in dataclasses.fields(Evidence):
-        group = GROUPS.get(field.name)
-        if group is None:
-            values[field.name] = Field((field.name,))
-        else:
-            inner = {f.name: Field((field.name, f.name)) for f in dataclasses.fields(group)}
-            if group is WorkerEvidence:
-                inner["long_fetch_seconds"] = ()
-            values[field.name] = group(**inner)
-    values |= {"pace": RankPace(0, 0.0, 0, 0.0, None, 0.0), "peers": (), "earlier_paces": ()}
-    return {value.path: name for name, value in evidence_field(Evidence(**values)).items() if isinstance(value, Field)}
-
-
 def paces_of(logged, field):
     return [RankPace(**{PACE.get(name, name): value for name, value in told.items()}) for told in logged.get(field, ())]
 
 
 def evidence_of(logged):
     """Evidence from its log field. A value that is missing in the log was None, or 0 seconds."""
-    names = log_names()
-
-    def value_of(path, kind):
-        value = logged.get(names[path])
-        return 0.0 if value is None and kind in {"float", "int"} else value
-
     values = {}
     for field in dataclasses.fields(Evidence):
-        group = GROUPS.get(field.name)
-        if group is not None:
-            told = {f.name: (field.name, f.name) for f in dataclasses.fields(group)}
-            kinds = {f.name: f.type for f in dataclasses.fields(group)}
-            values[field.name] = group(
-                **{name: value_of(path, kinds[name]) if path in names else () for name, path in told.items()}
-            )
-        elif (field.name,) in names:
-            values[field.name] = value_of((field.name,), field.type)
-    seconds = values["workers"].fetching_seconds
-    long_fetches = tuple(logged.get("long_fetches", (seconds,)))
-    values["workers"] = dataclasses.replace(values["workers"], long_fetch_seconds=long_fetches)
+        value = logged.get(field.name)
+        values[field.name] = 0.0 if value is None and field.type in {"float", "int"} else value
     alone = RankPace(
-        0, values["seconds"], values["steps"], values["compute_seconds"], values["exposed_wait_seconds"], 0.0
+        0, values["window_seconds"], values["steps"], values["compute_seconds"], values["exposed_seconds"], 0.0
     )
     pace, *peers = paces_of(logged, "paces") or [alone]
-    known = {"pace": pace, "peers": tuple(peers), "earlier_paces": tuple(paces_of(logged, "earlier_paces"))}
-    known["batches_per_step"] = logged.get("batches_per_step", 1.0)
-    return Evidence(**(values | known))
+    values |= {"pace": pace, "peers": tuple(peers), "earlier_paces": tuple(paces_of(logged, "earlier_paces"))}
+    values["long_fetches"] = tuple(logged.get("long_fetches", (values["fetching_seconds"],)))
+    values["batches_per_step"] = logged.get("batches_per_step", 1.0)
+    return Evidence(**values)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
