@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.top.endpoints import Endpoints, ScrapeError, fetch, samples
+from telemetry.top.endpoints import Endpoints, ScrapeError, fetch
 
 URL = "http://127.0.0.1:1/metrics"
 
@@ -38,7 +38,7 @@ def test_a_rank_between_two_expositions():
     assert row.wait_ratio == pytest.approx(0.6)
     assert row.steps_per_second == pytest.approx(10)
     assert row.figures["utilization_ratio"] == 0.42
-    assert view.verdict.text.startswith("Starved: rank 0 spent 60 % of its training loop waiting for data")
+    assert view.headline.text.startswith("Starved: rank 0 spent 60 % of its training loop waiting for data")
     assert view.notes == ("nothing is known of rank 1: the job has 2 ranks",)
 
 
@@ -57,7 +57,7 @@ def test_a_hang_names_the_rank():
         exposition(110, wait=1, training_hang_suspect_rank=0.0)
         + 'training_hang_active{run="r",rank="0",kind="fetch"} 1\n',
     )
-    assert view.verdict.text.startswith("Hangs: the job goes no further (fetch); the others wait for rank 0")
+    assert view.headline.text.startswith("Hangs: the job goes no further (fetch); the others wait for rank 0")
     assert view.rows[0].state == "stuck"
 
 
@@ -76,7 +76,7 @@ def test_a_dead_endpoint_is_named_and_the_others_are_shown():
 def test_nothing_listens_there():
     endpoints = Endpoints([URL])
     view = endpoints.read()
-    assert view.verdict.text.startswith("Waiting for the endpoints")
+    assert view.headline.text.startswith("Waiting for the endpoints")
     assert "does not answer" in view.notes[0]
 
 
@@ -101,8 +101,3 @@ def test_a_url_that_is_none(url):
 def test_damaged_expositions_have_no_rank(text):
     (view,) = views(text)
     assert not view.rows
-
-
-def test_labels_are_unescaped_once():
-    (sample,) = samples('a{b="x\\\\n\\"\\ny",c="d"} 1.5')
-    assert sample == ("a", {"b": 'x\\n"\ny', "c": "d"}, 1.5)

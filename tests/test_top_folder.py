@@ -52,7 +52,7 @@ def run(tmp_path):
 
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     view = RunFolder(tmp_path / "none").poll()
-    assert "Waiting for the run to begin" in view.verdict.text
+    assert "Waiting for the run to begin" in view.headline.text
     assert not view.rows
     assert not (tmp_path / "none").exists()
 
@@ -62,14 +62,14 @@ def test_a_healthy_rank(run):
     run.add(window(NOW - 1, 100, steps=300, wait=2.0))
     row = run.row()
     assert (row.state, row.node, row.steps) == ("ok", "n1", 300)
-    assert run.view().verdict.text.startswith("Healthy")
+    assert run.view().headline.text.startswith("Healthy")
     assert row.steps_per_second == pytest.approx(270 / 70)
 
 
 def test_the_verdict_is_of_the_last_minute(run):
     """A run that starved yesterday and is all right now is all right."""
     run.add(start(NOW - 1000), *(window(NOW - 1000 + s, s, steps=s, wait=min(800.0, s)) for s in range(800, 1000, 10)))
-    assert run.view().verdict.text.startswith("Healthy")
+    assert run.view().headline.text.startswith("Healthy")
 
 
 def test_a_stall_names_rank_node_cause_and_advice(run):
@@ -79,9 +79,9 @@ def test_a_stall_names_rank_node_cause_and_advice(run):
         )
     run.add(stall(NOW - 30, "workers_cpu_bound", 1, "n2"), rank=1)
     view = run.view()
-    assert view.verdict.text.startswith("Starved: rank 1 on n2 spent 61 % of its training loop waiting for data")
-    assert "workers_cpu_bound; try num_workers=8, predicted 1.9 times" in view.verdict.text
-    assert view.verdict.level == "bad"
+    assert view.headline.text.startswith("Starved: rank 1 on n2 spent 61 % of its training loop waiting for data")
+    assert "workers_cpu_bound; try num_workers=8, predicted 1.9 times" in view.headline.text
+    assert view.headline.level == "bad"
     assert {row.rank: row.finding for row in view.rows} == {0: "ok", 1: "workers_cpu_bound"}
     run.add(log_line("stall_close", NOW, 1, "n2"), rank=1)
     assert run.row(1).finding == "waits for data"
@@ -156,7 +156,7 @@ def test_a_stall_that_has_been_open_for_hours_is_found(run):
     assert run.log().stat().st_size > 3 << 20
     assert run.row().finding == "workers_io_bound"
     assert run.row().stalls[-1]["opened"] == iso(NOW - 2999)
-    assert "workers_io_bound" in run.view().verdict.text
+    assert "workers_io_bound" in run.view().headline.text
     for _ in range(50):
         run.add(lines)
     assert run.row().finding == "workers_io_bound"
@@ -223,7 +223,7 @@ def test_a_rank_without_a_sign_of_life(run):
     view = run.view()
     rows = {row.rank: row for row in view.rows}
     assert (rows[0].state, rows[0].since, rows[1].state) == ("gone", NOW - 20, "ok")
-    assert view.verdict.text.startswith("Rank 0 did not end by itself; the newest sign of life is of")
+    assert view.headline.text.startswith("Rank 0 did not end by itself; the newest sign of life is of")
 
 
 def test_a_clock_that_is_behind_makes_no_rank_gone(run):
@@ -240,7 +240,7 @@ def test_a_run_that_has_ended(run):
     run.add(start(NOW - 100), log_line("run_end", NOW - 50, **totals))
     view = run.view()
     assert not view.running
-    assert "The run has ended: the rank has finished, at" in view.verdict.text
+    assert "The run has ended: the rank has finished, at" in view.headline.text
 
 
 def ended(run, *found: dict, exit_status: int = 0):
@@ -258,20 +258,20 @@ def test_the_verdict_on_an_ended_run_is_the_reports(run):
     ended(run, stall(NOW - 2900, "gc_pause"), over)
     said = verdict_of(load(run.path)).text
     assert "rank 0 stalled" in said
-    assert run.view().verdict.text.endswith(said)
-    assert run.view().verdict.level == "bad"
+    assert run.view().headline.text.endswith(said)
+    assert run.view().headline.level == "bad"
 
 
 def test_a_healthy_run_that_has_ended_is_good(run):
     ended(run)
-    assert run.view().verdict.level == "good"
+    assert run.view().headline.level == "good"
 
 
 def test_a_run_whose_waits_were_not_measured_is_not_good(run):
     totals = {"steps_total": 9, "wall_seconds": 99.0, "ledger_total_seconds": {"data_wait": 1.0, "compute": 90.0}}
     run.add(start(NOW - 100), log_line("run_end", NOW - 50, **totals))
-    assert "was not measured" in run.view().verdict.text
-    assert run.view().verdict.level == "unsure"
+    assert "was not measured" in run.view().headline.text
+    assert run.view().headline.level == "unsure"
 
 
 def test_the_whole_logs_of_an_ended_run_are_read_once(run, monkeypatch):
@@ -287,7 +287,7 @@ def test_an_ended_run_whose_logs_are_gone_is_not_called_good(run, monkeypatch):
     ended(run)
     monkeypatch.setattr(run_folder, "load", lambda path: load(path / "gone"))
     view = run.view()
-    assert view.verdict.level == "unsure"
+    assert view.headline.level == "unsure"
     assert "their whole cannot be read" in view.notes[0]
 
 
@@ -295,8 +295,8 @@ def test_a_rank_that_failed_is_named_before_those_that_lost_it(run):
     for rank, ago, end in ((0, 48, {"lost_peer": True}), (1, 50, {"lost_peer": False})):
         run.add(start(NOW - 100, rank), window(NOW - 60, 40, rank, steps=40),
                 log_line("run_end", NOW - ago, rank, exception=f"Error{rank}", **end), rank=rank)  # fmt: skip
-    assert "Rank 1 failed at" in run.view().verdict.text
-    assert "with Error1; 1 more failed" in run.view().verdict.text
+    assert "Rank 1 failed at" in run.view().headline.text
+    assert "with Error1; 1 more failed" in run.view().headline.text
 
 
 def test_a_later_attempt_replaces_the_one_before(run):
@@ -312,7 +312,7 @@ def test_a_hang_blames_the_rank_that_is_waited_for(run):
                      suspects=[{"rank": 1, "node": "n1", "doing": "in a fetch"}],
                      waiting=[{"ranks": [[0, 0]], "collective": "all_reduce", "sequence": 7}]))  # fmt: skip
     view = run.view()
-    assert view.verdict.text == "Hangs: rank 1 on n1 is in a fetch; rank 0 waits."
+    assert view.headline.text == "Hangs: rank 1 on n1 is in a fetch; rank 0 waits."
     assert {row.rank: row.finding for row in view.rows} == {0: "waits for others", 1: "held up: in a fetch"}
 
 

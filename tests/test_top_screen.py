@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from top_screens import ADVICE, FRAME, NOW, text_of
 
-from telemetry.top.view import BAD, SORTS, Choice, JobView, RankRow, Verdict, waiting
+from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
+from telemetry.top.view import BAD, SORTS, Choice, Headline, JobView, RankRow, waiting
 from telemetry.util.text import rough_duration
 
 STALL = {"rank": 3, "cause": "gc_pause", "opened": "2027-01-15T07:59:00.000Z", "closed": None, "evidence": {},
@@ -24,12 +25,12 @@ def row(rank=0, state="ok", finding="", **more) -> RankRow:
 
 
 def view(*rows, text="Healthy: all is well.", **more) -> JobView:
-    return JobView(Verdict(text, BAD), run="r", rows=rows, running=True, seen=NOW, nodes=1, **more)
+    return JobView(Headline(text, BAD), run="r", rows=rows, running=True, seen=NOW, nodes=1, **more)
 
 
 def frame(shown, choice=None, width=80, height=24):
     """The lines of the list."""
-    return FRAME.list_page(shown, choice or Choice(), width=width, height=height, now=NOW)
+    return FRAME.page(LIST, shown, choice or Choice(), width=width, height=height, now=NOW)
 
 
 RANKS = (row(0), row(1, wait_ratio=0.1), row(2, "gone", "gone for 3 min", node="n2"),
@@ -39,9 +40,7 @@ RANKS = (row(0), row(1, wait_ratio=0.1), row(2, "gone", "gone for 3 min", node="
 
 def pages(shown, choice, width=80, height=24):
     """The lines of each page."""
-    size = {"width": width, "height": height, "now": NOW}
-    return [FRAME.list_page(shown, choice, **size), FRAME.rank_page(shown, choice, 0, **size),
-            FRAME.help_page(shown, **size)]  # fmt: skip
+    return [FRAME.page(kind, shown, choice, width=width, height=height, now=NOW) for kind in (LIST, RANK, HELP)]
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def test_old_data_is_no_alarm_before_the_next_look_is_overdue():
     shown = replace(view(row(0)), seen=NOW - 40, overdue=NOW + 5)
     for late, why, style in (
         (shown, "a look takes long", "dim"),
-        (replace(shown, overdue=0.0), "RUN does not answer", "bad"),
+        (replace(shown, overdue=0.0), "RUN does not answer", BAD_STYLE),
     ):
         line = next(line for line in frame(late) if f"what is shown is {rough_duration(40)} old" in text_of([line]))
         assert why in text_of([line])

@@ -27,15 +27,15 @@ import sys
 if "top" in sys.argv or "top" in getattr(sys, "orig_argv", ()):
     from telemetry.top import text
 
-    frames, made = [], text.Frame.list_page
+    frames, made = [], text.Frame.page
 
-    def list_page(*args, **kwargs):
+    def page(*args, **kwargs):
         frames.append(1)
         if len(frames) > 3:
             raise RuntimeError("broken on purpose")
         return made(*args, **kwargs)
 
-    text.Frame.list_page = list_page
+    text.Frame.page = page
 """
 
 

@@ -20,7 +20,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.top.text import HELP, LIST, RANK
 from telemetry.top.view import SORTS, Choice, waiting
 from telemetry.util.text import one_line
 
@@ -35,22 +35,6 @@ if TYPE_CHECKING:
     from telemetry.top.run_folder import RunFolder
     from telemetry.top.text import Frame, Line
     from telemetry.top.view import JobView
-
-_STYLES: Final = {
-    "": Style.null(),
-    "good": Style(color="green"),
-    "bad": Style(color="red", bold=True),
-    "warn": Style(color="yellow"),
-    "dim": Style(dim=True),
-    "strong": Style(bold=True),
-    "cursor": Style(reverse=True),
-    DATA_WAIT: Style(color="red"),
-    COMPUTE: Style(color="green"),
-    CHECKPOINT: Style(color="blue"),
-    EVALUATION: Style(color="cyan"),
-    STARTUP: Style(color="yellow"),
-    OTHER: Style(color="white", dim=True),
-}
 
 _LOOK_SECONDS: Final = 0.1
 """Between two looks for a newer view. A key is answered at once."""
@@ -69,10 +53,6 @@ _MAX_SAID: Final = 4096
 _MAX_FIND: Final = 40
 
 NO_FOLDER: Final = "a snapshot is requested through the run folder: telemetry snapshot RUN_DIR"
-
-LIST: Final = "list"
-RANK: Final = "rank"
-HELP: Final = "help"
 
 
 class Reader(threading.Thread):
@@ -169,7 +149,7 @@ class Lines(Widget):
     def render_line(self, y: int) -> Strip:
         """One line for Textual."""
         line = self._lines[y] if y < len(self._lines) else ()
-        return Strip([Segment(text, _STYLES[style]) for text, style in line]).adjust_cell_length(self.size.width)
+        return Strip([Segment(text, Style.parse(style)) for text, style in line]).adjust_cell_length(self.size.width)
 
 
 class TopApp(App[None]):
@@ -264,12 +244,7 @@ class TopApp(App[None]):
         self._drawn = view, int(now)
         frame = self.query_one("#frame", Lines)
         width, height = frame.size
-        if self._page == HELP:
-            lines = self._frame.help_page(view, width=width, height=height, now=now)
-        elif self._page == RANK:
-            lines = self._frame.rank_page(view, self._choice, self._scrolled, width=width, height=height, now=now)
-        else:
-            lines = self._frame.list_page(view, self._choice, width=width, height=height, now=now)
+        lines = self._frame.page(self._page, view, self._choice, self._scrolled, width=width, height=height, now=now)
         frame.show(lines)
         self.query_one("#foot", Lines).show([self._foot(width)])
 

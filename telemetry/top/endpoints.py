@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
-import re
 import threading
 import time
+import urllib.request
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.records import CATEGORIES
 from telemetry.report.attempts import FINISHED, RUNNING
@@ -25,10 +28,6 @@ _TIMEOUT_SECONDS: Final = 2.0
 _WHOLE_SECONDS: Final = 10.0
 _MAX_BYTES: Final = 64 << 20
 _CHUNK: Final = 1 << 18
-
-_SAMPLE: Final = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPED: Final = re.compile(r"\\(.)")
 
 _MAX_THREADS: Final = 8
 _GONE_SECONDS: Final = 600.0
@@ -71,12 +70,7 @@ class ScrapeError(Exception):
     """The endpoint gave no metrics; the text says why."""
 
 
-class ExpositionSample(NamedTuple):
-    """One line of an exposition."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
+_without_proxy: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def fetch(url: str) -> str:
@@ -85,55 +79,40 @@ def fetch(url: str) -> str:
     Raises:
         ScrapeError: there is no response within 10 s, it is not status 200, or it is larger than 64 MiB.
     """
-    try:
-        where = urlsplit(url)
-        kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}[where.scheme]
-        connection = kind(where.hostname or "", where.port, timeout=_TIMEOUT_SECONDS)
-    except (KeyError, ValueError) as error:
-        raise ScrapeError(f"{url} is no URL of metrics: it begins with http:// and names a host and a port") from error
     deadline, body = time.monotonic() + _WHOLE_SECONDS, bytearray()
     try:
-        connection.request("GET", f"{where.path or '/metrics'}{f'?{where.query}' if where.query else ''}")
-        answer = connection.getresponse()
-        while chunk := answer.read1(_CHUNK):
-            body += chunk
-            if len(body) > _MAX_BYTES or time.monotonic() > deadline:
-                limits = f"{_MAX_BYTES >> 20} MiB, or takes longer than {_WHOLE_SECONDS:.0f} s"
-                raise ScrapeError(f"{url} does not answer: the response is larger than {limits}")
+        where = urlsplit(url)
+        if where.scheme not in {"http", "https"} or not where.hostname:
+            raise ScrapeError(f"{url} is no URL of metrics: it begins with http:// and names a host and a port")
+        if not where.path:
+            where = where._replace(path="/metrics")
+        with _without_proxy.open(where.geturl(), timeout=_TIMEOUT_SECONDS) as answer:
+            while chunk := answer.read1(_CHUNK):
+                body += chunk
+                if len(body) > _MAX_BYTES or time.monotonic() > deadline:
+                    limits = f"{_MAX_BYTES >> 20} MiB, or takes longer than {_WHOLE_SECONDS:.0f} s"
+                    raise ScrapeError(f"{url} does not answer: the response is larger than {limits}")
+    except HTTPError as error:
+        raise ScrapeError(
+            f"{url} answers {error.code}: {error.read(200).decode('utf-8', 'replace').strip()}"
+        ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ScrapeError(f"{url} does not answer: {error}") from error
-    finally:
-        connection.close()
-    text = body.decode("utf-8", "replace")
-    if answer.status != http.HTTPStatus.OK:
-        raise ScrapeError(f"{url} answers {answer.status}: {text.strip()[:200]}")
-    return text
+        raise ScrapeError(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+    return body.decode("utf-8", "replace")
 
 
-def samples(text: str, names: Collection[str] | None = None) -> Iterator[ExpositionSample]:
-    """The samples of an exposition. Other lines are left out.
+def samples(text: str, names: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of the samples of an exposition: of all, or of those with these names.
 
-    Args:
-        text: the exposition.
-        names: leave out all others.
+    Raises:
+        ValueError: the text is no exposition.
     """
-    for line in text.splitlines():
-        if names is not None and line.partition("{")[0].partition(" ")[0] not in names:
-            continue
-        match = _SAMPLE.fullmatch(line)
-        if match is None:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        labels = _LABEL.findall(match[2] or "")
-        yield ExpositionSample(match[1], {name: _unescaped(label) for name, label in labels}, value)
-
-
-def _unescaped(label: str) -> str:
-    r"""A label's value: ``\\``, ``\"`` and ``\n`` stand for one character."""
-    return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], label) if "\\" in label else label
+    if names is not None:
+        wanted = (line for line in text.splitlines() if line.partition("{")[0].partition(" ")[0] in names)
+        text = "\n".join(wanted)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
 
 
 @dataclass(slots=True)
@@ -162,6 +141,11 @@ class _Scraped:
 
 
 def _by_rank(text: str) -> list[_Scraped]:
+    """What is shown of each rank.
+
+    Raises:
+        ValueError: the text is no exposition.
+    """
     found: dict[tuple[str, str], _Scraped] = {}
     for name, labels, value in samples(text, _NAMES):
         rank, run = labels.get("rank", ""), labels.get("run", "")
@@ -234,8 +218,11 @@ class Endpoints:
         for url, (text, at) in answers.items():
             if self._taken.get(url) != at:
                 self._taken[url] = at
-                for scraped in _by_rank(text):
-                    self._take(scraped, now, at)
+                try:
+                    for scraped in _by_rank(text):
+                        self._take(scraped, now, at)
+                except ValueError as error:
+                    errors[url] = f"{url} does not show metrics: {error}"
         notes = [errors[url] for url in self._urls if url in errors]
         self._known = {key: known for key, known in self._known.items() if here - known.changed <= _GONE_SECONDS}
         facts = [known.facts for known in self._known.values()]

@@ -34,26 +34,36 @@ if TYPE_CHECKING:
     from telemetry.top.view import JobView, RankRow
 
 Line = tuple[tuple[str, str], ...]
-"""Texts, each with the name of its style: empty, ``good``, ``bad``, ``warn``, ``dim``, ``strong``, ``cursor``, or a
-category of the ledger."""
+"""Texts, each with its style as Rich spells it; empty for none."""
+
+GOOD_STYLE: Final = "green"
+BAD_STYLE: Final = "bold red"
+WARN_STYLE: Final = "yellow"
+CURSOR_STYLE: Final = "reverse"
+
+LIST: Final = "list"
+RANK: Final = "rank"
+HELP: Final = "help"
+"""The pages."""
 
 SHORT: Final = {category: category.replace("_", " ") for category in CATEGORIES} | {EVALUATION: "eval"}
 
 _STATE_STYLES: Final = (
-    dict.fromkeys((GONE, FAILED, STUCK), "bad")
-    | dict.fromkeys((SILENT, STALLED, STARVED), "warn")
+    dict.fromkeys((GONE, FAILED, STUCK), BAD_STYLE)
+    | dict.fromkeys((SILENT, STALLED, STARVED), WARN_STYLE)
     | dict.fromkeys((WAITING, STARTING), "dim")
-    | dict.fromkeys((OK, FINISHED), "good")
+    | dict.fromkeys((OK, FINISHED), GOOD_STYLE)
 )
 
-_LETTERS: Final = {STARTUP: "s", DATA_WAIT: "w", COMPUTE: "#", EVALUATION: "e", CHECKPOINT: "c", OTHER: "."}
-_BLOCKS: Final = {
-    STARTUP: "\u2591", DATA_WAIT: "\u2592", COMPUTE: "\u2588",
-    EVALUATION: "\u2593", CHECKPOINT: "\u259a", OTHER: "\u00b7",
-}  # fmt: skip
-
-_BAR_ORDER: Final = (DATA_WAIT, *(category for category in CATEGORIES if category != DATA_WAIT))
-"""The one that is looked for begins each bar."""
+_PARTS: Final = {
+    DATA_WAIT: ("w", "\u2592", "red"),  # what is looked for begins each bar
+    STARTUP: ("s", "\u2591", "yellow"),
+    COMPUTE: ("#", "\u2588", "green"),
+    EVALUATION: ("e", "\u2593", "cyan"),
+    CHECKPOINT: ("c", "\u259a", "blue"),
+    OTHER: (".", "\u00b7", "dim white"),
+}
+"""How a category is drawn in a bar: as a letter, or as a block of a colour."""
 
 _BAR_COLUMNS: Final = (8, 48)
 _WIDE_COLUMNS: Final = 110
@@ -73,7 +83,7 @@ KEYS: Final = (
     ("h", "help"), ("q", "quit"),
 )  # fmt: skip
 
-HELP: Final = (
+HELP_LINES: Final = (
     "up, down, page up, page down, home, end   move (also k, j, space, g, G)",
     "enter    open the rank under the cursor; again, or q, goes back",
     "s, S     the next or the last order of the ranks",
@@ -208,20 +218,38 @@ class Frame:
     blocks: bool
     source: str = ""
 
-    def list_page(self, view: JobView, choice: Choice, *, width: int, height: int, now: float) -> list[Line]:
-        """The verdict, the ranks and the newest stall: exactly ``height`` lines, none wider than ``width``.
+    def page(
+        self, kind: str, view: JobView, choice: Choice, scrolled: int = 0, *, width: int, height: int, now: float
+    ) -> list[Line]:
+        """The verdict, and below it what the page has: exactly ``height`` lines, none wider than ``width``.
 
         Args:
+            kind: `LIST`, the ranks and the newest stall; `RANK`, all that is known of the selected one; or `HELP`.
             view: the job.
             choice: which ranks, and in which order.
+            scrolled: so many lines of an opened rank are above the page.
             width: columns of the terminal.
             height: lines of the terminal.
             now: Unix time.
         """
-        head = self._head(view, width, _verdict_lines(height), now)
-        if not view.rows:
-            return self._exactly(head, width, height)
+        head = self._head(view, width, 3 if height < _TALL_LINES else 5, now)
         room = max(0, height - len(head))
+        body: list[Line] = []
+        if kind == HELP:
+            body = [((self._cell(text, width), ""),) for text in HELP_LINES]
+        elif kind == RANK:
+            row = next((row for row in view.rows if row.key == choice.selected), None)
+            if row is None:
+                body = [(("this rank is no longer there; q goes back", WARN_STYLE),)]
+            else:
+                body = self.rank_lines(row, width, now)
+                body = body[min(scrolled, max(0, len(body) - room)) :]
+        elif view.rows:
+            body = self._list(view, choice, width, room, now)
+        return [self._cut(line, width) for line in [*head, *body, *[()] * room][:height]]
+
+    def _list(self, view: JobView, choice: Choice, width: int, room: int, now: float) -> list[Line]:
+        """The ranks around the cursor, the legend and the newest stall, in at least ``room`` lines."""
         rows = choice.rows(view)
         panel = self._stall(view, width, min(max(3 if room < 26 else 8, room - len(rows) - 2), 16), now)
         visible = max(1, min(len(rows), room - len(panel) - 2))  # the headings and the legend
@@ -230,27 +258,10 @@ class Frame:
         shown = rows[first : first + visible]
         lines = self._table(shown, at - first, view, width, whole_run=choice.whole_run or not view.running)
         if not rows:
-            lines.append((("no rank is like that; esc shows all", "warn"),))
+            lines.append((("no rank is like that; esc shows all", WARN_STYLE),))
         lines += [()] * (room - len(lines) - len(panel) - 1)
         where = f"{first + 1}-{first + len(shown)} of {len(rows)}  " if len(rows) > visible else ""
-        return self._exactly([*head, *lines, ((where, "dim"), *self._legend()), *panel], width, height)
-
-    def rank_page(
-        self, view: JobView, choice: Choice, scrolled: int, *, width: int, height: int, now: float
-    ) -> list[Line]:
-        """All that is known of the selected rank, without the first ``scrolled`` lines; else as `list_page`."""
-        head = self._head(view, width, _verdict_lines(height), now)
-        row = next((row for row in view.rows if row.key == choice.selected), None)
-        if row is None:
-            return self._exactly([*head, (("this rank is no longer there; q goes back", "warn"),)], width, height)
-        lines = self.rank_lines(row, width, now)
-        start = min(scrolled, max(0, len(lines) - (height - len(head))))
-        return self._exactly([*head, *lines[start:]], width, height)
-
-    def help_page(self, view: JobView, *, width: int, height: int, now: float) -> list[Line]:
-        """The keys and the words, as `list_page`."""
-        lines: list[Line] = [((self._cell(text, width), ""),) for text in HELP]
-        return self._exactly([*self._head(view, width, _verdict_lines(height), now), *lines], width, height)
+        return [*lines, ((where, "dim"), *self._legend()), *panel]
 
     def printed(self, view: JobView, *, width: int, now: float, rows: int) -> str:
         """One frame as plain text: the verdict whole, and the worst ranks."""
@@ -269,17 +280,17 @@ class Frame:
         """The keys, and what is chosen."""
         chosen = f"{choice.sort}{', trouble only' if choice.trouble_only else ''}"
         chosen += f", find {choice.text}" if choice.text else ""
-        keys = [span for key, does in KEYS for span in ((key, "strong"), (f" {does} ", "dim"))]
+        keys = [span for key, does in KEYS for span in ((key, "bold"), (f" {does} ", "dim"))]
         return self._cut((*keys, (f" {chosen}", "dim")), width)
 
     def note(self, text: str, width: int) -> Line:
         """A question or a message, in place of the foot."""
-        return ((self._cell(text, width), "cursor"),)
+        return ((self._cell(text, width), CURSOR_STYLE),)
 
     def _head(self, view: JobView, width: int, most: int, now: float) -> list[Line]:
         """The verdict in at most ``most`` lines, a summary of the ranks, and notes."""
-        style = {GOOD: "good", BAD: "bad"}.get(view.verdict.level, "warn")
-        lines: list[Line] = [((line, style),) for line in self._wrapped(view.verdict.text, width, most)]
+        style = {GOOD: GOOD_STYLE, BAD: BAD_STYLE}.get(view.headline.level, WARN_STYLE)
+        lines: list[Line] = [((line, style),) for line in self._wrapped(view.headline.text, width, most)]
         if view.rows:
             lines.append(((self._cell(_summary(view, now), width), "dim"),))
         age = now - view.seen
@@ -287,8 +298,8 @@ class Frame:
             late = now > view.overdue
             why = f"{self.source} does not answer" if late else "a look takes long, so there are few"
             old = self._cell(f"what is shown is {rough_duration(age)} old: {why}", width)
-            lines.append(((old, "bad" if late else "dim"),))
-        return lines + [((self._cell(note, width), "warn"),) for note in view.notes[:2]]
+            lines.append(((old, BAD_STYLE if late else "dim"),))
+        return lines + [((self._cell(note, width), WARN_STYLE),) for note in view.notes[:2]]
 
     def _table(self, rows: Sequence[RankRow], at: int, view: JobView, width: int, *, whole_run: bool) -> list[Line]:
         """The headings, and a line for each of ``rows``; the one at ``at`` has the cursor."""
@@ -296,9 +307,9 @@ class Frame:
         bar_width = max(0, min(width - 1 - sum(column.width + 1 for column in columns), _BAR_COLUMNS[1]))
         headings = "".join(f"{self._in_column(column.name, column)} " for column in columns)
         bars = "whole run" if whole_run else "last minute"
-        lines: list[Line] = [((self._cell(f" {headings}{bars}", width), "strong"),)]
+        lines: list[Line] = [((self._cell(f" {headings}{bars}", width), "bold"),)]
         for place, row in enumerate(rows):
-            style = "cursor" if place == at else ""
+            style = CURSOR_STYLE if place == at else ""
             spans = [(">" if style else " ", style)]
             for column in columns:
                 state = _STATE_STYLES[row.state] if column.name == "state" else style
@@ -316,7 +327,7 @@ class Frame:
         began, ended = ("-" if at is None else clock(at) for at in (opened, closed))
         when, style = f"{began} to {ended}", "dim"
         if stall["closed"] is None:
-            when, style = "open", "warn"
+            when, style = "open", WARN_STYLE
             if opened is not None:
                 when += f" for {rough_duration(max(0.0, now - opened))} (since {began.removesuffix(' UTC')})"
         on = f" on {row.node}" if row.node and view.nodes > 1 else ""
@@ -337,7 +348,7 @@ class Frame:
         title = f"rank {row.rank} on {row.node or 'an unknown node'}{pid}: {row.finding}{since}"
         lines: list[Line] = [((line, _STATE_STYLES[row.state]),) for line in self._wrapped(title, width, 3)]
         lines += [((self._cell(text, width), ""),) for text in _facts(row)]
-        lines += [(), (("ledger          last minute     whole run", "strong"),)]
+        lines += [(), (("ledger          last minute     whole run", "bold"),)]
         recent, whole = sum(row.recent_ledger.values()), sum(row.ledger.values())
         for category in CATEGORIES:
             now_in, all_in = row.recent_ledger.get(category, 0.0), row.ledger.get(category, 0.0)
@@ -349,7 +360,7 @@ class Frame:
             lines.append(())
             for text in stall_section(stall):
                 indent = len(text) - len(text.lstrip())
-                style = "warn" if indent == 0 and stall["closed"] is None else ""
+                style = WARN_STYLE if indent == 0 and stall["closed"] is None else ""
                 for part in self._wrapped(text.strip(), width - indent, 6):
                     lines.append(((" " * indent + part, style),))
         return lines
@@ -377,24 +388,23 @@ class Frame:
     def _bar(self, seconds: dict[str, float], width: int) -> Line:
         """A ledger as a bar. A category that takes less than a column may be left out."""
         total = sum(each for each in seconds.values() if each > 0)
-        signs = _BLOCKS if self.blocks else _LETTERS
         spans: list[tuple[str, str]] = []
         done, at = 0.0, 0
-        for category in _BAR_ORDER if total > 0 else ():
+        for category, (letter, block, style) in _PARTS.items() if total > 0 else ():
             done += max(0.0, seconds.get(category, 0.0))
             until = round(width * done / total)
             if until > at:
-                spans.append((signs[category] * (until - at), category))
+                spans.append(((block if self.blocks else letter) * (until - at), style))
                 at = until
         return (*spans, (" " * (width - at), "")) if at < width else tuple(spans)
 
     def _legend(self) -> Line:
         """What the parts of a bar mean."""
-        signs = _BLOCKS if self.blocks else _LETTERS
-        return tuple(span for c in _BAR_ORDER for span in ((signs[c], c), (f" {SHORT[c]}  ", "dim")))
-
-    def _exactly(self, lines: list[Line], width: int, height: int) -> list[Line]:
-        return [self._cut(line, width) for line in (lines + [()] * height)[:height]]
+        return tuple(
+            span
+            for category, (letter, block, style) in _PARTS.items()
+            for span in ((block if self.blocks else letter, style), (f" {SHORT[category]}  ", "dim"))
+        )
 
     def _cut(self, line: Line, width: int) -> Line:
         """A line that is no wider than the screen."""
@@ -406,10 +416,6 @@ class Frame:
             if width <= 0:
                 break
         return tuple(spans)
-
-
-def _verdict_lines(height: int) -> int:
-    return 3 if height < _TALL_LINES else 5
 
 
 def _summary(view: JobView, now: float) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from telemetry.diagnosis.hangs import HangState
-    from telemetry.diagnosis.verdict import Verdict as RunVerdict
+    from telemetry.diagnosis.verdict import Verdict
 
 GONE: Final = "gone"
 STUCK: Final = "stuck"
@@ -324,7 +324,7 @@ _LEVELS: Final = {HEALTHY: GOOD} | dict.fromkeys((RUN_STARVED, RUN_STALLED, RUN_
 _RANK: Final = re.compile(r"\b[Rr]ank (\d+)\b(?! on )")
 
 
-class Verdict(NamedTuple):
+class Headline(NamedTuple):
     """What the first line says, and how it is meant: `GOOD`, `BAD` or `UNSURE`."""
 
     text: str
@@ -336,7 +336,7 @@ class JobView:
     """All that is shown.
 
     Attributes:
-        verdict: the first line.
+        headline: the first line.
         run: name of the run.
         rows: the ranks, in no order. ``nodes``: how many nodes they are on.
         notes: what is missing or cannot be read.
@@ -345,7 +345,7 @@ class JobView:
         overdue: Unix time from which a newer one is overdue; 0 if it is not known when the next one comes.
     """
 
-    verdict: Verdict
+    headline: Headline
     run: str = ""
     rows: tuple[RankRow, ...] = ()
     notes: tuple[str, ...] = ()
@@ -366,11 +366,11 @@ class JobView:
 
 def waiting(text: str, now: float, notes: Sequence[str] = ()) -> JobView:
     """A view without a rank: nothing is there yet."""
-    return JobView(Verdict(text, UNSURE), notes=tuple(notes), seen=now)
+    return JobView(Headline(text, UNSURE), notes=tuple(notes), seen=now)
 
 
 def job_view(
-    facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: RunVerdict | None = None
+    facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: Verdict | None = None
 ) -> JobView:
     """The view of a job.
 
@@ -385,7 +385,7 @@ def job_view(
     suspects = {s["rank"]: str(s.get("doing") or "others wait") for s in hang["suspects"]} if hang else {}
     waits = {rank for group in hang["waiting"] for rank in group["ranks"]} if hang else set()
     return JobView(
-        verdict=_verdict(facts, now, whole),
+        headline=_headline(facts, now, whole),
         run=facts[-1].log.run,
         rows=tuple(row_of(each, now, suspects, waits) for each in facts),
         notes=(*notes, *_missing(facts)) if running else tuple(notes),
@@ -403,7 +403,7 @@ def _missing(facts: Sequence[RankFacts]) -> list[str]:
     return [f"nothing is known of {named(ranks)}: the job has {size} ranks"] if ranks else []
 
 
-def _verdict(facts: Sequence[RankFacts], now: float, whole: RunVerdict | None) -> Verdict:
+def _headline(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> Headline:
     """The verdict in the words of the report, with the node of the first rank that it names."""
     said = _ended(facts, now, whole) if all(each.how != RUNNING for each in facts) else _going_on(facts, now)
     nodes = {each.log.rank: each.node for each in facts}
@@ -417,7 +417,7 @@ def _verdict(facts: Sequence[RankFacts], now: float, whole: RunVerdict | None) -
     return said._replace(text=_RANK.sub(on_node, said.text, count=1))
 
 
-def _going_on(facts: Sequence[RankFacts], now: float) -> Verdict:
+def _going_on(facts: Sequence[RankFacts], now: float) -> Headline:
     found = verdict_of([_recent_log(each) for each in facts])
     kind, text = found.kind, found.text
     if kind == NO_STEPS and any(each.totals.get("steps_total") for each in facts):
@@ -425,21 +425,21 @@ def _going_on(facts: Sequence[RankFacts], now: float) -> Verdict:
         in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
         text = f"No training step has ended in the last {rough_duration(RECENT_SECONDS)}{in_}."
     if kind in {HANGS, RUN_STUCK}:
-        return Verdict(text, BAD)
+        return Headline(text, BAD)
     ended = _who_ended(facts, now)
-    return Verdict(f"{ended} {text}", BAD) if ended else Verdict(text, _LEVELS.get(kind, UNSURE))
+    return Headline(f"{ended} {text}", BAD) if ended else Headline(text, _LEVELS.get(kind, UNSURE))
 
 
-def _ended(facts: Sequence[RankFacts], now: float, whole: RunVerdict | None) -> Verdict:
+def _ended(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> Headline:
     found = whole or verdict_of([_log_with(each, each.totals, each.log.stalls) for each in facts])
     kind, said = found.kind, found.text
     level = _LEVELS.get(kind, UNSURE)
     if whole is None and level == GOOD:
         level = UNSURE  # stalls that are over may not be known
     if any(each.how != FINISHED for each in facts):
-        return Verdict(f"The run has ended. {_who_ended(facts, now)} {said}", BAD)
+        return Headline(f"The run has ended. {_who_ended(facts, now)} {said}", BAD)
     who = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
-    return Verdict(f"The run has ended: {who} finished, at {clock(max(each.seen for each in facts))}. {said}", level)
+    return Headline(f"The run has ended: {who} finished, at {clock(max(each.seen for each in facts))}. {said}", level)
 
 
 def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
