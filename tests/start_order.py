@@ -14,7 +14,7 @@ LONG = """
     faults/test_budget faults/test_ends_from_outside faults/test_oom_killer faults/test_no_space_no_right
      faults/test_fork_loader frameworks/test_resume frameworks/test_loader_epochs frameworks/
     test_sampling test_benchmarks test_lines_run test_trace_ faults/test_unnoticed
-    faults/test_standard_streams test_compare test_descriptor_leaks test_sink_settings
+    faults/test_standard_streams test_compare test_descriptor_leaks test_sinks
     test_run_counts test_terminal
 """.split()
 """How their paths in this folder begin: 15 s and more where several processes share two cores, about by length."""

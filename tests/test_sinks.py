@@ -1,4 +1,4 @@
-"""The thread of the sinks, with sinks that fail, block and have nothing to write into.
+"""The sinks: their settings, their thread with sinks that fail, block or have nothing to write into, and a process with them.
 
 The libraries themselves are tested in tests/frameworks/test_sinks.py.
 """
@@ -6,37 +6,50 @@ The libraries themselves are tested in tests/frameworks/test_sinks.py.
 from __future__ import annotations
 
 import errno
+import json
+import os
+import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 
 import telemetry
+from telemetry.agent.figures import FigureOutput
+from telemetry.config import Config
 from telemetry.records import SinkItem
 from telemetry.sinks import make
 from telemetry.sinks import thread as sink_thread
 from telemetry.sinks.thread import MAX_ITEMS, SinkThread, SinkWaits
 from telemetry.sinks.trackers import MlflowSink, WandbSink
 from telemetry.util.clock import NS
+from telemetry.util.errors import ErrorLog
+from telemetry.util.processes import identify
 from tests.running_agent import wait_for
+
+ROOT = Path(__file__).parents[1]
 
 
 class Recorder:
-    """A sink that keeps what it is given. ``error``: raised instead."""
+    """A sink that keeps what it is given. ``error``: raised instead. ``answer``: waited for."""
 
     name = "recorder"
     gather_seconds = 0.0
 
-    def __init__(self, error: BaseException | None = None) -> None:
+    def __init__(self, error: BaseException | None = None, *, blocked: bool = False) -> None:
         self.error = error
         self.written: list[int] = []
-        self.tries = 0
-        self.closed = threading.Event()
-        self.forgotten = 0
+        self.tries = self.forgotten = 0
+        self.entered, self.answer, self.closed = threading.Event(), threading.Event(), threading.Event()
+        if not blocked:
+            self.answer.set()
 
     def write(self, items):
         self.tries += 1
+        self.entered.set()
+        self.answer.wait(60)
         if self.error is not None:
             raise self.error
         self.written += [item.step for item in items]
@@ -46,19 +59,6 @@ class Recorder:
 
     def forget(self):
         self.forgotten += 1
-
-
-class Blocked(Recorder):
-    """A sink whose service does not answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.answer = threading.Event(), threading.Event()
-
-    def write(self, items):
-        self.entered.set()
-        self.answer.wait(60)
-        super().write(items)
 
 
 class Clock:
@@ -94,20 +94,14 @@ def news_of(thread) -> list:
     return found
 
 
-def test_items_arrive_in_their_order(started):
-    sink = Recorder()
-    thread = started(sink)
-    for step in range(50):
-        thread.offer(item(step))
-    wait_for(lambda: len(sink.written) == 50)
-    assert sink.written == list(range(50))
+# -- their thread ------------------------------------------------------------------------------------------------------
 
 
-def test_failed_items_are_written_after_a_pause_that_doubles(started):
+def test_failed_items_are_written_in_their_order_after_a_pause_that_doubles_up_to_a_longest(started):
     sink, other, clock = Recorder(OSError(errno.EHOSTUNREACH, "http://me:secret@host")), Recorder(), Clock()
     thread = started(sink, other, clock=clock)
-    pause = sink_thread._FIRST_PAUSE_SECONDS
-    for tries in range(1, 5):
+    pause, expected = sink_thread._FIRST_PAUSE_SECONDS, []
+    for tries in range(1, 10):
         thread.offer(item(tries))
         wait_for(lambda: sink.tries == tries)
         ((told, failures),) = news_of(thread)
@@ -119,11 +113,12 @@ def test_failed_items_are_written_after_a_pause_that_doubles(started):
         assert not thread.take_news()
         assert sink.tries == tries, "it is too early"
         clock.ns += int(0.2 * NS)
-        pause *= 2
+        pause = min(2 * pause, sink_thread._LONGEST_PAUSE_SECONDS)
+        expected += [tries, 10 * tries]
     sink.error = None
     thread.offer(item(5))
-    wait_for(lambda: len(sink.written) == 9)
-    assert sink.written == [1, 10, 2, 20, 3, 30, 4, 40, 5]
+    wait_for(lambda: len(sink.written) == 19)
+    assert sink.written == [*expected, 5]
     assert news_of(thread) == [("recorder: works again", 0)]
 
 
@@ -141,18 +136,8 @@ def test_items_are_gathered_and_written_together(started):
     assert sink.tries == 1
 
 
-def test_pause_has_a_longest(started):
-    sink, clock = Recorder(OSError("down")), Clock()
-    thread = started(sink, clock=clock)
-    for tries in range(1, 12):
-        thread.offer(item(tries))
-        wait_for(lambda: sink.tries == tries)
-        news_of(thread)
-        clock.ns += int((sink_thread._LONGEST_PAUSE_SECONDS + 1) * NS)
-
-
 def test_too_many_items_drop_the_oldest_and_count_them(started):
-    sink = Blocked()
+    sink = Recorder(blocked=True)
     thread = started(sink)
     thread.offer(item(0))
     assert sink.entered.wait(20)
@@ -187,51 +172,35 @@ def test_one_failing_sink_leaves_the_others_alone(started):
     assert told.startswith("recorder: SystemExit, at test_sinks.py:")
 
 
-def test_end_writes_what_is_left_in_spite_of_the_pause():
+def test_end_writes_what_is_left_in_spite_of_the_pause_and_is_not_held_up_by_a_blocked_sink():
     sink = Recorder(OSError("down"))
     thread = SinkThread([sink], Clock())
     thread.offer(item(1))
     wait_for(lambda: sink.tries == 1)
     sink.error = None
+    sink.answer.clear()
     thread.offer(item(2))
     thread.end()
+    assert not thread.wait(0.05)
+    sink.answer.set()
     assert thread.wait(20)
     assert sink.written == [1, 2]
     assert sink.closed.is_set()
 
 
-def test_end_is_not_held_up_by_a_blocked_sink():
-    sink = Blocked()
-    thread = SinkThread([sink], Clock())
-    thread.offer(item(1))
-    assert sink.entered.wait(20)
-    thread.end()
-    assert not thread.wait(0.05)
-    sink.answer.set()
-    assert thread.wait(20)
-
-
 def test_child_closes_without_writing():
     sink = Recorder()
-    thread = SinkThread([sink], Clock())
-    thread.after_fork_in_child()
+    SinkThread([sink], Clock()).after_fork_in_child()
     assert (sink.forgotten, sink.tries, sink.closed.is_set()) == (1, 0, False)
 
 
-def test_several_ranks_have_keys_of_their_own():
-    assert item(1).key("steps_total") == "telemetry/steps_total"
-    assert item(1, 3, several=True).key("steps_total") == "telemetry/rank-3/steps_total"
+# -- trackers ----------------------------------------------------------------------------------------------------------
 
 
-def test_libraries_that_the_script_has_not_imported_are_waited_for(monkeypatch):
-    for name in ("wandb", "mlflow"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for sink in (WandbSink(), MlflowSink()):
-        with pytest.raises(SinkWaits):
-            sink.write([item(1)])
-    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))  # half imported
-    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
-    for sink in (WandbSink(), MlflowSink()):
+@pytest.mark.parametrize("module", [None, types.ModuleType("half_imported")], ids=["absent", "half imported"])
+def test_libraries_that_the_script_has_not_imported_are_waited_for(monkeypatch, module):
+    for name, sink in (("wandb", WandbSink()), ("mlflow", MlflowSink())):
+        monkeypatch.setitem(sys.modules, name, module)
         with pytest.raises(SinkWaits):
             sink.write([item(1)])
 
@@ -264,3 +233,138 @@ def test_the_step_axis_goes_on_over_the_attempts_of_a_run(tmp_path, monkeypatch)
     assert last[0] > 0
     assert last == [last[0], 2 * last[0], 3 * last[0]]
     assert recorder.written == sorted(recorder.written)
+
+
+# -- settings, and a process with sinks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "parsed"),
+    [
+        ("none", ()),
+        ("wandb", ("wandb",)),
+        (" MLflow , tensorboard,wandb,mlflow", ("mlflow", "tensorboard", "wandb")),
+    ],
+)
+def test_setting_is_a_list(value, parsed):
+    assert Config.load({"sinks": value}, {}).sinks == parsed
+    assert Config.load({}, {"TELEMETRY_SINKS": value}).sinks == parsed
+
+
+@pytest.mark.parametrize("value", ["comet", "wandb,neptune", "none,wandb", 3, [["wandb"]]])
+def test_setting_names_what_is_allowed(value):
+    with pytest.raises(telemetry.SettingError, match="tensorboard, wandb, mlflow"):
+        Config.load({"sinks": value}, {})
+
+
+def test_trial_of_tune_has_no_sinks(tmp_path, monkeypatch):
+    config = Config.load({"sinks": "wandb"}, {})
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    said = []
+    for trial in (False, True):
+        if trial:
+            monkeypatch.setenv("TELEMETRY_TUNE_TRIAL", "plan.json")
+        output = FigureOutput(config, identify("run", None, {}), None, ErrorLog(), None)
+        output.start(tmp_path)
+        said.append(output.said)
+    assert said == [", figures to wandb", ""]
+
+
+def process(code: str, *arguments: object, rank: int | None = None, path: tuple = (), **variables: str):
+    """Run a script. Returns its output and what it wrote to stderr."""
+    ranks = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    paths = os.pathsep.join(map(str, (*path, ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": paths} | ranks | variables, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+LOADED = (
+    "import sys, telemetry; telemetry.start(sys.argv[1], port='off'); print([m for m in sys.modules if 'sinks' in m])"
+)
+
+
+def test_missing_package_is_said_in_the_start_line_and_the_log(tmp_path):
+    (tmp_path / "wandb").mkdir()  # W&B makes such a folder: it is no package
+    (tmp_path / "blocker").mkdir()
+    (tmp_path / "blocker" / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in {'mlflow', 'tensorboard'} else find(name, *a)\n"
+    )
+    _, err = process(
+        f"{LOADED}; telemetry.stop()", tmp_path / "run",
+        path=(tmp_path / "blocker", tmp_path), TELEMETRY_SINKS="tensorboard,wandb,mlflow",
+    )  # fmt: skip
+    (log,) = (tmp_path / "run" / "logs").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (start,) = err.splitlines()
+    errors = {line["message"] for line in lines if line["event"] == "error" and line["source"] == "sinks"}
+    for name in ("tensorboard", "mlflow", *(() if make._is_installed("wandb") else ("wandb",))):
+        assert f"no {name} (the package is not installed)" in start
+        assert f"{name}: the package is not installed; no figures are written there" in errors
+    assert lines[-1]["errors_total"]["sinks"] >= 2
+
+
+@pytest.mark.parametrize(("rank", "sinks"), [(None, "none"), (1, "tensorboard")])
+def test_a_rank_that_does_not_write_loads_nothing(tmp_path, rank, sinks):
+    out, err = process(LOADED, tmp_path, rank=rank, TELEMETRY_SINKS=sinks)
+    assert out.strip() == "[]"
+    assert "tensorboard" not in err
+
+
+FAKE = """
+import json, sys, threading, time, types
+import torch, telemetry
+from telemetry.util.threads import named
+from torch.utils.data import DataLoader
+
+class Run:
+    id = "x"
+    summary = {}
+    def define_metric(self, *args, **kwargs): pass
+    def log(self, values, commit):
+        rows.append((named(threading.get_ident()), commit, values))
+
+rows = []
+sys.modules["wandb"] = types.SimpleNamespace(run=Run(), __spec__=None)
+interval = float(sys.argv[3])
+telemetry.start(sys.argv[1], port="off", interval_seconds=0.1, log_interval_seconds=interval, sinks="wandb",
+                sink_ranks=sys.argv[2], start_line=False)
+for epoch in range(200):
+    for _ in DataLoader(torch.zeros(30, 1)):
+        time.sleep(0.01)
+    if rows or interval < 1:  # the first window of a run is a short one
+        break
+if interval > 1:
+    for _ in DataLoader(torch.zeros(30, 1)):
+        pass
+telemetry.stop()
+print(json.dumps(rows))
+"""
+
+
+def rows_of_rank(folder: Path, rank: int, ranks: str, interval: float = 0.1) -> list:
+    return json.loads(process(FAKE, folder, ranks, interval, rank=rank)[0])
+
+
+def test_rows_are_written_off_the_training_thread_with_the_last_window(tmp_path):
+    rows = rows_of_rank(tmp_path, 0, "0")
+    assert {(thread, commit) for thread, commit, _ in rows} == {("telemetry-sinks", False)}
+    assert rows[-1][2]["telemetry/steps_total"] == rows[-1][2]["telemetry/step"] == 30
+
+
+def test_other_ranks_write_only_if_asked(tmp_path):
+    assert rows_of_rank(tmp_path / "a", 1, "0") == []
+    rows = rows_of_rank(tmp_path / "b", 1, "all")
+    assert rows[-1][2]["telemetry/rank-1/steps_total"] == 30
+
+
+def test_what_is_left_at_the_end_has_totals_and_no_rates(tmp_path):
+    """The first window of a run is over after a second. The last one has 30 steps that take no time."""
+    first, *_, last = [row for _, _, row in rows_of_rank(tmp_path, 0, "0", interval=60.0)]
+    assert first["telemetry/steps_per_second"] > 0
+    assert last["telemetry/steps_total"] > first["telemetry/steps_total"]
+    assert "telemetry/steps_per_second" not in last

@@ -12,10 +12,9 @@ import ipaddress
 import re
 import select
 import socket
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks.patching import WeakMap
 from telemetry.node.prometheus import Exposition, Page, numbers_of
@@ -39,41 +38,32 @@ PORTS_TRIED: Final = 64
 """If the port is taken, up to this many higher ports are tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """An IP address to listen on.
-
-    Attributes:
-        family: AF_INET or AF_INET6.
-        host: the numeric address.
-        rest: what follows the port in a socket address: nothing, or flow and scope of IPv6.
-    """
+class Address(NamedTuple):
+    """An IP address to listen on, as `socket.getaddrinfo` gives it."""
 
     family: int
-    host: str
-    rest: tuple[Any, ...] = ()
+    where: tuple[Any, ...]
 
     def at(self, port: int) -> tuple[Any, ...]:
         """The socket address with a port."""
-        return (self.host, port, *self.rest)
+        host, _, *rest = self.where
+        return (host, port, *rest)
 
     @property
     def is_any(self) -> bool:
         """Whether it means all addresses of this machine."""
-        return ipaddress.ip_address(self.host.partition("%")[0]).is_unspecified
+        return ipaddress.ip_address(self.where[0].partition("%")[0]).is_unspecified
 
 
 def numeric(host: str) -> Address | None:
     """The address of a numeric ``host`` or ``localhost``; None for any other name. Asks no resolver."""
-    if host.lower() in {"localhost", "localhost."}:
-        host = "127.0.0.1"
     try:
-        return _first_address(host, socket.AI_NUMERICHOST)
+        return _looked_up("127.0.0.1" if host.lower() in {"localhost", "localhost."} else host, socket.AI_NUMERICHOST)
     except OSError:
         return None
 
 
-def _first_address(host: str, flags: int) -> Address:
+def _looked_up(host: str, flags: int = 0) -> Address:
     """The first address of a name, one of IPv4 before those of IPv6.
 
     Raises:
@@ -83,26 +73,19 @@ def _first_address(host: str, flags: int) -> Address:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     except UnicodeError:
         raise socket.gaierror(socket.EAI_NONAME, "not a name of a host") from None
-    usable = [each for each in found if each[0] in {socket.AF_INET, socket.AF_INET6}]
+    usable = [Address(each[0], each[4]) for each in found if each[0] in {socket.AF_INET, socket.AF_INET6}]
     if not usable:
         raise socket.gaierror(socket.EAI_NONAME, "no IP address")
-    family, _, _, _, address = min(usable, key=lambda each: each[0] != socket.AF_INET)
-    return Address(family, str(address[0]), tuple(address[2:]))
+    return min(usable, key=lambda each: each.family != socket.AF_INET)
 
 
 class Lookup:
-    """A name that is being looked up. That can take minutes if the resolver does not answer, so it has its own thread.
-
-    Args:
-        name: name of a host.
-    """
+    """A name that is being looked up, on a thread of its own: a resolver that does not answer takes minutes."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._address: Address | None = None
-        self._error: OSError | None = None
+        self._found: Address | OSError = OSError(f"{name} has no address")
         self._done = Wake()
-        OwnThread(self._run, name="telemetry-resolver").start()
+        OwnThread(self._run, name, name="telemetry-resolver").start()
 
     def wait(self, seconds: float) -> bool:
         """Wait at most this many seconds for the answer. Returns whether it has come."""
@@ -114,27 +97,21 @@ class Lookup:
         Raises:
             OSError: the name has no address.
         """
-        if self._address is None:
-            raise self._error or OSError(f"{self._name} has no address")
-        return self._address
+        if isinstance(self._found, OSError):
+            raise self._found
+        return self._found
 
-    def _run(self) -> None:
+    def _run(self, name: str) -> None:
         try:
-            self._address = _first_address(self._name, 0)
+            self._found = _looked_up(name)
         except OSError as error:
-            self._error = error
+            self._found = error
         finally:
             self._done.set()
 
 
 def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
-    """Why an address cannot be listened on, and what to do, in words.
-
-    Args:
-        error: the error of the attempt.
-        host: the setting.
-        port: the setting; 0 for any.
-    """
+    """Why the address of these settings cannot be listened on, and what to do, in words."""
     why = error.strerror or str(error)
     if error.errno == errno.EADDRINUSE:
         ports = f"every port from {port} to {min(65536, port + PORTS_TRIED) - 1}" if port else "every port"
@@ -230,16 +207,14 @@ _PAUSE_SECONDS: Final = 0.1
 
 _MAX_REQUEST_BYTES: Final = 8192
 _MAX_UNSENT_BYTES: Final = 1 << 20  # in the kernel, of one answer
-_PLAIN_TEXT: Final = "text/plain; charset=utf-8"
 _REQUEST_LINE: Final = re.compile(r"([A-Za-z]+) ([!-~]+) HTTP/1\.[01]")
 _FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
 _UNKNOWN_HOST: Final = (
-    b"unknown host: ask by IP address, by localhost or by the name of the node, or set host to the name you ask by\n"
+    "unknown host: ask by IP address, by localhost or by the name of the node, or set host to the name you ask by"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """A request. ``headers`` have names in lower case; values of the same name are joined by commas."""
 
     method: str
@@ -505,25 +480,29 @@ class Endpoint:
         """The answer to a request, as HTTP/1.0: the connection is closed after it."""
         request = _parsed(received)
         if request is None:
-            return _response(400, Page(_PLAIN_TEXT, "", b"this is no request\n"))
+            return _response(400, _plain_page("this is no request"))
         try:
             status, page = self._respond(request)
         except Exception as error:
             self._errors.note("endpoint", error)
-            status, page = 500, Page(_PLAIN_TEXT, "", b"the metrics could not be rendered\n")
+            status, page = 500, _plain_page("the metrics could not be rendered")
         return _response(status, page, with_body=request.method != "HEAD")
 
     def _respond(self, request: _Request) -> tuple[int, Page]:
         headers = request.headers
         if not self._names.knows(headers.get("host", "")):
-            return 403, Page(_PLAIN_TEXT, "", _UNKNOWN_HOST)
+            return 403, _plain_page(_UNKNOWN_HOST)
         if request.method not in {"GET", "HEAD"}:
-            return 405, Page(_PLAIN_TEXT, "", b"only GET is served here\n")
+            return 405, _plain_page("only GET is served here")
         if request.path == "/metrics":
             return 200, self.exposition.page(headers.get("accept", ""), headers.get("accept-encoding", ""))
         if request.path == "/healthz":
-            return 200, Page(_PLAIN_TEXT, "", b"ok\n")
-        return 404, Page(_PLAIN_TEXT, "", b"see /metrics and /healthz\n")
+            return 200, _plain_page("ok")
+        return 404, _plain_page("see /metrics and /healthz")
+
+
+def _plain_page(text: str) -> Page:
+    return Page("text/plain; charset=utf-8", "", f"{text}\n".encode())
 
 
 def _response(status: int, page: Page, *, with_body: bool = True) -> bytes:
@@ -567,8 +546,7 @@ class NodeService:
         board: the board of this run on this node.
         targets: the target file; None for none.
         run: name of the run.
-        host: address to listen on.
-        port: the setting; None for off, 0 for any.
+        host, port: the settings; port None for off, 0 for any.
         node: this machine's name.
         errors: takes messages for the user, and counts requests that failed because of an error in the agent.
         mono_ns: the clock for pauses, monotonic nanoseconds.
@@ -703,14 +681,13 @@ class NodeService:
         self.trouble = ""
         self._pause, self._told = _FIRST_PAUSE_SECONDS, set()
         self._adopt(endpoint)
+        where = f"the metrics of this run are at port {endpoint.port}"
         if self._first not in {0, endpoint.port}:
             who = "by a rank that does not answer, or by another program"
             text = f"port {self._first}, at which this node was served, is still held {who}; until it is free"
-            self._errors.tell("endpoint", f"{text}, the metrics of this run are at port {endpoint.port}")
+            self._errors.tell("endpoint", f"{text}, {where}")
         elif self._port not in {0, endpoint.port}:
-            self._errors.tell(
-                "endpoint", f"port {self._port} is taken; the metrics of this run are at port {endpoint.port}"
-            )
+            self._errors.tell("endpoint", f"port {self._port} is taken; {where}")
         self._first = self._first or endpoint.port
 
     def _return(self) -> None:
