@@ -63,7 +63,7 @@ def test_on_a_calm_run_nothing_is_read_and_nothing_written(board):
     for _ in range(50):
         assert rank.tick(hangs=False) == []
     assert rank.asked == 0
-    assert board.states() == []
+    assert board.reports() == []
     assert (rank.part.view(), rank.job.local) == (None, ())
 
 
@@ -106,10 +106,10 @@ def test_another_rank_says_what_it_does_and_decides_nothing(board):
     rank = Rank(board, FETCHES, leads=False)
     for _ in range(20):
         assert rank.tick() == []
-    (row,) = board.states()
-    assert (row["state"]["where"], row["pid"]) == ("data.py:88", os.getpid())
+    (row,) = board.reports()
+    assert (row.state.where, row.pid) == ("data.py:88", os.getpid())
     rank.tick(hangs=False)
-    assert board.states() == []
+    assert board.reports() == []
 
 
 def test_a_hang_is_over_once_steps_end_again(board):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import (
@@ -33,13 +32,13 @@ from telemetry.util.clock import NS, now_ns
 from telemetry.util.stacks import stack_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.stalls import StallMonitor
     from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.node.board import Board, HangBoard, RankProcess
+    from telemetry.node.board import Board, HangBoard, HangReport, RankProcess
     from telemetry.node.peers import JobLink
     from telemetry.util.clock import WallClock
     from telemetry.util.processes import Identity
@@ -139,14 +138,6 @@ class OwnState:
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
-class _OnBoard(msgspec.Struct, frozen=True):
-    """What a rank says on the board. ``at_ns``: when it said so, monotonic nanoseconds."""
-
-    pid: int
-    at_ns: int
-    state: HangState
-
-
 class JobHang:
     """One rank's part in finding out why the job hangs. Runs on the agent thread.
 
@@ -219,14 +210,14 @@ class JobHang:
     def _publish(self, own: HangState, board: HangBoard | None) -> None:
         now = self._now()
         if board is not None and (self._said_ns is None or now - self._said_ns >= _REFRESH_SECONDS * NS):
-            board.put(own.rank, {"at_ns": now, "state": msgspec.to_builtins(own)})
+            board.put(own.rank, now, own)
             self._said_ns, self._rank = now, own.rank
 
     def _of_node(self, own: HangState, board: HangBoard | None, *, name_silent: bool) -> tuple[HangState, ...]:
         """The state of each rank of this node; ``name_silent``: also of those that are alive and say nothing."""
         if board is None:
             return (own,)
-        said = dict(self._said(board.states()))
+        said = {report.pid: self._still_true(report) for report in board.reports()}
         found = {own.rank: own}
         for process in board.processes():
             state = _state_of(process, said.get(process.pid), own.node)
@@ -237,18 +228,10 @@ class JobHang:
                 found[process.rank] = state
         return tuple(found[rank] for rank in sorted(found))
 
-    def _said(self, records: Iterable[dict[str, Any]]) -> Iterable[tuple[int, HangState]]:
-        for record in records:
-            try:
-                said = msgspec.convert(record, _OnBoard)
-            except ValueError:
-                continue
-            # For a process that is stopped, what it said last is all there is.
-            old = self._now() - said.at_ns >= _OLD_SECONDS * NS
-            yield (
-                said.pid,
-                structs.replace(said.state, stuck=False, waits=False, where=None, call=None) if old else said.state,
-            )
+    def _still_true(self, report: HangReport) -> HangState:
+        """For a process that is stopped, what it said last is all there is."""
+        old = self._now() - report.at_ns >= _OLD_SECONDS * NS
+        return structs.replace(report.state, stuck=False, waits=False, where=None, call=None) if old else report.state
 
     def _decide(self, states: tuple[HangState, ...], world_size: int, passed: float) -> None:
         states = tuple(state for state in states if state.rank < max(world_size, 1))

@@ -9,20 +9,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import stat
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from telemetry.diagnosis.hangs import HangState
 from telemetry.records import Histogram, RankPace
 from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
-from telemetry.util.files import Descriptor, opened, parse_object, read_small, remove_file, replace_file
+from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
 from telemetry.util.processes import adopt, outer_uid, pid_namespace, slug, start_ticks
 
 if TYPE_CHECKING:
@@ -566,6 +566,14 @@ def mark_gone(path: str, rank: int) -> None:
         remove_file(path)
 
 
+class HangReport(msgspec.Struct, frozen=True):
+    """What a rank says while the job hangs. ``at_ns``: when it said so, monotonic nanoseconds."""
+
+    pid: int
+    at_ns: int
+    state: HangState
+
+
 class HangBoard:
     """What the ranks of a node say while the job hangs, and which of their processes are gone or stopped.
 
@@ -578,38 +586,35 @@ class HangBoard:
 
     def processes(self) -> list[RankProcess]:
         """Every process that has published here, those that are gone included, by rank."""
-        heads = (_head(self._folder / name) for name in self._names() if name.startswith(("rank-", _GONE)))
+        heads = (_head(self._folder / name) for name in self._names("rank-", _GONE))
         return sorted((_process(head) for head in heads if head is not None), key=lambda process: process.rank)
 
-    def put(self, rank: int, state: dict[str, Any]) -> None:
+    def put(self, rank: int, at_ns: int, state: HangState) -> None:
         """Say what this rank does.
 
         Raises:
             OSError: it cannot be written.
         """
-        content = json.dumps(state | {"pid": os.getpid()}).encode()
+        content = msgspec.json.encode(HangReport(os.getpid(), at_ns, state))
         replace_file(self._folder / f"{_HANG}{rank}.json", content)
 
-    def states(self) -> list[dict[str, Any]]:
-        """The newest that each rank has said, with the ``pid`` of its process."""
+    def reports(self) -> list[HangReport]:
+        """The newest that each rank has said."""
         found = []
-        for name in self._names():
-            if name.startswith(_HANG):
-                try:
-                    state = parse_object(read_small(self._folder / name, _MAX_STATE_BYTES))
-                except OSError:
-                    continue
-                if state is not None:
-                    found.append(state)
+        for name in self._names(_HANG):
+            try:
+                found.append(msgspec.json.decode(read_small(self._folder / name, _MAX_STATE_BYTES), type=HangReport))
+            except (OSError, ValueError, RecursionError):
+                continue
         return found
 
     def take_back(self, rank: int) -> None:
         """Remove what this rank has said."""
         remove_file(self._folder / f"{_HANG}{rank}.json")
 
-    def _names(self) -> list[str]:
+    def _names(self, *beginnings: str) -> list[str]:
         try:
-            return os.listdir(self._folder)  # noqa: PTH208 - names alone
+            return [name for name in os.listdir(self._folder) if name.startswith(beginnings)]  # noqa: PTH208
         except OSError:
             return []
 

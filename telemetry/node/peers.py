@@ -149,9 +149,7 @@ def candidates(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
     step, or a phase. With a slow rank go the fastest ranks of its node. They show whether the rank is slow or the whole
     node. The extremes of a set are among the extremes of its parts.
 
-    Returns:
-        At most four times `_EACH` ranks and the fastest ranks of the nodes of the slow ones, sorted by rank, without
-        duplicates.
+    Returns at most four times `_EACH` ranks and the fastest ranks of the nodes of the slow ones, sorted by rank.
     """
     known = list(paces)
     stepping = [pace for pace in known if pace.steps]
@@ -177,14 +175,13 @@ def of_node(node: str, paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
     """
     known = tuple(paces)
     stepping = [pace for pace in known if pace.steps]
-    in_sync = max(
-        (p for p in stepping if p.samples), key=lambda p: _compute(p) * p.in_sync_samples / p.samples, default=None
-    )
-    busiest = max(
-        (p for p in stepping if p.gpu_busy_ratio is not None), key=lambda p: p.gpu_busy_ratio or 0.0, default=None
-    )
-    longest = max(stepping, key=_compute, default=None)
-    fastest = {pace.rank for pace in (longest, in_sync, busiest) if pace is not None}
+    sampled = [pace for pace in stepping if pace.samples]
+    timed = [pace for pace in stepping if pace.gpu_busy_ratio is not None]
+    fastest = {
+        *(pace.rank for pace in heapq.nlargest(1, stepping, _compute)),
+        *(pace.rank for pace in heapq.nlargest(1, sampled, lambda p: _compute(p) * p.in_sync_samples / p.samples)),
+        *(pace.rank for pace in heapq.nlargest(1, timed, lambda p: p.gpu_busy_ratio or 0.0)),
+    }
     return tuple(
         structs.replace(pace, node=node, node_ranks=len(known), node_fastest=pace.rank in fastest) for pace in known
     )
@@ -416,11 +413,10 @@ class JobLink:
         now = self._now()
         if self._node.leads or now - self._counted_ns >= _COUNT_SECONDS * NS:
             self._count_ranks(now)
-        elsewhere = self._node.leads and world_size > self._ranks
-        if not elsewhere:
+        if not (self._node.leads and world_size > self._ranks):
             self._elsewhere_ns = now
         # The ranks of a node start at different moments.
-        wanted = elsewhere and self._now() - self._elsewhere_ns >= _SETTLE_SECONDS * NS
+        wanted = now - self._elsewhere_ns >= _SETTLE_SECONDS * NS
         running = self._thread is not None and self._thread.is_alive()
         if wanted and not running:
             self._stop, self._cpu_before = Wake(), self.cpu_seconds
@@ -444,21 +440,19 @@ class JobLink:
         stamp = self._node.stamp(_NEWS)
         if stamp != self._stamp:
             self._stamp, self._learned_ns = stamp, self._now()
-            self._learn(self._news())
+            self._learn(self._node.get(_NEWS))
         elif self._now() - self._learned_ns > _NEWS_SECONDS * NS:
             self._learn(None)
         return self._learned
 
-    def _news(self) -> JobNews | None:
-        content = self._node.get(_NEWS)
+    def _learn(self, content: bytes | None) -> None:
+        """Take what the exchange has put on the board; None: nothing that is new enough."""
         try:
-            return msgspec.json.decode(content, type=JobNews) if content is not None else None
+            news = JobNews(()) if content is None else msgspec.json.decode(content, type=JobNews)
         except (ValueError, RecursionError):
-            return None
-
-    def _learn(self, news: JobNews | None) -> None:
-        self._learned, self.stuck_elsewhere = ((), False) if news is None else (news.ranks, news.stuck)
-        self.elsewhere = self._states if news is not None and self._node.leads else ()
+            content, news = None, JobNews(())
+        self._learned, self.stuck_elsewhere = news.ranks, news.stuck
+        self.elsewhere = self._states if content is not None and self._node.leads else ()
 
     def close(self, seconds: float) -> None:
         """End the exchange and remove this node's file, unless the file system hangs.

@@ -113,40 +113,18 @@ class Exposition:
     def page(self, accept: str, accept_encoding: str) -> Page:
         """The answer to a scrape with these headers, see `rendered`."""
         states = self._board.states() if self._kept is None else self._kept
-        return rendered(
-            states, self.machine, run=self._run, node=self._node, accept=accept, accept_encoding=accept_encoding
-        )
+        return rendered(states, self.machine, self._run, self._node, accept, accept_encoding)
 
 
-def rendered(
-    states: Iterable[RankState],
-    machine: Numbers,
-    *,
-    run: str,
-    node: str,
-    accept: str = "",
-    accept_encoding: str = "",
+def rendered(  # noqa: PLR0917 - what is shown, its two names, and two headers
+    states: Iterable[RankState], machine: Numbers, run: str, node: str, accept: str = "", accept_encoding: str = ""
 ) -> Page:
-    """The metrics of a node, as OpenMetrics or as Prometheus's older text, whichever a scraper accepts.
-
-    Args:
-        states: what each rank has published.
-        machine: the readings of the machine.
-        run: name of the run.
-        node: this machine's name.
-        accept: the header of that name.
-        accept_encoding: the header of that name.
-    """
+    """The metrics of a node, as OpenMetrics or as Prometheus's older text, whichever a scraper accepts."""
     library = _library()
     render, content_type = library.encoder(accept)
     ranks = [({"run": run, "rank": str(state.head.rank)}, state.numbers) for state in states]
-    families = _Families(
-        library,
-        ranks,
-        [({"run": run, "node": node}, machine)],
-        with_created=content_type.startswith("application/"),
-    )
-    body = render(families)
+    openmetrics = content_type.startswith("application/")
+    body = render(_Families(library, ranks, [({"run": run, "node": node}, machine)], with_created=openmetrics))
     if not library.gzip_accepted(accept_encoding):
         return Page(content_type, "", body)
     packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
