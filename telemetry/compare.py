@@ -8,12 +8,9 @@ right.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from bisect import bisect_left
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -24,7 +21,7 @@ import msgspec
 
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.logs import NoRunError, load
-from telemetry.report.process_log import CpuSeconds, PacePoint, lost_by_cause, not_replaced
+from telemetry.report.process_log import Point, lost_by_cause, not_replaced, point_at, unix
 from telemetry.util.text import complain, duration, percent, show, show_json, table
 
 if TYPE_CHECKING:
@@ -199,9 +196,6 @@ They fill caches, start workers and choose kernels."""
 _MOSTLY_KNOWN: Final = 0.5
 """How long threads waited for a core is known if it was measured over this share of the time."""
 
-_WAIT: Final = CATEGORIES.index(DATA_WAIT)
-_LOOP: Final = tuple(CATEGORIES.index(name) for name in (DATA_WAIT, COMPUTE))
-
 _HEAD: Final = ("world_size", "launcher", "telemetry_version", "python_version", "cpu_count", "node")
 _NOT_COMPARED: Final = "loader_used_again"  # it tells what has happened, not what was set
 _MAX_NAMED: Final = 8
@@ -243,25 +237,29 @@ class Run:
         """
         logs = load(Path(folder), all_windows=True)
         processes = not_replaced(logs)
-        series = [_Series(process) for process in processes if process.totals.get("steps_total")]
-        points = _points(series)
-        windows = [_window(*each) for each in pairwise(points)]
+        points = _points([process for process in processes if process.totals.get("steps_total")])
+        windows = [
+            Window(
+                fmean(end.steps - begin.steps for begin, end in zip(before, after, strict=True)),
+                fmean(end.loop_seconds - begin.loop_seconds for begin, end in zip(before, after, strict=True)),
+            )
+            for before, after in pairwise(points)
+        ]
         steps = sum(window.steps for window in windows)
-        spent = dict.fromkeys(CATEGORIES, 0.0)
-        for begin, end in zip(points[0], points[-1], strict=True) if steps else ():
-            for at, name in enumerate(CATEGORIES):
-                spent[name] += (end.ledger[at] - begin.ledger[at]) / steps / len(series)
+        ranks = [*zip(points[0], points[-1], strict=True)] if steps else []
         all_steps = sum(process.totals.get("steps_total", 0) for process in processes)
-        lost = lost_by_cause(processes)
-        delay = fmean(map(_without_core, points[0], points[-1])) if steps else math.nan
+        delay = fmean(_without_core(begin, end) for begin, end in ranks) if ranks else math.nan
         return cls(
-            name=processes[-1].run if processes else "",
-            started=min((process.started for process in processes), default=""),
+            name=processes[-1].run,
+            started=min(process.started for process in processes),
             windows=tuple(window for window in windows if window.seconds > 0),
             steps=steps,
-            per_step_seconds=spent,
+            per_step_seconds={
+                c: sum((getattr(end, c) - getattr(begin, c)) / steps / len(ranks) for begin, end in ranks)
+                for c in CATEGORIES
+            },
             without_core_ratio=None if math.isnan(delay) else delay,
-            causes={cause: seconds / all_steps for cause, seconds in lost.items()} if all_steps else {},
+            causes={cause: s / all_steps for cause, s in lost_by_cause(processes).items()} if all_steps else {},
             facts=facts_of(processes),
             processes=processes,
             torn_lines=sum(process.torn_lines for process in logs),
@@ -269,77 +267,47 @@ class Run:
         )
 
 
-class _Series:
-    """The points of one process, on the clock of its node."""
-
-    def __init__(self, process: ProcessLog) -> None:
-        self.started = 0.0
-        with contextlib.suppress(ValueError):  # of a damaged log
-            self.started = datetime.fromisoformat(process.started.replace("Z", "+00:00")).timestamp()
-        self._points = [PacePoint(0.0, 0.0, (0.0,) * len(CATEGORIES)), *process.pace.points()]
-        self._walls = [point.wall_seconds for point in self._points]
-
-    def compared(self) -> list[PacePoint]:
-        """The points from the end of the first steps on."""
-        left_out = min(_FIRST_RATIO * _loop(self._points[-1]), _FIRST_SECONDS)
-        return [point for point in self._points if point.steps >= _FIRST_STEPS and _loop(point) >= left_out]
-
-    def at(self, moment: float) -> PacePoint:
-        """The totals at a moment: between two points in a straight line."""
-        wall = moment - self.started
-        after = min(bisect_left(self._walls, wall), len(self._points) - 1)
-        low, high = self._points[max(0, after - 1)], self._points[after]
-        span = high.wall_seconds - low.wall_seconds
-        share = min(1.0, max(0.0, (wall - low.wall_seconds) / span)) if span > 0 else 1.0
-        return PacePoint(
-            wall,
-            low.steps + share * (high.steps - low.steps),
-            tuple(a + share * (b - a) for a, b in zip(low.ledger, high.ledger, strict=True)),
-            CpuSeconds(*(a + share * (b - a) for a, b in zip(low.cpu, high.cpu, strict=True))),
-        )
-
-
-def _points(series: Sequence[_Series]) -> list[list[PacePoint]]:
-    """The totals of all ranks at the ends of the first rank's windows.
+def _points(processes: Sequence[ProcessLog]) -> list[list[Point]]:
+    """The totals of all ranks at the ends of the first rank's windows after its first steps.
 
     A window that is shorter than half of the usual one, as the last may be, joins its neighbour: two windows of which
     one has hardly any weight would say nothing about the scatter.
     """
-    ends = series[0].compared() if series else []
+    series = [[Point(), *process.progress.points] for process in processes]
+    started = [unix(process.started) or 0.0 for process in processes]
+    newest = series[0][-1].loop_seconds if series else 0.0
+    left_out = min(_FIRST_RATIO * newest, _FIRST_SECONDS)
+    ends = [p for p in (series[0] if series else ()) if p.steps >= _FIRST_STEPS and p.loop_seconds >= left_out]
     if len(ends) > 2:
-        least = median(_loop(end) - _loop(begin) for begin, end in pairwise(ends)) / 2
+        least = median(end.loop_seconds - begin.loop_seconds for begin, end in pairwise(ends)) / 2
         kept = ends[:1]
         for point in ends[1:]:
-            if _loop(point) - _loop(kept[-1]) >= least:
+            if point.loop_seconds - kept[-1].loop_seconds >= least:
                 kept.append(point)
         ends = [*kept[:-1], ends[-1]]
-    return [[each.at(series[0].started + end.wall_seconds) for each in series] for end in ends]
+    return [
+        [
+            point_at(own, "wall_seconds", end.wall_seconds + started[0] - begin)  # by the clock of its node
+            for own, begin in zip(series, started, strict=True)
+        ]
+        for end in ends
+    ]
 
 
-def _window(before: Sequence[PacePoint], after: Sequence[PacePoint]) -> Window:
-    ranks = list(zip(before, after, strict=True))
-    return Window(
-        fmean(end.steps - begin.steps for begin, end in ranks), fmean(_loop(end) - _loop(begin) for begin, end in ranks)
-    )
-
-
-def _without_core(begin: PacePoint, end: PacePoint) -> float:
+def _without_core(begin: Point, end: Point) -> float:
     """The share of a rank's training loop in which a thread that it needed was ready to run and had no core.
 
     In the compute that is the training thread, in the waits for data the mean worker. NaN: the kernel does not tell.
     """
-    if math.isnan(begin.cpu.thread_delay):  # the first window of a run has no such figures: count from its start
-        begin = PacePoint(0.0, 0.0, (0.0,) * len(CATEGORIES), CpuSeconds(thread=0.0, thread_delay=0.0))
-    cpu = CpuSeconds(*(high - low for low, high in zip(begin.cpu, end.cpu, strict=True)))
-    wall, loop = end.wall_seconds - begin.wall_seconds, _loop(end) - _loop(begin)
-    if loop <= 0 or cpu.known <= _MOSTLY_KNOWN * wall:
+    if math.isnan(begin.thread_delay):  # the first window of a run has no such figures: count from its start
+        begin = Point(thread_delay=0.0)
+    wall, known = end.wall_seconds - begin.wall_seconds, end.known - begin.known
+    loop = end.loop_seconds - begin.loop_seconds
+    if loop <= 0 or known <= _MOSTLY_KNOWN * wall:
         return math.nan
-    waited = (end.ledger[_WAIT] - begin.ledger[_WAIT]) / loop
-    return min(1.0, (1 - waited) * cpu.thread_delay / wall + waited * cpu.worker_delay / cpu.known)
-
-
-def _loop(point: PacePoint) -> float:
-    return sum(point.ledger[index] for index in _LOOP)
+    waited = (end.data_wait - begin.data_wait) / loop
+    thread, worker = end.thread_delay - begin.thread_delay, end.worker_delay - begin.worker_delay
+    return min(1.0, (1 - waited) * thread / wall + waited * worker / known)
 
 
 def facts_of(processes: Sequence[ProcessLog]) -> dict[str, Any]:
@@ -374,14 +342,27 @@ _MAY_DIFFER: Final = frozenset({"node"})  # between runs of one version
 class Sides(msgspec.Struct, frozen=True):
     """A figure of A and of B; None if it is not known."""
 
-    a: Any
-    b: Any
+    a: float | None
+    b: float | None
+
+    @property
+    def apart(self) -> float | None:
+        """B's minus A's."""
+        return None if self.a is None or self.b is None else self.b - self.a
 
 
 class Difference(Sides, frozen=True):
     """Seconds for each step of A and of B, and B's minus A's."""
 
     difference: float | None
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """A setting, or a part of the environment, in which the runs differ."""
+
+    what: str
+    a: Any
+    b: Any
 
 
 class PairRatio(msgspec.Struct, frozen=True):
@@ -410,7 +391,7 @@ class Comparison(msgspec.Struct, frozen=True):
     turns: int
     pairs: list[PairRatio]
     steps: Sides
-    differences: list[dict[str, Any]]
+    differences: list[Fact]
     per_step_seconds: dict[str, Difference]
     causes: dict[str, Sides]
     notes: list[str]
@@ -419,11 +400,15 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare_runs(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     """B against A, from one or more pairs of runs."""
     sides = list(zip(*pairs, strict=True))
-    turns, why = _turns(pairs), _not_comparable(pairs)
+    # How often a run of one side started next after a run of the other: 1 if all of A ran before all of B. What takes
+    # many minutes to pass cannot be told from a difference between the versions more often than this.
+    in_order = sorted(((run.started, side) for pair in pairs for side, run in enumerate(pair)), key=itemgetter(0))
+    turns = sum(before != after for (_, before), (_, after) in pairwise(in_order))
+    why = _not_comparable(pairs)
     each = [None if why else ratio_interval(a.windows, b.windows) for a, b in pairs]
     known = [ratio for ratio in each if ratio is not None]
     found = mean_ratio(known, turns) if known else None
-    delay = Sides(*(_rounded(_mean(run.without_core_ratio for run in runs)) for runs in sides))
+    delay = Sides(*(_mean(run.without_core_ratio for run in runs) for runs in sides))
     return Comparison(
         ", ".join(run.name for run in sides[0]),
         ", ".join(run.name for run in sides[1]),
@@ -455,24 +440,11 @@ def _verdict(found: Ratio | None) -> str:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 9)
-
-
-def _turns(pairs: Sequence[tuple[Run, Run]]) -> int:
-    """How often a run of one side started next after a run of the other: 1 if all of A ran before all of B.
-
-    What takes many minutes to pass cannot be told from a difference between the versions more often than this.
-    """
-    in_order = sorted(((run.started, side) for pair in pairs for side, run in enumerate(pair)), key=itemgetter(0))
-    return sum(before != after for (_, before), (_, after) in pairwise(in_order))
+    return round(fmean(known), 9) if known else None
 
 
 def _warning(delay: Sides) -> str | None:
-    if delay.a is None or delay.b is None or abs(delay.b - delay.a) <= _MAX_DELAY_APART:
+    if abs(delay.apart or 0.0) <= _MAX_DELAY_APART:
         return None
     return (
         f"the training loop waited for a CPU core for {percent(delay.a)} of its time in A and {percent(delay.b)} in B. "
@@ -511,24 +483,23 @@ def _too_short(which: str, run: Run) -> str | None:
     return None
 
 
-def _differences(a: Sequence[Run], b: Sequence[Run]) -> list[dict[str, Any]]:
+def _differences(a: Sequence[Run], b: Sequence[Run]) -> list[Fact]:
     """Where two sides differ, what makes a step another amount of work first.
 
     What is known of one side alone is left out: an older version may not have recorded it.
     """
-    facts_a, facts_b = (facts_of([process for run in runs for process in run.processes]) for runs in (a, b))
-    both = [name for name in facts_a if name in facts_b and facts_a[name] != facts_b[name]]
-    both.sort(key=lambda name: (name not in SAME_STEP, name))
-    return [{"what": name, "a": facts_a[name], "b": facts_b[name]} for name in both]
+    of_a, of_b = (facts_of([process for run in runs for process in run.processes]) for runs in (a, b))
+    found = [Fact(name, of_a[name], of_b[name]) for name in of_a if name in of_b and of_a[name] != of_b[name]]
+    return sorted(found, key=lambda fact: (fact.what not in SAME_STEP, fact.what))
 
 
 def _per_step(a: Sequence[Run], b: Sequence[Run]) -> dict[str, Difference]:
     """The means of the runs: a long run does not count more, as in the ratio."""
     found = {}
     for name in CATEGORIES:
-        of_a, of_b = (_mean(run.per_step_seconds[name] if run.steps else None for run in runs) for runs in (a, b))
-        apart = None if of_a is None or of_b is None else of_b - of_a
-        found[name] = Difference(_rounded(of_a), _rounded(of_b), _rounded(apart))
+        known = [[run.per_step_seconds[name] for run in runs if run.steps] for runs in (a, b)]
+        apart = round(fmean(known[1]) - fmean(known[0]), 9) if all(known) else None
+        found[name] = Difference(_mean(known[0]), _mean(known[1]), apart)
     return found
 
 
@@ -585,16 +556,17 @@ def compare(pairs: Sequence[tuple[str, str]], *, as_json: bool, fail_over: float
     Returns:
         The exit status: 0; 1 if B is slower than ``fail_over`` allows; 2 if the runs cannot be compared.
     """
-    twice = _used_twice(pairs)
-    if twice is not None:
-        complain(f"{twice} is named twice: with --again, each pair needs two runs of its own")
+    folders = [folder for pair in pairs for folder in pair]
+    real = [os.path.realpath(folder) for folder in folders]
+    twice = [folder for at, folder in enumerate(folders) if real[at] in real[:at]]
+    if twice and len(pairs) > 1:  # its errors would be taken for independent ones
+        complain(f"{twice[0]} is named twice: with --again, each pair needs two runs of its own")
         return 2
     try:
-        runs = [(Run.of(a), Run.of(b)) for a, b in pairs]
+        found = compare_runs([(Run.of(a), Run.of(b)) for a, b in pairs])
     except NoRunError as error:
         complain(str(error))
         return 2
-    found = compare_runs(runs)
     if as_json:
         written = show_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
     else:
@@ -605,24 +577,13 @@ def compare(pairs: Sequence[tuple[str, str]], *, as_json: bool, fail_over: float
     return int(fail_over is not None and found.interval is not None and found.interval[1] < 1 - fail_over / 100)
 
 
-def _used_twice(pairs: Sequence[tuple[str, str]]) -> str | None:
-    """A folder that is named twice among several pairs: its errors would be taken for independent ones."""
-    seen: set[str] = set()
-    for folder in (folder for pair in pairs for folder in pair if len(pairs) > 1):
-        real = os.path.realpath(folder)
-        if real in seen:
-            return folder
-        seen.add(real)
-    return None
-
-
 def render(found: Comparison) -> str:
     """What differs in the settings, the verdict, and two tables: by category of the ledger and by cause."""
     counted = "; {} steps in all" if len(found.pairs) > 1 else ", {} steps"
     lines = [f"A: {found.a}{counted.format(found.steps.a)}", f"B: {found.b}{counted.format(found.steps.b)}"]
     lines += [*found.notes, ""]
     if found.differences:
-        rows = [[str(value) for value in each.values()] for each in found.differences]
+        rows = [[fact.what, str(fact.a), str(fact.b)] for fact in found.differences]
         lines += [*table(["settings and environment", "A", "B"], rows, names_first=True), ""]
     else:
         lines += ["No recorded setting differs, and no recorded part of the environment.", ""]
@@ -671,11 +632,9 @@ def _most(found: Comparison) -> str:
 def _table(heading: str, figures: Mapping[str, Sides]) -> list[str]:
     rows = []
     for name, sides in figures.items():
-        known = [value for value in (sides.a, sides.b) if value is not None]
-        if any(abs(value) >= _MIN_SHOWN_SECONDS for value in known):
-            apart = sides.b - sides.a if len(known) == 2 else None
+        if any(abs(value or 0.0) >= _MIN_SHOWN_SECONDS for value in (sides.a, sides.b)):
             label = name.replace("_", " ") if name in CATEGORIES else name
-            rows.append([label, duration(sides.a), duration(sides.b), _signed(apart)])
+            rows.append([label, duration(sides.a), duration(sides.b), _signed(sides.apart)])
     return ["", *table([heading, "A", "B", "difference"], rows, names_first=True)] if rows else []
 
 

@@ -22,9 +22,9 @@ from telemetry.hooks.timers import GarbageTimer
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import PhaseSpan, Step
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
 from telemetry.util import threads
 from telemetry.util.clock import now_ns
+from tests.report_logs import summarize
 from tests.start_order import start_order
 
 # Tests that compare stderr are not about the last line; those of the line itself remove this.

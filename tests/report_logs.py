@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
 
 from telemetry.records import CATEGORIES
+from telemetry.report.process_log import ProcessLog
+from telemetry.report.summary import Report, report_of
+from telemetry.report.text import as_text
 from telemetry.util.sketch import Sketch
 
 
@@ -45,3 +49,17 @@ def write(folder: Path, rank: int, *lines: dict, pid: int | None = None, suffix:
 
 
 START = dict(started="2026-01-01T00:00:00.000Z")
+
+
+def reported(processes: list[ProcessLog], folder: Path = Path("/nowhere")) -> Report:
+    """The report of processes that were loaded; the traces of snapshots are in the run folder."""
+    return report_of(folder, processes, time.time())
+
+
+def summarize(processes: list[ProcessLog]) -> dict:
+    """What ``report --json`` prints."""
+    return msgspec.to_builtins(reported(processes).values)
+
+
+def text_of(processes: list[ProcessLog]) -> str:
+    return as_text(reported(processes))

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.hooks.device import device_in_use
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
 from tests.data_sets import Numbers
 from tests.fakes.device import Device, Event
+from tests.report_logs import summarize
 from tests.running_agent import log_lines, wait_for
 
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # imports what it needs before parts of torch are replaced

@@ -15,9 +15,9 @@ import telemetry
 from telemetry.config import SettingError
 from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
 from telemetry.util import threads
 from tests.data_sets import Numbers
+from tests.report_logs import summarize
 from tests.running_agent import log_lines, scrape, wait_for
 
 

@@ -87,7 +87,7 @@ class TestARun:
         newest = [row[row.index("epoch") :] for row in rows if "epoch" in row]
         assert set(newest) <= set(printed)
         assert newest or len(printed) < 2  # with a second epoch, there were rows since the first had ended
-        assert any(re.search(r"\d+ % +\d+ ms", row) for row in rows)  # waiting, and p50
+        assert any(re.search(r"\d+ %", row) for row in rows)  # waiting
 
     def test_exposition_as_it_was_scraped(self, shown):
         lines = re.findall(r"^   (t\w+)\{(.*)\} (\S+)$", shown[0], re.MULTILINE)
@@ -258,8 +258,6 @@ EXPOSITION = """\
 training_steps_total{rank="0",run="a \\"b\\""} 30.0
 training_time_seconds_total{category="data_wait",rank="0",run="r"} 6.0
 training_time_seconds_total{category="compute",rank="0",run="r"} 2.0
-training_step_duration_seconds_bucket{le="0.1",rank="0",run="r"} 10.0
-training_step_duration_seconds_bucket{le="0.2",rank="0",run="r"} 30.0
 training_step_duration_seconds_bucket{le="+Inf",rank="0",run="r"} 30.0
 training_stall_active{cause="unknown",rank="0",run="r"} 0.0
 training_stall_active{cause="gc_pause",rank="0",run="r"} 1.0
@@ -271,12 +269,10 @@ def test_what_is_read_from_an_exposition():
     assert reading.steps == 30
     assert reading.waiting_ratio == 0.75
     assert reading.wall_seconds == 8
-    assert reading.median_step_seconds == pytest.approx(0.125)  # 5 of the 20 in its bucket: a quarter of the way
     assert reading.stall == "gc_pause"
     nothing = reading.since(reading)
     assert (nothing.steps, nothing.wall_seconds) == (0, 0)
     assert nothing.waiting_ratio is None
-    assert nothing.median_step_seconds is None
     matter = lines_that_matter(EXPOSITION)
     assert [line.split("{")[0] for line in matter].count("training_stall_active") == 1
     assert not any("bucket" in line for line in matter)

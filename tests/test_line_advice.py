@@ -163,7 +163,7 @@ def test_no_line_is_predicted_to_slow_a_run_down(cause, part):
 
 def test_ranks_that_wait_have_the_lines_of_the_slow_one(tmp_path):
     from telemetry.report.logs import load
-    from telemetry.report.summary import summarize
+    from tests.report_logs import summarize
 
     code = {"file": "/home/me/train.py", "line": 7, "function": "main", "calls": None, "share_ratio": 0.8}
     said = {"lines": [code], "lines_of": "step", "line_verdict": "80 % of each step of rank 1 is main at train.py:7"}

@@ -11,11 +11,9 @@ from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.worker_block import SharedArea
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
-from telemetry.report.text import render
 from telemetry.util.sampling import MAX_STACKS, StackProfile
 from telemetry.util.stacks import Spot
-from tests.report_logs import START, line, totals, window, write
+from tests.report_logs import START, line, summarize, text_of, totals, window, write
 
 FETCHER = Spot("/lib/site-packages/torch/utils/data/_utils/fetch.py", 54, "fetch", "torch.utils.data._utils.fetch")
 COLLATE = Spot(
@@ -192,21 +190,22 @@ def a_stalled_run(tmp_path, source, **event):
         tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 9, wait=8, compute=2, steps=9), opened, told,
         line("run_end", **totals(wait=8, compute=2, steps=9)),
     )  # fmt: skip
-    return summarize(load(tmp_path))
+    return load(tmp_path)
 
 
 def test_the_report_of_an_open_stall_has_its_lines(tmp_path):
     source = tmp_path / "data.py"
     source.write_text("def load():\n    image = image.resize((8, 8))\n")
     os.utime(source, (1_000_000, 1_000_000))
-    summary = a_stalled_run(tmp_path, source)
+    processes = a_stalled_run(tmp_path, source)
+    summary = summarize(processes)
     (stall,) = summary["stalls"]
     assert stall["closed"] is None
     first, second = stall["evidence"]["lines"]
     assert set(first) == set(second) == {"file", "line", "function", "calls", "share_ratio"}
     assert second["calls"] is None
     assert "Cause: workers_cpu_bound. 61 % of each fetch is Image.resize at data.py:2." in summary["verdict"]
-    text = render(summary)
+    text = text_of(processes)
     (row,) = [shown for shown in text.splitlines() if "data.py:2 " in shown]
     assert row.split() == ["61.0", "%", "data.py:2", "load", "Image.resize", "image", "=", "image.resize((8,", "8))"]
 
@@ -215,4 +214,4 @@ def test_the_text_of_a_file_that_has_changed_is_not_shown(tmp_path):
     source = tmp_path / "data.py"
     source.write_text("def load():\n    something_else()\n")
     os.utime(source, (4_000_000_000, 4_000_000_000))
-    assert "something_else" not in render(a_stalled_run(tmp_path, source))
+    assert "something_else" not in text_of(a_stalled_run(tmp_path, source))

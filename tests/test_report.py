@@ -19,11 +19,10 @@ from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import ProcessLog, not_replaced
-from telemetry.report.summary import summarize, verdict_of
-from telemetry.report.text import render
+from telemetry.report.summary import verdict_of
 from telemetry.util.clock import iso_time
 from telemetry.util.sketch import Sketch
-from tests.report_logs import START, line, totals, window, write
+from tests.report_logs import START, line, summarize, text_of, totals, window, write
 
 
 def test_the_json_is_that_of_the_contract(tmp_path):
@@ -35,12 +34,15 @@ def test_the_json_is_that_of_the_contract(tmp_path):
         line("run_end", **totals(wait=6, compute=6, steps=120)),
     )
     summary = summarize(load(tmp_path))
-    assert set(summary) == {"run", "verdict", "ranks", "stalls", "hang", "changes", "snapshots"}
+    assert set(summary) == {
+        "run", "verdict", "ranks", "stalls", "hang", "changes", "snapshots", "job", "throughput", "gpu_energy_joules",
+        "cost",
+    }  # fmt: skip
     assert summary["hang"] is None
     (rank,) = summary["ranks"]
     assert set(rank) == {
         "rank", "local_rank", "node", "pid", "steps", "wall_seconds", "ledger", "step_seconds", "data_wait_seconds",
-        "exposed_wait_ratio", "overhead_seconds", "memory", "samples", "tokens", "gpu_energy_joules",
+        "exposed_wait_ratio", "overhead_seconds", "memory", "samples", "tokens", "gpu_energy_joules", "attempt",
     }  # fmt: skip
     assert set(rank["ledger"]) == set(CATEGORIES)
     assert sum(rank["ledger"].values()) == rank["wall_seconds"] == 13
@@ -310,7 +312,7 @@ def test_the_slow_rank_is_named_before_those_that_wait_for_it(tmp_path):
     write(tmp_path, 1, line("run_start", 1, **START), busy, end | {"rank": 1})
     report = summarize(load(tmp_path))
     assert "rank 1 stalled. Cause: checkpoint" in report["verdict"]
-    assert "GPU-hours lost in stalls, over all ranks: straggler 0.011, checkpoint 0.011" in render(report)
+    assert "GPU-hours lost in stalls, over all ranks: straggler 0.011, checkpoint 0.011" in text_of(load(tmp_path))
 
 
 def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank(tmp_path):

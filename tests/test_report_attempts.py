@@ -15,18 +15,10 @@ from telemetry.config import Config, SettingError
 from telemetry.records import CATEGORIES, Totals
 from telemetry.report.attempts import stuck_in_saves
 from telemetry.report.command import report
-from telemetry.report.goodput import (
-    Experience,
-    as_job,
-    attempt_lines,
-    best_interval,
-    books_sentence,
-    ended_by_oom,
-    ettr,
-    goodput_of,
-)
+from telemetry.report.goodput import Experience, best_interval, ettr
 from telemetry.report.logs import load
-from tests.report_logs import START, line, totals, write
+from telemetry.report.summary import report_of
+from tests.report_logs import START, line, text_of, totals, write
 
 T0 = datetime(2026, 1, 1, tzinfo=timezone.utc)
 LATER = T0.timestamp() + 1e6
@@ -96,8 +88,7 @@ class Process:
 
 
 def job(folder, now=LATER) -> dict:
-    processes = load(folder)
-    found = as_job(processes, goodput_of(processes, now))
+    found = msgspec.to_builtins(report_of(folder, load(folder), now).values.job)
     goodput = found["goodput"]
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_seconds"], rel=1e-3, abs=0.01)
     return found
@@ -338,19 +329,15 @@ def test_the_report_says_what_the_attempts_cost_and_how_often_to_save(tmp_path):
         process = process.resumed(3000 * number) if number else process
         process.checkpoint(3000).window(4500)
         process.write()
-    processes = load(tmp_path)
-    goodput = goodput_of(processes, LATER)
-    assert books_sentence(goodput).startswith(
-        "Of 5.4 GPU-hours, 3.0 were productive (55 %): 1.7 redone after 4 kills, "
-    )
-    text = "\n".join(attempt_lines(goodput))
+    text = text_of(load(tmp_path))
+    assert "Of 5.4 GPU-hours, 3.0 were productive (55 %): 1.7 redone after 4 kills, " in text
     assert "attempt 3: killed, 4495 steps on 1 ranks, resumed at step 9000, 1495 steps lost" in text
     assert re.search(r"write a checkpoint every 6\d\S* s instead of every 75 min", text), text
 
 
 def test_one_attempt_needs_no_section(tmp_path):
     Process(tmp_path, begin=0, pid=1).end(25)
-    assert attempt_lines(goodput_of(load(tmp_path), LATER)) == []
+    assert "attempts:" not in text_of(load(tmp_path))
 
 
 def test_a_process_that_goes_on_as_another_program_was_not_killed(tmp_path):
@@ -484,8 +471,7 @@ class Counting(Process):
 
 
 def reasons(folder) -> list[tuple[str, str | None]]:
-    goodput = goodput_of(load(folder), LATER)
-    return [(each["end"], each["reason"]) for each in as_job(load(folder), goodput)["attempts"]]
+    return [(each["end"], each["reason"]) for each in job(folder)["attempts"]]
 
 
 def test_the_next_attempt_in_the_same_cgroup_tells(tmp_path):
@@ -499,8 +485,7 @@ def test_another_rank_of_the_same_cgroup_tells(tmp_path):
     peer = Counting(tmp_path, 1, begin=0, pid=2, world=2, **GROUP).window(15).window(25).counts(1)
     peer.end(26.0, exception="RuntimeError", lost_peer=True)
     assert reasons(tmp_path) == [("killed", "rank 0 killed by the OOM killer")]
-    text = ended_by_oom(goodput_of(load(tmp_path), LATER))
-    assert text.startswith("The run has ended: rank 0 killed by the OOM killer. Raise the memory limit"), text
+    assert "The run has ended: rank 0 killed by the OOM killer. Raise the memory limit" in text_of(load(tmp_path))
 
 
 def test_of_ranks_that_ended_at_once_it_may_have_been_any(tmp_path):
@@ -601,20 +586,19 @@ def test_the_advice_learned_from_a_run_comes_true_in_the_next():
         loop += until
         checkpoints += until // (interval + cost)
     told = Experience(FAILURES, loop, int(checkpoints), cost, restart)
-    advised = told.best_interval_seconds
-    assert advised is not None and told.gain is not None
-    assert advised < interval / 5
-    effective, productive = simulated(advised, cost, mean, restart, 8)
-    assert told.predicted(advised) == pytest.approx(effective, abs=0.05)
+    advised = told.advised()
+    assert told.gain(advised) > 0.2
+    assert advised.best_interval_seconds < interval / 5
+    effective, productive = simulated(advised.best_interval_seconds, cost, mean, restart, 8)
+    assert advised.predicted_ettr_ratio == pytest.approx(effective, abs=0.05)
     assert productive > simulated(interval, cost, mean, restart, 8)[1] + 0.2
 
 
 def test_nothing_is_advised_that_is_not_known():
-    assert Experience(1, 1000.0, 10, 5.0, 60.0).as_json() is None, "one failure tells no rate"
-    assert Experience(5, 1000.0, 0, None, 60.0).as_json() is None, "no checkpoint tells no cost"
+    assert Experience(1, 1000.0, 10, 5.0, 60.0).advised() is None, "one failure tells no rate"
+    assert Experience(5, 1000.0, 0, 0.0, 60.0).advised() is None, "no checkpoint tells no cost"
     good = Experience(10, 36000.0, 80, 30.0, 60.0)
-    assert good.as_json() is not None
-    assert good.gain is None, "it is close to the best already"
+    assert good.gain(good.advised()) < 0.01, "it is close to the best already"
 
 
 def reading(joules: float, uuid: str = "GPU-1", **ledger: float) -> EnergyReading:

@@ -22,9 +22,8 @@ from telemetry.report import logs
 from telemetry.report.command import report
 from telemetry.report.logs import load
 from telemetry.report.process_log import ProcessLog
-from telemetry.report.summary import summarize
 from telemetry.util.sketch import Sketch
-from tests.report_logs import START, line, window, write
+from tests.report_logs import START, line, summarize, window, write
 
 pytest.importorskip("bokeh")  # what draws the page
 
@@ -388,16 +387,6 @@ def test_a_process_that_got_another_rank_stays_one(tmp_path, side_by_side):
     assert sorted(map(str, map(told, together))) == sorted(map(str, map(told, alone)))
 
 
-def test_a_life_that_the_heads_do_not_tell_is_read_once_more(tmp_path, side_by_side):
-    start = line("run_start", 0, started=time_at(0), life="x")
-    other = line("run_start", 1, started=time_at(5), life="y")
-    again = line("run_start", 1, started=time_at(0), life="x", continued=True)
-    write(tmp_path, 0, start, window(0, seconds=(1.0,), wait=1.0, compute=1.0, steps=1))
-    write(tmp_path, 1, other, again, window(1, seconds=(2.0,), wait=2.0, compute=2.0, steps=2))
-    assert [told(p) for p in load(tmp_path, side_by_side=True)] == [told(p) for p in load(tmp_path)]
-    assert side_by_side == [2]
-
-
 def test_where_no_process_can_be_started_it_reads_alone(tmp_path, side_by_side, monkeypatch):
     for rank in range(2):
         rotated_log(tmp_path, rank, f"life{rank}")
@@ -415,8 +404,8 @@ def recorded(recorder: RunRecorder) -> tuple[dict, dict]:
     grid = recorder.grid
     sums = {
         (name, rank, at): value
-        for name in sorted(grid._arrays)
-        for (_, rank), row in recorder.rows.items()
+        for name in sorted(grid._sums)
+        for rank, row in recorder.rows.items()
         for at, value in zip(grid.begins(), grid.sums(name)[row], strict=True)
     }
     sketches = {name: [s and s.as_log_field() for s in grid.sketches(name)] for name in ("step", "wait")}
@@ -445,7 +434,7 @@ def test_the_evaluations_of_both_attempts_of_a_rank_are_marked(tmp_path, side_by
         write(
             tmp_path, 0, line("run_start", 0, started=time_at(100 * attempt), life=f"life{attempt}"), *phases, pid=pid
         )
-    write(tmp_path, 1, line("run_start", 1, started=time_at(0), life="other"), phases[0] | {"rank": 1})
+    write(tmp_path, 1, line("run_start", 1, started=time_at(0), life="other"), phases[0] | {"rank": 1}, pid=13)
     recorder = RunRecorder()
     load(tmp_path, recorder, side_by_side=True)
     assert side_by_side == [3]

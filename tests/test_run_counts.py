@@ -12,9 +12,9 @@ from report_logs import START, line, window, write
 from top_screens import FRAME, NOW, text_of
 
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
 from telemetry.top.view import RankFacts, RankRow, row_of
 from tests.faults.warm_python import warm_python
+from tests.report_logs import summarize
 
 SCRIPT = """
 import json, os, signal, sys, time

@@ -33,7 +33,7 @@ from telemetry.hooks.samples import WorkerCounts
 from telemetry.hooks.worker import FetchedSamples, timed_fetch, tokens_in
 from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
+from tests.report_logs import summarize
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 

@@ -12,9 +12,7 @@ from telemetry.agent.stalls import stall_fields
 from telemetry.diagnosis.causes import costs, shares_of
 from telemetry.diagnosis.stalls import Stall
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
-from telemetry.report.text import render
-from tests.report_logs import START, line, window, write
+from tests.report_logs import START, line, summarize, text_of, window, write
 from tests.zoo.test_replay import RECORDED, evidence_of
 
 TWO = Path(__file__).parent / "zoo" / "evidence" / "two-reads-checkpoints.json"
@@ -69,7 +67,6 @@ def test_the_report_names_both(tmp_path):
     report = summarize(load(tmp_path))
     assert "Cause: checkpoint" in report["verdict"]
     assert "At the same time loader_on_training_thread takes 33 % of the time." in report["verdict"]
-    report["job"] = None
-    text = render(report)
+    text = text_of(load(tmp_path))
     assert "stall on rank 0: checkpoint (40 % of the time), since" in text
     assert "\n  at the same time loader_on_training_thread (33 % of the time)\n  try num_workers=2: load" in text

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
 from tests.data_sets import Numbers
-from tests.report_logs import START, line, totals, write
+from tests.report_logs import START, line, summarize, totals, write
 
 
 def read_on_a_thread(batches):

@@ -19,14 +19,12 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import disabled
-from telemetry.diagnosis.verdict import costliest_of
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
+from telemetry.report.process_log import stalls_of
 from telemetry.top.endpoints import ScrapeError, fetch, samples
 from telemetry.util.text import show
 
@@ -38,11 +36,19 @@ SCRIPT: Final = Path(__file__).with_name("train.py")
 
 _EXTRA: Final = (("PIL.Image", "pillow"), ("numpy", "numpy"))
 _LOG_INTERVAL_SECONDS: Final = 2
+_MAX_STDERR_LINES: Final = 100
+
 _INTERRUPTED: Final = 130
 """The exit status that a shell gives a command that Ctrl-C ended."""
 
 _SECOND_RUN_RATIO: Final = 0.7
 """How long the second training takes, relative to the first."""
+
+_MAX_EXTRA_SECONDS: Final = 120.0
+"""How much longer than planned a training may take before it counts as hung."""
+
+_EXIT_SECONDS: Final = 5.0
+"""How long an interrupted training may take to end by itself."""
 
 
 class DemoError(Exception):
@@ -76,11 +82,12 @@ def demo(run_dir: str, plan: DemoPlan | None = None) -> int:
         run_dir: the folder for the pictures, which the next demo uses again, and for a new run folder each time.
         plan: how large the demo is; by default it takes about a minute.
     """
-    with sigterm_as_ctrl_c():
+    with _sigterm_as_ctrl_c():
         try:
             _check()
             return _show(Path(run_dir), plan or DemoPlan())
         except DemoError as error:
+            sys.stdout.flush()
             sys.stderr.write(f"telemetry demo: {error}\n")
             return 1
         except BrokenPipeError:
@@ -104,52 +111,58 @@ def _check() -> None:
         raise DemoError("TELEMETRY_DISABLED is set, so there would be nothing to see: unset it")
 
 
+# -- the parts of the demo -----------------------------------------------------------------------------------------
+
+
 def _show(base: Path, plan: DemoPlan) -> int:
     """Run the whole demo. Returns the exit status."""
+    from telemetry.report.command import PageError, page_recorder, report
+
     try:
+        base.mkdir(parents=True, exist_ok=True)
         run = _new_run_folder(base)
         pictures = _prepare(base, plan)
     except OSError as error:
         raise DemoError(f"cannot write below {base}: {error}") from error
-    options: list[object] = ["--run-dir", run, "--log-interval-seconds", _LOG_INTERVAL_SECONDS]
-    training: list[object] = [SCRIPT, pictures]
-    limits: list[object] = ["--checkpoints", run / "checkpoints", "--seconds", f"{plan.seconds:g}", *plan.arguments]
-    arguments = ["run", *options, *training, *limits]
+    training = [SCRIPT, pictures]
     say(f"2. Training, with the agent on. {SCRIPT.name} is a plain PyTorch script that does not mention the agent.", "")
-    say(f"   $ {command_line(*arguments)}", "")
-    with training_process([*map(str, arguments)], run) as child:
-        LiveView(child, run, plan).until_exit()
-    if child.returncode:
-        report_failure(child.returncode, run / "train.err")
-        return 1
-    say("", "4. What its log says afterwards:", "", f"   $ {command_line('report', run)}", "")
-    from telemetry.report.command import report
-
+    _train(
+        ["--log-interval-seconds", _LOG_INTERVAL_SECONDS, *training, "--checkpoints", run / "checkpoints"],
+        run, plan, plan.seconds, rows=True,
+    )  # fmt: skip
+    say("", "4. What its log says afterwards:", "", f"   $ {_command_line('report', run)}", "")
     status = report(str(run), as_json=False)
-    try:
-        applied = _follow_advice(run, training, plan)
-    except _SecondTrainingError:
-        return 1
-    _suggest(run, training, applied)
-    return status or _write_page(run)
-
-
-def _write_page(run: Path) -> int:
-    """Write the report of the first training as a page. Returns the exit status."""
-    from telemetry.report.command import PageError, page_recorder, report
-
-    say("", "7. The report as a page, to open in a browser or to send to somebody:", "")
+    second = _follow_advice(run, training, plan)
+    tried = second or run.with_name(f"{run.name}-two-workers")
+    again = ["run", "--run-dir", tried, *training, "--num-workers", 2]
+    say(
+        "",
+        "6. What to try now",
+        "",
+        "   the report of a run with workers:",
+        *([] if second else [f"   $ {_command_line(*again)}"]),
+        f"   $ {_command_line('report', tried)}",
+        "   a script of your own, unchanged:",
+        f"   $ {_command_line('run', '--run-dir', 'runs/first', 'SCRIPT.py', 'ARGS...')}",
+        "   this report for a program to read, and the log it was made from:",
+        f"   $ {_command_line('report', run, '--json')}",
+        f"   $ head -n 3 {shlex.quote(str(run / 'logs'))}/*.jsonl",
+        "   what else would work on this machine, and why not:",
+        f"   $ {_command_line('doctor')}",
+        "",
+        "7. The report as a page, to open in a browser or to send to somebody:",
+        "",
+    )
     try:
         page_recorder()
     except PageError as error:
         say(f"   it was not written: {error}")
-        return 0
-    return report(str(run), as_json=False, html=str(run / "report.html"))
+        return status
+    return status or report(str(run), as_json=False, html=str(run / "report.html"))
 
 
 def _new_run_folder(base: Path) -> Path:
     """Make a folder that did not exist before, so that no demo overwrites anything."""
-    base.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         folder = base / f"demo-{number}"
@@ -174,11 +187,7 @@ def _prepare(base: Path, plan: DemoPlan) -> Path:
     return folder
 
 
-class _SecondTrainingError(Exception):
-    """The second training has failed, and the reason is printed."""
-
-
-def _follow_advice(run: Path, training: list[object], plan: DemoPlan) -> Path | None:
+def _follow_advice(run: Path, training: list[Path], plan: DemoPlan) -> Path | None:
     """Train again with the advised number of workers, and compare. Returns the new run folder; None without advice."""
     first = outcome(run)
     if first.workers is None or first.predicted_speedup is None or not first.steps_per_second:
@@ -186,55 +195,18 @@ def _follow_advice(run: Path, training: list[object], plan: DemoPlan) -> Path | 
         return None
     second = run.with_name(f"{run.name}-{first.workers}-workers")
     seconds = max(1.0, _SECOND_RUN_RATIO * plan.seconds)
-    again: list[object] = [*training, "--num-workers", first.workers, "--seconds", f"{seconds:g}", *plan.arguments]
     say("", f"5. Taking the advice, num_workers={first.workers}, for {seconds:.0f} s:", "")
-    arguments = ["run", "--run-dir", second, *again]
-    say(f"   $ {command_line(*arguments)}", "")
     second.mkdir()
-    with training_process([*map(str, arguments)], second) as child:
-        try:
-            child.wait(seconds + MAX_EXTRA_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise DemoError(f"the second training has not ended, and was ended; see {second}") from None
-    if child.returncode:
-        report_failure(child.returncode, second / "train.err")
-        raise _SecondTrainingError
-    _compare(first, outcome(second))
+    _train([*training, "--num-workers", first.workers], second, plan, seconds)
+    rate = outcome(second).steps_per_second
+    if rate:
+        say(
+            "                 steps per second of the training loop",
+            f"   no workers                 {first.steps_per_second:6.1f}",
+            f"   {first.workers} workers                  {rate:6.1f}",
+            f"   speed-up: predicted {first.predicted_speedup:.2f}, realised {rate / first.steps_per_second:.2f}",
+        )
     return second
-
-
-def _compare(first: DemoOutcome, second: DemoOutcome) -> None:
-    if not first.steps_per_second or not second.steps_per_second:
-        return
-    say(
-        "                 steps per second of the training loop",
-        f"   no workers                 {first.steps_per_second:6.1f}",
-        f"   {first.workers} workers                  {second.steps_per_second:6.1f}",
-        f"   speed-up: predicted {first.predicted_speedup:.2f}, "
-        f"realised {second.steps_per_second / first.steps_per_second:.2f}",
-    )
-
-
-def _suggest(run: Path, training: list[object], applied: Path | None) -> None:
-    second = applied or run.with_name(f"{run.name}-two-workers")
-    tried = (
-        [f"   $ {command_line('run', '--run-dir', second, *training, '--num-workers', 2)}"] if applied is None else []
-    )
-    say(
-        "",
-        "6. What to try now",
-        "",
-        "   the report of a run with workers:",
-        *tried,
-        f"   $ {command_line('report', second)}",
-        "   a script of your own, unchanged:",
-        f"   $ {command_line('run', '--run-dir', 'runs/first', 'SCRIPT.py', 'ARGS...')}",
-        "   this report for a program to read, and the log it was made from:",
-        f"   $ {command_line('report', run, '--json')}",
-        f"   $ head -n 3 {shlex.quote(str(run / 'logs'))}/*.jsonl",
-        "   what else would work on this machine, and why not:",
-        f"   $ {command_line('doctor')}",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +214,7 @@ class DemoOutcome:
     """What one run came to.
 
     Attributes:
-        steps_per_second: steps per second of training loop (wait and compute from the first batch on); None without
-            a step.
+        steps_per_second: of its training loop from the first batch on; None without a step.
         workers: the ``num_workers`` that the costliest stall's first advice names; None if it names none.
         predicted_speedup: the factor on the steps per second that this advice predicts; None if it predicts none.
     """
@@ -254,237 +225,59 @@ class DemoOutcome:
 
 
 def outcome(run: Path) -> DemoOutcome:
-    """Read a run's log.
-
-    Raises:
-        telemetry.report.log_files.NoRunError: there is no log.
-    """
-    processes = load(run)
-    report = summarize(processes)
-    rank, first_wait = report["ranks"][-1], processes[-1].totals.get("first_wait_seconds")
-    loop = rank["ledger"]["data_wait"] + rank["ledger"]["compute"]
-    loop -= first_wait if isinstance(first_wait, float) else 0.0
-    rate = rank["steps"] / loop if rank["steps"] and loop > 0 else None
-    stall = costliest_of(rank["rank"], report["stalls"])
-    advice = stall["advice"][0] if stall is not None and stall["advice"] else {}
-    if advice.get("setting") != "num_workers":
-        return DemoOutcome(rate, None, None)
-    return DemoOutcome(rate, int(advice["value"]), advice.get("predicted_speedup"))
+    """Read a run's log."""
+    process = load(run)[-1]
+    totals, ledger = process.totals, process.ledger
+    loop = ledger.get("data_wait", 0.0) + ledger.get("compute", 0.0) - totals.get("first_wait_seconds", 0.0)
+    rate = totals["steps_total"] / loop if totals.get("steps_total") and loop > 0 else None
+    stall = max(stalls_of(process), key=lambda stall: stall.lost_seconds, default=None)
+    for advice in stall.advice[:1] if stall else ():
+        if advice.setting == "num_workers":
+            return DemoOutcome(rate, int(advice.value or 0), advice.predicted_speedup)
+    return DemoOutcome(rate, None, None)
 
 
-MAX_EXTRA_SECONDS: Final = 120.0
-"""How much longer than planned a training may take before it counts as hung."""
+# -- one training, and what is shown of it while it runs -----------------------------------------------------------
 
 
-class LiveView:
-    """Polls the metrics of a running training every few seconds, and prints a row each time.
-
-    Args:
-        child: the training.
-        run: its run folder.
-        plan: how often to poll, and how long the training takes.
-    """
-
-    _HEADING = "    time   steps  steps/s  waiting for data  step p50   most time in   newest line of the script"
-
-    def __init__(self, child: subprocess.Popen[bytes], run: Path, plan: DemoPlan) -> None:
-        self._child = child
-        self._run = run
-        self._plan = plan
-        self._began = time.monotonic()
-        self._url: str | None = None
-        self._before = Reading(0.0, {}, (), None)
-        self._unanswered = False
-        self._exposition = ""
-        self._shown_exposition = False
-
-    def until_exit(self) -> None:
-        """Print rows until the training has ended.
-
-        Raises:
-            DemoError: it does not end in time.
-        """
-        while True:
-            try:
-                self._child.wait(self._plan.poll_seconds)
-                break
-            except subprocess.TimeoutExpired:
-                pass
-            passed = time.monotonic() - self._began
-            if passed > self._plan.seconds + MAX_EXTRA_SECONDS:
-                raise DemoError(f"the training has not ended in {passed:.0f} s, and was ended; see {self._run}")
-            self._poll(passed)
-        if self._child.returncode == 0 and not self._shown_exposition:
-            self._show_exposition()
-
-    def _poll(self, passed: float) -> None:
-        if self._url is None:
-            self._find_endpoint()
-        if self._url is None:
-            return
-        try:
-            self._exposition = fetch(self._url)
-        except ScrapeError as error:
-            if self._unanswered:  # not the first time: a run closes its endpoint before its process ends
-                say(f"  {passed:4.0f} s   {error}")
-            self._unanswered = True
-            return
-        self._unanswered = False
-        self._row(passed, Reading.of(self._exposition))
-        if not self._shown_exposition and passed >= self._plan.seconds / 2 and self._before.steps:
-            self._show_exposition()
-
-    def _find_endpoint(self) -> None:
-        """Read the URL of the metrics from the first line of the run's log."""
-        for log in (self._run / "logs").glob("rank-*.jsonl"):
-            with log.open(encoding="utf-8") as lines, contextlib.suppress(ValueError):  # the line is being written
-                head = json.loads(lines.readline())
-                self._url = head.get("metrics_url")
-                if self._url is None:
-                    raise DemoError("the run has no metrics endpoint; `telemetry doctor` says why")
-                say(f"   metrics at {self._url}, log in {log}", "", self._HEADING)
-
-    def _row(self, passed: float, now: Reading) -> None:
-        """Print what has happened since the last row."""
-        stalled_before = self._before.stall
-        new, self._before = now.since(self._before), now
-        seconds = new.wall_seconds
-        if seconds <= 0:
-            return  # the agent has published nothing new
-        rate = f"{new.steps / seconds:.1f}"
-        waiting = "-" if new.waiting_ratio is None else f"{100 * new.waiting_ratio:.0f} %"
-        median = "-" if new.median_step_seconds is None else f"{1e3 * new.median_step_seconds:.0f} ms"
-        most = max(new.ledger_seconds, key=lambda category: new.ledger_seconds[category]).replace("_", " ")
-        row = f"  {passed:4.0f} s  {now.steps:6.0f}  {rate:>7}  {waiting:>16}  {median:>8}   {most:<12}   "
-        say((row + self._newest_output()).rstrip())
-        if now.stall and now.stall != stalled_before:
-            say(f"          the agent reports a stall: {now.stall}")
-
-    def _newest_output(self) -> str:
-        lines = (self._run / "train.out").read_text(errors="replace").splitlines()
-        return lines[-1] if lines else ""
-
-    def _show_exposition(self) -> None:
-        lines = lines_that_matter(self._exposition)
-        if lines:
-            self._shown_exposition = True
-            say("", "3. What Prometheus would scrape at this moment (a part of it):", "")
-            say(f"   $ curl -s {self._url}", *(f"   {line}" for line in lines), "")
-            if self._child.poll() is None:
-                say(self._HEADING)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The figures of one exposition of one rank that the demo shows.
-
-    Attributes:
-        steps: how many steps have ended.
-        ledger_seconds: seconds by category; their sum is the wall clock of the run.
-        buckets: histogram of the step duration: upper bounds in seconds, and how many steps took no longer.
-        stall: the cause of the open stall; None without one.
-    """
-
-    steps: float
-    ledger_seconds: dict[str, float]
-    buckets: tuple[tuple[float, float], ...]
-    stall: str | None
-
-    @classmethod
-    def of(cls, text: str) -> Reading:
-        """Read an exposition."""
-        steps, ledger, buckets, stall = 0.0, {}, [], None
-        for name, labels, value in samples(text):
-            if name == "training_steps_total":
-                steps = value
-            elif name == "training_time_seconds_total":
-                ledger[labels["category"]] = value
-            elif name == "training_step_duration_seconds_bucket":
-                buckets.append((float(labels["le"]), value))
-            elif name == "training_stall_active" and value:
-                stall = labels["cause"]
-        return cls(steps, ledger, tuple(buckets), stall)
-
-    def since(self, before: Reading) -> Reading:
-        """The differences to an earlier reading."""
-        spent = before.ledger_seconds
-        earlier = dict(before.buckets)
-        return Reading(
-            self.steps - before.steps,
-            {category: seconds - spent.get(category, 0.0) for category, seconds in self.ledger_seconds.items()},
-            tuple((bound, count - earlier.get(bound, 0.0)) for bound, count in self.buckets),
-            self.stall,
-        )
-
-    @property
-    def wall_seconds(self) -> float:
-        """Seconds of wall clock: the sum of the ledger."""
-        return sum(self.ledger_seconds.values())
-
-    @property
-    def waiting_ratio(self) -> float | None:
-        """The share of the training loop that waits for data; None without any training."""
-        waited = self.ledger_seconds.get("data_wait", 0.0)
-        loop = waited + self.ledger_seconds.get("compute", 0.0)
-        return waited / loop if loop > 0 else None
-
-    @property
-    def median_step_seconds(self) -> float | None:
-        """The p50 of the step duration as PromQL's ``histogram_quantile`` computes it; None without a step."""
-        half = self.buckets[-1][1] / 2 if self.buckets else 0.0
-        if half <= 0:
-            return None
-        for (low, below), (high, up_to) in pairwise(((0.0, 0.0), *self.buckets)):
-            if up_to >= half:
-                # The last bucket has no upper bound: the step is longer than the bound before, and no more is known.
-                return low if high == float("inf") else low + (high - low) * (half - below) / (up_to - below)
-        return None
-
-
-_MATTER: Final = re.compile(
-    r"training_(time_seconds_total|steps_total|exposed_wait_seconds_total|process_\w+|stall_active"
-    r"|gpu_(utilization|sm_active)_ratio)|telemetry_overhead_seconds_total"
-)
-
-
-def lines_that_matter(text: str) -> list[str]:
-    """The samples of an exposition that a person should see first, as they were served."""
-    shown = []
-    for line in text.splitlines():
-        for name, _, value in samples(line):
-            quiet = name == "training_stall_active" and value == 0
-            if _MATTER.fullmatch(name) and not quiet:
-                shown.append(line)
-    return shown
-
-
-_EXIT_SECONDS: Final = 5.0
-"""How long an interrupted training may take to end by itself."""
-
-_MAX_STDERR_LINES: Final = 100
-
-
-@contextlib.contextmanager
-def training_process(arguments: list[str], run: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``telemetry ARGUMENTS`` with its output in files. It is ended when the context is left.
+def _train(arguments: list[object], run: Path, plan: DemoPlan, seconds: float, *, rows: bool = False) -> None:
+    """Run the script with the agent on, with its output in ``train.out`` and ``train.err`` of the run folder.
 
     It gets a session of its own. So Ctrl-C reaches the demo alone, and the demo ends the training with its workers.
 
     Args:
-        arguments: arguments of the command line.
-        run: the run folder; it gets ``train.out`` and ``train.err``.
+        arguments: of ``telemetry run``, after the run folder.
+        run: the run folder.
+        plan: what else the script is given.
+        seconds: how long it trains.
+        rows: whether to print rows about it while it runs.
+
+    Raises:
+        DemoError: it failed, or did not end in time.
     """
-    command = [sys.executable, "-m", "telemetry", *arguments]
+    typed = ["run", "--run-dir", run, *arguments, "--seconds", f"{seconds:g}", *plan.arguments]
+    say(f"   $ {_command_line(*typed)}", "")
     quiet = os.environ | {"TELEMETRY_END_LINE": "off"}
     with (run / "train.out").open("wb") as output, (run / "train.err").open("wb") as errors:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=quiet, start_new_session=True
-        )
+            [sys.executable, "-m", "telemetry", *map(str, typed)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=quiet, start_new_session=True,
+        )  # fmt: skip
     try:
-        yield child
+        if rows:
+            _LiveView(child, run, plan).until_exit()
+        else:
+            child.wait(seconds + _MAX_EXTRA_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise DemoError(f"the training has not ended, and was ended; see {run}") from None
     finally:
         if child.poll() is None:
             _end(child)
+    if child.returncode:
+        status = child.returncode
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        written = (run / "train.err").read_text(errors="replace").splitlines()[-_MAX_STDERR_LINES:]
+        raise DemoError("\n".join([f"the training {how}; its stderr:", *written]))
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -498,35 +291,166 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
+class _LiveView:
+    """Polls the metrics of a running training every few seconds, and prints a row each time."""
+
+    _HEADING = "    time   steps  steps/s  waiting for data   newest line of the script"
+
+    def __init__(self, child: subprocess.Popen[bytes], run: Path, plan: DemoPlan) -> None:
+        self._child = child
+        self._run = run
+        self._plan = plan
+        self._url: str | None = None
+        self._before = Reading(0.0, {}, None)
+        self._unanswered = False
+        self._exposition = ""
+        self._shown_exposition = False
+
+    def until_exit(self) -> None:
+        """Print rows until the training has ended.
+
+        Raises:
+            DemoError: it has no endpoint.
+            subprocess.TimeoutExpired: it does not end in time.
+        """
+        began = time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(self._plan.poll_seconds)
+                break
+            passed = time.monotonic() - began
+            if passed > self._plan.seconds + _MAX_EXTRA_SECONDS:
+                raise subprocess.TimeoutExpired(self._child.args, passed)
+            self._poll(passed)
+        if self._child.returncode == 0:
+            self._show_exposition()
+
+    def _poll(self, passed: float) -> None:
+        self._url = self._url or self._find_endpoint()
+        if self._url is None:
+            return
+        try:
+            self._exposition = fetch(self._url)
+        except ScrapeError as error:
+            if self._unanswered:  # not the first time: a run closes its endpoint before its process ends
+                say(f"  {passed:4.0f} s   {error}")
+            self._unanswered = True
+            return
+        self._unanswered = False
+        before, now = self._before, Reading.of(self._exposition)
+        new = now.since(before)
+        if new.wall_seconds > 0:  # else the agent has published nothing new
+            self._before = now
+            waiting = "-" if new.waiting_ratio is None else f"{100 * new.waiting_ratio:.0f} %"
+            newest = (self._run / "train.out").read_text(errors="replace").splitlines()[-1:]
+            row = f"  {passed:4.0f} s  {now.steps:6.0f}  {new.steps / new.wall_seconds:7.1f}  {waiting:>16}   "
+            say((row + "".join(newest)).rstrip())
+            if now.stall and now.stall != before.stall:
+                say(f"          the agent reports a stall: {now.stall}")
+        if passed >= self._plan.seconds / 2 and self._before.steps:
+            self._show_exposition()
+
+    def _find_endpoint(self) -> str | None:
+        """The URL of the metrics, from the first line of the run's log; None while there is none."""
+        for log in (self._run / "logs").glob("rank-*.jsonl"):
+            with log.open(encoding="utf-8") as lines, contextlib.suppress(ValueError):  # the line is being written
+                url: str | None = json.loads(lines.readline()).get("metrics_url")
+                if url is None:
+                    raise DemoError("the run has no metrics endpoint; `telemetry doctor` says why")
+                say(f"   metrics at {url}, log in {log}", "", self._HEADING)
+                return url
+        return None
+
+    def _show_exposition(self) -> None:
+        lines = lines_that_matter(self._exposition)
+        if not lines or self._shown_exposition:
+            return
+        self._shown_exposition = True
+        say("", "3. What Prometheus would scrape at this moment (a part of it):", "")
+        say(f"   $ curl -s {self._url}", *(f"   {line}" for line in lines), "")
+        if self._child.poll() is None:
+            say(self._HEADING)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The figures of one exposition of one rank that the demo shows.
+
+    Attributes:
+        steps: how many steps have ended.
+        ledger_seconds: seconds by category; their sum is the wall clock of the run.
+        stall: the cause of the open stall; None without one.
+    """
+
+    steps: float
+    ledger_seconds: dict[str, float]
+    stall: str | None
+
+    @classmethod
+    def of(cls, text: str) -> Reading:
+        """Read an exposition."""
+        steps, ledger, stall = 0.0, {}, None
+        for name, labels, value in samples(text):
+            if name == "training_steps_total":
+                steps = value
+            elif name == "training_time_seconds_total":
+                ledger[labels["category"]] = value
+            elif name == "training_stall_active" and value:
+                stall = labels["cause"]
+        return cls(steps, ledger, stall)
+
+    def since(self, before: Reading) -> Reading:
+        """The differences to an earlier reading."""
+        spent = {c: seconds - before.ledger_seconds.get(c, 0.0) for c, seconds in self.ledger_seconds.items()}
+        return Reading(self.steps - before.steps, spent, self.stall)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds of wall clock: the sum of the ledger."""
+        return sum(self.ledger_seconds.values())
+
+    @property
+    def waiting_ratio(self) -> float | None:
+        """The share of the training loop that waits for data; None without any training."""
+        waited = self.ledger_seconds.get("data_wait", 0.0)
+        loop = waited + self.ledger_seconds.get("compute", 0.0)
+        return waited / loop if loop > 0 else None
+
+
+_MATTER: Final = re.compile(
+    r"training_(time_seconds_total|steps_total|exposed_wait_seconds_total|process_\w+|stall_active"
+    r"|gpu_(utilization|sm_active)_ratio)|telemetry_overhead_seconds_total"
+)
+
+
+def lines_that_matter(text: str) -> list[str]:
+    """The samples of an exposition that a person should see first, as they were served."""
+    return [
+        line
+        for line in text.splitlines()
+        for name, _, value in samples(line)
+        if _MATTER.fullmatch(name) and (name != "training_stall_active" or value)
+    ]
+
+
+# -- signals and output --------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
+def _sigterm_as_ctrl_c() -> Iterator[None]:
     """The context in which SIGTERM raises KeyboardInterrupt. By default it would kill us and leave the training."""
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    del signum, frame
-    raise KeyboardInterrupt
-
-
-def report_failure(status: int, errors: Path) -> None:
-    """Print how a training ended that failed, and the end of its stderr.
-
-    Args:
-        status: its exit status; negative for a signal.
-        errors: the file with its stderr.
-    """
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    written = errors.read_text(errors="replace").splitlines()[-_MAX_STDERR_LINES:]
-    sys.stdout.flush()
-    sys.stderr.write("\n".join(["", f"telemetry demo: the training {how}; its stderr:", *written, ""]))
 
 
 def say(*lines: str) -> None:
@@ -535,7 +459,7 @@ def say(*lines: str) -> None:
         show(f"{line}\n")
 
 
-def command_line(*arguments: object) -> str:
+def _command_line(*arguments: object) -> str:
     """A telemetry command as a person would type it in this folder. Paths are shortened."""
     found = shutil.which("telemetry")
     on_path = found is not None and Path(found).parent == Path(sys.executable).parent
@@ -545,6 +469,5 @@ def command_line(*arguments: object) -> str:
 
 def _relative(path: Path) -> str:
     """A path below the current folder relative to it; any other as it is."""
-    with contextlib.suppress(ValueError, OSError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

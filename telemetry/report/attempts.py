@@ -4,53 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
-from telemetry.report.process_log import Point
+from telemetry.report.process_log import Point, point_at, unix
 from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
 from telemetry.util.processes import clean_name, node_name, process_started
 from telemetry.util.text import named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from telemetry.report.process_log import ProcessLog, Save
-
-
-@dataclass(frozen=True, slots=True)
-class OomEnd:
-    """What the OOM killer has to do with the end of an attempt.
-
-    Attributes:
-        ranks: those that may have been killed by it, or whose process has failed after it has killed another.
-        kills: how many processes it has killed.
-        killed: whether the ranks were killed. Otherwise they failed: it killed a process that they needed.
-        sure: whether the counter was read soon after.
-    """
-
-    ranks: tuple[int, ...]
-    kills: int
-    killed: bool
-    sure: bool
-
-    @property
-    def all_ranks(self) -> bool:
-        """Whether it has killed each of the ranks."""
-        return self.killed and self.kills >= len(self.ranks)
-
-    @property
-    def text(self) -> str:
-        """As it is said in the report."""
-        probably = "" if self.sure else "probably "
-        ranks = named(self.ranks)
-        if self.all_ranks:
-            return f"{ranks} {probably}killed by the OOM killer"
-        of = f"{self.kills} of {ranks}" if self.killed else f"a process of {ranks}"
-        return f"the OOM killer {probably}killed {of}"
-
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
@@ -59,9 +26,6 @@ RUNNING: Final = "running"
 
 MISSED_WINDOWS: Final = 3
 """A process that wrote no line for so many log intervals counts as ended."""
-
-_LOG_INTERVAL_SECONDS: Final = 10.0
-"""The default of ``log_interval_seconds``, for logs that do not have it."""
 
 _STARTED_TOGETHER_SECONDS: Final = 60.0
 """Ranks of one attempt may start so far apart that the first has ended before the last starts; but not further."""
@@ -72,12 +36,22 @@ _SAME_START_SECONDS: Final = 1.0
 _SLACK_SECONDS: Final = 0.5
 """Two ends that are not further apart may have come in either order."""
 
+ASSUMED: Final = "assumed"
 
-class OomReading(NamedTuple):
-    """How many processes of a cgroup the OOM killer had killed at a Unix time."""
+_FIRST_STEP_BATCHES: Final = 2
+"""So many batches without a step of an optimizer are no replay yet."""
 
-    time: float
-    kills: int
+_TELLING_POSITION: Final = 2
+"""From this step of its optimizers on, a process has logged how much of its loop was replay."""
+
+_TOLERANCE: Final = 0.02
+"""Steps and optimizer steps that differ by no more are the same steps: the last one may be open."""
+
+_SURE_SECONDS: Final = 60.0
+"""If the counter of the OOM killer is read later, it may have counted something else in the meantime."""
+
+
+# -- one process ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +85,28 @@ class Life:
         return str(self.log.head.get("node"))
 
     @property
+    def spent(self) -> dict[str, float]:
+        """Its ledger."""
+        found: dict[str, float] = self.totals.get("ledger_total_seconds", {})
+        return found
+
+    @property
     def heartbeat_seconds(self) -> float:
         """Between two of its heartbeats."""
-        return max(1.0, _interval(self.log, "interval_seconds", 1.0))
+        return max(1.0, self.log.setting("interval_seconds", 1.0))
 
     @property
-    def oom_kills(self) -> int | None:
-        """The newest that it has read of the counter of its cgroup; None where there is no counter."""
-        return self.totals.get("oom_kills_total")
+    def failed_by_itself(self) -> bool:
+        """Whether it failed for another reason than the end of a peer."""
+        return self.how == FAILED and not self.log.end.get("lost_peer")
 
     @property
-    def oom_readings(self) -> list[OomReading]:
-        """What it has read of that counter: the first and the last time of each value."""
-        found = [(text, kills) for kills, texts in self.log.oom_readings.items() for text in texts]
-        readings = [OomReading(time, kills) for text, kills in found if (time := unix(text)) is not None]
-        return readings if self.oom_kills is None else [*readings, OomReading(self.end, self.oom_kills)]
+    def oom_readings(self) -> list[tuple[float, int]]:
+        """What it has read of the counter of the OOM killer: Unix time, and how many were killed by then."""
+        found = [(unix(text), kills) for kills, texts in self.log.oom_readings.items() for text in texts]
+        readings = [(time, kills) for time, kills in found if time is not None]
+        newest = self.totals.get("oom_kills_total")
+        return sorted(readings if newest is None else [*readings, (self.end, newest)])
 
     @property
     def launch(self) -> tuple[str, str, int | None] | None:
@@ -135,57 +116,31 @@ class Life:
             return None
         return self.node, head["launch"], head.get("restarts")
 
-
-@dataclass(slots=True)
-class Attempt:
-    """The processes that were started together. ``oom``: what the OOM killer has to do with its end."""
-
-    number: int
-    lives: list[Life] = field(default_factory=list)
-    oom: OomEnd | None = None
+    @property
+    def offset(self) -> int:
+        """Its optimizer steps before it loaded the state from which positions are counted."""
+        return int(self.totals.get("resumed_at_optimizer_steps", 0))
 
     @property
-    def begin(self) -> float:
-        """When its first process began."""
-        return min(life.begin for life in self.lives)
+    def first_point(self) -> Point:
+        """How far it had come when its first step began: the first wait and the replay are over."""
+        replay, wait = self.totals.get("replay_seconds", 0.0), self.totals.get("replay_wait_seconds", 0.0)
+        return Point(
+            optimizer_steps=self.offset,
+            steps=self.totals.get("replayed_batches", 0),
+            data_wait=self.totals.get("first_wait_seconds", 0.0) + wait,
+            compute=max(0.0, replay - wait),
+        )
 
     @property
-    def end(self) -> float:
-        """When its last process ended, as far as that is known."""
-        return max(life.end for life in self.lives)
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks it has."""
-        return len({life.rank for life in self.lives})
-
-    @property
-    def replaced(self) -> bool:
-        """Whether it has ended because a process has executed another program: its work may not be done."""
-        return self.how == FINISHED and any(life.replaced for life in self.lives)
-
-    @property
-    def how(self) -> str:
-        """How it ended: as the rank that ended first. Ranks that lose a peer fail after it."""
-        if any(life.how == RUNNING for life in self.lives):
-            return RUNNING
-        ends = {life.how for life in self.lives}
-        if ends == {FINISHED}:
-            return FINISHED
-        failed = [life for life in self.lives if life.how == FAILED]
-        own = [life for life in failed if not life.log.end.get("lost_peer")]
-        killed = [life for life in self.lives if life.how == KILLED]
-        if killed and failed and min(life.end for life in killed) > min(life.end for life in failed) + _SLACK_SECONDS:
-            return FAILED  # the others lived on
-        # A rank that fails by itself makes the launcher kill the others, whose newest stamp may be a little older.
-        if own and (not killed or min(life.end for life in own) <= _death(killed) + _SLACK_SECONDS):
-            return FAILED
-        return KILLED if killed else FAILED
-
-
-def _death(killed: Sequence[Life]) -> float:
-    """The latest moment at which the first of the killed processes may have died."""
-    return min(life.end + life.heartbeat_seconds for life in killed)
+    def last_point(self) -> Point:
+        """How far it had come at its end."""
+        return Point(
+            optimizer_steps=self.totals.get("optimizer_steps_total", 0),
+            steps=self.totals.get("steps_total", 0),
+            data_wait=self.spent.get(DATA_WAIT, 0.0),
+            compute=self.spent.get(COMPUTE, 0.0),
+        )
 
 
 def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:
@@ -197,56 +152,6 @@ def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:
     return [
         replace(life, how=KILLED) if life.how == RUNNING and newest[life.rank] > life.end else life for life in lives
     ]
-
-
-def _chained(lives: Sequence[Life]) -> list[Life]:
-    """The lives, of which those of one process follow each other: one that is not stopped is replaced by the next."""
-    newest: dict[tuple[str, int], int] = {}
-    chained = sorted(lives, key=lambda life: life.agent)
-    for index, life in enumerate(chained):
-        before = newest.get((life.node, life.log.pid))
-        newest[life.node, life.log.pid] = index
-        if before is None or not _same_process(chained[before], life):
-            continue
-        other = chained[before]
-        if not other.log.ended:
-            other = chained[before] = replace(other, how=FINISHED, replaced=True)
-        if other.replaced:
-            chained[index] = replace(life, begin=max(life.begin, min(other.end, life.agent)))
-    return chained
-
-
-def _same_process(one: Life, other: Life) -> bool:
-    started = [unix(life.log.head.get("process_started") or "") for life in (one, other)]
-    first, second = started
-    return first is not None and second is not None and abs(first - second) <= _SAME_START_SECONDS
-
-
-def attempts_of(lives: Sequence[Life]) -> list[Attempt]:
-    """The attempts, oldest first."""
-    attempts: list[Attempt] = []
-    for life in sorted(lives, key=lambda life: life.begin):
-        if not attempts or not _belongs(life, attempts[-1]):
-            attempts.append(Attempt(len(attempts)))
-        attempts[-1].lives.append(life)
-    return attempts
-
-
-def _belongs(life: Life, attempt: Attempt) -> bool:
-    """Whether a process was started with those of an attempt, all of which began before it."""
-    same = [other for other in attempt.lives if other.rank == life.rank]
-    if any(other.log.pid == life.log.pid and other.node == life.node and other.begin == life.begin for other in same):
-        return True  # the agent was stopped and started again
-    if any(other.end <= life.begin for other in same):
-        return False
-    if any(other.end > life.begin for other in attempt.lives):
-        return True
-    launches = {other.launch for other in attempt.lives if other.node == life.node}
-    if life.launch is not None and launches - {None}:
-        return life.launch in launches
-    together = life.begin - attempt.end <= _STARTED_TOGETHER_SECONDS
-    sizes = {other.log.head.get("world_size") for other in attempt.lives}
-    return together and sizes == {life.log.head.get("world_size")} and life.log.head.get("world_size", 1) > 1
 
 
 def _life(log: ProcessLog, now: float) -> Life | None:
@@ -283,32 +188,223 @@ def _is_there(log: ProcessLog) -> bool:
 
 def log_interval(log: ProcessLog) -> float:
     """Seconds between two windows of a process."""
-    return _interval(log, "log_interval_seconds", _LOG_INTERVAL_SECONDS)
+    return log.setting("log_interval_seconds", 10.0)
 
 
-def _interval(log: ProcessLog, name: str, default: float) -> float:
-    seconds: float = log.head.get("settings", {}).get(name, default)
-    return seconds
+def _chained(lives: Sequence[Life]) -> list[Life]:
+    """The lives, of which those of one process follow each other: one that is not stopped is replaced by the next."""
+    newest: dict[tuple[str, int], int] = {}
+    chained = sorted(lives, key=lambda life: life.agent)
+    for index, life in enumerate(chained):
+        before = newest.get((life.node, life.log.pid))
+        newest[life.node, life.log.pid] = index
+        if before is None:
+            continue
+        other = chained[before]
+        first, second = (unix(each.log.head.get("process_started") or "") for each in (other, life))
+        if first is None or second is None or abs(first - second) > _SAME_START_SECONDS:
+            continue  # another process with this pid
+        if not other.log.ended:
+            other = chained[before] = replace(other, how=FINISHED, replaced=True)
+        if other.replaced:
+            chained[index] = replace(life, begin=max(life.begin, min(other.end, life.agent)))
+    return chained
 
 
-def unix(text: str) -> float | None:
-    """Unix time of a time in a log; None if it is not a time."""
-    try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-    except ValueError:
+# -- an attempt, and how it ended ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OomEnd:
+    """What the OOM killer has to do with the end of an attempt.
+
+    Attributes:
+        ranks: those that may have been killed by it, or whose process has failed after it has killed another.
+        kills: how many processes it has killed.
+        killed: whether the ranks were killed. Otherwise they failed: it killed a process that they needed.
+        sure: whether the counter was read soon after.
+    """
+
+    ranks: tuple[int, ...]
+    kills: int
+    killed: bool
+    sure: bool
+
+    @property
+    def all_ranks(self) -> bool:
+        """Whether it has killed each of the ranks."""
+        return self.killed and self.kills >= len(self.ranks)
+
+    @property
+    def text(self) -> str:
+        """As it is said in the report."""
+        probably = "" if self.sure else "probably "
+        ranks = named(self.ranks)
+        if self.all_ranks:
+            return f"{ranks} {probably}killed by the OOM killer"
+        of = f"{self.kills} of {ranks}" if self.killed else f"a process of {ranks}"
+        return f"the OOM killer {probably}killed {of}"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The processes that were started together. ``oom``: what the OOM killer has to do with its end."""
+
+    number: int
+    lives: list[Life] = field(default_factory=list)
+    oom: OomEnd | None = None
+
+    @property
+    def begin(self) -> float:
+        """When its first process began."""
+        return min(life.begin for life in self.lives)
+
+    @property
+    def end(self) -> float:
+        """When its last process ended, as far as that is known."""
+        return max(life.end for life in self.lives)
+
+    @property
+    def length(self) -> float:
+        """How long it lasted. Each process counts by its own monotonic clock, which is never stepped."""
+        begin = self.begin
+        return max(life.begin - begin + (life.end - life.begin) for life in self.lives)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it has."""
+        return len({life.rank for life in self.lives})
+
+    @property
+    def replaced(self) -> bool:
+        """Whether it has ended because a process has executed another program: its work may not be done."""
+        return self.how == FINISHED and any(life.replaced for life in self.lives)
+
+    @property
+    def how(self) -> str:
+        """How it ended: as the rank that ended first. Ranks that lose a peer fail after it."""
+        ends = {life.how for life in self.lives}
+        if RUNNING in ends or ends == {FINISHED}:
+            return RUNNING if RUNNING in ends else FINISHED
+        failed = [life for life in self.lives if life.how == FAILED]
+        killed = [life for life in self.lives if life.how == KILLED]
+        if killed and failed and min(life.end for life in killed) > min(life.end for life in failed) + _SLACK_SECONDS:
+            return FAILED  # the others lived on
+        # A rank that fails by itself makes the launcher kill the others, whose newest stamp may be a little older.
+        own = [life.end for life in failed if life.failed_by_itself]
+        if own and (
+            not killed or min(own) <= min(each.end + each.heartbeat_seconds for each in killed) + _SLACK_SECONDS
+        ):
+            return FAILED
+        return KILLED if killed else FAILED
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether it was killed or has failed."""
+        return self.how in {FAILED, KILLED}
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended, as far as its logs tell: the OOM killer, an exception, an exit status, or an exec."""
+        if self.replaced:
+            return "executed another program"
+        if self.how == KILLED:
+            return self.oom.text if self.oom is not None and self.oom.killed else None
+        if self.how != FAILED:
+            return None
+        why = []
+        for end in (life.log.end for life in self.lives):
+            if end.get("exception") and not end.get("lost_peer"):
+                why.append(end["exception"])
+            elif end.get("exit_status"):
+                why.append(f"exit status {end['exit_status']}")
+        return "; ".join([*why[:1], *([self.oom.text] if self.oom else [])]) or None
+
+
+def attempts_of(lives: Sequence[Life], now: float) -> list[Attempt]:
+    """The attempts, oldest first."""
+    attempts: list[Attempt] = []
+    for life in sorted(lives, key=lambda life: life.begin):
+        if not attempts or not _belongs(life, attempts[-1]):
+            attempts.append(Attempt(len(attempts)))
+        attempts[-1].lives.append(life)
+    for attempt in attempts:
+        attempt.oom = _oom_end(attempt.lives, lives, now)
+    return attempts
+
+
+def _belongs(life: Life, attempt: Attempt) -> bool:
+    """Whether a process was started with those of an attempt, all of which began before it."""
+    same = [other for other in attempt.lives if other.rank == life.rank]
+    if any(other.log.pid == life.log.pid and other.node == life.node and other.begin == life.begin for other in same):
+        return True  # the agent was stopped and started again
+    if any(other.end <= life.begin for other in same):
+        return False
+    if any(other.end > life.begin for other in attempt.lives):
+        return True
+    launches = {other.launch for other in attempt.lives if other.node == life.node}
+    if life.launch is not None and launches - {None}:
+        return life.launch in launches
+    together = life.begin - attempt.end <= _STARTED_TOGETHER_SECONDS
+    sizes = {other.log.head.get("world_size") for other in attempt.lives}
+    return together and sizes == {life.log.head.get("world_size")} and life.log.head.get("world_size", 1) > 1
+
+
+def _oom_end(ended: Sequence[Life], lives: Sequence[Life], now: float) -> OomEnd | None:
+    """Whether the OOM killer ended the processes of an attempt, by what all processes have read of its counter."""
+    victims = [(life, found) for life in ended if life.how == KILLED and (found := _killed_with(life, lives, now))]
+    if not victims:
+        victims = [(life, found) for life in ended if life.failed_by_itself and (found := _killed_before(life))]
+    if not victims:
         return None
+    return OomEnd(
+        ranks=tuple(sorted({life.rank for life, _ in victims})),
+        kills=max(kills for _, (kills, _) in victims),
+        killed=victims[0][0].how == KILLED,
+        sure=all(late <= _SURE_SECONDS for _, (_, late) in victims),
+    )
 
 
-ASSUMED: Final = "assumed"
+def _killed_with(life: Life, lives: Sequence[Life], now: float) -> tuple[int, float] | None:
+    """How many were killed when this one was, and how late that was read; None if it was not the OOM killer."""
+    group, before = life.log.head.get("memory_group"), life.totals.get("oom_kills_total")
+    if group is None or before is None:
+        return None
+    readings = [each for other in lives if other.log.head.get("memory_group") == group for each in other.oom_readings]
+    current = _counter_now(life.log)
+    if current is not None:
+        readings.append((now, current))
+    dead = life.end + 2 * life.heartbeat_seconds  # it would have written another heartbeat
+    for time, kills in sorted(readings):
+        if time > life.end and kills > before:
+            return kills - before, time - life.end
+        if time > dead:
+            return None  # it was dead, and no one had been killed by the OOM killer
+    return None
 
-_FIRST_STEP_BATCHES: Final = 2
-"""So many batches without a step of an optimizer are no replay yet."""
 
-_TELLING_POSITION: Final = 2
-"""From this step of its optimizers on, a process has logged how much of its loop was replay."""
+def _counter_now(log: ProcessLog) -> int | None:
+    """The counter of the cgroup of a process now; None if that is gone, or on another machine."""
+    path = Path(log.head.get("memory_events", ""))
+    if path.name not in EVENTS:
+        return None
+    try:
+        same = group_id(path.parent, Path("/proc")) == log.head.get("memory_group")
+    except (OSError, ValueError):
+        return None
+    return oom_kills(path) if same else None
 
-_TOLERANCE: Final = 0.02
-"""Steps and optimizer steps that differ by no more are the same steps: the last one may be open."""
+
+def _killed_before(life: Life) -> tuple[int, float] | None:
+    """The same for a process that failed, by what it has read itself shortly before its end."""
+    readings = life.oom_readings
+    for (_, before), (time, kills) in pairwise(readings):
+        if kills > before and life.end - time <= _SURE_SECONDS:
+            return kills - before, 0.0
+    return None
+
+
+# -- the way of an attempt through the training --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +417,8 @@ class Course:
         end: position that it reached.
         kept: position up to which its steps were kept; ``end`` if nothing was lost.
         per_position: steps of the loop for one position, as with gradient accumulation.
-        axis: figure of `Point` that positions are counted by.
-        rate: how much of that figure makes one position: several optimizers each step once.
+        axis: what positions are counted by: ``optimizer_steps`` or ``steps``.
+        rate: how much of that makes one position: several optimizers each step once.
         replayed: batches that were drawn and thrown away.
         in_replay: whether it ended before it had come to its first new step.
     """
@@ -333,7 +429,7 @@ class Course:
     end: float
     kept: float
     per_position: float
-    axis: int
+    axis: str
     rate: float
     replayed: int
     in_replay: bool = False
@@ -341,6 +437,8 @@ class Course:
     @property
     def lost_steps(self) -> int:
         """Steps of the loop that were done in vain."""
+        if not (self.attempt.broke_off or self.attempt.replaced):
+            return 0
         return round(max(0.0, self.end - max(self.kept, self.resumed)) * self.per_position)
 
     @property
@@ -348,25 +446,37 @@ class Course:
         """Steps of the loop, without the replay."""
         return max(0, max(int(life.totals.get("steps_total", 0)) for life in self.attempt.lives) - self.replayed)
 
-    def cut(self, life: Life) -> Point:
-        """Where a process was when it came to the last position that was kept."""
-        save = self.save_at_cut(life)
-        if save is not None and save.point is not None:
-            return save.point
-        return life.log.points.at(self.axis, self._cut_value(life), first_point(life), last_point(life))
+    @property
+    def has_position(self) -> bool:
+        """Whether it tells where it began, or has come anywhere."""
+        return self.source != ASSUMED or self.steps > 0
 
     def save_at_cut(self, life: Life) -> Save | None:
         """The checkpoint that a process wrote at the last position that was kept; None if it wrote none there."""
         value = self._cut_value(life)
         for save in reversed(life.log.saves):
-            if save.point is not None and save.point[self.axis] == value:
+            if save.point is not None and getattr(save.point, self.axis) == value:
                 return save
         return None
+
+    def cut(self, life: Life, first: Point, end: Point) -> Point:
+        """Where the steps of a process that were kept end."""
+        if self.end <= self.resumed and self.attempt.broke_off:
+            return first  # it has not come to the end of a step
+        if self.kept >= self.end:
+            return end
+        save = self.save_at_cut(life)
+        if save is not None and save.point is not None:
+            at = save.point
+        else:
+            points = [life.first_point, *life.log.progress.points, life.last_point]
+            at = point_at(points, self.axis, self._cut_value(life))
+        return Point(*(min(most, max(each, least)) for each, least, most in zip(at, first, end, strict=True)))
 
     def _cut_value(self, life: Life) -> float:
         """The last position that was kept, as a process counts."""
         value = max(0.0, (self.kept - self.resumed) * self.rate)
-        return value + (offset(life) if self.axis == 0 else first_point(life).steps)
+        return value + (life.offset if self.axis == "optimizer_steps" else life.first_point.steps)
 
 
 def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
@@ -377,20 +487,16 @@ def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
         # What an earlier attempt did beyond this position is done again, unless it had come to its end.
         for index, earlier in enumerate(courses):
             done = earlier.attempt.how == FINISHED and not earlier.attempt.replaced
-            if _has_position(course) and not done and earlier.kept > course.resumed:
+            if course.has_position and not done and earlier.kept > course.resumed:
                 courses[index] = replace(earlier, kept=course.resumed)
         courses.append(course)
     # No later attempt tells where the newest of those with steps is resumed: at its newest checkpoint.
-    last = max((i for i, course in enumerate(courses) if _has_position(course)), default=None)
-    if last is not None and attempts[last].how not in {FINISHED, RUNNING}:
+    last = max((i for i, course in enumerate(courses) if course.has_position), default=None)
+    if last is not None and attempts[last].broke_off:
         newest = newest_checkpoint(courses[last])
         at = courses[last].resumed if newest is None else newest
         courses[last] = replace(courses[last], kept=min(courses[last].kept, at))
     return courses
-
-
-def _has_position(course: Course) -> bool:
-    return course.source != ASSUMED or course.steps > 0
 
 
 def newest_checkpoint(course: Course) -> float | None:
@@ -403,7 +509,8 @@ def newest_checkpoint(course: Course) -> float | None:
     saves = [(life, save) for life in course.attempt.lives for save in life.log.saves if save.complete]
     resumable = [pair for pair in saves if pair[1].holds_optimizer] or saves
     for life, save in resumable:
-        value = save.optimizer_steps - offset(life) if course.axis == 0 else save.steps - course.replayed
+        by_optimizer = course.axis == "optimizer_steps"
+        value = save.optimizer_steps - life.offset if by_optimizer else save.steps - course.replayed
         by_position.setdefault(course.resumed + max(0.0, value) / course.rate, set()).add(life.rank)
     writers = max((len(ranks) for ranks in by_position.values()), default=0)
     return max((position for position, ranks in by_position.items() if len(ranks) == writers), default=None)
@@ -412,22 +519,22 @@ def newest_checkpoint(course: Course) -> float | None:
 def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
     leading = max(attempt.lives, key=lambda life: (life.totals.get("optimizer_steps_total", 0), -life.rank))
     totals = leading.totals
-    done = totals.get("optimizer_steps_total", 0) - offset(leading)
+    done = totals.get("optimizer_steps_total", 0) - leading.offset
     replayed = int(totals.get("replayed_batches", 0))
     steps = max(0, totals.get("steps_total", 0) - replayed)
-    axis = 0 if done > 0 else 1
-    rate = float(max(1, totals.get("optimizers", 1))) if axis == 0 else 1.0
-    position = done / rate if axis == 0 else float(steps)
+    by_optimizer = done > 0
+    rate = float(max(1, totals.get("optimizers", 1))) if by_optimizer else 1.0
+    position = done / rate if by_optimizer else float(steps)
     resumed, source = _resumed(attempt, earlier)
-    drawn = 0 if replayed else _drawn(steps, position if axis == 0 else 0.0, earlier)
+    drawn = 0 if replayed else _drawn(steps, position if by_optimizer else 0.0, earlier)
     of_first_step = max([_FIRST_STEP_BATCHES, *(course.per_position for course in earlier)])
     in_replay = resumed > 0 and drawn > of_first_step
     if in_replay:
         replayed += drawn
-    if in_replay or (axis == 1 and drawn):
-        steps, position = steps - drawn, position if axis == 0 else 0.0
+    if in_replay or (drawn and not by_optimizer):
+        steps, position = steps - drawn, position if by_optimizer else 0.0
     per_position = 1.0 if abs(steps - position) <= 2 + _TOLERANCE * position or not position else steps / position
-    end = resumed + position
+    end, axis = resumed + position, "optimizer_steps" if by_optimizer else "steps"
     return Course(attempt, resumed, source, end, end, per_position, axis, rate, replayed, in_replay)
 
 
@@ -436,7 +543,7 @@ def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
 
     The second optimizer step tells what was replay. Before it, the steps of earlier attempts tell.
     """
-    stepped = [course.per_position for course in earlier if course.axis == 0 and course.end > course.resumed]
+    stepped = [c.per_position for c in earlier if c.axis == "optimizer_steps" and c.end > c.resumed]
     if not stepped or position >= _TELLING_POSITION:
         return 0
     return max(0, steps - round(position * stepped[-1]))
@@ -447,37 +554,13 @@ def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:
     for life in sorted(attempt.lives, key=lambda life: life.rank):
         if "resumed_step" in life.totals and "resumed_from" in life.totals:
             return float(life.totals["resumed_step"]), str(life.totals["resumed_from"])
-    restored = any(life.totals.get("restore_seconds") for life in attempt.lives)
-    if not restored:
+    if not any(life.totals.get("restore_seconds") for life in attempt.lives):
         return 0.0, ASSUMED  # it has loaded nothing, or was killed before
     newest = [position for course in earlier if (position := newest_checkpoint(course)) is not None]
     return (newest[-1] if newest else 0.0), ASSUMED
 
 
-def offset(life: Life) -> int:
-    """Optimizer steps of a process before it loaded the state from which positions are counted."""
-    return int(life.totals.get("resumed_at_optimizer_steps", 0))
-
-
-def first_point(life: Life) -> Point:
-    """How far a process had come when its first step began: the first wait and the replay are over."""
-    totals = life.totals
-    replay, wait = totals.get("replay_seconds", 0.0), totals.get("replay_wait_seconds", 0.0)
-    first_wait = totals.get("first_wait_seconds", 0.0)
-    return Point(offset(life), totals.get("replayed_batches", 0), first_wait + wait, max(0.0, replay - wait))
-
-
-def last_point(life: Life) -> Point:
-    """How far a process had come at its end."""
-    totals = life.totals
-    spent = totals.get("ledger_total_seconds", {})
-    return Point(
-        totals.get("optimizer_steps_total", 0),
-        totals.get("steps_total", 0),
-        spent.get("data_wait", 0.0),
-        spent.get("compute", 0.0),
-    )
-
+# -- the parts of the training loop, without the times without progress --------------------------------------------
 
 BEGINNING: Final = "beginning"
 REPLAYED: Final = "replayed"
@@ -507,12 +590,6 @@ class Stuck(NamedTuple):
     steps: int
     category: str
 
-    @property
-    def since(self) -> float | None:
-        """Unix time of its start."""
-        opened = unix(self.opened)
-        return None if opened is None else opened - self.before
-
     def seconds(self, end: float) -> float:
         """How long it lasted, in a process that ended at a Unix time."""
         opened, closed = unix(self.opened), end if self.closed is None else unix(self.closed)
@@ -535,17 +612,17 @@ def stuck_of(log: ProcessLog) -> list[Stuck]:
 
 def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     """The seconds of each part of the training loop without the times it was stuck, and how long it was stuck."""
-    first, last = first_point(life), last_point(life)
-    end = Point(*(max(own, begun) for own, begun in zip(last, first, strict=True)))
-    cut = _cut(life, course, first, end)
+    first, last = life.first_point, life.last_point
+    end = Point(*map(max, last, first))
+    cut = course.cut(life, first, end)
     parts = {
-        (KEPT, DATA_WAIT): cut.wait_seconds - first.wait_seconds,
-        (KEPT, COMPUTE): cut.compute_seconds - first.compute_seconds,
-        (LOST_STEPS, DATA_WAIT): end.wait_seconds - cut.wait_seconds,
-        (LOST_STEPS, COMPUTE): end.compute_seconds - cut.compute_seconds,
+        (KEPT, DATA_WAIT): cut.data_wait - first.data_wait,
+        (KEPT, COMPUTE): cut.compute - first.compute,
+        (LOST_STEPS, DATA_WAIT): end.data_wait - cut.data_wait,
+        (LOST_STEPS, COMPUTE): end.compute - cut.compute,
         (REPLAYED, DATA_WAIT): life.totals.get("replay_wait_seconds", 0.0),
-        (REPLAYED, COMPUTE): first.compute_seconds,
-        (BEGINNING, DATA_WAIT): min(life.totals.get("first_wait_seconds", 0.0), last.wait_seconds),
+        (REPLAYED, COMPUTE): first.compute,
+        (BEGINNING, DATA_WAIT): min(life.totals.get("first_wait_seconds", 0.0), last.data_wait),
     }
     total = 0.0
     for stuck in stuck_of(life.log):
@@ -561,110 +638,33 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     return parts, total
 
 
+def _place(stuck: Stuck, life: Life, course: Course, cut: Point, end: Point) -> str:
+    """In which part of the training loop a process was stuck."""
+    if stuck.steps == 0 and stuck.category == DATA_WAIT:
+        return BEGINNING
+    if stuck.steps < life.totals.get("replayed_batches", 0):
+        return REPLAYED
+    if (cut.steps, cut.loop_seconds) == (end.steps, end.loop_seconds):
+        return KEPT
+    if stuck.closed is None or stuck.steps >= cut.steps:
+        return LOST_STEPS
+    save, opened = course.save_at_cut(life), unix(stuck.opened)
+    if save is None or opened is None or stuck.steps + 1 != save.steps:
+        return KEPT
+    saved = unix(save.started)  # both in one step
+    return LOST_STEPS if saved is not None and saved <= opened - stuck.before else KEPT
+
+
 def stuck_in_phases(life: Life) -> dict[str, float]:
     """How long a process was stuck in evaluations and in checkpoints, of the time in them."""
-    spent = life.totals.get("ledger_total_seconds", {})
     stuck = dict.fromkeys(_PHASES, 0.0)
     for each in stuck_of(life.log):
         if each.category in stuck:
             stuck[each.category] += each.seconds(life.end)
-    return {phase: min(seconds, spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
+    return {phase: min(seconds, life.spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
 
 
 def stuck_in_saves(log: ProcessLog) -> float:
     """Seconds for which a process was stuck in checkpoints that it went on from. They are no usual cost of one."""
     hangs = [each for each in stuck_of(log) if each.category == CHECKPOINT and each.closed is not None]
     return min(log.save_seconds, sum(each.seconds(0.0) for each in hangs))
-
-
-def _cut(life: Life, course: Course, first: Point, end: Point) -> Point:
-    """Where the steps that were kept end."""
-    if course.end <= course.resumed and course.attempt.how not in {FINISHED, RUNNING}:
-        return first  # it has not come to the end of a step
-    if course.kept >= course.end:
-        return end
-    return Point(*(min(most, max(at, least)) for at, least, most in zip(course.cut(life), first, end, strict=True)))
-
-
-def _place(stuck: Stuck, life: Life, course: Course, cut: Point, end: Point) -> str:
-    """Where a process was stuck."""
-    if stuck.steps == 0 and stuck.category == DATA_WAIT:
-        return BEGINNING
-    if stuck.steps < life.totals.get("replayed_batches", 0):
-        return REPLAYED
-    if cut == end:
-        return KEPT
-    if stuck.closed is None or stuck.steps >= cut.steps:
-        return LOST_STEPS
-    save = course.save_at_cut(life)
-    if save is None or stuck.steps + 1 != save.steps:
-        return KEPT
-    saved, since = unix(save.started), stuck.since  # both in one step
-    return LOST_STEPS if saved is not None and since is not None and saved <= since else KEPT
-
-
-_SURE_SECONDS: Final = 60.0
-"""If the counter is read later, it may have counted something else in the meantime."""
-
-
-def oom_end(ended: Sequence[Life], lives: Sequence[Life], now: float, read: Callable[..., int | None]) -> OomEnd | None:
-    """Whether the OOM killer ended an attempt; None if nothing tells so.
-
-    Args:
-        ended: the processes of the attempt.
-        lives: all processes of the run, whose readings tell what the counter was later.
-        now: Unix time of the report.
-        read: gives the counter of a process's cgroup now, as `counter_now`.
-    """
-    victims = [(life, found) for life in ended if life.how == KILLED and (found := _after(life, lives, now, read))]
-    if not victims:
-        own = [life for life in ended if life.how == FAILED and not life.log.end.get("lost_peer")]
-        victims = [(life, found) for life in own if (found := _before_end(life))]
-    if not victims:
-        return None
-    return OomEnd(
-        ranks=tuple(sorted({life.rank for life, _ in victims})),
-        kills=max(kills for _, (kills, _) in victims),
-        killed=victims[0][0].how == KILLED,
-        sure=all(late <= _SURE_SECONDS for _, (_, late) in victims),
-    )
-
-
-def counter_now(log: ProcessLog) -> int | None:
-    """The counter of the cgroup of a process now; None if that is gone, or on another machine."""
-    path = Path(log.head.get("memory_events", ""))
-    if path.name not in EVENTS:
-        return None
-    try:
-        same = group_id(path.parent, Path("/proc")) == log.head.get("memory_group")
-    except (OSError, ValueError):
-        return None
-    return oom_kills(path) if same else None
-
-
-def _after(life: Life, lives: Sequence[Life], now: float, read: Callable[..., int | None]) -> tuple[int, float] | None:
-    """How many were killed when this one was, and how late that was read; None if it was not the OOM killer."""
-    group, before = life.log.head.get("memory_group"), life.oom_kills
-    if group is None or before is None:
-        return None
-    readings = [each for other in lives if other.log.head.get("memory_group") == group for each in other.oom_readings]
-    current = read(life.log)
-    if current is not None:
-        readings.append(OomReading(now, current))
-    dead = life.end + 2 * life.heartbeat_seconds  # it would have written another heartbeat
-    for reading in sorted(readings):
-        if reading.time > life.end and reading.kills > before:
-            return reading.kills - before, reading.time - life.end
-        if reading.time > dead:
-            return None  # it was dead, and no one had been killed by the OOM killer
-    return None
-
-
-def _before_end(life: Life) -> tuple[int, float] | None:
-    """The same for a process that failed, by what it has read itself shortly before its end."""
-    before: OomReading | None = None
-    for reading in sorted(life.oom_readings):
-        if before is not None and reading.kills > before.kills and life.end - reading.time <= _SURE_SECONDS:
-            return reading.kills - before.kills, 0.0
-        before = reading
-    return None

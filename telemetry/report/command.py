@@ -27,6 +27,31 @@ class PageError(Exception):
     """The page cannot be made; the text says why."""
 
 
+def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
+    """Print the report of a run, or write it as an HTML page.
+
+    Args:
+        run_dir: the run folder.
+        as_json: print one JSON object instead of text.
+        html: the file of the page; then its path is all that is printed.
+
+    Returns:
+        The exit status: 1 if there is no run in the folder, or the page cannot be written.
+    """
+    try:
+        recorder = None if html is None else page_recorder()
+        processes = load(Path(run_dir), recorder, side_by_side=True)
+    except (NoRunError, PageError) as error:
+        complain(str(error))
+        return 1
+    found = report_of(Path(run_dir), processes, time.time())
+    if html is not None and recorder is not None:
+        return _write_page(html, found, recorder)
+    if as_json:
+        return show_json(msgspec.json.format(msgspec.json.encode(found.values)).decode() + "\n")
+    return show(as_text(found))
+
+
 def page_recorder() -> RunRecorder:
     """What gathers the figures of the page while the logs are read.
 
@@ -68,41 +93,15 @@ def _replaceable(path: str) -> str:
         OSError: something is there that is no regular file; a link leads nowhere.
         ValueError: no file can have this name.
     """
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return path
-    if stat.S_ISLNK(mode):
+    if Path(path).is_symlink():
         try:
             path = os.path.realpath(path, strict=True)
         except FileNotFoundError:
             raise OSError("it is a link that leads to no file") from None
+    try:
         mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return path
     if not stat.S_ISREG(mode):
         raise OSError("it is there, and is no regular file")
     return path
-
-
-def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
-    """Print the report of a run, or write it as an HTML page.
-
-    Args:
-        run_dir: the run folder.
-        as_json: print one JSON object instead of text.
-        html: the file of the page; then its path is all that is printed.
-
-    Returns:
-        The exit status: 1 if there is no run in the folder, or the page cannot be written.
-    """
-    try:
-        recorder = None if html is None else page_recorder()
-        processes = load(Path(run_dir), recorder, side_by_side=True)
-    except (NoRunError, PageError) as error:
-        complain(str(error))
-        return 1
-    found = report_of(Path(run_dir), processes, time.time())
-    if html is not None and recorder is not None:
-        return _write_page(html, found, recorder)
-    if as_json:
-        return show_json(msgspec.json.format(msgspec.json.encode(found.values)).decode() + "\n")
-    return show(as_text(found))

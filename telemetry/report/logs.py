@@ -10,14 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import repeat
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from telemetry.records import EVENTS, LOG_NAME, Heartbeat, Line, StallEvidence
-from telemetry.report.attempts import unix
-from telemetry.report.process_log import ProcessLog, take_line
+from telemetry.report.process_log import ProcessLog, take_line, unix
 from telemetry.util.clock import iso_time
 from telemetry.util.files import open_regular, read_small
 from telemetry.util.text import one_line
@@ -59,9 +57,6 @@ _MIN_BYTES_SIDE_BY_SIDE: Final = 1 << 28
 _MAX_PROCESSES: Final = 16
 """The storage becomes the limit."""
 
-_MAX_READINGS: Final = 2
-"""Of the logs: a second one if the newest run is in the middle of a file."""
-
 
 class NoRunError(Exception):
     """The folder has no run; the text says what is missing."""
@@ -89,7 +84,9 @@ def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
             event = line.get("event")
             line, wrong = _sound(line, EVENTS.get(event, Line) if isinstance(event, str) else Line)
         if "evidence" in line:
-            line["evidence"], damaged = _sound(line["evidence"], StallEvidence, keep_others=True)
+            known, (sound, damaged) = StallEvidence.__annotations__, _sound(line["evidence"], StallEvidence)
+            others = {name: value for name, value in line["evidence"].items() if name not in known}
+            line["evidence"] = others | {name: sound[name] for name in known if name in sound}
             wrong += damaged
     except (msgspec.DecodeError, ValueError, RecursionError):
         return (None, 0) if raw.strip() else None
@@ -98,24 +95,21 @@ def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
     return {name: value for name, value in line.items() if value is not None}, wrong
 
 
-def _sound(fields: dict[str, Any], kind: Any, *, keep_others: bool = False) -> tuple[dict[str, Any], int]:
+def _sound(fields: dict[str, Any], kind: Any) -> tuple[dict[str, Any], int]:
     """The fields of a record whose types are right, and how many are not."""
-    wrong, left = 0, dict(fields)
+    wrong = 0
     while True:
         try:
-            sound = msgspec.convert(left, kind, str_keys=True)
+            return msgspec.convert(fields, kind, str_keys=True), wrong
         except msgspec.ValidationError as error:
             place = _WRONG_PLACE.search(str(error))
             if place is None:
                 raise
             *way, last = [name or int(at) for name, at in _STEP.findall(place[1])]
-            inner: Any = left
+            inner: Any = fields
             for step in way:
                 inner = inner[step]
             wrong += inner.pop(last) is not None
-            continue
-        others = {name: value for name, value in left.items() if name not in sound} if keep_others else {}
-        return others | {name: sound[name] for name in kind.__annotations__ if name in sound}, wrong
 
 
 def _printable(value: Any) -> Any:
@@ -130,7 +124,7 @@ def _printable(value: Any) -> Any:
 
 
 def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
-    """Give each process that did not end by itself its newest heartbeat.
+    """Give each process that did not end by itself its newest heartbeat, with its ``time`` as in a log line.
 
     Args:
         folder: ``attempts`` in the run folder.
@@ -138,21 +132,16 @@ def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
     """
     for process in processes:
         life = process.head.get("life")
-        if not process.ended and life and life.isalnum():
-            process.beat = _heartbeat(folder, life) or process.beat
-
-
-def _heartbeat(folder: Path, life: str) -> dict[str, Any] | None:
-    """The newest heartbeat of a process, with its ``time`` as in a log line; None without a sound one."""
-    try:
-        found = msgspec.json.decode(read_small(folder / f"{life}.beat"))
-        beat, _wrong = _sound(found if isinstance(found, dict) else {}, Heartbeat)
-    except (OSError, msgspec.DecodeError, ValueError, RecursionError):
-        return None
-    beat = {name: value for name, value in _printable(beat).items() if value is not None}
-    if beat.get("life") != life or not beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
-        return None
-    return beat | {"time": iso_time(beat["unix_seconds"])}
+        if process.ended or not life or not life.isalnum():
+            continue
+        try:
+            found = msgspec.json.decode(read_small(folder / f"{life}.beat"))
+            beat, _wrong = _sound(found if isinstance(found, dict) else {}, Heartbeat)
+        except (OSError, msgspec.DecodeError, ValueError, RecursionError):
+            continue
+        beat = {name: value for name, value in _printable(beat).items() if value is not None}
+        if beat.get("life") == life and beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
+            process.beat = beat | {"time": iso_time(beat["unix_seconds"])}
 
 
 # -- the files of a folder -----------------------------------------------------------------------------------------
@@ -206,7 +195,7 @@ def _instead_of(folder: Path) -> str:
 
 
 def _head_of(path: Path) -> dict[str, Any]:
-    """The first line of a file, if it is a ``run_start``; else an empty object."""
+    """The first line of a file, which is a ``run_start`` if it is whole; an empty object if it cannot be read."""
     try:
         file = open_regular(path)
         if file is None:
@@ -215,8 +204,7 @@ def _head_of(path: Path) -> dict[str, Any]:
             found = parsed(file.readline(_MAX_HEAD_BYTES))
     except OSError:
         return {}
-    head = (found and found[0]) or {}
-    return head if head.get("event") == "run_start" else {}
+    return (found and found[0]) or {}
 
 
 def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
@@ -248,11 +236,6 @@ class ProcessLogs:
     def __init__(self) -> None:
         self.all: list[ProcessLog] = []
         self._by_life: dict[str, ProcessLog] = {}
-
-    @property
-    def lives(self) -> set[str]:
-        """The lives of these processes."""
-        return {*self._by_life}
 
     def of_file(self, rank: int, pid: int) -> LinesOfFile:
         """Takes the lines of one log, with those of the files that were rotated away from it."""
@@ -322,19 +305,48 @@ class _Selection:
         windows: whether windows may be skipped: a later line of the process has their sums.
 
     Attributes:
-        left: how many of the next lines of an event to skip.
         skipped_windows: whether a window was skipped. ``newest_skipped``: the newest window, if it was; else empty.
     """
 
     def __init__(self, recorder: RunRecorder | None, *, windows: bool) -> None:
         self._recorder = recorder
         self._windows = windows
-        self.left: dict[bytes, int] = {}
+        self._left: dict[bytes, int] = {}  # how many of the next lines of an event to skip
         self._newest: dict[bytes, tuple[float, int]] = {}
         self.skipped_windows = False
         self.newest_skipped = b""
 
-    def note_parsed(self, event: bytes, line: dict[str, Any]) -> None:
+    def lines(self, path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+        """The lines of a file that are not skipped, each as `parsed` returns it; a torn one if it cannot be read."""
+        try:
+            file = open_regular(path, buffer_bytes=_BUFFER_BYTES)
+            if file is None:
+                return
+            left = self._left
+            with file:
+                for raw in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
+                    begins = _BEGINNING.match(raw)
+                    event = begins[1] if begins else b""
+                    if left.get(event) and raw.endswith(b"}\n"):  # a torn line is counted
+                        left[event] -= 1
+                        if event == b"window":
+                            self.skipped_windows, self.newest_skipped = True, raw
+                        continue
+                    if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                        yield None, 0  # damaged, as a sparse file is; the rest counts as one torn line
+                        return
+                    found = parsed(raw)
+                    if found is not None:
+                        if event in _FREQUENT and found[0] is not None:
+                            self._note_parsed(event, found[0])
+                        yield found
+            newest = parsed(self.newest_skipped) if self.newest_skipped else None
+            if newest is not None:  # the next file may have no window yet, and its head no totals
+                yield newest
+        except OSError:
+            yield None, 0  # rotated away or unreadable; the other files still count
+
+    def _note_parsed(self, event: bytes, line: dict[str, Any]) -> None:
         """A line of a frequent event was parsed: decide how many after it are skipped, from the time since the last."""
         if event == b"window":
             self.newest_skipped = b""
@@ -346,48 +358,17 @@ class _Selection:
             spacing = _WINDOW_SECONDS if event == b"window" else math.inf
         time = unix(line.get("time", ""))
         if time is None or spacing == math.inf:
-            self.left[event] = 0 if time is None else _MAX_SKIPPED
+            self._left[event] = 0 if time is None else _MAX_SKIPPED
             return
         before, skipped = self._newest.get(event, (time, 0))
         each = (time - before) / (skipped + 1)
-        self.left[event] = min(max(0, int(spacing / each) - 1), _MAX_SKIPPED) if each > 0 else 0
-        self._newest[event] = time, self.left[event]
+        self._left[event] = min(max(0, int(spacing / each) - 1), _MAX_SKIPPED) if each > 0 else 0
+        self._newest[event] = time, self._left[event]
 
     def keep_windows(self) -> None:
         """From now on, no window is skipped."""
         self._windows = False
-        self.left.pop(b"window", None)
-
-
-def _selected_lines(path: Path, selection: _Selection) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """The lines of a file that are not skipped, each as `parsed` returns it; a torn one if it cannot be read."""
-    try:
-        file = open_regular(path, buffer_bytes=_BUFFER_BYTES)
-        if file is None:
-            return
-        left = selection.left
-        with file:
-            for raw in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
-                begins = _BEGINNING.match(raw)
-                event = begins[1] if begins else b""
-                if left.get(event) and raw.endswith(b"}\n"):  # a torn line is counted
-                    left[event] -= 1
-                    if event == b"window":
-                        selection.skipped_windows, selection.newest_skipped = True, raw
-                    continue
-                if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                    yield None, 0  # damaged, as a sparse file is; the rest counts as one torn line
-                    return
-                found = parsed(raw)
-                if found is not None:
-                    if event in _FREQUENT and found[0] is not None:
-                        selection.note_parsed(event, found[0])
-                    yield found
-        newest = parsed(selection.newest_skipped) if selection.newest_skipped else None
-        if newest is not None:  # the next file may have no window yet, and its head no totals
-            yield newest
-    except OSError:
-        yield None, 0  # rotated away or unreadable; the other files still count
+        self._left.pop(b"window", None)
 
 
 def _read_log(file: LinesOfFile, paths: Sequence[Path], recorder: RunRecorder | None, run: str, *, all_: bool) -> None:
@@ -395,7 +376,7 @@ def _read_log(file: LinesOfFile, paths: Sequence[Path], recorder: RunRecorder | 
     skipped = False
     for path, later in zip(paths, [*paths[1:], None], strict=True):
         selection = _Selection(recorder, windows=not all_ and _has_sums_of(later, path))
-        for line, wrong in _selected_lines(path, selection):
+        for line, wrong in selection.lines(path):
             before = file.newest
             file.add(line, wrong)
             if line is None:
@@ -428,7 +409,8 @@ def load(
 
     Args:
         run_dir: the run folder.
-        recorder: sees every line of that run that is not skipped.
+        recorder: sees every line of that run that is not skipped. It sees none if the newest run begins in the middle
+            of a file, as where nodes of two runs write to one.
         all_windows: whether every window is read. Otherwise some are skipped where a later line of the process has
             their sums.
         side_by_side: whether other processes may be started to read large logs.
@@ -437,94 +419,67 @@ def load(
         NoRunError: the folder does not exist, or has no log.
     """
     logs, skipped = find_logs(run_dir)
-    run, ranks = ("", 0) if recorder is None else _newest_run(logs)
-    for _ in range(_MAX_READINGS):
-        if recorder is not None:
-            recorder.begin(ranks)
-        processes = (side_by_side and not all_windows and _read_side_by_side(logs, recorder, run)) or _read(
-            logs, recorder, run, all_windows=all_windows
-        ).all
-        newest = max(processes, key=lambda process: process.started)
-        own = [process for process in processes if process.run == newest.run]
-        there = len({process.rank for process in own})
-        if recorder is None or (newest.run == run and there <= ranks):
-            break
-        run, ranks = newest.run, there  # the heads of the files did not tell all
+    run = ""
+    if recorder is not None:
+        run, ranks = _newest_run(logs)
+        recorder.begin(ranks)
+    found = (side_by_side and _read_side_by_side(logs, recorder, run)) or _read(logs, recorder, run, all_=all_windows)
+    newest = max(found, key=lambda process: process.started)
+    if recorder is not None and newest.run != run:
+        recorder.begin(1)
+    own = [process for process in found if process.run == newest.run]
     take_heartbeats(run_dir / "attempts", own)
     newest.skipped = skipped
     return sorted(own, key=lambda process: (process.rank, process.started))
 
 
 def _read(
-    logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str, *, all_windows: bool = False
-) -> ProcessLogs:
+    logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str, *, all_: bool = False
+) -> list[ProcessLog]:
     processes = ProcessLogs()
     for log in logs:
         file = processes.of_file(log.rank, log.pid)
-        _read_log(file, log.paths, recorder, run, all_=all_windows)
+        _read_log(file, log.paths, recorder, run, all_=all_)
         processes.leave_out_if_empty(file)
-    return processes
+    return processes.all
 
 
 def _read_side_by_side(logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str) -> list[ProcessLog] | None:
     """Read with several processes: parsing takes one core, and most machines have more.
 
+    The logs of one pid stay together, because a process that gets another rank goes on in another log.
+
     Returns:
         None if it is not worth it, or not possible: then read them one by one. The recorder has seen nothing then.
     """
-    cores = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
-    if cores < 2 or sum(map(_size, logs)) < _MIN_BYTES_SIDE_BY_SIDE:
+    by_pid: dict[int, list[RotatedLog]] = {}
+    for log in logs:
+        by_pid.setdefault(log.pid, []).append(log)
+    sizes = {pid: sum(map(_size, own)) for pid, own in by_pid.items()}
+    count = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(by_pid))
+    if count < 2 or sum(sizes.values()) < _MIN_BYTES_SIDE_BY_SIDE:
         return None
-    groups = _groups(_parts(logs), cores)
-    if len(groups) < 2:
-        return None
-    recorders = [None if recorder is None else recorder.part(len({log.rank for log in group})) for group in groups]
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for pid in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        min(groups, key=lambda pids: (sum(sizes[each] for each in pids), len(pids))).append(pid)
+    shares = [sorted(log for pid in pids for log in by_pid[pid]) for pids in groups]
+    recorders = [None if recorder is None else recorder.part(len({log.rank for log in share})) for share in shares]
     try:
         # Forked: a new interpreter would import all of this again. The commands have no threads.
-        with ProcessPoolExecutor(len(groups), multiprocessing.get_context("fork")) as pool:
-            found = [*pool.map(_read_group, groups, recorders, repeat(run))]
+        with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
+            found = [*pool.map(_read_share, shares, recorders, repeat(run))]
     except (OSError, BrokenProcessPool):  # no process can be started, or one was killed
         return None
-    lives = [life for processes, _ in found for life in processes.lives]
-    if len(lives) > len({*lives}):
-        return None  # a process is in files whose heads did not tell
     for _, part in found:
         if recorder is not None and part is not None:
             recorder.add(part)
-    return [log for processes, _ in found for log in processes.all]
+    return [log for processes, _ in found for log in processes]
 
 
-def _read_group(
+def _read_share(
     logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str
-) -> tuple[ProcessLogs, RunRecorder | None]:
+) -> tuple[list[ProcessLog], RunRecorder | None]:
     return _read(logs, recorder, run), recorder
-
-
-def _parts(logs: Sequence[RotatedLog]) -> list[list[RotatedLog]]:
-    """The logs in parts that have no process in common: one that gets another rank continues in another log."""
-    part_of: dict[str, list[RotatedLog]] = {}
-    parts: dict[int, list[RotatedLog]] = {}
-    for log in logs:
-        lives = {life for path in log.paths if (life := _head_of(path).get("life")) is not None}
-        before = {id(part): part for life in lives if (part := part_of.get(life)) is not None}
-        joined = [*(each for part in before.values() for each in part), log]
-        for number in before:
-            del parts[number]
-        parts[id(joined)] = joined
-        known = {life for life, part in part_of.items() if id(part) in before} if before else set()
-        part_of |= dict.fromkeys(known | lives, joined)
-    return [*parts.values()]
-
-
-def _groups(parts: Sequence[Sequence[RotatedLog]], groups: int) -> list[list[RotatedLog]]:
-    """The parts in at most so many groups of about the same size, each in the order of the logs."""
-    found: list[list[RotatedLog]] = [[] for _ in range(min(groups, len(parts)))]
-    sizes = [0] * len(found)
-    for size, part in sorted(((sum(map(_size, part)), part) for part in parts), key=itemgetter(0), reverse=True):
-        smallest = min(range(len(found)), key=sizes.__getitem__)
-        found[smallest] += part
-        sizes[smallest] += max(size, 1)
-    return [sorted(group) for group in found]
 
 
 def _size(log: RotatedLog) -> int:

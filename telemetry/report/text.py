@@ -3,30 +3,150 @@
 from __future__ import annotations
 
 import os
-from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from telemetry.records import CATEGORIES, speedup_text
+from telemetry.records import CATEGORIES, DATA_WAIT
+from telemetry.report.attempts import ASSUMED
+from telemetry.report.goodput import REPLAY
+from telemetry.report.process_log import unix
+from telemetry.report.summary import grows, shown_by
 from telemetry.util.files import open_regular
-from telemetry.util.text import duration, one_line, percent, shortened, table
+from telemetry.util.text import (
+    duration,
+    named,
+    one_line,
+    percent,
+    plain_number,
+    rough_duration,
+    rounded_percent,
+    shortened,
+    table,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from telemetry.report.process_log import ProcessLog
+    from telemetry.report.attempts import Course
+    from telemetry.report.contract import Advice, Change, ChangedFigure, Rank, ReportValues, Snapshot, Stall
+    from telemetry.report.goodput import Goodput
     from telemetry.report.summary import Report
 
+KWH: Final = 3.6e6
+"""Joules."""
 
-from telemetry.report.attempts import unix
-from telemetry.report.goodput import attempt_lines, cost_lines, energy_lines, throughput_lines
-from telemetry.report.process_log import lost_of
-from telemetry.report.summary import flops_of, grows, shown_by
-from telemetry.util.text import named, rough_duration
-
+_MAX_ROWS: Final = 64
+_MAX_ATTEMPTS: Final = 20
+_MAX_MEMORY_LINES: Final = 16
+_MAX_FRAMES: Final = 4
+_MAX_TRAINING_FRAMES: Final = 12
 _MAX_FILE_BYTES: Final = 1 << 22
-_MAX_TEXT: Final = 60
+_MAX_SOURCE: Final = 60
+
+_MIN_LOST_SECONDS: Final = 1.8
+"""Half of the last digit of the hours that are shown."""
+
+_TOGETHER_SECONDS: Final = 120.0
+"""Changes of several ranks within this time are one. Each rank knows the moment to a block of 30 s."""
+
+_REPLAY_WORTH: Final = 0.01
+"""From this share of the wall clock on, replay is worth an advice."""
+
+_INTERVAL_WORTH: Final = 0.01
+"""A gain of less than this in productive time is no advice."""
+
+
+def as_text(found: Report) -> str:
+    """The verdict, a table of steps and a ledger by rank, the stalls, the changes, the snapshots, and the notes."""
+    values, ranks = found.values, found.values.ranks
+    shown = ranks
+    if len(ranks) > _MAX_ROWS:
+        shown = sorted(ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0))[:_MAX_ROWS]
+    lines = [f"run {values.run}", "", values.verdict, "", *table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])]
+    headings = ["rank", "wall", *(c.replace("_", " ") for c in CATEGORIES)]
+    lines += ["", *table(headings, [_ledger_row(rank) for rank in shown])]
+    if len(shown) < len(ranks):
+        lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
+    for stall in values.stalls:
+        lines += ["", *stall_section(stall)]
+    changes = _changes(values.changes, len({rank.rank for rank in ranks}))
+    lines += ["", *changes] if changes else []
+    lost = sorted(found.lost_seconds.items(), key=lambda item: -item[1])
+    shares = [f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost if seconds >= _MIN_LOST_SECONDS]
+    if shares:
+        lines += ["", f"GPU-hours lost in stalls, over all ranks: {', '.join(shares)}"]
+    lines += _snapshots(values.snapshots)
+    memory = memory_lines(found)
+    lines += ["", *memory] if memory else []
+    for text in sum_lines(values):
+        lines += ["", text]
+    lines += _attempts(found.goodput)
+    lines += ["", *found.notes] if found.notes else []
+    return "\n".join(lines) + "\n"
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+_STEP_COLUMNS: Final = [
+    "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "exposed",
+    "agent/step", "agent cpu",
+]  # fmt: skip
+
+
+def _step_row(rank: Rank) -> list[str]:
+    steps, waits, overhead = rank.step_seconds, rank.data_wait_seconds, rank.overhead_seconds
+    return [
+        str(rank.rank),
+        str(rank.node),
+        str(rank.pid),
+        str(rank.steps),
+        *map(duration, (steps.p50, steps.p95, steps.p99, waits.p50, waits.p95, waits.p99)),
+        percent(rank.exposed_wait_ratio if rank.steps else None),  # a wait that has not ended is no share yet
+        duration(overhead["training"] / rank.steps) if rank.steps else "-",
+        percent(overhead["agent"] / rank.wall_seconds, 2) if rank.wall_seconds else "-",
+    ]
+
+
+def _ledger_row(rank: Rank) -> list[str]:
+    wall = rank.wall_seconds
+    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall else "-" for s in rank.ledger.values()]
+    return [str(rank.rank), f"{wall:.1f} s", *cells]
+
+
+# -- stalls --------------------------------------------------------------------------------------------------------
+
+
+def stall_section(stall: Stall) -> list[str]:
+    """The lines on a stall: its cause, advice, lines of code and stacks."""
+    until = f"until {stall.closed}" if stall.closed else "still open"
+    share = f" ({percent(stall.evidence.get('share_ratio'), 0)} of the time)" if stall.also else ""
+    lines = [f"stall on rank {stall.rank}: {stall.cause}{share}, since {stall.opened}, {until}"]
+    lines += advice_lines(stall.advice)
+    for other in stall.also:
+        lines.append(f"  at the same time {other.cause} ({percent(other.share_ratio, 0)} of the time)")
+        lines += advice_lines(other.advice)
+    lines += _lines_of_code(stall)
+    most = _MAX_TRAINING_FRAMES  # of the training thread's stack, which is the first
+    for stack in stall.evidence.get("stacks", []):
+        heading, *frames = stack.splitlines() or [""]
+        lines += [f"  {line}" for line in (heading, *frames[:most])]
+        if len(frames) > most:
+            lines.append(f"    ... {len(frames) - most} more lines in the log")
+        most = _MAX_FRAMES
+    return lines
+
+
+def advice_lines(advices: Sequence[Advice]) -> list[str]:
+    """A line for each advice, indented."""
+    lines = []
+    for advice in advices:
+        typed = f"try {advice.typed or advice.setting}: " if advice.setting else ""
+        worth = f", predicted {advice.gain} times the steps per second" if advice.gain else ""
+        lines.append(f"  {typed}{advice.action}{worth} ({advice.because})")
+    return lines
+
+
 _OF: Final = {
     "fetch": "of the time in fetches",
     "wait": "of the waits for batches",
@@ -36,10 +156,10 @@ _OF: Final = {
 }
 
 
-def line_table(stall: dict[str, Any]) -> list[str]:
-    """A heading, and a row for each line. Empty if no lines are known."""
-    lines = stall["evidence"].get("lines")
-    if not lines:
+def _lines_of_code(stall: Stall) -> list[str]:
+    """A table of the lines in which the time went. Empty if none are known."""
+    found = stall.evidence.get("lines")
+    if not found:
         return []
     rows = [
         [
@@ -47,192 +167,64 @@ def line_table(stall: dict[str, Any]) -> list[str]:
             f"{line['file'].rpartition(os.sep)[2]}:{line['line']}",
             str(line["function"] or "-"),
             str(line["calls"] or "-"),
-            _source(line["file"], line["line"], stall["opened"]) or "-",
         ]
-        for line in lines
+        for line in found
     ]
-    of = _OF.get(stall["evidence"].get("lines_of", ""), "of the time")
-    shown = table([of, "line", "in", "calls"], [row[:4] for row in rows])
-    texts = ["source", *(row[4] for row in rows)]  # aligned to the left, so it is no column of the table
+    shown = table([_OF.get(stall.evidence.get("lines_of", ""), "of the time"), "line", "in", "calls"], rows)
+    # These texts are aligned to the left, so they are no column of the table.
+    texts = ["source", *(_source(line["file"], line["line"], stall.opened or "") for line in found)]
     return [f"  {line}  {text}" for line, text in zip(shown, texts, strict=True)]
 
 
-def _source(file: str, line: int, opened: str) -> str | None:
-    """The text of a line; None if the file is not there or was changed after the stall had opened."""
+def _source(file: str, line: int, opened: str) -> str:
+    """The text of a line; a dash if the file is not there or was changed after the stall had opened."""
     path = Path(file)
     if path.suffix != ".py" or not path.is_absolute():
-        return None
+        return "-"
     try:
-        if path.stat().st_mtime > datetime.fromisoformat(opened.replace("Z", "+00:00")).timestamp():
-            return None
-        found = open_regular(path)
-        if found is None:
-            return None
+        if path.stat().st_mtime > (unix(opened) or 0.0) or (found := open_regular(path)) is None:
+            return "-"
         with found:
             content = found.read(_MAX_FILE_BYTES)
     except (OSError, ValueError):
-        return None
+        return "-"
     lines = content.decode("utf-8", "replace").splitlines()
     text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-    return shortened(one_line(text), _MAX_TEXT) or None
+    return shortened(one_line(text), _MAX_SOURCE) or "-"
 
 
-_MAX_ROWS: Final = 64
-_MIN_LOST_SECONDS: Final = 1.8
-"""Half of the last digit of the hours that are shown."""
-
-_MAX_FRAMES: Final = 4
-_MAX_TRAINING_FRAMES: Final = 12
-_HEADINGS: Final = {c: c.replace("_", " ") for c in CATEGORIES}
-
-
-def as_text(found: Report) -> str:
-    """The report as text."""
-    values = found.values
-    spent = [
-        *throughput_lines(values["throughput"]),
-        *energy_lines(values["gpu_energy_joules"]),
-        *cost_lines(values["cost"]),
-    ]
-    sections = [*memory_lines(found.processes, found.over), *spent, *attempt_lines(found.goodput)]
-    notes = ["", *found.notes] if found.notes else []
-    return render(values, [*sections, *notes], found.lost_seconds)
-
-
-def render(report: dict[str, Any], notes: Sequence[str] = (), lost: Mapping[str, float] | None = None) -> str:
-    """The verdict, a table of steps and a ledger by rank, the stalls, the snapshots and the notes.
-
-    Args:
-        report: as `summarize` returns it.
-        notes: lines on what is missing or damaged in the logs.
-        lost: seconds lost in stalls, by cause, as `lost_by_cause` returns them. Without it, those of the stalls there.
-    """
-    ranks = report["ranks"]
-    lines = [f"run {report['run']}", "", report["verdict"], ""]
-    shown = _worst_first(ranks)[:_MAX_ROWS] if len(ranks) > _MAX_ROWS else ranks
-    lines += table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])
-    lines.append("")
-    lines += table(["rank", "wall", *_HEADINGS.values()], [_ledger_row(rank) for rank in shown])
-    if len(shown) < len(ranks):
-        lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
-    for stall in report["stalls"]:
-        lines += ["", *stall_section(stall)]
-    changes = change_lines(report["changes"], len({rank["rank"] for rank in ranks}))
-    lines += ["", *changes] if changes else []
-    of = lost_of(report["stalls"]) if lost is None else lost
-    worst_first = sorted((item for item in of.items() if item[1] >= _MIN_LOST_SECONDS), key=lambda item: -item[1])
-    if worst_first:
-        shares = ", ".join(f"{cause} {seconds / 3600:.3f}" for cause, seconds in worst_first)
-        lines += ["", f"GPU-hours lost in stalls, over all ranks: {shares}"]
-    lines += _snapshots(report["snapshots"])
-    if notes:
-        lines += notes if not notes[0] else ["", *notes]
-    return "\n".join(lines) + "\n"
-
-
-_STEP_COLUMNS: Final = [
-    "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "exposed",
-    "agent/step", "agent cpu",
-]  # fmt: skip
-
-
-def stall_section(stall: dict[str, Any]) -> list[str]:
-    """The lines on a stall, an entry of ``stalls``: its cause, advice, lines of code and stacks."""
-    until = f"until {stall['closed']}" if stall["closed"] else "still open"
-    evidence = stall["evidence"]
-    also = [other for other in evidence.get("also", []) if "cause" in other]
-    share = f" ({percent(evidence.get('share_ratio'), 0)} of the time)" if also else ""
-    lines = [f"stall on rank {stall['rank']}: {stall['cause']}{share}, since {stall['opened']}, {until}"]
-    lines += advice_lines(stall["advice"])
-    for other in also:
-        lines.append(f"  at the same time {other['cause']} ({percent(other.get('share_ratio'), 0)} of the time)")
-        lines += advice_lines(other.get("advice", []))
-    return [*lines, *line_table(stall), *_stacks(evidence.get("stacks", []))]
-
-
-def advice_lines(advices: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each advice, indented."""
-    lines = []
-    for advice in advices:
-        setting, gain = advice.get("setting"), speedup_text(advice)
-        typed = "" if not setting else f"{setting}={advice['value']}: " if advice.get("value") else f"{setting}: "
-        worth = f", predicted {gain} times the steps per second" if gain else ""
-        lines.append(f"  {'try ' if typed else ''}{typed}{advice.get('action')}{worth} ({advice.get('because')})")
-    return lines
-
-
-def _stacks(stacks: Sequence[str]) -> list[str]:
-    """The innermost frames of each stack of a stuck run. The training thread's stack is first and gets more frames."""
-    lines: list[str] = []
-    most = _MAX_TRAINING_FRAMES
-    for stack in stacks:
-        heading, *frames = stack.splitlines() or [""]
-        lines += [f"  {line}" for line in (heading, *frames[:most])]
-        if len(frames) > most:
-            lines.append(f"    ... {len(frames) - most} more lines in the log")
-        most = _MAX_FRAMES
-    return lines
-
-
-def _snapshots(snapshots: Sequence[dict[str, Any]]) -> list[str]:
+def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:
     """A line for each folder, with the traces of all ranks, and a line for each trace that was read."""
-    folders: dict[str, list[dict[str, Any]]] = {}
+    folders: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:
-        folders.setdefault(str(snapshot["path"]).rpartition("/")[0], []).append(snapshot)
+        folders.setdefault(snapshot.path.rpartition("/")[0], []).append(snapshot)
     lines = []
     for folder, traces in folders.items():
-        steps = f"steps {traces[0]['first_step']} to {traces[0]['last_step']}"
-        ranks = ", ".join(str(rank) for rank in sorted({trace["rank"] for trace in traces}))
-        lines += ["", f"snapshot: {steps} of rank {ranks}, for {traces[0]['reason']}, in {folder}"]
-        lines += [f"  rank {trace['rank']}: {shown}" for trace in traces if (shown := shown_by(trace))]
+        first = traces[0]
+        ranks = ", ".join(str(rank) for rank in sorted({trace.rank for trace in traces}))
+        lines.append("")
+        lines.append(
+            f"snapshot: steps {first.first_step} to {first.last_step} of rank {ranks}, for {first.reason}, in {folder}"
+        )
+        lines += [f"  rank {trace.rank}: {shown}" for trace in traces if (shown := shown_by(trace))]
         flops: dict[str, list[str]] = {}
         for trace in traces:
-            flops.setdefault(flops_of(trace), []).append(str(trace["rank"]))
-        lines += [f"  FLOPs of rank {', '.join(of)}: {said}" for said, of in flops.items() if said]
+            if trace.flops:
+                flops.setdefault(str(trace.flops), []).append(str(trace.rank))
+        lines += [f"  FLOPs of rank {', '.join(of)}: {said}" for said, of in flops.items()]
     return lines
 
 
-def _step_row(rank: dict[str, Any]) -> list[str]:
-    steps, waits = rank["step_seconds"], rank["data_wait_seconds"]
-    overhead, exposed = rank["overhead_seconds"], rank["exposed_wait_ratio"]
-    return [
-        str(rank["rank"]),
-        str(rank["node"]),
-        str(rank["pid"]),
-        str(rank["steps"]),
-        *(duration(steps[p]) for p in ("p50", "p95", "p99")),
-        *(duration(waits[p]) for p in ("p50", "p95", "p99")),
-        percent(exposed if rank["steps"] else None),  # a wait that has not ended is no share yet
-        duration(overhead["training"] / rank["steps"]) if rank["steps"] else "-",
-        percent(overhead["agent"] / rank["wall_seconds"], 2) if rank["wall_seconds"] else "-",
-    ]
-
-
-def _ledger_row(rank: dict[str, Any]) -> list[str]:
-    wall = rank["wall_seconds"]
-    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall else "-" for s in rank["ledger"].values()]
-    return [str(rank["rank"]), f"{wall:.1f} s", *cells]
-
-
-def _worst_first(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(ranks, key=lambda rank: -(rank["exposed_wait_ratio"] or 0.0))
-
-
-_TOGETHER_SECONDS: Final = 120.0
-"""Changes of several ranks within this time are one. Each rank knows the moment to a block of 30 s."""
-
+# -- changes of the steps ------------------------------------------------------------------------------------------
 
 _WAITS: Final = "waiting_for_ranks_ratio"
 """Where this has grown, a rank is slower because it waits for another one."""
-
 
 _TAKES: Final = {
     "data_wait_seconds": "waiting for data takes",
     "compute_seconds": "compute takes",
     "fetch_seconds": "fetches take",
 }
-
-
 _NAMES: Final = {
     "gpu_clock_hertz": "GPU clock",
     "gpu_temperature_celsius": "GPU temperature",
@@ -247,48 +239,41 @@ _NAMES: Final = {
 }
 
 
-def change_lines(changes: Sequence[dict[str, Any]], ranks: int) -> list[str]:
-    """A sentence for each change; those of several ranks at the same time are one."""
-    lines = []
-    for _, group in groupby(_numbered(changes), key=lambda pair: pair[0]):
-        together = [change for _, change in group]
-        own = [change for change in together if not _waits_more(change)] or together
-        shown = max(own, key=lambda change: abs(change["ratio"] - 1))
-        lines.append(_sentence(shown, sorted({change["rank"] for change in own}), ranks))
-    return lines
-
-
-def _numbered(changes: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """Each change with the number of its group: in the same direction, and soon after the first of the group."""
-    numbered: list[tuple[int, dict[str, Any]]] = []
+def _changes(changes: Sequence[Change], ranks: int) -> list[str]:
+    """A sentence for each change; those of several ranks at the same time, in the same direction, are one."""
+    numbered: list[tuple[int, Change]] = []
     groups: list[tuple[float, bool]] = []
     for change in changes:
-        at, slower = unix(change["at"]) or 0.0, change["ratio"] > 1
+        at, slower = unix(change.at) or 0.0, change.ratio > 1
         if not groups or at - groups[-1][0] > _TOGETHER_SECONDS or groups[-1][1] != slower:
             groups.append((at, slower))
         numbered.append((len(groups), change))
-    return numbered
+    lines = []
+    for _, group in groupby(numbered, key=lambda pair: pair[0]):
+        together = [change for _, change in group]
+        own = [
+            change for change in together if not any(e.what == _WAITS and e.after > e.before for e in change.figures)
+        ]
+        lines.append(_change(own or together, ranks))
+    return lines
 
 
-def _waits_more(change: dict[str, Any]) -> bool:
-    return any(each["what"] == _WAITS and each["after"] > each["before"] for each in change["with"])
-
-
-def _sentence(change: dict[str, Any], slow: Sequence[int], ranks: int) -> str:
-    ratio = change["ratio"]
-    by = f"{percent(ratio - 1, 0)} slower" if ratio > 1 else f"{percent(1 - ratio, 0)} shorter"
-    parts = [_companion(each) for each in change["with"] if each["what"] != _WAITS]
+def _change(changes: Sequence[Change], ranks: int) -> str:
+    shown = max(changes, key=lambda change: abs(change.ratio - 1))
+    slow = {change.rank for change in changes}
+    by = f"{percent(abs(shown.ratio - 1), 0)} {'slower' if shown.ratio > 1 else 'shorter'}"
+    parts = [_companion(each) for each in shown.figures if each.what != _WAITS]
     if ranks > 1 and len(slow) < ranks:
         parts.append(f"only {named(slow)}")
-    step = "" if change["step"] is None else f" (step {change['step']})"
-    return f"since {change['at']}{step} steps are {by}{': ' if parts else ''}{', '.join(parts)}"
+    step = "" if shown.step is None else f" (step {shown.step})"
+    return f"since {shown.at}{step} steps are {by}{': ' if parts else ''}{', '.join(parts)}"
 
 
-def _companion(each: dict[str, Any]) -> str:
-    what, before, after = each["what"], each["before"], each["after"]
-    if what in _TAKES:
-        return f"{_TAKES[what]} {duration(abs(after - before))} {'longer' if after > before else 'less'}"
-    return f"{_NAMES.get(what, what)} {_figure(what, before)} to {_figure(what, after)}"
+def _companion(each: ChangedFigure) -> str:
+    if each.what in _TAKES:
+        apart = each.after - each.before
+        return f"{_TAKES[each.what]} {duration(abs(apart))} {'longer' if apart > 0 else 'less'}"
+    return f"{_NAMES.get(each.what, each.what)} {_figure(each.what, each.before)} to {_figure(each.what, each.after)}"
 
 
 def _figure(what: str, value: float) -> str:
@@ -301,23 +286,97 @@ def _figure(what: str, value: float) -> str:
     return duration(value) if what.endswith("_seconds") else f"{value:.1f}"
 
 
-_MAX_MEMORY_LINES: Final = 16
+# -- sums: memory, throughput, energy, money, attempts -------------------------------------------------------------
 
 
-def memory_lines(processes: Sequence[ProcessLog], over: Collection[int]) -> list[str]:
+def memory_lines(found: Report) -> list[str]:
     """A line for each process whose memory grows or grew, also of attempts that were replaced."""
     lines = []
-    for process in processes:
-        if not process.totals.get("memory", {}).get("growth_bytes_per_hour"):
+    for process in found.processes:
+        memory = process.totals.get("memory", {})
+        if not memory.get("growth_bytes_per_hour"):
             continue
-        gone = id(process) in over
-        left = process.totals["memory"].get("exhausted_in_seconds")
+        gone, left = id(process) in found.over, memory.get("exhausted_in_seconds")
         until = "" if left is None else f", used up in about {rough_duration(left)}"
         at = f" (newest line {process.last_time})" if gone else ""
         lines.append(f"memory: {grows(process, past=gone)}{until}{at}")
-    more = (
-        [f"{len(lines) - _MAX_MEMORY_LINES} more processes grow; --json has all"]
-        if len(lines) > _MAX_MEMORY_LINES
-        else []
-    )
-    return ["", *lines[:_MAX_MEMORY_LINES], *more] if lines else []
+    more = len(lines) - _MAX_MEMORY_LINES
+    return lines[:_MAX_MEMORY_LINES] + ([f"{more} more processes grow; --json has all"] if more > 0 else [])
+
+
+def sum_lines(values: ReportValues) -> list[str]:
+    """A line each on samples and tokens, on the energy of the GPUs, and on money, as far as they are known."""
+    lines, throughput, energy, cost = [], values.throughput, values.gpu_energy_joules or {}, values.cost
+    sums = (("samples", throughput.samples, throughput.samples_per_second),
+            ("tokens", throughput.tokens, throughput.tokens_per_second))  # fmt: skip
+    parts = [
+        f"{total} {name}" + (f", {plain_number(rate, 4)} per second of the training loop" if rate else "")
+        for name, total, rate in sums
+        if total is not None
+    ]
+    if parts:
+        lines.append(f"throughput: {'; '.join(parts)}")
+    total = sum(energy.values())
+    if total > 0:
+        kwh, share = plain_number(energy[DATA_WAIT] / KWH), rounded_percent(energy[DATA_WAIT] / total)
+        lines.append(
+            f"energy: {kwh} of {plain_number(total / KWH)} kWh went into waits for data ({share}); of the whole GPUs, "
+            "split by time"
+        )
+    if cost is not None:
+        waiting = [] if cost.waiting is None else [f"{cost.waiting:.2f} waiting"]
+        of_that = ", ".join([*waiting, f"{cost.stalls:.2f} stalls", f"{cost.restarts:.2f} restarts"])
+        lines.append(f"cost: {cost.total:.2f} for {plain_number(cost.gpu_hours)} GPU-hours; of that {of_that}")
+    return lines
+
+
+def _attempts(goodput: Goodput) -> list[str]:
+    """The attempts, and what to change; empty for one attempt."""
+    courses = goodput.courses
+    if len(courses) < 2 or goodput.wall_seconds <= 0:
+        return []
+    shown = courses[-_MAX_ATTEMPTS:]
+    lines = ["", "attempts:"]
+    if len(shown) < len(courses):
+        lines.append(f"the newest {len(shown)} of {len(courses)} attempts; --json has all")
+    return [*lines, *map(_attempt, shown), *(f"  {text}" for text in goodput_advice(goodput))]
+
+
+def _attempt(course: Course) -> str:
+    attempt = course.attempt
+    text = f"  attempt {attempt.number}: {attempt.how}, {course.steps} steps on {attempt.ranks} ranks"
+    if course.source != ASSUMED or course.resumed:
+        assumed = " (assumed: the newest complete checkpoint)" if course.source == ASSUMED else ""
+        text += f", resumed at step {course.resumed:.0f}{assumed}"
+    if course.lost_steps:
+        text += f", {course.lost_steps} steps lost"
+    return text if attempt.reason is None else f"{text} ({attempt.reason})"
+
+
+def goodput_advice(goodput: Goodput) -> list[str]:
+    """What to change, and what that is worth."""
+    found, told, replay = [], goodput.experience, goodput.seconds[REPLAY]
+    advised = told.advised()
+    if advised is not None and told.gain(advised) >= _INTERVAL_WORTH:
+        found.append(
+            f"write a checkpoint every {_rounded(advised.best_interval_seconds)} instead of every "
+            f"{_rounded(advised.interval_seconds)}: predicted effective training time "
+            f"{rounded_percent(advised.predicted_ettr_ratio)} (a checkpoint stops the training for "
+            f"{_rounded(told.checkpoint_seconds)}, and the run fails once in {_rounded(advised.failure_seconds)})"
+        )
+    elif told.failures and not told.checkpoints:
+        found.append("write checkpoints: the run has written none, so each restart begins from nothing")
+    if goodput.wall_seconds > 0 and replay / goodput.wall_seconds >= _REPLAY_WORTH:
+        found.append(
+            "resume the data without drawing batches again: a stateful loader (torchdata's StatefulDataLoader), or a "
+            f"sampler that skips; {_rounded(replay)} went into batches that were thrown away"
+        )
+    return found
+
+
+def _rounded(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{plain_number(seconds)} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

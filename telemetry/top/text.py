@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.report.attempts import FAILED, FINISHED, unix
+from telemetry.report.attempts import FAILED, FINISHED
+from telemetry.report.process_log import unix
 from telemetry.report.text import advice_lines, stall_section
 from telemetry.top.view import (
     BAD,
@@ -323,19 +324,17 @@ class Frame:
         if found is None:
             return [(("no stall in what was read", "dim"),)]
         row, stall = found
-        opened, closed = unix(str(stall["opened"])), unix(str(stall["closed"] or ""))
+        opened, closed = unix(stall.opened or ""), unix(stall.closed or "")
         began, ended = ("-" if at is None else clock(at) for at in (opened, closed))
         when, style = f"{began} to {ended}", "dim"
-        if stall["closed"] is None:
+        if stall.closed is None:
             when, style = "open", WARN_STYLE
             if opened is not None:
                 when += f" for {rough_duration(max(0.0, now - opened))} (since {began.removesuffix(' UTC')})"
         on = f" on {row.node}" if row.node and view.nodes > 1 else ""
-        lines: list[Line] = [
-            ((self._cell(f"newest stall: rank {row.rank}{on}: {stall['cause']}, {when}", width), style),)
-        ]
-        texts = [text.strip() for text in advice_lines(stall["advice"])]
-        line = stall["evidence"].get("line_verdict")
+        lines: list[Line] = [((self._cell(f"newest stall: rank {row.rank}{on}: {stall.cause}, {when}", width), style),)]
+        texts = [text.strip() for text in advice_lines(stall.advice)]
+        line = stall.evidence.get("line_verdict")
         for text in [*texts, line] if isinstance(line, str) else texts:
             if len(lines) < most:
                 lines += [((f"  {part}", ""),) for part in self._wrapped(text, width - 2, most - len(lines))]
@@ -360,7 +359,7 @@ class Frame:
             lines.append(())
             for text in stall_section(stall):
                 indent = len(text) - len(text.lstrip())
-                style = WARN_STYLE if indent == 0 and stall["closed"] is None else ""
+                style = WARN_STYLE if indent == 0 and stall.closed is None else ""
                 for part in self._wrapped(text.strip(), width - indent, 6):
                     lines.append(((" " * indent + part, style),))
         return lines

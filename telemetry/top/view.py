@@ -17,8 +17,8 @@ from telemetry.diagnosis.verdict import STALLED as RUN_STALLED
 from telemetry.diagnosis.verdict import STARVED as RUN_STARVED
 from telemetry.diagnosis.verdict import STUCK as RUN_STUCK
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
-from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, unix
-from telemetry.report.process_log import ProcessLog, stalls_of
+from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
+from telemetry.report.process_log import ProcessLog, stalls_of, unix
 from telemetry.report.summary import hang_of, verdict_of
 from telemetry.util.text import named, rough_duration
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
+    from telemetry.report.contract import Stall
 
 GONE: Final = "gone"
 STUCK: Final = "stuck"
@@ -202,7 +203,7 @@ class RankRow:
     ledger: dict[str, float] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     step_seconds: dict[str, float] = field(default_factory=dict)
-    stalls: tuple[dict[str, Any], ...] = ()
+    stalls: tuple[Stall, ...] = ()
     memory: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -267,7 +268,7 @@ def _wait_ratio(totals: dict[str, Any]) -> float | None:
 
 def _state(  # noqa: PLR0911, one return for each state
     facts: RankFacts,
-    stalls: tuple[dict[str, Any], ...],
+    stalls: tuple[Stall, ...],
     now: float,
     suspects: dict[int, str],
     waits: Collection[int],
@@ -278,12 +279,12 @@ def _state(  # noqa: PLR0911, one return for each state
     hung_since = None if hang is None else now - hang.seconds
     if rank in suspects:
         return STUCK, hung_since, f"held up: {suspects[rank]}"
-    stall = stalls[-1] if stalls and stalls[-1]["closed"] is None else None
-    opened = None if stall is None else unix(str(stall["opened"]))
+    stall = stalls[-1] if stalls and stalls[-1].closed is None else None
+    opened = None if stall is None else unix(stall.opened or "")
     if rank in waits:
         return WAITING, opened, "waits for others"
-    if stall is not None and "stuck_in" in stall["evidence"]:
-        return STUCK, opened, f"stuck in {str(stall['evidence']['stuck_in']).replace('_', ' ')}"
+    if stall is not None and "stuck_in" in stall.evidence:
+        return STUCK, opened, f"stuck in {str(stall.evidence['stuck_in']).replace('_', ' ')}"
     if hang is not None and hang.stuck and hang.doing not in {LEFT, ENDED}:
         if hang.waits:
             return WAITING, hung_since, "waits for others"
@@ -291,10 +292,10 @@ def _state(  # noqa: PLR0911, one return for each state
     if facts.silent_seconds > SILENT_SECONDS:
         return SILENT, facts.seen, f"silent for {rough_duration(facts.silent_seconds)}"
     if stall is not None:
-        slow = stall["evidence"].get("straggler_rank")
-        if stall["cause"] == "straggler" and isinstance(slow, int):
+        slow = stall.evidence.get("straggler_rank")
+        if stall.cause == "straggler" and isinstance(slow, int):
             return WAITING, opened, f"waits for rank {slow}"
-        return STALLED, opened, str(stall["cause"])
+        return STALLED, opened, str(stall.cause)
     if not facts.totals.get("steps_total"):
         return STARTING, unix(facts.log.started), "no step yet"
     enter = facts.log.head.get("settings", {}).get("stall_enter_ratio", STARVED_RATIO)
@@ -354,12 +355,12 @@ class JobView:
     overdue: float = 0.0
     nodes: int = 0
 
-    def newest_stall(self) -> tuple[RankRow, dict[str, Any]] | None:
+    def newest_stall(self) -> tuple[RankRow, Stall] | None:
         """The newest open stall, else the newest; of ranks that wait for another one only where there is no other."""
         found = [(row, row.stalls[-1]) for row in self.rows if row.stalls]
         return max(
             found,
-            key=lambda each: (each[1]["closed"] is None, each[1]["cause"] != "straggler", str(each[1]["opened"])),
+            key=lambda each: (each[1].closed is None, each[1].cause != "straggler", str(each[1].opened)),
             default=None,
         )
 
@@ -382,8 +383,8 @@ def job_view(
     """
     running = any(each.how == RUNNING for each in facts)
     hang = hang_of([each.log for each in facts]) if running else None
-    suspects = {s["rank"]: str(s.get("doing") or "others wait") for s in hang["suspects"]} if hang else {}
-    waits = {rank for group in hang["waiting"] for rank in group["ranks"]} if hang else set()
+    suspects = {s.rank: s.doing or "others wait" for s in hang.suspects if s.rank is not None} if hang else {}
+    waits = {rank for group in hang.waiting for rank in group.ranks} if hang else set()
     return JobView(
         headline=_headline(facts, now, whole),
         run=facts[-1].log.run,

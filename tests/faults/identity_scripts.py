@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
+from tests.report_logs import summarize
 
 from .processes import environment
 

@@ -18,9 +18,9 @@ from faults.processes import (
     write,
 )
 from telemetry.report.logs import load
-from telemetry.report.summary import summarize
 from telemetry.util.clock import NS, WallClock
 from tests.faults.surroundings import QUIET
+from tests.report_logs import summarize
 
 # -- time --------------------------------------------------------------------------------------------------------
 

@@ -1,26 +1,31 @@
-"""What the charts of the page show: labels, colours and figures. They do not say how it is drawn."""
+"""What the charts of the page show: labels, colours and figures, also as text. `drawing` says how they are drawn."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from telemetry.records import COMPUTE, DATA_WAIT
-from telemetry.report.attempts import unix
 from telemetry.report.html import palette
-from telemetry.report.html.recorder import AGENT, HOOKS, SAMPLES, STEP, THROUGHPUT_OF, TOKENS, WAIT
+from telemetry.report.html.recorder import AGENT, HOOKS, SAMPLES, STEP, STEPS, THROUGHPUT_OF, TOKENS, WAIT
+from telemetry.report.process_log import unix
 from telemetry.util.text import byte_size, duration, named, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from telemetry.report.contract import Rank, ReportValues
     from telemetry.report.html.recorder import Array, RunRecorder
     from telemetry.report.process_log import ProcessLog
 
 Figures = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 """Figures by time bin, or by rank. NaN: not measured."""
+
+MAX_TABLE_ROWS: Final = 64
+
+# -- units ---------------------------------------------------------------------------------------------------------
 
 SECONDS: Final = "seconds"
 RATIO: Final = "ratio"
@@ -29,6 +34,40 @@ WATTS: Final = "watts"
 HERTZ: Final = "hertz"
 CELSIUS: Final = "celsius"
 COUNT: Final = "count"
+
+_SCALES: Final = {RATIO: (100.0, "%"), HERTZ: (1e-6, "MHz"), WATTS: (1.0, "W"), CELSIUS: (1.0, "°C")}
+
+
+def shown(value: float | None, unit: str) -> str:
+    """A figure with its unit; a dash if it was not measured."""
+    if value is None or not np.isfinite(value):
+        return "-"
+    if unit in {SECONDS, RATIO, BYTES}:
+        return duration(value) if unit == SECONDS else percent(value) if unit == RATIO else byte_size(value)
+    factor, sign = scale_of(unit, value)
+    return f"{value * factor:.0f} {sign}" if sign else f"{value:.1f}"
+
+
+def scale_of(unit: str, largest: float) -> tuple[float, str]:
+    """By what to multiply figures for an axis, and the unit after that."""
+    if unit == SECONDS:
+        return (1e3, "ms") if largest < 1 else (1.0, "s")
+    if unit == BYTES:
+        return (1e-9, "GB") if largest >= 1e9 else (1e-6, "MB")
+    return _SCALES.get(unit, (1.0, ""))
+
+
+# -- the kinds of charts -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table: headings, rows of cells as text, and what is left out."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[list[str]]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +87,13 @@ class Curve:
         return bool(np.isfinite(self.values).any())
 
 
+def _legend(curves: Sequence[Curve]) -> list[dict[str, str]]:
+    return [
+        {"field": f"c{number}", "label": curve.label, "colour": curve.colour, "dash": curve.dash}
+        for number, curve in enumerate(curves)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class TimeChart:
     """Curves over time. ``stacked``: as areas, one on the other, that fill 0 to 1."""
@@ -58,6 +104,30 @@ class TimeChart:
     curves: tuple[Curve, ...]
     stacked: bool = False
     note: str = ""
+    kind: str = "time"
+
+    @property
+    def legend(self) -> list[dict[str, str]]:
+        """For the template."""
+        return _legend(self.curves)
+
+    def read_out(self) -> dict[str, Any]:
+        """What the page needs to say what is at the cursor."""
+        return {"fields": [[each["field"], each["label"]] for each in self.legend]}
+
+    def table(self) -> Table:
+        """Its main figures, for people who cannot see it."""
+        rows = [[curve.label, *(shown(value, self.unit) for value in _spread_of(curve))] for curve in self.curves]
+        return Table(self.title, ("", "lowest", "mean", "highest", "last"), rows)
+
+
+def _spread_of(curve: Curve) -> list[float | None]:
+    values = curve.values[np.isfinite(curve.values)]
+    if not len(values):
+        return [None] * 4
+    low = curve.low if curve.low is not None else curve.values
+    high = curve.high if curve.high is not None else curve.values
+    return [float(np.nanmin(low)), float(values.mean()), float(np.nanmax(high)), float(values[-1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +141,26 @@ class BarChart:
     curves: tuple[Curve, ...]
     wide: bool = False
     note: str = ""
+    kind: str = "bars"
+
+    @property
+    def legend(self) -> list[dict[str, str]]:
+        """For the template."""
+        return _legend(self.curves)
+
+    def read_out(self) -> dict[str, Any]:
+        """What the page needs to say what is at the cursor."""
+        return {"labels": self.labels, "fields": [[each["field"], each["label"]] for each in self.legend]}
+
+    def table(self) -> Table:
+        """Its main figures, for people who cannot see it."""
+        rows = [
+            [label, *(shown(float(curve.values[at]), self.unit) for curve in self.curves)]
+            for at, label in enumerate(self.labels[:MAX_TABLE_ROWS])
+        ]
+        left = len(self.labels) - len(rows)
+        headings = ("", *(curve.label for curve in self.curves))
+        return Table(self.title, headings, rows, f"{left} more" if left > 0 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +177,11 @@ class HeatMetric:
     low: float
     high: float
 
-    @property
-    def capped(self) -> bool:
-        """Whether figures are above the upper limit of the colours."""
-        return bool((self.cells > self.high * (1 + 1e-6)).any())
+    def read_out(self) -> dict[str, Any]:
+        """What the page needs to say what is at the cursor."""
+        factor, unit = scale_of(self.unit, self.high)
+        more = bool((self.cells > self.high * (1 + 1e-6)).any())
+        return {"low": self.low * factor, "high": self.high * factor, "more": more, "unit": unit, "label": self.label}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +194,31 @@ class HeatMap:
         outliers: sentences on ranks that differ from the others.
     """
 
-    key: str
-    title: str
     metrics: tuple[HeatMetric, ...]
     rows: tuple[str, ...]
-    bins_per_cell: int = 1
-    outliers: tuple[str, ...] = ()
-    note: str = ""
+    bins_per_cell: int
+    outliers: tuple[str, ...]
+    note: str
+    key: str = "ranks"
+    title: str = "Ranks over time"
+    kind: str = "heat"
+
+    def read_out(self) -> dict[str, Any]:
+        """What the page needs to say what is at the cursor."""
+        metrics = {metric.key: metric.read_out() for metric in self.metrics}
+        bins = self.metrics[0].cells.shape[1]
+        return {"rows": self.rows, "metrics": metrics, "bins": bins, "per": self.bins_per_cell}
+
+    def table(self) -> Table:
+        """Its main figures, for people who cannot see it."""
+        rows = []
+        for metric in self.metrics:
+            cells, median = metric.cells, np.nanmedian(metric.cells)
+            filled = np.where(np.isfinite(cells), cells, median)
+            odd = int(np.abs(filled.mean(axis=1) - np.median(filled)).argmax())
+            spread = (np.nanmin(cells), median, np.nanmax(cells))
+            rows.append([metric.label, *(shown(float(value), metric.unit) for value in spread), self.rows[odd]])
+        return Table(self.title, ("", "lowest", "median", "highest", "most different"), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +235,26 @@ class Mark:
 class MarkChart:
     """All marks, a row for each kind."""
 
-    key: str
-    title: str
     marks: tuple[Mark, ...]
     kinds: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    note: str
+    key: str = "marks"
+    title: str = "Events"
+    kind: str = "marks"
+
+    @property
+    def legend(self) -> list[dict[str, str]]:
+        """For the template."""
+        return [{"field": "", "label": kind, "colour": palette.MARKS[kind], "dash": "solid"} for kind in self.kinds]
+
+    def read_out(self) -> dict[str, Any]:
+        """What the page needs to say what is at the cursor."""
+        return {"marks": [asdict(mark) for mark in self.marks], "kinds": self.kinds}
+
+    def table(self) -> Table:
+        """Its main figures, for people who cannot see it."""
+        rows = [[kind, str(sum(mark.kind == kind for mark in self.marks))] for kind in self.kinds]
+        return Table(self.title, ("", "marks"), rows)
 
 
 Chart = TimeChart | BarChart | HeatMap | MarkChart
@@ -149,22 +273,7 @@ class TimeAxis:
         return (np.array(self.begins) + self.width_seconds / 2) * 1000.0
 
 
-def shown(value: float | None, unit: str) -> str:
-    """A figure with its unit; a dash if it was not measured."""
-    if value is None or not np.isfinite(value):
-        return "-"
-    if unit == SECONDS:
-        return duration(value)
-    if unit == RATIO:
-        return percent(value)
-    if unit == BYTES:
-        return byte_size(value)
-    if unit == HERTZ:
-        return f"{value / 1e6:.0f} MHz"
-    return f"{value:.0f} {_SIGNS[unit]}" if unit in _SIGNS else f"{value:.1f}"
-
-
-_SIGNS: Final = {WATTS: "W", CELSIUS: "°C"}
+# -- sampled figures -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,105 +356,34 @@ HOST: Final = (
 )  # fmt: skip
 
 
-def sampled_charts(recorder: RunRecorder, rows: Sequence[int], wanted: Sequence[_SampledChart]) -> list[TimeChart]:
-    """Charts of sampled figures. A curve, or a chart, that was not measured is left out."""
-    charts = []
-    for each in wanted:
-        curves = [_sampled_curve(recorder, rows, curve) for curve in each.curves]
-        measured = tuple(curve for curve in curves if curve.is_measured)
-        if measured:
-            charts.append(TimeChart(each.key, each.title, each.unit, measured, note=each.note))
-    return charts
+class Sums:
+    """The sums of the ranks that have a row.
 
+    Attributes:
+        ranks: the ranks, in the order of the rows of all arrays.
+    """
 
-def not_measured(recorder: RunRecorder, rows: Sequence[int], wanted: Sequence[_SampledChart]) -> list[str]:
-    """The names of the sampled figures of some charts that no rank has."""
-    return [
-        f"{each.title}: {curve.label}"
-        for each in wanted
-        for curve in each.curves
-        if not recorder.grid.sums(f"{curve.name}#")[list(rows)].any()
-    ]
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._grid = recorder.grid
+        self.ranks = sorted(recorder.rows)
+        self._rows = [recorder.rows[rank] for rank in self.ranks]
 
+    def of(self, name: str) -> Array:
+        """By rank and bin."""
+        return self._grid.sums(name)[self._rows]
 
-def means(recorder: RunRecorder, rows: Sequence[int], name: str) -> Figures:
-    """The mean of a sampled figure by rank and bin; NaN without a sample."""
-    return _ratio(recorder.grid.sums(name)[list(rows)], recorder.grid.sums(f"{name}#")[list(rows)])
+    def all(self, name: str) -> Figures:
+        """By bin, over all ranks."""
+        return np.asarray(self.of(name).sum(axis=0, dtype=np.float64))
 
+    def means(self, name: str) -> Figures:
+        """The mean of a sampled figure by rank and bin; NaN without a sample."""
+        return _ratio(self.of(name), self.of(f"{name}#"))
 
-def ledger_shares(recorder: RunRecorder, rows: Sequence[int]) -> TimeChart:
-    """How the time of all ranks was spent, as shares."""
-    sums = {c: recorder.grid.sums(c)[list(rows)].sum(axis=0, dtype=np.float64) for c in palette.CATEGORIES}
-    total = np.sum(list(sums.values()), axis=0)
-    curves = tuple(
-        Curve(c.replace("_", " "), colour, _ratio(sums[c], total)) for c, colour in palette.CATEGORIES.items()
-    )
-    return TimeChart(
-        "ledger", "Ledger over time", RATIO, curves, stacked=True, note="The time of all ranks, by category."
-    )
-
-
-def step_percentiles(recorder: RunRecorder) -> list[TimeChart]:
-    """Steps and waits of all ranks by percentile."""
-    charts = []
-    for name, title, colour in ((STEP, "Step", palette.GREEN), (WAIT, "Wait", palette.RED)):
-        found = [None if sketch is None else sketch.percentiles() for sketch in recorder.grid.sketches(name)]
-        curves = tuple(
-            Curve(label, colour, np.array([np.nan if p is None else getattr(p, label) for p in found]), dash=dash)
-            for label, dash in (("p50", "solid"), ("p95", "dashed"), ("p99", "dotted"))
-        )
-        if any(curve.is_measured for curve in curves):
-            charts.append(TimeChart(f"{name}-percentiles", f"{title} duration", SECONDS, curves))
-    return charts
-
-
-def steps_per_second(recorder: RunRecorder, rows: Sequence[int]) -> TimeChart | None:
-    """Steps per second of the training loop of the mean rank; None without a step."""
-    steps = recorder.grid.sums("steps")[list(rows)].sum(axis=0, dtype=np.float64)
-    loop = sum(recorder.grid.sums(c)[list(rows)].sum(axis=0, dtype=np.float64) for c in (DATA_WAIT, COMPUTE))
-    curve = Curve("steps per second", palette.GREEN, _ratio(steps, loop))
-    note = "Steps of the mean rank per second of its training loop."
-    return TimeChart("pace", "Pace", COUNT, (curve,), note=note) if curve.is_measured else None
-
-
-def throughput(recorder: RunRecorder, rows: Sequence[int]) -> list[TimeChart]:
-    """Samples and tokens per second of the training loop, summed over the ranks. One that is not known is left out."""
-    charts = []
-    loop = np.sum([recorder.grid.sums(c)[list(rows)] for c in (DATA_WAIT, COMPUTE)], axis=0)
-    for name, colour in ((SAMPLES, palette.GREEN), (TOKENS, palette.BLUE)):
-        known = recorder.grid.sums(THROUGHPUT_OF[name])[list(rows)]
-        rates = _ratio(recorder.grid.sums(name)[list(rows)], known)
-        unknown = ((loop > 0) & (known <= 0)).any(axis=0) | (known <= 0).all(axis=0)
-        curve = Curve(f"{name} per second", colour, np.where(unknown, np.nan, np.nansum(rates, axis=0)))
-        note = "Per second of the training loop, summed over the ranks. Empty where a rank does not know it."
-        if curve.is_measured:
-            charts.append(TimeChart(f"{name}-rate", f"{name.capitalize()} per second", COUNT, (curve,), note=note))
-    return charts
-
-
-def agent_cost(recorder: RunRecorder, rows: Sequence[int]) -> TimeChart:
-    """What the agent itself costs, as a share of the wall clock."""
-    wall = np.sum([recorder.grid.sums(c)[list(rows)] for c in palette.CATEGORIES], axis=0).sum(axis=0)
-    curves = tuple(
-        Curve(label, colour, _ratio(recorder.grid.sums(name)[list(rows)].sum(axis=0, dtype=np.float64), wall))
-        for name, label, colour in (
-            (AGENT, "agent thread (CPU)", palette.BLUE),
-            (HOOKS, "hooks on the training thread", palette.ORANGE),
-        )
-    )
-    return TimeChart("agent-cost", "Cost of the agent", RATIO, curves, note="Share of the wall clock of the mean rank.")
-
-
-def _sampled_curve(recorder: RunRecorder, rows: Sequence[int], wanted: _Sampled) -> Curve:
-    by_rank = means(recorder, rows, wanted.name)
-    sums = recorder.grid.sums(wanted.name)[list(rows)].sum(axis=0, dtype=np.float64)
-    mean = _ratio(sums, recorder.grid.sums(f"{wanted.name}#")[list(rows)].sum(axis=0, dtype=np.float64))
-    low = high = None
-    if len(rows) > 1:
-        there = np.isfinite(by_rank)
-        low = np.where(there.any(axis=0), np.where(there, by_rank, np.inf).min(axis=0), np.nan)
-        high = np.where(there.any(axis=0), np.where(there, by_rank, -np.inf).max(axis=0), np.nan)
-    return Curve(wanted.label, wanted.colour, mean, low, high, wanted.dash)
+    def percentiles(self, name: str, which: str) -> Figures:
+        """Of all ranks, by bin; NaN without a value."""
+        found = [None if sketch is None else sketch.percentiles() for sketch in self._grid.sketches(name)]
+        return np.array([np.nan if each is None else getattr(each, which) for each in found])
 
 
 def _ratio(above: Figures | Array, below: Figures | Array) -> Figures:
@@ -354,9 +392,116 @@ def _ratio(above: Figures | Array, below: Figures | Array) -> Figures:
         return np.where(below > 0, above / below, np.nan).astype(np.float64)
 
 
+def sampled_charts(sums: Sums, wanted: Sequence[_SampledChart]) -> tuple[list[Chart], list[str]]:
+    """Charts of sampled figures, and the names of the figures that were not measured: these are left out."""
+    charts: list[Chart] = []
+    missing = []
+    for each in wanted:
+        curves = [_sampled_curve(sums, curve) for curve in each.curves]
+        measured = tuple(curve for curve in curves if curve.is_measured)
+        missing += [f"{each.title}: {curve.label}" for curve in curves if not curve.is_measured]
+        if measured:
+            charts.append(TimeChart(each.key, each.title, each.unit, measured, note=each.note))
+    return charts, missing
+
+
+def _sampled_curve(sums: Sums, wanted: _Sampled) -> Curve:
+    mean = _ratio(sums.all(wanted.name), sums.all(f"{wanted.name}#"))
+    low = high = None
+    if len(sums.ranks) > 1:
+        by_rank = sums.means(wanted.name)
+        there = np.isfinite(by_rank)
+        low = np.where(there.any(axis=0), np.where(there, by_rank, np.inf).min(axis=0), np.nan)
+        high = np.where(there.any(axis=0), np.where(there, by_rank, -np.inf).max(axis=0), np.nan)
+    return Curve(wanted.label, wanted.colour, mean, low, high, wanted.dash)
+
+
+# -- the ledger, steps, throughput and cost over time ---------------------------------------------------------------
+
+
+def ledger_shares(sums: Sums) -> TimeChart:
+    """How the time of all ranks was spent, as shares."""
+    spent = {c: sums.all(c) for c in palette.CATEGORIES}
+    total = np.sum(list(spent.values()), axis=0)
+    curves = tuple(
+        Curve(c.replace("_", " "), colour, _ratio(spent[c], total)) for c, colour in palette.CATEGORIES.items()
+    )
+    note = "The time of all ranks, by category."
+    return TimeChart("ledger", "Ledger over time", RATIO, curves, stacked=True, note=note)
+
+
+def steps_over_time(sums: Sums) -> list[Chart]:
+    """Steps and waits of all ranks by percentile, and steps per second; without what is not known."""
+    found = [
+        TimeChart(
+            f"{name}-percentiles",
+            f"{title} duration",
+            SECONDS,
+            tuple(
+                Curve(label, colour, sums.percentiles(name, label), dash=dash)
+                for label, dash in (("p50", "solid"), ("p95", "dashed"), ("p99", "dotted"))
+            ),
+        )
+        for name, title, colour in ((STEP, "Step", palette.GREEN), (WAIT, "Wait", palette.RED))
+    ]
+    pace = Curve("steps per second", palette.GREEN, _ratio(sums.all(STEPS), sums.all(DATA_WAIT) + sums.all(COMPUTE)))
+    note = "Steps of the mean rank per second of its training loop."
+    found.append(TimeChart("pace", "Pace", COUNT, (pace,), note=note))
+    return [chart for chart in found if any(curve.is_measured for curve in chart.curves)]
+
+
+def throughput(sums: Sums) -> list[Chart]:
+    """Samples and tokens per second of the training loop, summed over the ranks. One that is not known is left out."""
+    charts: list[Chart] = []
+    loop = sums.of(DATA_WAIT) + sums.of(COMPUTE)
+    note = "Per second of the training loop, summed over the ranks. Empty where a rank does not know it."
+    for name, colour in ((SAMPLES, palette.GREEN), (TOKENS, palette.BLUE)):
+        known = sums.of(THROUGHPUT_OF[name])
+        unknown = ((loop > 0) & (known <= 0)).any(axis=0) | (known <= 0).all(axis=0)
+        rates = np.nansum(_ratio(sums.of(name), known), axis=0)
+        curve = Curve(f"{name} per second", colour, np.where(unknown, np.nan, rates))
+        if curve.is_measured:
+            charts.append(TimeChart(f"{name}-rate", f"{name.capitalize()} per second", COUNT, (curve,), note=note))
+    return charts
+
+
+def agent_cost(sums: Sums) -> TimeChart:
+    """What the agent itself costs, as a share of the wall clock."""
+    wall = np.sum([sums.of(c) for c in palette.CATEGORIES], axis=0).sum(axis=0)
+    curves = (
+        Curve("agent thread (CPU)", palette.BLUE, _ratio(sums.all(AGENT), wall)),
+        Curve("hooks on the training thread", palette.ORANGE, _ratio(sums.all(HOOKS), wall)),
+    )
+    return TimeChart("agent-cost", "Cost of the agent", RATIO, curves, note="Share of the wall clock of the mean rank.")
+
+
+_MAX_BARS: Final = 512
+
+
+def ledger_by_rank(ranks: Sequence[Rank]) -> BarChart:
+    """The ledger of each rank, over all its processes. Many ranks are put together in groups of neighbours."""
+    ledgers: dict[int, dict[str, float]] = {}
+    for entry in ranks:
+        own = ledgers.setdefault(entry.rank, dict.fromkeys(palette.CATEGORIES, 0.0))
+        for category, seconds in entry.ledger.items():
+            own[category] += seconds
+    order = sorted(ledgers)
+    size = -(-len(order) // _MAX_BARS)
+    groups = [order[at : at + size] for at in range(0, len(order), size)]
+    totals = np.array([max(sum(sum(ledgers[rank].values()) for rank in group), 1e-9) for group in groups])
+    curves = []
+    for category, colour in palette.CATEGORIES.items():
+        spent = np.array([sum(ledgers[rank][category] for rank in group) for group in groups])
+        curves.append(Curve(category.replace("_", " "), colour, spent / totals))
+    note = f"Each bar is {size} ranks." if size > 1 else ""
+    labels = tuple(named(group) for group in groups)
+    return BarChart("ledger-ranks", "Ledger by rank", RATIO, labels, tuple(curves), wide=True, note=note)
+
+
+# -- ranks over time -----------------------------------------------------------------------------------------------
+
 _MAX_HEAT_ROWS: Final = 256
 _MAX_HEAT_CELLS: Final = 40_000
-_MAX_BARS: Final = 512
 _COLOURED_RATIO: Final = 0.98
 _FAR_ABOVE: Final = 2.0
 """The colours of the heat map end at this quantile, if the largest figure is more than so many times as large."""
@@ -381,62 +526,38 @@ _SAMPLED: Final = (
 )
 
 
-def heat_map(recorder: RunRecorder, ranks: Mapping[int, int], nodes: Mapping[int, str]) -> HeatMap | None:
+def heat_map(sums: Sums, nodes: Mapping[int, str]) -> HeatMap | None:
     """Ranks over time. The first metric is the one in which a rank differs most from the others."""
-    order = sorted(ranks)
-    rows = [ranks[rank] for rank in order]
-    found = [metric for metric in _metrics(recorder, rows) if np.isfinite(metric.cells).any()]
+    ranks = sums.ranks
+    found = [metric for metric in _metrics(sums) if np.isfinite(metric.cells).any()]
     if not found:
         return None
     found.sort(key=lambda metric: -_oddity(metric.cells))  # stable: without an outlier, the first stays the first
-    grouped, labels = _grouped(order, nodes)
-    said = [text for metric in found if (text := _outlier(metric, order, nodes))]
-    many = len(grouped) < len(order)
-    note = (
-        f"Each row is {len(grouped[0])} ranks, and shows the one that differs most from all ranks at that time. "
-        if many
-        else "Each row is a rank. "
-    ) + "Empty: not measured, or the rank was not there."
-    size = max(1, -(-len(grouped) * found[0].cells.shape[1] // _MAX_HEAT_CELLS))
-    shrunk = tuple(_thinned(_worst_of(metric, grouped), size) for metric in found)
-    return HeatMap("ranks", "Ranks over time", shrunk, tuple(labels), size, tuple(said), note)
-
-
-def ledger_by_rank(ranks: Sequence[dict[str, Any]]) -> BarChart:
-    """The ledger of each rank, over all its processes. Many ranks are put together in groups of neighbours."""
-    ledgers: dict[int, dict[str, float]] = {}
-    for entry in ranks:
-        own = ledgers.setdefault(entry["rank"], dict.fromkeys(palette.CATEGORIES, 0.0))
-        for category, seconds in entry["ledger"].items():
-            own[category] += seconds
-    order = sorted(ledgers)
-    size = -(-len(order) // _MAX_BARS)
-    groups = [order[at : at + size] for at in range(0, len(order), size)]
-    totals = [max(sum(sum(ledgers[rank].values()) for rank in group), 1e-9) for group in groups]
-    curves = tuple(
-        Curve(
-            category.replace("_", " "),
-            colour,
-            np.array(
-                [
-                    sum(ledgers[rank][category] for rank in group) / total
-                    for group, total in zip(groups, totals, strict=True)
-                ]
-            ),
-        )
-        for category, colour in palette.CATEGORIES.items()
+    size = -(-len(ranks) // _MAX_HEAT_ROWS)
+    groups = [range(at, min(at + size, len(ranks))) for at in range(0, len(ranks), size)]
+    note = "Each row is a rank. "
+    if size > 1:
+        note = f"Each row is {size} ranks, and shows the one that differs most from all ranks at that time. "
+    bins = max(1, -(-len(groups) * found[0].cells.shape[1] // _MAX_HEAT_CELLS))
+    of_rows = [[ranks[at] for at in group] for group in groups]
+    return HeatMap(
+        tuple(_thinned(metric if size == 1 else _worst_of(metric, groups), bins) for metric in found),
+        tuple(f"{named(own)} ({_places(own, nodes, ' …')})" for own in of_rows),
+        bins,
+        tuple(text for metric in found if (text := _outlier(metric, ranks, nodes))),
+        f"{note}Empty: not measured, or the rank was not there.",
     )
-    note = f"Each bar is {size} ranks." if size > 1 else ""
-    labels = tuple(named(group) for group in groups)
-    return BarChart("ledger-ranks", "Ledger by rank", RATIO, labels, curves, wide=True, note=note)
 
 
-def _metrics(recorder: RunRecorder, rows: Sequence[int]) -> list[HeatMetric]:
-    grid = recorder.grid
-    wait, compute, steps = (grid.sums(name)[list(rows)].astype(np.float64) for name in (DATA_WAIT, COMPUTE, "steps"))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(wait + compute > 0, wait / (wait + compute), np.nan)
-        pace = np.where(steps > 0.5, (wait + compute) / steps, np.nan)  # half a step: of a bin that it only touches
+def _places(ranks: Sequence[int], nodes: Mapping[int, str], more: str) -> str:
+    places = sorted({nodes.get(rank, "?") for rank in ranks})
+    return ", ".join(places[:2]) + (more if len(places) > 2 else "")
+
+
+def _metrics(sums: Sums) -> list[HeatMetric]:
+    wait, compute, steps = (sums.of(name).astype(np.float64) for name in (DATA_WAIT, COMPUTE, STEPS))
+    share = _ratio(wait, wait + compute)
+    pace = np.where(steps > 0.5, _ratio(wait + compute, steps), np.nan)  # half a step: of a bin that it only touches
     metrics = [
         HeatMetric("wait", "Waiting for data, share of the training loop", RATIO, share, 0.0, _high(share, 0.05)),
         HeatMetric("step", "Mean step", SECONDS, pace, 0.0, _high(pace, 1e-6)),
@@ -444,7 +565,7 @@ def _metrics(recorder: RunRecorder, rows: Sequence[int]) -> list[HeatMetric]:
     for name, label, unit in _SAMPLED:
         if name == "gpu.utilization_ratio" and np.isfinite(metrics[-1].cells).any():
             continue  # SM activity is there, which says more
-        cells = means(recorder, rows, name)
+        cells = sums.means(name)
         low = 0.0 if unit in {RATIO, WATTS} or not np.isfinite(cells).any() else float(np.nanmin(cells))
         metrics.append(HeatMetric(name, label, unit, cells, low, 1.0 if unit == RATIO else _high(cells, 1e-9)))
     return metrics
@@ -472,9 +593,8 @@ def _deviations(cells: Figures) -> Figures:
     if len(cells) < _MIN_RANKS:
         return np.zeros(cells.shape)
     medians = _medians(cells)
-    off = np.abs(cells - medians)
-    off[~np.isfinite(off) | (off < _MIN_OUTLIER_RATIO * np.abs(medians))] = 0.0
     every = np.abs(cells - medians)
+    off = np.where(every >= _MIN_OUTLIER_RATIO * np.abs(medians), every, 0.0)  # NaN is not
     usual = 1.4826 * float(np.nanmedian(every)) if np.isfinite(every).any() else 0.0
     least = np.maximum(usual, np.maximum(0.02 * np.nan_to_num(np.abs(medians)), _MIN_DIFFERENCE))
     return np.asarray(off / least, dtype=np.float64)
@@ -486,49 +606,33 @@ def _oddity(cells: Figures) -> float:
     return worst if worst >= _OUTLIER_DEVIATIONS else 0.0
 
 
-def _outlier(metric: HeatMetric, order: Sequence[int], nodes: Mapping[int, str]) -> str:
+def _outlier(metric: HeatMetric, ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
     """A sentence on the ranks that differ from the others; empty if none does, or if too many do."""
     odd = _deviations(metric.cells) >= _OUTLIER_DEVIATIONS
     present = np.maximum(1, np.isfinite(metric.cells).sum(axis=1))
-    ranks = [at for at in range(len(order)) if odd[at].sum() / present[at] >= _MIN_TIME_RATIO]
-    if not ranks or len(ranks) > max(1, _MAX_ODD_RATIO * len(order)):
+    rows = [at for at in range(len(ranks)) if odd[at].sum() / present[at] >= _MIN_TIME_RATIO]
+    if not rows or len(rows) > max(1, _MAX_ODD_RATIO * len(ranks)):
         return ""
-    own, times = metric.cells[ranks][odd[ranks]], odd[ranks].any(axis=0)
+    own, times = metric.cells[rows][odd[rows]], odd[rows].any(axis=0)
     usual = float(np.nanmedian(_medians(metric.cells)[times]))
-    places = sorted({nodes.get(order[at], "?") for at in ranks})
-    on = f" on {', '.join(places[:2])}{' and others' if len(places) > 2 else ''}"
-    share = float(odd[ranks].sum() / present[ranks].sum())
-    who = named([order[at] for at in ranks])
+    share = float(odd[rows].sum() / present[rows].sum())
+    who = [ranks[at] for at in rows]
     return (
-        f"{who[:1].upper()}{who[1:]}{on}, in {percent(share, 0)} of the time: {metric.label} "
-        f"{shown(float(np.median(own)), metric.unit)}; the median of all ranks is then {shown(usual, metric.unit)}."
+        f"{named(who).capitalize()} on {_places(who, nodes, ' and others')}, in {percent(share, 0)} of the time: "
+        f"{metric.label} {shown(float(np.median(own)), metric.unit)}; the median of all ranks is then "
+        f"{shown(usual, metric.unit)}."
     )
-
-
-def _grouped(order: Sequence[int], nodes: Mapping[int, str]) -> tuple[list[list[int]], list[str]]:
-    """Rows of the map: indices of ranks, and a label for each."""
-    size = -(-len(order) // _MAX_HEAT_ROWS)
-    groups = [list(range(at, min(at + size, len(order)))) for at in range(0, len(order), size)]
-    labels = []
-    for group in groups:
-        places = sorted({nodes.get(order[at], "?") for at in group})
-        labels.append(
-            f"{named([order[at] for at in group])} ({', '.join(places[:2])}{' …' if len(places) > 2 else ''})"
-        )
-    return groups, labels
 
 
 def _worst_of(metric: HeatMetric, groups: Sequence[Sequence[int]]) -> HeatMetric:
     """The metric with a row for each group: at each time, the figure that is farthest from the median of all ranks."""
-    if len(groups) == len(metric.cells):
-        return metric
     median = _medians(metric.cells)
     cells = np.full((len(groups), metric.cells.shape[1]), np.nan)
     for at, group in enumerate(groups):
         part = metric.cells[list(group)]
         off = np.where(np.isfinite(part), np.abs(part - median), -1.0)
         cells[at] = part[off.argmax(axis=0), np.arange(part.shape[1])]
-    return HeatMetric(metric.key, metric.label, metric.unit, cells, metric.low, metric.high)
+    return replace(metric, cells=cells)
 
 
 def _thinned(metric: HeatMetric, size: int) -> HeatMetric:
@@ -540,80 +644,60 @@ def _thinned(metric: HeatMetric, size: int) -> HeatMetric:
     padded[:, :bins] = metric.cells
     parts = padded.reshape(rows, -1, size)
     there = np.isfinite(parts)
-    count = there.sum(axis=2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cells = np.where(count > 0, np.where(there, parts, 0.0).sum(axis=2) / count, np.nan)
-    return HeatMetric(metric.key, metric.label, metric.unit, cells, metric.low, metric.high)
+    return replace(metric, cells=_ratio(np.where(there, parts, 0.0).sum(axis=2), there.sum(axis=2)))
 
 
-KINDS: Final = ("restart", "stall", "hang", "evaluation", "checkpoint", "snapshot", "change")
+# -- marks ---------------------------------------------------------------------------------------------------------
+
+_KINDS: Final = ("restart", "stall", "hang", "evaluation", "checkpoint", "snapshot", "change")
 _MAX_OF_A_KIND: Final = 256
 
 
 def mark_chart(
-    summary: dict[str, Any], processes: Sequence[ProcessLog], recorder: RunRecorder, end: float
+    values: ReportValues, processes: Sequence[ProcessLog], recorder: RunRecorder, end: float
 ) -> MarkChart | None:
-    """All marks; None without any."""
-    found = [*_restarts(summary), *_stalls(summary, end), *_hang(summary, end), *_snapshots(processes)]
-    found += _changes(summary)
+    """All marks; None without any. ``end``: Unix time of the newest line."""
+    found = [*_marks(values, processes, end)]
     marks: list[Mark] = []
     notes: list[str] = []
-    for kind in KINDS:
+    for kind in _KINDS:
         own = [mark for mark in found if mark.kind == kind]
         if len(own) > _MAX_OF_A_KIND:
             own.sort(key=lambda mark: mark.begin - (mark.end or mark.begin))  # the longest
             notes.append(f"{_MAX_OF_A_KIND} of {len(own)} {kind} marks are shown.")
         marks += own[:_MAX_OF_A_KIND]
-        for phase in recorder.phases.get(kind, ()):
-            text = f"{phase.name}, {duration(phase.seconds)}"
-            marks.append(Mark(kind, phase.begin, phase.begin + phase.seconds, text))
-        seen = recorder.phases_seen.get(kind, 0)
-        if seen > len(recorder.phases.get(kind, ())):
-            notes.append(f"The newest {len(recorder.phases[kind])} of {seen} {kind}s are marked.")
-    kinds = tuple(kind for kind in KINDS if any(mark.kind == kind for mark in marks))
-    return MarkChart("marks", "Events", tuple(marks), kinds, tuple(notes)) if marks else None
+        phases = recorder.phases.get(kind, ())
+        marks += [Mark(kind, p.begin, p.begin + p.seconds, f"{p.name}, {duration(p.seconds)}") for p in phases]
+        if recorder.phases_seen.get(kind, 0) > len(phases):
+            notes.append(f"The newest {len(phases)} of {recorder.phases_seen[kind]} {kind}s are marked.")
+    kinds = tuple(kind for kind in _KINDS if any(mark.kind == kind for mark in marks))
+    return MarkChart(tuple(marks), kinds, " ".join(notes)) if marks else None
 
 
-def _restarts(summary: dict[str, Any]) -> Iterator[Mark]:
+def _marks(values: ReportValues, processes: Sequence[ProcessLog], end: float) -> Iterator[Mark]:
     before = None
-    for attempt in summary["job"]["attempts"]:
-        begin = unix(attempt["started"])
+    for attempt in values.job.attempts:
+        begin = unix(attempt.started)
         if before is not None and begin is not None:
-            text = f"attempt {attempt['attempt']} begins; attempt {before['attempt']} ended: {before['end']}"
+            text = f"attempt {attempt.attempt} begins; attempt {before.attempt} ended: {before.end}"
             yield Mark("restart", begin, None, text)
         before = attempt
-
-
-def _stalls(summary: dict[str, Any], end: float) -> Iterator[Mark]:
-    for stall in summary["stalls"]:
-        begin = unix(str(stall["opened"]))
+    for stall in values.stalls:
+        begin, closed = unix(stall.opened or ""), unix(stall.closed) if stall.closed else end
         if begin is not None:
-            closed = unix(str(stall["closed"])) if stall["closed"] else end
-            open_still = "" if stall["closed"] else ", still open"
-            text = f"rank {stall['rank']}: {stall['cause']}{open_still}"
+            text = f"rank {stall.rank}: {stall.cause}{'' if stall.closed else ', still open'}"
             yield Mark("stall", begin, max(begin, closed or begin), text)
-
-
-def _hang(summary: dict[str, Any], end: float) -> Iterator[Mark]:
-    hang = summary["hang"]
-    begin = unix(str(hang["since"])) if hang else None
-    if begin is not None:
-        yield Mark("hang", begin, max(begin, end), hang["verdict"])
-
-
-def _snapshots(processes: Sequence[ProcessLog]) -> Iterator[Mark]:
+    since = unix(values.hang.since or "") if values.hang else None
+    if values.hang is not None and since is not None:
+        yield Mark("hang", since, max(since, end), values.hang.verdict)
     for process in processes:
         for line in process.snapshots:
             begin = unix(line.get("time", ""))
             if line.get("path") and begin is not None:
                 steps = f"steps {line.get('first_step')} to {line.get('last_step')}"
                 yield Mark("snapshot", begin, None, f"rank {process.rank}: {steps}")
-
-
-def _changes(summary: dict[str, Any]) -> Iterator[Mark]:
-    for change in summary["changes"]:
-        begin = unix(change["at"])
+    for change in values.changes:
+        begin = unix(change.at)
         if begin is not None:
-            word = "slower" if change["ratio"] > 1 else "faster"
-            text = f"rank {change['rank']}: steps {percent(abs(change['ratio'] - 1), 0)} {word}"
-            yield Mark("change", begin, None, text)
+            word = "slower" if change.ratio > 1 else "faster"
+            yield Mark("change", begin, None, f"rank {change.rank}: steps {percent(abs(change.ratio - 1), 0)} {word}")

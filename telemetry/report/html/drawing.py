@@ -39,20 +39,6 @@ def heat_colours() -> str:
     return ", ".join((*Viridis256[::32], Viridis256[-1]))
 
 
-def scale_of(unit: str, largest: float) -> tuple[float, str]:
-    """By what to multiply figures for an axis, and the unit after that."""
-    if unit == specs.SECONDS:
-        return (1e3, "ms") if largest < 1 else (1.0, "s")
-    if unit == specs.BYTES:
-        return (1e-9, "GB") if largest >= 1e9 else (1e-6, "MB")
-    return {
-        specs.RATIO: (100.0, "%"),
-        specs.HERTZ: (1e-6, "MHz"),
-        specs.WATTS: (1.0, "W"),
-        specs.CELSIUS: (1.0, "°C"),
-    }.get(unit, (1.0, ""))
-
-
 def drawing(chart: Chart, axis: TimeAxis, marks: Sequence[Mark]) -> dict[str, Any]:
     """A chart as the object that the page gives to the library, and the units of its figures."""
     if isinstance(chart, specs.TimeChart):
@@ -109,7 +95,7 @@ def _narrow(values: Figures, factor: float) -> Any:
 
 def _time_chart(chart: TimeChart, axis: TimeAxis, marks: Sequence[Mark]) -> tuple[Any, str, float]:
     top = 1.0 if chart.stacked else _top([each for curve in chart.curves for each in (curve.values, curve.high)])
-    factor, unit = scale_of(chart.unit, top)
+    factor, unit = specs.scale_of(chart.unit, top)
     limit = top * factor if chart.stacked else max(top * factor * 1.08, 1e-6)
     plot = _over_time(_HEIGHT, axis, Range1d(start=0, end=limit), unit)
     data: dict[str, Any] = {"x": axis.middles_ms}
@@ -181,7 +167,7 @@ def _bars(chart: BarChart) -> tuple[Any, str, float]:
     names = [f"c{number}" for number in range(len(chart.curves))]
     colours = [curve.colour for curve in chart.curves]
     top = 1.0 if chart.unit == specs.RATIO else _top([np.sum([curve.values for curve in chart.curves], axis=0)])
-    factor, unit = scale_of(chart.unit, top)
+    factor, unit = specs.scale_of(chart.unit, top)
     places = np.arange(len(chart.labels), dtype=np.float64)
     source = ColumnDataSource(
         {"x": places, **{n: _narrow(c.values, factor) for n, c in zip(names, chart.curves, strict=True)}}
@@ -214,7 +200,7 @@ def _heat_map(chart: HeatMap, axis: TimeAxis) -> Any:
     width = bins * chart.bins_per_cell * axis.width_seconds * 1e3
     clear = "rgba(0,0,0,0)"
     for number, metric in enumerate(chart.metrics):
-        factor, _ = scale_of(metric.unit, metric.high)
+        factor, _ = specs.scale_of(metric.unit, metric.high)
         low, high = metric.low * factor, max(metric.high, metric.low + 1e-12) * factor
         colours = LinearColorMapper(palette=Viridis256, low=low, high=high, nan_color=clear)
         image = plot.image(

@@ -1,36 +1,35 @@
-"""The report of a run as one HTML page."""
+"""The report of a run as one HTML page: what it says above its charts, and what is in which section."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from telemetry.diagnosis import verdict as run_verdict
-from telemetry.diagnosis.verdict import lost_seconds
-from telemetry.records import COMPUTE, DATA_WAIT, speedup_text
-from telemetry.report.attempts import FAILED, KILLED, RUNNING, log_interval, unix
-from telemetry.report.goodput import goodput_advice
+from telemetry.records import CATEGORIES
+from telemetry.report.attempts import FAILED, KILLED, RUNNING, log_interval
+from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
+from telemetry.report.html import charts as specs
 from telemetry.report.html import drawing, palette
-from telemetry.report.html.charts import BarChart, HeatMap, MarkChart, TimeAxis, TimeChart
-from telemetry.report.html.sections import as_table, sections
-from telemetry.report.process_log import stalls_of
-from telemetry.report.text import memory_lines
+from telemetry.report.html.charts import MAX_TABLE_ROWS, BarChart, Curve, MarkChart, Sums, Table, TimeAxis
+from telemetry.report.process_log import stalls_of, unix
+from telemetry.report.text import KWH, goodput_advice, memory_lines, sum_lines
 from telemetry.util.text import duration, percent, plain_number, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.diagnosis.verdict import RunFinding, Verdict
+    from telemetry.diagnosis.verdict import RunFinding
+    from telemetry.report.contract import Advice, ReportValues
     from telemetry.report.html.charts import Chart
     from telemetry.report.html.recorder import RunRecorder
-    from telemetry.report.html.sections import PageSection, PageTable
-    from telemetry.report.process_log import ProcessLog
     from telemetry.report.summary import Report
 
 GOOD: Final = "good"
@@ -51,122 +50,16 @@ _STATES: Final = {
 """For each kind of verdict: the state in two words, and whether it is a good one."""
 
 _MAX_ADVICE: Final = 3
+_MAX_SNAPSHOTS: Final = 24
+_MAX_STALLS: Final = 40
 
 _COSTLY_RESTARTS: Final = 0.05
 """From this share of the wall clock on, restarts belong to the state of a run."""
 
+_BIN_INTERVALS: Final = 1.2
+"""A bin is at least so many log intervals wide, or some would be empty; but a short run gets `_MIN_BINS` of them."""
 
-@dataclass(frozen=True, slots=True)
-class AdviceCard:
-    """One change.
-
-    Attributes:
-        typed: what to set, if it is a setting.
-        speedup: factor on the steps per second; None without a prediction. ``gain``: the same as text, which may be a
-            range.
-    """
-
-    typed: str
-    action: str
-    because: str
-    about: str
-    speedup: float | None = None
-    gain: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One figure of the run, as text. ``note``: what it is of, or why it is absent."""
-
-    label: str
-    value: str
-    note: str = ""
-
-
-def _state_of(summary: dict[str, Any], verdict: Verdict) -> tuple[str, str]:
-    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`."""
-    words, kind = _STATES[verdict.kind]
-    attempts, ettr = summary["job"]["attempts"], summary["job"]["goodput"]["ettr_ratio"]
-    end = attempts[-1]["end"] if attempts else RUNNING
-    if end in {FAILED, KILLED}:
-        return f"{words}, then {end}", BAD
-    if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
-        return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
-    return words, kind
-
-
-def _advice_cards(found: Report) -> list[AdviceCard]:
-    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once.
-
-    The verdict is about the processes that no later one has replaced, so advice is for their stalls.
-    """
-    cards: dict[tuple[str, str], AdviceCard] = {}
-    stalls = [stall for process in found.now for stall in stalls_of(process)]
-    for stall in sorted(stalls, key=lambda stall: -lost_seconds(stall)):
-        about = f"for {stall['cause']} on rank {stall['rank']}"
-        for advice in stall["advice"]:
-            _add(cards, advice, about)
-        for other in stall["evidence"].get("also", []):
-            for advice in other.get("advice", []):
-                _add(cards, advice, f"for {other.get('cause')} on rank {stall['rank']}")
-    for text in goodput_advice(found.goodput):
-        change, _, because = text.partition(": ")
-        cards.setdefault(("", text), AdviceCard("", change, because, "for restarts"))
-    for snapshot in found.values["snapshots"]:
-        for advice in snapshot.get("advice", ())[:1]:
-            share = f" (up to {percent(advice['share_ratio'], 0)} of the step)" if advice["share_ratio"] else ""
-            card = AdviceCard("", advice["action"], f"{advice['because']}{share}", "from a trace")
-            cards.setdefault(("", card.action), card)
-    return sorted(cards.values(), key=lambda card: -(card.speedup or 0.0))
-
-
-def _add(cards: dict[tuple[str, str], AdviceCard], advice: dict[str, Any], about: str) -> None:
-    setting, value = advice.get("setting"), advice.get("value")
-    typed = f"{setting}={value}" if setting and value is not None else str(setting or "")
-    action, because = str(advice.get("action") or ""), str(advice.get("because") or "")
-    card = AdviceCard(typed, action, because, about, advice.get("predicted_speedup"), speedup_text(advice))
-    cards.setdefault((str(setting or ""), action), card)
-
-
-def _tiles(found: Report) -> list[Tile]:
-    """The main figures. What was not measured says so."""
-    ranks, job = found.values["ranks"], found.values["job"]
-    books = job["goodput"]
-    loop = sum(rank["ledger"][DATA_WAIT] + rank["ledger"][COMPUTE] for rank in ranks)
-    steps = sum(rank["steps"] for rank in ranks)
-    wall = sum(rank["wall_seconds"] for rank in ranks)
-    lost = sum(found.lost_seconds.values())
-    agent = sum(sum(rank["overhead_seconds"].values()) for rank in ranks)
-    goodput = books["goodput_ratio"]
-    return [
-        Tile("Wall clock", rough_duration(books["wall_seconds"]), _attempts(len(job["attempts"]))),
-        Tile("Goodput", percent(goodput), "of the wall clock trained something that was kept"),
-        Tile("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
-        _exposed_wait(found.verdict.finding),
-        Tile("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
-        Tile(
-            "Cost of the agent",
-            percent(agent / wall, 3) if wall > 0 else "-",
-            f"{duration(agent / steps)} a step" if steps else "",
-        ),
-    ]
-
-
-def _exposed_wait(finding: RunFinding) -> Tile:
-    """The share that the verdict tells, of the same rank."""
-    worst = finding.worst
-    if worst is None:
-        return Tile("Exposed wait", "not known" if finding.kind == run_verdict.UNKNOWN else "-")
-    if worst.exposed_ratio is None:
-        return Tile("Exposed wait", "not measured")
-    starved = finding.kind == run_verdict.STARVED
-    ratio, after = (worst.exposed_ratio, "") if starved else run_verdict.healthy_share(worst)
-    return Tile("Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})")
-
-
-def _attempts(number: int) -> str:
-    return "1 attempt" if number == 1 else f"{number} attempts"
-
+_MIN_BINS: Final = 20
 
 _FOLDER: Final = Path(__file__).parent
 _NO_MARKUP: Final = str.maketrans(
@@ -176,56 +69,62 @@ _NO_MARKUP: Final = str.maketrans(
 
 
 @dataclass(frozen=True, slots=True)
-class PageHead:
-    """What the page says above its charts.
+class _Card:
+    """One change: what to set, if it is a setting; the predicted factor on the steps per second, and that as text."""
 
-    Attributes:
-        run: its name.
-        state: in one or two words; ``kind``: `GOOD`, `BAD` or `UNKNOWN`.
-        verdict: all of it.
-        first, more: the advice that is shown at once, and the rest.
-        facts: names and values on where and when it ran.
-        notes: what is missing or damaged in the logs.
-    """
-
-    run: str
-    state: str
-    kind: str
-    verdict: str
-    first: list[AdviceCard]
-    more: list[AdviceCard]
-    tiles: list[Tile]
-    facts: list[tuple[str, str]]
-    notes: list[str]
+    typed: str
+    action: str
+    because: str
+    about: str
+    speedup: float = 0.0
+    gain: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A chart as the template needs it."""
+class _Tile:
+    """One figure of the run, as text. ``note``: what it is of, or why it is absent."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A part of the page. ``absent``: what it would show and was not measured."""
 
     key: str
-    kind: str
     title: str
-    note: str
-    legend: list[dict[str, Any]]
-    sentences: list[str]
-    metrics: list[dict[str, Any]]
-    table: PageTable
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    absent: str = ""
 
 
-def _page(head: PageHead, sections: Sequence[PageSection], axis: TimeAxis | None) -> str:
-    """The whole page. ``axis``: of all charts over time; None without any."""
-    marks = [
-        mark for section in sections for chart in section.charts if isinstance(chart, MarkChart) for mark in chart.marks
-    ]
-    items: dict[str, Any] = {}
-    shown = []
-    for section in sections:
-        for chart in section.charts:
-            if axis is None and not isinstance(chart, BarChart):
-                continue
-            items[chart.key] = drawing.drawing(chart, axis or TimeAxis((0.0,), 1.0), marks) | _read_out(chart)
-        shown.append((section, [_drawn(chart) for chart in section.charts if chart.key in items]))
+def html_page(found: Report, recorder: RunRecorder) -> str:
+    """The report of a run as one HTML page. ``recorder``: has seen the lines of the logs."""
+    recorder.finish()
+    grid = recorder.grid
+    grid.widen(_BIN_INTERVALS * max(map(log_interval, found.processes), default=0.0), _MIN_BINS)
+    axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None
+    sections = [each for each in _sections(found, recorder, axis) if each.charts or each.tables or each.absent]
+    charts = [chart for section in sections for chart in section.charts]
+    marks = [mark for chart in charts if isinstance(chart, MarkChart) for mark in chart.marks]
+    items = {
+        chart.key: drawing.drawing(chart, axis or TimeAxis((0.0,), 1.0), marks) | chart.read_out() for chart in charts
+    }
+    state, kind = _state_of(found)
+    cards = _advice_cards(found)
+    page = {
+        "run": found.values.run,
+        "state": state,
+        "kind": kind,
+        "verdict": found.values.verdict,
+        "first": cards[:_MAX_ADVICE],
+        "more": cards[_MAX_ADVICE:],
+        "tiles": _tiles(found),
+        "facts": _facts(found, axis),
+        "notes": [*memory_lines(found), *found.notes, *_own_notes(recorder)],
+    }
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -234,8 +133,8 @@ def _page(head: PageHead, sections: Sequence[PageSection], axis: TimeAxis | None
         lstrip_blocks=True,
     )
     return environment.get_template("page.html").render(
-        head=head,
-        sections=shown,
+        page=page,
+        sections=sections,
         width_ms=axis.width_seconds * 1e3 if axis else 0,
         heat_colours=drawing.heat_colours(),
         style=_own("page.css"),
@@ -249,78 +148,94 @@ def _own(name: str) -> Markup:
     return Markup((_FOLDER / name).read_text("utf-8"))  # noqa: S704 - a file of this package
 
 
-def _drawn(chart: Chart) -> _Drawn:
-    kind = {TimeChart: "time", BarChart: "bars", HeatMap: "heat", MarkChart: "marks"}[type(chart)]
-    curves = chart.curves if isinstance(chart, (TimeChart, BarChart)) else ()
-    legend = [
-        {"field": f"c{number}", "label": curve.label, "colour": curve.colour, "dash": curve.dash}
-        for number, curve in enumerate(curves)
+# -- above the charts ----------------------------------------------------------------------------------------------
+
+
+def _state_of(found: Report) -> tuple[str, str]:
+    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`."""
+    words, kind = _STATES[found.verdict.kind]
+    attempts, ettr = found.values.job.attempts, found.values.job.goodput.ettr_ratio
+    end = attempts[-1].end if attempts else RUNNING
+    if end in {FAILED, KILLED}:
+        return f"{words}, then {end}", BAD
+    if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
+        return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
+    return words, kind
+
+
+def _advice_cards(found: Report) -> list[_Card]:
+    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once.
+
+    The verdict is about the processes that no later one has replaced, so advice is for their stalls.
+    """
+    cards: dict[tuple[str, str], _Card] = {}
+
+    def add(advices: Sequence[Advice], about: str) -> None:
+        for each in advices:
+            card = _Card(
+                each.typed or each.setting or "", each.action or "", each.because or "", about,
+                each.predicted_speedup or 0.0, each.gain,
+            )  # fmt: skip
+            cards.setdefault((each.setting or "", card.action), card)
+
+    stalls = [stall for process in found.now for stall in stalls_of(process)]
+    for stall in sorted(stalls, key=lambda stall: -stall.lost_seconds):
+        add(stall.advice, f"for {stall.cause} on rank {stall.rank}")
+        for other in stall.also:
+            add(other.advice, f"for {other.cause} on rank {stall.rank}")
+    for text in goodput_advice(found.goodput):
+        change, _, because = text.partition(": ")
+        cards.setdefault(("", text), _Card("", change, because, "for restarts"))
+    for snapshot in found.values.snapshots:
+        for each in snapshot.suggestions[:1]:
+            share = f" (up to {percent(each.share_ratio, 0)} of the step)" if each.share_ratio else ""
+            cards.setdefault(("", each.action), _Card("", each.action, f"{each.because}{share}", "from a trace"))
+    return sorted(cards.values(), key=lambda card: -card.speedup)
+
+
+def _tiles(found: Report) -> list[_Tile]:
+    """The main figures. What was not measured says so."""
+    ranks, books, attempts = found.values.ranks, found.values.job.goodput, len(found.values.job.attempts)
+    loop, steps = sum(rank.loop_seconds for rank in ranks), sum(rank.steps for rank in ranks)
+    wall = sum(rank.wall_seconds for rank in ranks)
+    agent = sum(sum(rank.overhead_seconds.values()) for rank in ranks)
+    lost = sum(found.lost_seconds.values())
+    return [
+        _Tile("Wall clock", rough_duration(books.wall_seconds), f"{attempts} attempt{'s' * (attempts != 1)}"),
+        _Tile("Goodput", percent(books.goodput_ratio), "of the wall clock trained something that was kept"),
+        _Tile("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
+        _exposed_wait(found.verdict.finding),
+        _Tile("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
+        _Tile(
+            "Cost of the agent",
+            percent(agent / wall, 3) if wall > 0 else "-",
+            f"{duration(agent / steps)} a step" if steps else "",
+        ),
     ]
-    if isinstance(chart, MarkChart):
-        legend = [{"field": "", "label": kind, "colour": palette.MARKS[kind], "dash": "solid"} for kind in chart.kinds]
-    note = " ".join(chart.notes) if isinstance(chart, MarkChart) else chart.note
-    metrics = [{"key": m.key, "label": m.label} for m in chart.metrics] if isinstance(chart, HeatMap) else []
-    sentences = list(chart.outliers) if isinstance(chart, HeatMap) else []
-    return _Drawn(chart.key, kind, chart.title, note, legend, sentences, metrics, as_table(chart))
 
 
-def _read_out(chart: Chart) -> dict[str, Any]:
-    """What the page needs besides the drawing, to say what is at the cursor."""
-    if isinstance(chart, BarChart):
-        return {"labels": chart.labels, "fields": [[f"c{n}", c.label] for n, c in enumerate(chart.curves)]}
-    if isinstance(chart, TimeChart):
-        return {"fields": [[f"c{n}", c.label] for n, c in enumerate(chart.curves)]}
-    if isinstance(chart, MarkChart):
-        return {"marks": [asdict(mark) for mark in chart.marks], "kinds": chart.kinds}
-    scaled = [(metric, *drawing.scale_of(metric.unit, metric.high)) for metric in chart.metrics]
-    metrics = {
-        m.key: {"low": m.low * factor, "high": m.high * factor, "more": m.capped, "unit": unit, "label": m.label}
-        for m, factor, unit in scaled
-    }
-    return {"rows": chart.rows, "metrics": metrics, "bins": chart.metrics[0].cells.shape[1], "per": chart.bins_per_cell}
+def _exposed_wait(finding: RunFinding) -> _Tile:
+    """The share that the verdict tells, of the same rank."""
+    worst = finding.worst
+    if worst is None:
+        return _Tile("Exposed wait", "not known" if finding.kind == run_verdict.UNKNOWN else "-")
+    if worst.exposed_ratio is None:
+        return _Tile("Exposed wait", "not measured")
+    starved = finding.kind == run_verdict.STARVED
+    ratio, after = (worst.exposed_ratio, "") if starved else run_verdict.healthy_share(worst)
+    return _Tile("Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})")
 
 
-_BIN_INTERVALS: Final = 1.2
-"""A bin is at least so many log intervals wide, or some would be empty; but a short run gets `_MIN_BINS` of them."""
-
-_MIN_BINS: Final = 20
-
-
-def html_page(found: Report, recorder: RunRecorder) -> str:
-    """The report of a run as one HTML page. ``recorder``: has seen the lines of the logs."""
-    values, processes = found.values, found.processes
-    times = [time for process in processes if (time := unix(process.last_time)) is not None]
-    recorder.finish()
-    grid = recorder.grid
-    grid.widen(_BIN_INTERVALS * max(map(log_interval, processes), default=0.0), _MIN_BINS)
-    axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None
-    state, kind = _state_of(values, found.verdict)
-    cards = _advice_cards(found)
-    head = PageHead(
-        run=values["run"],
-        state=state,
-        kind=kind,
-        verdict=values["verdict"],
-        first=cards[:_MAX_ADVICE],
-        more=cards[_MAX_ADVICE:],
-        tiles=_tiles(found),
-        facts=_facts(values, processes, axis),
-        notes=[*filter(None, memory_lines(processes, found.over)), *found.notes, *_own_notes(recorder)],
-    )
-    return _page(head, sections(values, processes, recorder, max(times, default=0.0)), axis)
-
-
-def _facts(summary: dict[str, Any], processes: Sequence[ProcessLog], axis: TimeAxis | None) -> list[tuple[str, str]]:
-    job, newest = summary["job"], processes[-1]
-    nodes = job["nodes"]
+def _facts(found: Report, axis: TimeAxis | None) -> list[tuple[str, str]]:
+    processes, newest, nodes = found.processes, found.processes[-1], found.values.job.nodes
     shown = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
     gpus = sorted({str(name) for process in processes if (name := process.environment.get("gpu"))})
     loader = ", ".join(f"{name}={value}" for name, value in newest.loader.items())
     versions = ", ".join(f"{name} {value}" for name, value in newest.environment.items() if name != "gpu")
     facts = [
-        ("Started", str(min(process.started for process in processes))),
-        ("Newest line", str(max(process.last_time for process in processes))),
-        ("Ranks", str(job["ranks"])),
+        ("Started", min(process.started for process in processes)),
+        ("Newest line", max(process.last_time for process in processes)),
+        ("Ranks", str(found.values.job.ranks)),
         ("Nodes", f"{len(nodes)}: {shown}"),
         ("GPU", ", ".join(gpus) or "none seen"),
         ("Loader", loader or "not known"),
@@ -331,11 +246,162 @@ def _facts(summary: dict[str, Any], processes: Sequence[ProcessLog], axis: TimeA
 
 
 def _own_notes(recorder: RunRecorder) -> list[str]:
-    notes = [
-        "Of windows and samples, the charts show some in each time bin, if a bin has many. Sums are exact.",
-    ]
+    notes = ["Of windows and samples, the charts show some in each time bin, if a bin has many. Sums are exact."]
     if recorder.cut:
         notes.append("The oldest log files are gone: what was before the first line that is left is spread evenly.")
     if recorder.ranks_left_out:
         notes.append("There are more ranks than the charts have room for; the tables and sums have all of them.")
     return notes
+
+
+# -- the sections --------------------------------------------------------------------------------------------------
+
+
+def _sections(found: Report, recorder: RunRecorder, axis: TimeAxis | None) -> list[_Section]:
+    """All sections below the verdict, in their order."""
+    values = found.values
+    sums = Sums(recorder) if axis else None
+    end = max((time for process in found.processes if (time := unix(process.last_time)) is not None), default=0.0)
+    nodes = {process.rank: str(process.head.get("node")) for process in found.processes}
+    marks = specs.mark_chart(values, found.processes, recorder, end) if sums else None
+    steps = [*specs.steps_over_time(sums), *([marks] if marks else [])] if sums else []
+    heat = specs.heat_map(sums, nodes) if sums else None
+    stalls, lines = _stalls(values), _hot_lines(values)
+    sections = [
+        _Section("ledger", "Where the time went", [specs.ledger_shares(sums)] if sums else []),
+        _Section("ranks", "Every rank, over time", [heat] if heat else []),
+        _Section("steps", "Steps and waits", steps, absent="" if steps else "no step has ended"),
+        _Section("stalls", "Stalls", tables=stalls),
+        _Section("lines", "Hot lines", (), lines, "" if lines else "lines are sampled during a stall, and none was"),
+    ]
+    rates = specs.throughput(sums) if sums else []
+    sections.append(_Section("throughput", "Throughput and energy", rates, _spent(values), _unknown_sums(values)))
+    for key, title, wanted in (
+        ("gpu", "GPU", specs.GPU),
+        ("workers", "Workers", specs.WORKERS),
+        ("host", "Memory and CPU", specs.HOST),
+    ):
+        charts, missing = specs.sampled_charts(sums, wanted) if sums else ([], [])
+        absent = "; ".join(missing) if charts else "no sample of it is in the logs"
+        sections.append(_Section(key, title, charts, absent=absent))
+    return [
+        *sections,
+        _snapshots(values),
+        _Section("attempts", "Attempts and goodput", [_goodput(values)], [_attempts(values)]),
+        _Section("by-rank", "Every rank, in sum", [specs.ledger_by_rank(values.ranks)], [_ranks(values)]),
+        _Section("agent", "What the agent cost", [specs.agent_cost(sums)] if sums else []),
+    ]
+
+
+def _stalls(values: ReportValues) -> list[Table]:
+    stalls = sorted(values.stalls, key=lambda stall: -sum(stall.lost.values()))
+    rows = [
+        [str(stall.rank), str(stall.cause), str(stall.opened), stall.closed or "still open",
+         f"{stall.first_step} to {stall.last_step}" if stall.last_step else str(stall.first_step),
+         duration(sum(stall.lost.values())), stall.evidence.get("line_verdict") or ""]
+        for stall in stalls[:_MAX_STALLS]
+    ]  # fmt: skip
+    left = len(stalls) - len(rows)
+    note = f"The costliest {len(rows)} of {len(stalls)} stalls; --json has all." if left > 0 else ""
+    headings = ("rank", "cause", "opened", "closed", "steps", "lost", "line")
+    return [Table("Stalls, the costliest first", headings, rows, note)] if rows else []
+
+
+def _hot_lines(values: ReportValues) -> list[Table]:
+    """The lines of the costliest stall of each cause."""
+    tables: dict[str, Table] = {}
+    for stall in sorted(values.stalls, key=lambda stall: -sum(stall.lost.values())):
+        lines = stall.evidence.get("lines")
+        if lines and str(stall.cause) not in tables:
+            rows = [
+                [percent(at["share_ratio"]), f"{at['file']}:{at['line']}", at["function"] or "", at["calls"] or ""]
+                for at in lines
+            ]
+            headings = ("share of the time", "line", "in", "calls")
+            tables[str(stall.cause)] = Table(f"{stall.cause} on rank {stall.rank}", headings, rows)
+    return [*tables.values()]
+
+
+def _spent(values: ReportValues) -> list[Table]:
+    """What the run trained on, used and cost, and the energy by category."""
+    rows = [[text] for text in sum_lines(values)]
+    tables = [Table("Sums of the run", ("of all ranks and attempts",), rows)] if rows else []
+    energy = values.gpu_energy_joules or {}
+    total = sum(energy.values())
+    if total > 0:
+        by_category = [
+            [name.replace("_", " "), f"{plain_number(joules / KWH)} kWh", percent(joules / total)]
+            for name, joules in energy.items()
+        ]
+        note = "Of the whole GPUs. The split is an estimate by time."
+        tables.append(Table("Energy of the GPUs by category", ("", "energy", "share"), by_category, note))
+    return tables
+
+
+def _unknown_sums(values: ReportValues) -> str:
+    """What of these sums is not known, and why or what to set."""
+    known = (("samples", values.throughput.samples), ("tokens", values.throughput.tokens))
+    unknown = [f"{name} (not counted on every rank)" for name, total in known if total is None]
+    if sum((values.gpu_energy_joules or {}).values()) <= 0:
+        unknown.append("energy of the GPUs (no GPU with an energy counter was read)")
+    if values.cost is None:
+        unknown.append("cost (gpu_hour_price is not set)")
+    return "; ".join(unknown)
+
+
+def _snapshots(values: ReportValues) -> _Section:
+    key, title = "snapshots", "Snapshots: what a step consists of"
+    read = [snapshot for snapshot in values.snapshots if snapshot.breakdown][-_MAX_SNAPSHOTS:]
+    if not read:
+        return _Section(key, title, absent="no trace was recorded or read")
+    curves = tuple(
+        Curve(name, colour, np.array([float(snapshot.breakdown.get(name, 0.0)) for snapshot in read]))
+        for name, colour in palette.TRACE.items()
+    )
+    labels = tuple(f"snapshot {at + 1}" for at in range(len(read)))
+    rows = [
+        [str(at), str(s.rank), f"{s.first_step} to {s.last_step}", s.reason or "", s.path,
+         str(s.flops) if s.flops else "", "; ".join(each.action for each in s.suggestions[:2])]
+        for at, s in enumerate(read, 1)
+    ]  # fmt: skip
+    headings = ("", "rank", "steps", "for", "trace", "FLOPs", "advice")
+    chart = BarChart("breakdown", "Average step of each snapshot", specs.RATIO, labels, curves)
+    return _Section(key, title, [chart], [Table("Snapshots", headings, rows)])
+
+
+def _goodput(values: ReportValues) -> BarChart:
+    books = values.job.goodput
+    curves = tuple(
+        Curve(name.replace("_", " "), palette.GOODPUT[name], np.array([float(books.seconds[name])]))
+        for name in GOODPUT_SECONDS
+    )
+    note = f"Goodput {percent(books.goodput_ratio)}, effective training time {percent(books.ettr_ratio)}."
+    return BarChart("goodput", "The wall clock of the run", specs.SECONDS, ("run",), curves, note=note)
+
+
+def _attempts(values: ReportValues) -> Table:
+    attempts = values.job.attempts
+    rows = [
+        [str(a.attempt), a.started, a.ended or "-", a.end, a.reason or "", str(a.ranks), str(a.steps),
+         "-" if a.resumed_from_step is None else str(a.resumed_from_step), str(a.lost_steps)]
+        for a in attempts[-MAX_TABLE_ROWS:]
+    ]  # fmt: skip
+    note = f"The newest {len(rows)} of {len(attempts)} attempts; --json has all." if len(attempts) > len(rows) else ""
+    headings = ("attempt", "started", "ended", "end", "reason", "ranks", "steps", "resumed at", "steps lost")
+    return Table("Attempts", headings, rows, note)
+
+
+def _ranks(values: ReportValues) -> Table:
+    ranks = sorted(values.ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0))[:MAX_TABLE_ROWS]
+    rows = [
+        [str(r.rank), str(r.node), str(r.pid), str(r.steps),
+         *map(duration, (r.step_seconds.p50, r.step_seconds.p99, r.data_wait_seconds.p50, r.data_wait_seconds.p99)),
+         "not measured" if r.exposed_wait_ratio is None else percent(r.exposed_wait_ratio),
+         *(percent(r.ledger[c] / r.wall_seconds) if r.wall_seconds else "-" for c in CATEGORIES)]
+        for r in ranks
+    ]  # fmt: skip
+    headings = ("rank", "node", "pid", "steps", "step p50", "p99", "wait p50", "p99", "exposed wait",
+                *(c.replace("_", " ") for c in CATEGORIES))  # fmt: skip
+    left = len(values.ranks) > len(rows)
+    note = f"The {len(rows)} of {len(values.ranks)} that waited most; --json has all." if left else ""
+    return Table("Figures of each process", headings, rows, note)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
-from telemetry.report.attempts import unix
+from telemetry.report.process_log import unix
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -21,44 +20,46 @@ if TYPE_CHECKING:
 _FIRST_WIDTH_SECONDS: Final = 1.0
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-"""Figures by row and bin."""
+"""Figures by row, or by row and bin."""
 
 
 class TimeGrid:
-    """Named arrays of sums, of the same rows and bins, and sketches by bin over all rows.
+    """Sums by name, row and time bin, and sketches by name and bin, over all rows.
 
-    Bin ``i`` begins at ``(first + i) * width_seconds``, Unix time. If a time does not fit, bins are merged in pairs.
+    Bin ``i`` begins at ``i * width_seconds``, Unix time. Of too many bins, two neighbours become one.
 
     Args:
         rows: how many.
         bins: the most bins. At least half of them are used by a run that is longer than ``bins`` seconds.
-
-    Attributes:
-        width_seconds: of a bin.
-        used: how many bins have been used, counted from the first.
     """
 
     def __init__(self, rows: int, bins: int) -> None:
         self.rows, self.bins = rows, bins
         self.width_seconds = _FIRST_WIDTH_SECONDS
-        self.used = 0
-        self._first = 0
-        self._arrays: dict[str, Array] = {}
-        self._sketches: dict[str, list[Sketch | None]] = {}
+        self._range: range = range(0)
+        self._sums: dict[str, dict[int, Array]] = {}
+        self._sketches: dict[str, dict[int, Sketch]] = {}
 
-    def index_of(self, time: float) -> int:
-        """The bin of a Unix time. Bins are moved or merged to make room for it."""
-        index = int(time // self.width_seconds) - self._first
-        while not 0 <= index < self.bins:
-            if not self.used:
-                self._first += index
-            elif index < 0 and self.used - index <= self.bins:
-                self._move(-index)
-            else:
-                self._merge_pairs()
-            index = int(time // self.width_seconds) - self._first
-        self.used = max(self.used, index + 1)
-        return index
+    @property
+    def used(self) -> int:
+        """How many bins there are from the first to the last."""
+        return len(self._range)
+
+    def begins(self) -> list[float]:
+        """Where each of these bins begins, Unix time."""
+        return [index * self.width_seconds for index in self._range]
+
+    def bin_of(self, time: float) -> int:
+        """The bin of a Unix time. Bins are merged to make room for it."""
+        while True:
+            index = int(time // self.width_seconds)
+            first, end = index, index + 1
+            if self._range:
+                first, end = min(first, self._range.start), max(end, self._range.stop)
+            if end - first <= self.bins:
+                self._range = range(first, end)
+                return index
+            self._merge_pairs()
 
     def widen(self, seconds: float, least: int) -> None:
         """Merge bins until each is so wide, as long as there remain more than ``least``."""
@@ -66,114 +67,76 @@ class TimeGrid:
             self._merge_pairs()
 
     def add(self, name: str, row: int, index: int, value: float) -> None:
-        """Add to one sum."""
-        self._array(name)[row, index] += value
+        """Add to the sum in a bin."""
+        self._array(name, index)[row] += np.float32(value)
 
     def spread(self, row: int, begin: float, end: float, amounts: dict[str, float]) -> None:
         """Add amounts that were spent evenly between two Unix times."""
-        self.index_of(begin)
-        last = self.index_of(end)
-        first = self.index_of(begin)  # the end may have widened or moved the bins
-        edges = (np.arange(first, last + 2) + self._first) * self.width_seconds
-        shares = np.diff(np.clip(edges, begin, end)) / (end - begin)
-        for name, amount in amounts.items():
-            if amount:
-                self._array(name)[row, first : last + 1] += (amount * shares).astype(np.float32)
+        self.bin_of(begin)
+        last = self.bin_of(end)
+        first = self.bin_of(begin)  # the end may have merged the bins
+        shares = np.diff(np.clip(np.arange(first, last + 2) * self.width_seconds, begin, end)) / (end - begin)
+        for index, share in enumerate(shares.tolist(), first):
+            for name, amount in amounts.items():
+                if amount:
+                    self.add(name, row, index, amount * share)
 
     def sketch(self, name: str, index: int) -> Sketch:
         """The sketch of a bin."""
-        sketches = self._sketches.setdefault(name, [None] * self.bins)
-        found = sketches[index]
-        if found is None:
-            found = sketches[index] = Sketch()
-        return found
-
-    def add_grid(self, other: TimeGrid, rows: Mapping[int, int]) -> None:
-        """Add the sums and sketches of another grid, whose bins may become wider by this.
-
-        Args:
-            other: a grid of any width and number of bins. Its bins may become wider, too.
-            rows: its rows that are added, each with the row of this grid.
-        """
-        if not other.used:
-            return
-        begins = other.begins()
-        for time in (begins[0], begins[-1]):
-            self.index_of(time)
-        while self.width_seconds < other.width_seconds:
-            self._merge_pairs()
-        while other.width_seconds < self.width_seconds:
-            other._merge_pairs()
-        at = other._first - self._first
-        theirs, own = [*rows.keys()], [*rows.values()]
-        for name in other._arrays:
-            self._array(name)[own, at : at + other.used] += other.sums(name)[theirs]
-        for name in other._sketches:
-            for index, sketch in enumerate(other.sketches(name)):
-                if sketch is not None:
-                    self.sketch(name, at + index).merge(sketch.counts.items(), sketch.largest)
+        return self._sketches.setdefault(name, {}).setdefault(index, Sketch())
 
     def sums(self, name: str) -> Array:
-        """The sums of all rows in the used bins; zeros without any."""
-        array = self._arrays.get(name)
-        return np.zeros((self.rows, self.used), np.float32) if array is None else array[:, : self.used]
+        """The sums by row and bin; zeros without any."""
+        found = np.zeros((self.rows, self.used), np.float32)
+        for index, array in self._sums.get(name, {}).items():
+            found[:, index - self._range.start] = array
+        return found
 
     def sketches(self, name: str) -> list[Sketch | None]:
-        """The sketches of the used bins, None for a bin without values."""
-        return self._sketches.get(name, [None] * self.used)[: self.used]
+        """The sketches of the bins, None for a bin without values."""
+        return [self._sketches.get(name, {}).get(index) for index in self._range]
 
-    def begins(self) -> list[float]:
-        """Where each used bin begins, Unix time."""
-        return [(self._first + index) * self.width_seconds for index in range(self.used)]
+    def add_grid(self, other: TimeGrid, rows: Mapping[int, int]) -> None:
+        """Add the sums and sketches of another grid. The bins of both may become wider.
 
-    def _array(self, name: str) -> Array:
-        array = self._arrays.get(name)
+        Args:
+            other: a grid of any width and number of bins.
+            rows: its rows that are added, each with the row of this grid.
+        """
+        for time in (other.begins()[0], other.begins()[-1]) if other.used else ():
+            self.bin_of(time)
+        while self.width_seconds != other.width_seconds:
+            min(self, other, key=lambda grid: grid.width_seconds)._merge_pairs()
+        for name, arrays in other._sums.items():
+            for index, array in arrays.items():
+                self._array(name, index)[[*rows.values()]] += array[[*rows]]
+        for name, sketches in other._sketches.items():
+            for index, sketch in sketches.items():
+                self.sketch(name, index).merge(sketch.counts.items(), sketch.largest)
+
+    def _array(self, name: str, index: int) -> Array:
+        arrays = self._sums.setdefault(name, {})
+        array = arrays.get(index)
         if array is None:
-            array = self._arrays[name] = np.zeros((self.rows, self.bins), np.float32)
+            array = arrays[index] = np.zeros(self.rows, np.float32)
         return array
 
-    def _move(self, by: int) -> None:
-        """Make room for earlier bins."""
-        for name, array in self._arrays.items():
-            moved = np.zeros_like(array)
-            moved[:, by:] = array[:, : self.bins - by]
-            self._arrays[name] = moved
-        for name, sketches in self._sketches.items():
-            self._sketches[name] = ([None] * by + sketches)[: self.bins]
-        self._first -= by
-        self.used += by
-
     def _merge_pairs(self) -> None:
-        odd = self._first % 2
-        for name, array in self._arrays.items():
-            merged = np.zeros_like(array)
-            for offset in (0, 1):  # the first and the second of each pair
-                half = array[:, max(0, offset - odd) :: 2] if offset >= odd else array[:, 2 - odd :: 2]
-                at = 0 if offset >= odd else 1
-                merged[:, at : at + half.shape[1]] += half
-            self._arrays[name] = merged
-        for name, sketches in self._sketches.items():
-            pairs: list[Sketch | None] = [None] * self.bins
-            for index, sketch in enumerate(sketches):
-                at = (index + odd) // 2
-                kept = pairs[at] if at < self.bins else None
-                if sketch is not None and kept is not None:
-                    kept.merge(sketch.counts.items(), sketch.largest)
-                elif sketch is not None:
-                    pairs[at] = sketch
-            self._sketches[name] = pairs
-        self.used = (self.used + odd + 1) // 2
-        self._first //= 2
         self.width_seconds *= 2
+        self._range = range(self._range.start // 2, (self._range.stop + 1) // 2)
+        before, self._sums = self._sums, {}
+        for name, arrays in before.items():
+            for index, array in arrays.items():
+                self._array(name, index // 2)[:] += array
+        sketches, self._sketches = self._sketches, {}
+        for name, of_bins in sketches.items():
+            for index, sketch in of_bins.items():
+                self.sketch(name, index // 2).merge(sketch.counts.items(), sketch.largest)
 
 
 STEP: Final = "step"
 WAIT: Final = "wait"
 STEPS: Final = "steps"
-EXPOSED: Final = "exposed"
-EXPOSED_OF: Final = "exposed_of"
-"""The training loop's seconds for which exposed wait is known."""
-
 SAMPLES: Final = "samples"
 TOKENS: Final = "tokens"
 THROUGHPUT_OF: Final = {SAMPLES: "samples_of", TOKENS: "tokens_of"}
@@ -215,14 +178,12 @@ class Phase(NamedTuple):
     seconds: float
 
 
-@dataclass(slots=True)
-class _Newest:
-    """The totals of a process at its newest window."""
+class _Newest(NamedTuple):
+    """The totals of a process at its newest window. ``trained``: samples and tokens, as far as they are known."""
 
     time: float
     wall: float
     sums: dict[str, float]
-    exposed: float | None
     trained: dict[str, float]
 
 
@@ -232,7 +193,7 @@ class RunRecorder:
     Attributes:
         grid: the sums. A sample ``x`` has two: the sum of its values, ``event.x``, and their number, ``event.x#``.
         phases: the newest evaluations and checkpoints of the rank that is read first. ``phases_seen``: all of them.
-        rows: the row of each run and rank.
+        rows: the row of each rank.
         ranks_left_out: ranks without a row, because there are too many.
         cut: a log began before its first line that is left.
     """
@@ -246,7 +207,7 @@ class RunRecorder:
         self.grid = TimeGrid(rows, max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // rows)))
         self.phases: dict[str, deque[Phase]] = {}
         self.phases_seen: dict[str, int] = {}
-        self.rows: dict[tuple[str, int], int] = {}
+        self.rows: dict[int, int] = {}
         self.ranks_left_out = 0
         self.cut = False
         self._newest: dict[int, _Newest] = {}
@@ -262,19 +223,16 @@ class RunRecorder:
     def add(self, part: RunRecorder) -> None:
         """Take all that a part has seen. The part is not used any more after that."""
         part.finish()
-        rows = {theirs: self._row_of(*key) for key, theirs in part.rows.items()}
+        rows = {theirs: self._row_of(rank) for rank, theirs in part.rows.items()}
         self.grid.add_grid(part.grid, {theirs: own for theirs, own in rows.items() if own is not None})
         self.ranks_left_out += part.ranks_left_out
         self.cut |= part.cut
-        self._add_phases(part)
-
-    def _add_phases(self, part: RunRecorder) -> None:
-        """Of two parts, the phases of the lower rank are kept: the logs are read by rank."""
+        # The logs are read by rank: of two parts, the phases of the lower rank are kept, or those of both its attempts.
         if part._phases_of is None:
             return
         if self._phases_of is None or part._phases_of < self._phases_of:
             self.phases, self.phases_seen, self._phases_of = part.phases, part.phases_seen, part._phases_of
-        elif part._phases_of == self._phases_of:  # of two attempts
+        elif part._phases_of == self._phases_of:
             for category, phases in part.phases.items():
                 both = sorted([*self.phases.get(category, ()), *phases], key=attrgetter("begin"))
                 self.phases[category] = deque(both, maxlen=_MAX_PHASES)
@@ -286,44 +244,38 @@ class RunRecorder:
 
     def take(self, line: dict[str, Any], log: ProcessLog) -> None:
         """Take a line of a process, which `load` has taken in already."""
-        event = line.get("event")
+        event = str(line.get("event"))
         if event == "phase":
             self._take_phase(line, log)
             return
         if event not in _SAMPLES and event not in {"window", "run_end"}:
             self.cut |= event == "run_start" and log.head is line and bool(line.get("continued"))
             return
-        time, row = unix(line.get("time", "")), self._row_of(log.run, log.rank)
+        time, row = unix(line.get("time", "")), self._row_of(log.rank)
         if time is None or row is None or not _EARLIEST < time < _LATEST:
             return
         if event in _SAMPLES:
-            self._take_sample(str(event), line, row, time)
-        else:
-            self._take_window(line, log, row, time)
-
-    def _row_of(self, run: str, rank: int) -> int | None:
-        key = run, rank
-        row = self.rows.get(key)
-        if row is None:
-            if len(self.rows) >= self.grid.rows:
-                self.ranks_left_out += 1
-                return None
-            row = self.rows[key] = len(self.rows)
-        return row
-
-    def _take_window(self, line: dict[str, Any], log: ProcessLog, row: int, time: float) -> None:
-        if not line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
-            return
-        newest = self._newest.get(id(log))
-        if newest is not None and line["event"] == "window" and 0 <= time - newest.time < self.spacing_seconds():
-            self._left_out[id(log)] = line, row, time  # a later line has its sums, too
-            return
-        self._add_window(line, id(log), row, time)
+            self._take_sample(event, line, row, time)
+        elif line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
+            newest = self._newest.get(id(log))
+            if newest is not None and event == "window" and 0 <= time - newest.time < self.spacing_seconds():
+                self._left_out[id(log)] = line, row, time  # a later line has its sums, too
+            else:
+                self._add_window(line, id(log), row, time)
 
     def finish(self) -> None:
         """Take the newest window of each process, if it was left out."""
         for process, (line, row, time) in list(self._left_out.items()):
             self._add_window(line, process, row, time)
+
+    def _row_of(self, rank: int) -> int | None:
+        row = self.rows.get(rank)
+        if row is None:
+            if len(self.rows) >= self.grid.rows:
+                self.ranks_left_out += 1
+                return None
+            row = self.rows[rank] = len(self.rows)
+        return row
 
     def _add_window(self, line: dict[str, Any], process: int, row: int, time: float) -> None:
         newest = self._newest.get(process)
@@ -332,21 +284,18 @@ class RunRecorder:
         sums = {category: ledger.get(category, 0.0) for category in CATEGORIES}
         sums |= {STEPS: line["steps_total"], AGENT: cost.get("agent", 0.0), HOOKS: cost.get("training", 0.0)}
         trained = {name: count for name in THROUGHPUT_OF if (count := line.get(f"{name}_total")) is not None}
-        now = _Newest(time, line["wall_seconds"], sums, line.get("exposed_wait_total_seconds"), trained)
-        before = newest or _Newest(time - now.wall, 0.0, dict.fromkeys(sums, 0.0), 0.0, dict.fromkeys(trained, 0.0))
-        self._newest[process] = now
+        now = self._newest[process] = _Newest(time, line["wall_seconds"], sums, trained)
+        before = newest or _Newest(time - now.wall, 0.0, dict.fromkeys(sums, 0.0), dict.fromkeys(trained, 0.0))
         added = {name: value - before.sums[name] for name, value in sums.items()}
         begin = time - (now.wall - before.wall)  # the clock may have been stepped since
         if begin >= time or begin < _EARLIEST or min(added.values()) < -1e-3:
             return  # nothing new, or damaged
-        if now.exposed is not None and before.exposed is not None:
-            added |= {EXPOSED: now.exposed - before.exposed, EXPOSED_OF: added[DATA_WAIT] + added[COMPUTE]}
         for name, count in trained.items():
             more = count - before.trained.get(name, count + 1)
             if more >= 0:
                 added |= {name: more, THROUGHPUT_OF[name]: added[DATA_WAIT] + added[COMPUTE]}
         self.grid.spread(row, begin, time, added)
-        index = self.grid.index_of(time)
+        index = self.grid.bin_of(time)
         for name, field in ((STEP, "step"), (WAIT, "data_wait")):
             counts = line.get(f"{field}_sketch", {}).items()
             if counts:
@@ -354,7 +303,7 @@ class RunRecorder:
                 self.grid.sketch(name, index).merge(counts, largest)
 
     def _take_sample(self, event: str, line: dict[str, Any], row: int, time: float) -> None:
-        index = self.grid.index_of(time)
+        index = self.grid.bin_of(time)
         values = {name: line[name] for name in _SAMPLES[event] if name in line}
         values |= {f"{resource}_pressure": ratio for resource, ratio in line.get("pressure_ratio", {}).items()
                    if resource in {"cpu", "io", "memory"}}  # fmt: skip

@@ -1,0 +1,260 @@
+"""What ``report --json`` prints, and what the text and the page are made of. Names and order are the contract.
+
+docs/output.md explains the fields. Times are ISO-8601 in UTC; None is what was not measured, or is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from telemetry.records import Number, Scalar, factor_text
+from telemetry.trace.records import FlopsUsage, Suggestion
+
+
+class Durations(msgspec.Struct):
+    """Seconds of the steps, or of the waits, of a whole run."""
+
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+class Growth(msgspec.Struct):
+    """How the memory of a rank grew at its newest line."""
+
+    growth_bytes_per_hour: Number | None = None
+    where: str | None = None
+    exhausted_in_seconds: Number | None = None
+
+
+class Rank(msgspec.Struct, kw_only=True):
+    """One process of the run. A rank that was restarted has several, the newest last."""
+
+    rank: int
+    local_rank: int | None
+    node: str | None
+    pid: int
+    steps: int
+    samples: int | None
+    tokens: int | None
+    gpu_energy_joules: dict[str, float] | None
+    wall_seconds: float
+    ledger: dict[str, float]
+    step_seconds: Durations
+    data_wait_seconds: Durations
+    exposed_wait_ratio: float | None
+    overhead_seconds: dict[str, float]
+    memory: Growth
+    attempt: int | None
+
+    @property
+    def loop_seconds(self) -> float:
+        """Of its training loop."""
+        return self.ledger["data_wait"] + self.ledger["compute"]
+
+
+class Advice(msgspec.Struct):
+    """See `telemetry.records.Advice`. What the log does not have is None."""
+
+    action: str | None = None
+    setting: str | None = None
+    value: Scalar | None = None
+    predicted_speedup: Number | None = None
+    predicted_low: Number | None = None
+    because: str | None = None
+
+    @property
+    def typed(self) -> str:
+        """What to set, such as ``num_workers=2``; empty if it names no value."""
+        return f"{self.setting}={self.value}" if self.setting and self.value else ""
+
+    @property
+    def gain(self) -> str:
+        """The predicted factor on the steps per second, or a range of factors; empty without a prediction."""
+        return "" if self.predicted_speedup is None else factor_text(self.predicted_speedup, self.predicted_low)
+
+
+class OtherCause(msgspec.Struct):
+    """A cause of similar size at the time of a stall."""
+
+    cause: str | None = None
+    share_ratio: Number | None = None
+    advice: list[Advice] = []
+
+
+class Stall(msgspec.Struct, kw_only=True):
+    """A stall of a rank. ``evidence`` is that of the log: `StallEvidence`, and what else led to the cause."""
+
+    rank: int
+    cause: str | None
+    opened: str | None
+    first_step: int | None
+    last_step: int | None
+    exposed_wait_ratio: Number | None
+    closed: str | None
+    evidence: dict[str, Any]
+    advice: list[Advice]
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """The seconds that it has cost, by cause."""
+        found: dict[str, float] = self.evidence.get("lost_seconds", {})
+        return found
+
+    @property
+    def lost_seconds(self) -> float:
+        """The seconds that it has cost by its own cause."""
+        return self.lost.get(self.cause or "", 0.0)
+
+    @property
+    def also(self) -> list[OtherCause]:
+        """Other causes at the time of the stall, the largest first."""
+        found = msgspec.convert(self.evidence.get("also", []), list[OtherCause])
+        return [other for other in found if other.cause is not None]
+
+
+class Suspect(msgspec.Struct):
+    """A rank that the others wait for while the job hangs, and what it does."""
+
+    rank: int | None = None
+    node: str | None = None
+    where: str | None = None
+    doing: str | None = None
+
+
+class Waiting(msgspec.Struct):
+    """Ranks that wait in the same collective."""
+
+    ranks: list[int]
+    collective: str | None
+    sequence: int | None
+
+
+class Hang(msgspec.Struct):
+    """Why the job hangs."""
+
+    since: str | None
+    verdict: str
+    kind: str
+    suspects: list[Suspect]
+    waiting: list[Waiting]
+
+
+class ChangedFigure(msgspec.Struct):
+    """A figure that changed together with the steps; its name has its unit."""
+
+    what: str
+    before: Number
+    after: Number
+
+
+class Change(msgspec.Struct):
+    """A lasting change of the steps of a rank. ``ratio``: step time after it over step time before it."""
+
+    at: str
+    step: int | None
+    rank: int
+    ratio: float
+    part: str | None
+    figures: list[ChangedFigure] = msgspec.field(name="with")
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """A trace that was recorded. ``breakdown``: shares of its average step; empty if it was not read, as the rest."""
+
+    rank: int
+    first_step: int | None
+    last_step: int | None
+    path: str
+    reason: str | None
+    breakdown: dict[str, float]
+    flops: FlopsUsage | msgspec.UnsetType = msgspec.UNSET
+    advice: list[Suggestion] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def suggestions(self) -> list[Suggestion]:
+        """The advice; empty if the trace was not read."""
+        return self.advice or []
+
+
+class JobAttempt(msgspec.Struct, kw_only=True):
+    """One attempt. ``resumed_from``: what tells the position, see `telemetry.report.attempts.Course`."""
+
+    attempt: int
+    started: str
+    ended: str | None
+    end: str
+    reason: str | None
+    ranks: int
+    steps: int
+    resumed_from_step: int | None
+    resumed_from: str
+    lost_steps: int
+
+
+class Books(msgspec.Struct):
+    """Where the wall clock of the run went: the mean over the ranks."""
+
+    wall_seconds: float
+    goodput_ratio: float | None
+    ettr_ratio: float | None
+    seconds: dict[str, float]
+
+
+class CheckpointInterval(msgspec.Struct, kw_only=True):
+    """What the run tells about the best interval between checkpoints."""
+
+    checkpoint_seconds: float
+    interval_seconds: float
+    failure_seconds: float
+    best_interval_seconds: float
+    predicted_ettr_ratio: float
+
+
+class Job(msgspec.Struct):
+    """All attempts of the run. ``ranks``: of the newest."""
+
+    nodes: list[str]
+    ranks: int
+    attempts: list[JobAttempt]
+    goodput: Books
+    checkpoint_interval: CheckpointInterval | None
+
+
+class Throughput(msgspec.Struct, kw_only=True):
+    """Of all ranks, with what was trained again after a restart. Rates are per second of the training loop."""
+
+    samples: int | None
+    samples_per_second: float | None
+    tokens: int | None
+    tokens_per_second: float | None
+
+
+class Cost(msgspec.Struct, kw_only=True):
+    """In the currency of the price. Waiting is part of the stalls where one was open, so the parts do not add up."""
+
+    gpu_hour_price: float
+    gpu_hours: float
+    total: float
+    waiting: float | None
+    stalls: float
+    restarts: float
+
+
+class ReportValues(msgspec.Struct, kw_only=True):
+    """The whole document."""
+
+    run: str
+    verdict: str
+    ranks: list[Rank]
+    stalls: list[Stall]
+    hang: Hang | None
+    changes: list[Change]
+    snapshots: list[Snapshot]
+    job: Job
+    throughput: Throughput
+    gpu_energy_joules: dict[str, float] | None
+    cost: Cost | None
