@@ -141,10 +141,12 @@ def measure(kind: str, rounds: int, seconds: float) -> str:
 
 def looking() -> float:
     """Nanoseconds of a look at the request."""
-    words, start = WorkerBlock(1).slot(0), now_ns()
-    looks = timeit.repeat("words[15] > start", globals={"words": words, "start": start}, number=200_000, repeat=5)
-    nothing = timeit.repeat("start > start", globals={"start": start}, number=200_000, repeat=5)
-    return (min(looks) - min(nothing)) / 200_000 * NS
+    known = {"counters": WorkerBlock(1).counters(0), "start": now_ns()}
+    looks, nothing = (
+        min(timeit.repeat(code, globals=known, number=200_000, repeat=5))
+        for code in ("counters.sample_until_ns > start", "start > start")
+    )
+    return (looks - nothing) / 200_000 * NS
 
 
 def main() -> int:

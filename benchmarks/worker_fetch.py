@@ -19,7 +19,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
 from telemetry.hooks.worker import BatchCounter, timed_fetch
-from telemetry.hooks.worker_block import SAMPLES_WANTED, WorkerBlock
+from telemetry.hooks.worker_block import WorkerBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,11 +41,13 @@ class Ready:
         return self.batch
 
 
-def _floor(original: Callable[[Any, Any], Any], words: memoryview) -> Callable[[Any, Any], Any]:
+def _floor(original: Callable[[Any, Any], Any], block: WorkerBlock) -> Callable[[Any, Any], Any]:
+    counters = block.counters(0)
+
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        words[0] = perf_counter_ns()
+        counters.fetching_since_ns = perf_counter_ns()
         data = original(self, possibly_batched_index)
-        words[1] = perf_counter_ns()
+        counters.wall_ns = perf_counter_ns()
         return data
 
     return fetch
@@ -62,17 +64,17 @@ def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     block = WorkerBlock(1)
-    block.slot(0)[0] = 1  # as in a worker that has begun
+    block.counters(0).pid = 1  # as in a worker that has begun
     ids = torch.zeros(8, 512, dtype=torch.long)
     plain, texts = (
         _MapDatasetFetcher(Ready(batch), False, lambda batch: batch, False)
         for batch in ([torch.zeros(8, 3), torch.zeros(8)], {"input_ids": ids, "attention_mask": ids, "labels": ids})
     )
     bare, counted, sized = _MapDatasetFetcher.fetch, WorkerBlock(1), WorkerBlock(1)
-    sized.set(SAMPLES_WANTED)
+    sized.head.samples_wanted = 1
     kinds = {
         "bare": (bare, plain),
-        "floor": (_floor(bare, WorkerBlock(1).slot(0)), plain),
+        "floor": (_floor(bare, WorkerBlock(1)), plain),
         "timed": (_timed(bare, block), plain),
         "tokens": (_timed(bare, counted), texts),
         "samples": (_timed(bare, sized), plain),

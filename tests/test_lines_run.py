@@ -226,6 +226,6 @@ def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds,
         monitor.tick(Stall(cause, 0, {cause: 1.0}, 1.0, None, evidence_over([a_slice()])))
         monitor.sampler.sample(now_ns())
         assert monitor.sampler.profiles.keys() == kinds
-        assert (block.samples_asked(0)[1] > now_ns()) == asked
+        assert (block.counters(0).sample_until_ns > now_ns()) == asked
     finally:
         monitor.close()

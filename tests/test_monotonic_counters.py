@@ -137,7 +137,7 @@ def test_another_worker_in_the_same_place_takes_no_fetch_away():
 
         def read(self):
             counts = (self.fetches, *(0,) * len(FETCH_BUCKETS))
-            return (WorkerCounters(0, 1, 1, self.fetches, self.fetches, 0, 0, 0, (), counts, (), ()),)
+            return (WorkerCounters(pid=1, tid=1, fetches=self.fetches, wall_ns=self.fetches, histogram=counts),)
 
     source, block = WorkersSource(tuple, tuple), Block()
     seen = []

@@ -254,7 +254,7 @@ def test_a_step_of_two_loaders_throws_both_batches_away(counted):
         if number < 60:
             continue
         trainer.step(*batches)
-        time.sleep(0.01)
+        time.sleep(0.05)
     assert counted() == trainer.counts
 
 
@@ -380,7 +380,7 @@ def test_a_worker_that_finds_no_tokens_looks_no_more(counted, first, tokens):
 def test_before_a_worker_counts_nothing_is_known_and_later_its_memory_is_not_kept():
     block = WorkerBlock(1)
     counts, alive = WorkerCounts(block, 0, 0, 0), weakref.ref(block)
-    block.slot(0)[2] = 1  # the worker has begun
+    block.counters(0).epoch = 1  # the worker has begun
     block.note_batch(0, 0, 4, 9)
     assert counts.of(0, 1) == (4, 9)
     assert not counts.ended
@@ -398,7 +398,7 @@ def test_before_a_worker_counts_nothing_is_known_and_later_its_memory_is_not_kep
 def test_a_worker_without_a_batch_in_an_iteration_keeps_its_place():
     """Its first fetch of the third iteration is not taken for one of the second."""
     block = WorkerBlock(2)
-    block.slot(0)[0] = block.slot(1)[0] = 1  # as in workers that have begun
+    block.counters(0).pid = block.counters(1).pid = 1  # as in workers that have begun
 
     class Fetcher:
         pass
@@ -408,9 +408,9 @@ def test_a_worker_without_a_batch_in_an_iteration_keeps_its_place():
         fetcher = Fetcher()
         for worker in workers:
             fetches[worker](fetcher, None)
-        block.next_iteration()
+        block.head.iteration += 1
     assert [counters.epoch for counters in block.read()] == [3, 3]
-    assert [counters.epoch_began[1:4] for counters in block.read()] == [(0, 1, 2), (0, 1, 1)]
+    assert [tuple(counters.epoch_began[1:4]) for counters in block.read()] == [(0, 1, 2), (0, 1, 1)]
 
 
 # -- what a batch has ----------------------------------------------------------------------------------------------

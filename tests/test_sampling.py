@@ -451,7 +451,7 @@ def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
     monkeypatch.setattr(sampling, "fetch_part", lambda stack: stack)
     block = WorkerBlock(1)
     block.ask_samples(1, now_ns() + 600 * NS)
-    monkeypatch.setattr(block, "is_fetching", lambda worker: True)
+    block.counters(0).fetching_since_ns = 1
     sampling.WorkerSampler(block, 0).ask()
     (thread,) = [each for each in threads._running.values() if each.name == "telemetry-lines"]
     try:

@@ -200,8 +200,8 @@ def test_a_block_that_is_another_process_s_is_not_touched(tmp_path):
             probe(0)
     assert not any(victim.read_bytes())
     assert block.read() == newer.read() == ()
-    WorkerBlock.opened(block.address).slot(0)[0] = 1
-    assert block.slot(0)[0] == 1
+    WorkerBlock.opened(block.address).counters(0).pid = 1
+    assert block.counters(0).pid == 1
 
 
 class Cleaned(IterableDataset):
@@ -721,7 +721,7 @@ def test_a_wait_behind_a_long_fetch_differs_from_a_usual_wait(took, long):
 
     worker = WorkerCounters(
         worker=0, pid=1, tid=1, fetches=4, wall_ns=sum(took) * 10**9, fetching_since_ns=0, epoch=1, ended=4,
-        epoch_began=(0,) * 8, histogram=(), recent_started_ns=ns(starts), recent_finished_ns=ns(ends),
+        recent_started_ns=ns(starts), recent_finished_ns=ns(ends),
     )  # fmt: skip
     arrivals = [Arrival(1, n, int((ends[n] + 1) * 1e9), int((ends[n] + 6) * 1e9)) for n in range(1, 4)]
     found = Fetches([worker], 1).deliveries(arrivals)
@@ -734,7 +734,7 @@ def test_a_fetch_in_progress_is_long_by_what_it_has_taken_so_far(since, long):
     """Two of 10 s each are over; the second's batch is there at 150 s."""
     worker = WorkerCounters(
         worker=0, pid=1, tid=1, fetches=2, wall_ns=20 * 10**9, fetching_since_ns=since * 10**9, epoch=1, ended=2,
-        epoch_began=(0,) * 8, histogram=(), recent_started_ns=(90 * 10**9, 100 * 10**9, *[0] * 62),
+        recent_started_ns=(90 * 10**9, 100 * 10**9, *[0] * 62),
         recent_finished_ns=(100 * 10**9, 110 * 10**9, *[0] * 62),
     )  # fmt: skip
     found = Fetches([worker], 1).deliveries([Arrival(1, 1, 145 * 10**9, 150 * 10**9)])

@@ -12,7 +12,7 @@ from telemetry.hooks.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.hooks.timers import Clocks, TimedWait, timeable
 from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.hooks.worker import WorkerProbe
-from telemetry.hooks.worker_block import MAX_WORKERS, SAMPLES_WANTED, WorkerBlock
+from telemetry.hooks.worker_block import MAX_WORKERS, WorkerBlock
 from telemetry.util.clock import now_ns, thread_time_ns
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable
         try:
             loader = tracker.loaders.known(iterator)
             if loader is not None and loader.block is not None:
-                loader.block.next_iteration()
+                loader.block.head.iteration += 1
             if _at_boundary(tracker) and timeable(iterator):
                 return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
         except Exception as error:
@@ -475,7 +475,7 @@ class _InitFunction:
             return None
         block = WorkerBlock(iterator._num_workers)
         if self._tracker.marks.counts_samples(iterator):
-            block.set(SAMPLES_WANTED)
+            block.head.samples_wanted = 1
         session, until = self._tracker.loaders.sampling
         if until:
             block.ask_samples(session, until)

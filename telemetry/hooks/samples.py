@@ -22,7 +22,7 @@ from telemetry.hooks.loaders import ON_THREAD, Arrival, BatchSource, LoaderHandl
 from telemetry.hooks.patching import WeakMap, forget_frame, unseen
 from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, GAP, JOINS, OPENS, S_DATA_WAIT, STEP, STRIDE
 from telemetry.hooks.worker import FetchedSamples, tokens_in
-from telemetry.hooks.worker_block import FETCH_BUCKETS, RAISED, TOKENS_FOUND, TOKENS_LEFT, UNKNOWN
+from telemetry.hooks.worker_block import FETCH_BUCKETS, RAISED, UNKNOWN
 from telemetry.records import DroppedSpans, Histogram
 from telemetry.util.clock import NS
 from telemetry.util.errors import let_pass
@@ -85,7 +85,7 @@ class WorkerCounts:
     def __init__(self, block: WorkerBlock, number: int, index: int, first_worker: int) -> None:
         self._found = weakref.ref(block)
         self._block: WorkerBlock | None = None
-        self.iteration = block.iteration
+        self.iteration = block.head.iteration
         self._index = 0
         self._number = max(0, number - index)  # of batch 0: an iteration may go on from a state
         self._rotation = first_worker
@@ -115,7 +115,7 @@ class WorkerCounts:
                 samples.append(found[0])
                 tokens.append(found[1])
             self._number += 1
-        none_left = block.has(TOKENS_LEFT) and not block.has(TOKENS_FOUND)
+        none_left = block.head.tokens_left and not block.head.tokens_found
         return self._sum(samples, batches), 0 if none_left else self._sum(tokens, batches)
 
     def _sum(self, counts: list[int], batches: int) -> int | None:
@@ -403,7 +403,7 @@ class BatchMarks:
         if block is None or not loader.in_order:
             return None
         counts = self._counted.get(iterator)
-        if not isinstance(counts, WorkerCounts) or counts.iteration != block.iteration:
+        if not isinstance(counts, WorkerCounts) or counts.iteration != block.head.iteration:
             # Unlike ours, the loop's number is 0 again where a state was restored. torchdata's loader tells the worker.
             index = int(own_value(iterator, "_rcvd_idx", 0)) - 1
             newest = own_value(iterator, "_last_yielded_worker_id")

@@ -17,33 +17,8 @@ import weakref
 from collections import UserDict
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.patching import WeakMap, forget_frame, unseen
-from telemetry.hooks.worker_block import (
-    COUNTS,
-    EPOCH,
-    EPOCHS,
-    EPOCHS_AT,
-    FETCH_BUCKETS,
-    FETCHES,
-    HISTOGRAM_AT,
-    PID,
-    RAISED,
-    RECENT,
-    RECENT_AT,
-    SAMPLE_UNTIL,
-    SAMPLES_WANTED,
-    SINCE,
-    SPAN,
-    STACK_INODE,
-    STACK_PIPE,
-    STACK_THREAD,
-    TID,
-    TOKENS_FOUND,
-    TOKENS_LEFT,
-    UNKNOWN,
-    SharedArea,
-    WorkerBlock,
-)
+from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
+from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, RAISED, RECENT, UNKNOWN, SharedArea, WorkerBlock
 from telemetry.util import threads as fork_warning
 from telemetry.util.clock import now_ns
 from telemetry.util.errors import let_pass
@@ -184,12 +159,10 @@ class BatchCounter:
         stream: the data set is iterable.
     """
 
-    __slots__ = ("_block", "_looking", "_looks_left", "_samples", "_worker")
-
     def __init__(self, block: WorkerBlock, worker: int, *, stream: bool) -> None:
         self._block = block
         self._worker = worker
-        self._samples = FetchedSamples(stream=stream) if block.has(SAMPLES_WANTED) else None
+        self._samples = FetchedSamples(stream=stream) if block.head.samples_wanted else None
         self._looking = True
         self._looks_left = _LOOKS
 
@@ -217,14 +190,14 @@ class BatchCounter:
         self._note(fetch, RAISED, UNKNOWN)
 
     def _tokens_of(self, batch: object) -> int | None:
-        tokens = tokens_in(batch)
+        tokens, head = tokens_in(batch), self._block.head
         if tokens != 0:
             self._looks_left = 0
-            self._block.set(TOKENS_FOUND)
+            head.tokens_found = 1
         elif self._looks_left:
             self._looks_left -= 1
-            if not self._looks_left and not self._block.has(TOKENS_FOUND):
-                self._block.set(TOKENS_LEFT)
+            if not self._looks_left and not head.tokens_found:
+                head.tokens_left = 1
                 self._looking = False
         return tokens
 
@@ -293,9 +266,9 @@ def _wrap_fetches(block: WorkerBlock, worker: int, *, nvtx: bool) -> None:
     """Patch the fetchers of this worker process."""
     from torch.utils.data._utils import fetch
 
-    slot = block.slot(worker)
-    slot[TID] = threading.get_native_id()
-    slot[PID] = os.getpid()
+    counters = block.counters(worker)
+    counters.worker, counters.tid = worker, threading.get_native_id()
+    counters.pid = os.getpid()  # last: it shows that the worker has begun
     sample = WorkerSampler(block, worker).ask
     ranges = _ranges() if nvtx else None
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
@@ -322,21 +295,9 @@ def _ranges() -> Any:
 
 def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callable[[Any, Any], Any]:
     """``fetch`` as an NVTX range."""
-
-    @functools.wraps(original)
-    @unseen
-    def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        nvtx.range_push(name)
-        try:
-            return original(self, possibly_batched_index)
-        except BaseException as error:
-            forget_frame(error)
-            raise
-        finally:
-            nvtx.range_pop()
-
-    _wrappers[fetch] = None
-    return fetch
+    marked = around(original, before=lambda _: nvtx.range_push(name), after=lambda *_: nvtx.range_pop())
+    _wrappers[marked] = None
+    return marked
 
 
 def _nothing() -> None:
@@ -350,10 +311,10 @@ def timed_fetch(
     counter: BatchCounter | None,
     sample: Callable[[], None] = _nothing,
 ) -> Callable[[Any, Any], Any]:
-    """``fetch``, counted in one worker's slot.
+    """``fetch``, counted in the block.
 
-    The counts are kept in the closure and stored together, because each store into the memory is a call. CPU time is
-    not counted here: the kernel counts it (schedstat), and reading it twice per fetch would double the cost.
+    CPU time is not counted here: the kernel counts it (schedstat), and reading it twice per fetch would double the
+    cost.
 
     Args:
         original: the fetcher's method.
@@ -362,54 +323,55 @@ def timed_fetch(
         counter: gets each batch, after its fetch was counted.
         sample: called at the start of each fetch while the agent asks for samples.
     """
-    slot, last_bucket, counts_at = block.slot(worker), len(FETCH_BUCKETS), 8 * FETCHES
-    memory, store, store_span = slot.cast("B"), COUNTS.pack_into, SPAN.pack_into
-    fetches = wall = ended = 0
+    counters, last_bucket = block.counters(worker), len(FETCH_BUCKETS)
+    histogram, started, finished = counters.histogram, counters.recent_started_ns, counters.recent_finished_ns
     current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay the clean-up of its iterator
 
     def begin(fetcher: Any) -> None:
         """Each iteration has a new fetcher. A worker that had no index of an iteration has made no batch of it."""
         nonlocal current
         current = weakref.ref(fetcher)
-        epoch = block.iteration
-        for begun in range(min(max(slot[EPOCH] + 1, epoch - EPOCHS + 1), epoch), epoch + 1):
-            slot[EPOCHS_AT + begun % EPOCHS] = ended
-        slot[EPOCH] = epoch
+        epoch = block.head.iteration
+        for begun in range(min(max(counters.epoch + 1, epoch - EPOCHS + 1), epoch), epoch + 1):
+            counters.epoch_began[begun % EPOCHS] = counters.ended
+        counters.epoch = epoch
         if counter is not None:
             counter.iteration_begins(fetcher)
 
     @functools.wraps(original)
     @unseen
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        nonlocal fetches, wall, ended, counter
-        if slot[SINCE]:  # of a loader that the data set reads: a part of the fetch in progress
+        nonlocal counter
+        if counters.fetching_since_ns:  # of a loader that the data set reads: a part of the fetch in progress
             return original(self, possibly_batched_index)
         if current() is not self:
             begin(self)
-        slot[SINCE] = start = now_ns()
-        if slot[SAMPLE_UNTIL] > start:
+        counters.fetching_since_ns = start = now_ns()
+        if counters.sample_until_ns > start:
             sample()
+        number = counters.ended
+        recent = number % RECENT
         try:
             data = original(self, possibly_batched_index)
         except BaseException as error:
             if not isinstance(error, StopIteration):  # the end of an iterable data set is not a batch
-                store_span(memory, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, now_ns())
+                started[recent], finished[recent] = start, now_ns()
                 if counter is not None:
-                    counter.raised(ended)
-                ended += 1
-            store(memory, counts_at, fetches, wall, 0, ended)
+                    counter.raised(number)
+                counters.ended = number + 1
+            counters.fetching_since_ns = 0
             forget_frame(error)
             raise
         end = now_ns()
         took = end - start
-        store_span(memory, 8 * RECENT_AT + ended % RECENT * SPAN.size, start, end)
-        slot[HISTOGRAM_AT + min((took >> 20).bit_length(), last_bucket)] += 1
-        fetches += 1
-        wall += took
-        store(memory, counts_at, fetches, wall, 0, ended + 1)
-        if counter is not None and not counter.made(ended, possibly_batched_index, data):
+        started[recent], finished[recent] = start, end
+        histogram[min((took >> 20).bit_length(), last_bucket)] += 1
+        counters.fetches += 1
+        counters.wall_ns += took
+        counters.ended = number + 1
+        counters.fetching_since_ns = 0
+        if counter is not None and not counter.made(number, possibly_batched_index, data):
             counter = None
-        ended += 1
         return data
 
     _wrappers[fetch] = None
@@ -489,10 +451,9 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
         fork_warning.begin()
         _responder = _StackResponder(area)
     _responder.area = area
-    slot = block.slot(worker)
-    slot[STACK_INODE] = _responder.pipe.identity[1]
-    slot[STACK_THREAD] = _responder.thread.native
-    slot[STACK_PIPE] = _responder.pipe.number  # last: it shows that the others are set
+    counters = block.counters(worker)
+    counters.stack_inode, counters.stack_thread = _responder.pipe.identity[1], _responder.thread.native
+    counters.stack_pipe = _responder.pipe.number  # last: it shows that the others are set
 
 
 def _own_pipe() -> Descriptor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from ctypes import Array, Structure, c_int64, sizeof
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from telemetry.util.clock import NS
 from telemetry.util.files import LOWEST, identity_of, memory_file, raised
@@ -18,24 +19,11 @@ FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
 """Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
 highest bit of the nanoseconds."""
 
-_SLOT_WORDS: Final = 192
-"""1.5 KiB per worker, so that no two workers share a cache line."""
-
-# The words of a worker's slot.
-PID, TID, EPOCH, FETCHES, WALL, SINCE, ENDED = range(7)
-STACK_PIPE, STACK_INODE, STACK_THREAD = range(10, 13)
-SAMPLE_SESSION, SAMPLE_UNTIL = 14, 15
-HISTOGRAM_AT: Final = 16
-EPOCHS_AT: Final = 40
 EPOCHS: Final = 24
 """The number of the first fetch is kept for this many epochs."""
-RECENT_AT: Final = 64
+
 RECENT: Final = 64
 """The start and the end are kept for this many of a worker's newest fetches."""
-
-SPAN: Final = struct.Struct("=2q")
-COUNTS: Final = struct.Struct("=4q")
-"""Fetches, wall, since and ended, which are adjacent."""
 
 MAX_WORKERS: Final = 4096
 """A loader with more workers is not probed."""
@@ -49,42 +37,73 @@ _MIN_BATCHES: Final = 64
 _BATCH: Final = struct.Struct("=3q")
 """The number of its fetch plus 1, samples, tokens."""
 _HEAD_BYTES: Final = 64
-_ITERATION: Final = struct.Struct("=q")
-_ITERATION_AT: Final = 8
 
 UNKNOWN: Final = -1
 """Samples or tokens of a batch for which they are not known, or not asked for."""
 RAISED: Final = -2
 """In place of the samples, if the fetch has raised."""
 
-SAMPLES_WANTED, TOKENS_FOUND, TOKENS_LEFT = range(3)
-"""Bytes of the head of a block. SAMPLES_WANTED: count the samples of each batch; set before the workers start. Some
-worker has found tokens; some worker does not look for them any more."""
+_COUNTED: Final = (
+    *("worker", "pid", "tid", "epoch", "fetches", "wall_ns", "fetching_since_ns", "ended"),
+    *("stack_pipe", "stack_inode", "stack_thread", "sample_session", "sample_until_ns"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCounters:
-    """What one DataLoader worker has recorded about itself. Stamps are monotonic nanoseconds, 0 for none.
+class WorkerCounters(Structure):
+    """What one DataLoader worker has recorded about itself: in the block, or a copy of it.
+
+    Stamps are monotonic nanoseconds, 0 for none. 1.5 KiB, so that no two workers share a cache line.
 
     Attributes:
         wall_ns: time of the fetches that have ended. ``fetching_since_ns``: start of the one in progress.
         ended: fetches that have ended, including those that raised. The first is number 0.
-        epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % len]``.
-        recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % len``.
+        epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % EPOCHS]``.
+        recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % RECENT``.
+        stack_pipe, stack_inode, stack_thread: see `StackPort`.
+        sample_session, sample_until_ns: the newest request for samples of its fetches. Written by the agent.
     """
 
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in _COUNTED),
+        ("histogram", c_int64 * (len(FETCH_BUCKETS) + 1)),
+        ("epoch_began", c_int64 * EPOCHS),
+        ("recent_started_ns", c_int64 * RECENT),
+        ("recent_finished_ns", c_int64 * RECENT),
+        ("unused", c_int64 * (192 - len(_COUNTED) - len(FETCH_BUCKETS) - 1 - EPOCHS - 2 * RECENT)),
+    ]
     worker: int
     pid: int
     tid: int
+    epoch: int
     fetches: int
     wall_ns: int
     fetching_since_ns: int
-    epoch: int
     ended: int
-    epoch_began: tuple[int, ...]
-    histogram: tuple[int, ...]
-    recent_started_ns: tuple[int, ...]
-    recent_finished_ns: tuple[int, ...]
+    stack_pipe: int
+    stack_inode: int
+    stack_thread: int
+    sample_session: int
+    sample_until_ns: int
+    histogram: Array[c_int64]
+    epoch_began: Array[c_int64]
+    recent_started_ns: Array[c_int64]
+    recent_finished_ns: Array[c_int64]
+
+
+class BlockHead(Structure):
+    """What concerns all workers of a block.
+
+    Attributes:
+        iteration: how many iterations have begun with these workers.
+        samples_wanted: count the samples of each batch; set before the workers start.
+        tokens_found, tokens_left: some worker has found tokens; some worker does not look for them any more.
+    """
+
+    _fields_: ClassVar = [(name, c_int64) for name in ("iteration", "samples_wanted", "tokens_found", "tokens_left")]
+    iteration: int
+    samples_wanted: int
+    tokens_found: int
+    tokens_left: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +211,7 @@ class WorkerBlock:
             self._map(file)
         finally:
             os.close(file)
-        self.next_iteration()
+        self.head.iteration = 1
 
     @classmethod
     def opened(cls, address: tuple[int, int, int, tuple[int, int]]) -> WorkerBlock:
@@ -222,9 +241,10 @@ class WorkerBlock:
         self.workers = workers
         self.retired = False
         self.kept_batches = max(_MIN_BATCHES, _BATCHES // workers)
-        self._profiles_at = workers * _SLOT_WORDS * 8
-        self._batches_at = self._profiles_at + min(workers, _MAX_SAMPLED) * SharedArea.BYTES
-        self._stacks_at = self._batches_at + _HEAD_BYTES + workers * self.kept_batches * _BATCH.size
+        self._profiles_at = workers * sizeof(WorkerCounters)
+        self._head_at = self._profiles_at + min(workers, _MAX_SAMPLED) * SharedArea.BYTES
+        self._batches_at = self._head_at + _HEAD_BYTES
+        self._stacks_at = self._batches_at + workers * self.kept_batches * _BATCH.size
         self._size = self._stacks_at + workers * SharedArea.BYTES
 
     def _map(self, file: int) -> None:
@@ -239,7 +259,7 @@ class WorkerBlock:
             for number in numbers:
                 os.close(number)
         self._identity = identity_of(file)
-        self._words = memoryview(self._memory).cast("q")
+        self.head = BlockHead.from_buffer(self._memory, self._head_at)
 
     @property
     def address(self) -> tuple[int, int, int, tuple[int, int]]:
@@ -259,54 +279,17 @@ class WorkerBlock:
                 pass  # that of this listing, or closed meanwhile
         return -1
 
-    def slot(self, worker: int) -> memoryview:
-        """The words of one worker, 64-bit integers."""
-        return self._words[worker * _SLOT_WORDS : (worker + 1) * _SLOT_WORDS]
+    def counters(self, worker: int) -> WorkerCounters:
+        """Those of one worker, in the block."""
+        return WorkerCounters.from_buffer(self._memory, worker * sizeof(WorkerCounters))
 
     def read(self) -> tuple[WorkerCounters, ...]:
-        """The counters of the workers that have begun."""
-        counters = []
-        for worker in range(self.workers):
-            slot = self.slot(worker).tolist()
-            if not slot[PID]:
-                continue
-            counters.append(
-                WorkerCounters(
-                    worker=worker,
-                    pid=slot[PID],
-                    tid=slot[TID],
-                    fetches=slot[FETCHES],
-                    wall_ns=slot[WALL],
-                    fetching_since_ns=slot[SINCE],
-                    epoch=slot[EPOCH],
-                    ended=slot[ENDED],
-                    epoch_began=tuple(slot[EPOCHS_AT : EPOCHS_AT + EPOCHS]),
-                    histogram=tuple(slot[HISTOGRAM_AT : HISTOGRAM_AT + len(FETCH_BUCKETS) + 1]),
-                    recent_started_ns=tuple(slot[RECENT_AT : RECENT_AT + 2 * RECENT : 2]),
-                    recent_finished_ns=tuple(slot[RECENT_AT + 1 : RECENT_AT + 2 * RECENT : 2]),
-                )
-            )
-        return tuple(counters)
+        """Copies of the counters of the workers that have begun."""
+        size = sizeof(WorkerCounters)
+        copies = (WorkerCounters.from_buffer_copy(self._memory, worker * size) for worker in range(self.workers))
+        return tuple(each for each in copies if each.pid)
 
     # -- batches
-
-    @property
-    def iteration(self) -> int:
-        """How many iterations have begun with these workers."""
-        iteration: int = _ITERATION.unpack_from(self._memory, self._batches_at + _ITERATION_AT)[0]
-        return iteration
-
-    def next_iteration(self) -> None:
-        """Another iteration begins. Used by the thread that begins it, before the workers get an index of it."""
-        _ITERATION.pack_into(self._memory, self._batches_at + _ITERATION_AT, self.iteration + 1)
-
-    def has(self, what: int) -> bool:
-        """Whether a byte of the head is set."""
-        return self._memory[self._batches_at + what] != 0
-
-    def set(self, what: int) -> None:
-        """Set a byte of the head."""
-        self._memory[self._batches_at + what] = 1
 
     def note_batch(self, worker: int, fetch: int, samples: int, tokens: int) -> None:
         """Note what a fetch has made. Used by the worker, before it sends the batch. ``fetch``: its number."""
@@ -323,35 +306,27 @@ class WorkerBlock:
             batches since. `UNKNOWN` and `RAISED` as for `note_batch`.
         """
         place, worker = divmod(number, self.workers)
-        slot = self.slot(worker)
-        newest = slot[EPOCH]
+        counters = self.counters(worker)
+        newest, began = counters.epoch, counters.epoch_began
         if not newest - EPOCHS < iteration <= newest:
             return None
-        fetch = slot[EPOCHS_AT + iteration % EPOCHS] + place
-        if newest > iteration and fetch >= slot[EPOCHS_AT + (iteration + 1) % EPOCHS]:
+        fetch = began[iteration % EPOCHS] + place
+        if newest > iteration and fetch >= began[(iteration + 1) % EPOCHS]:
             return None  # of a later iteration
         noted, samples, tokens = _BATCH.unpack_from(self._memory, self._batch_at(worker, fetch))
         return (samples, tokens) if noted == fetch + 1 else None
 
     def _batch_at(self, worker: int, fetch: int) -> int:
         place = worker * self.kept_batches + fetch % self.kept_batches
-        return self._batches_at + _HEAD_BYTES + place * _BATCH.size
+        return self._batches_at + place * _BATCH.size
 
     # -- profiles and stacks
 
     def ask_samples(self, session: int, until_ns: int) -> None:
         """Ask workers to sample their fetches until a stamp, for one session. They see it at their next fetch."""
         for worker in range(min(self.workers, _MAX_SAMPLED)):
-            SPAN.pack_into(self._memory, 8 * (worker * _SLOT_WORDS + SAMPLE_SESSION), session, until_ns)
-
-    def samples_asked(self, worker: int) -> tuple[int, int]:
-        """The newest request for samples: its session, and the stamp until which to sample."""
-        slot = self.slot(worker)
-        return slot[SAMPLE_SESSION], slot[SAMPLE_UNTIL]
-
-    def is_fetching(self, worker: int) -> bool:
-        """Whether a fetch of this worker is in progress."""
-        return self.slot(worker)[SINCE] > 0
+            counters = self.counters(worker)
+            counters.sample_session, counters.sample_until_ns = session, until_ns
 
     def profile_area(self, worker: int) -> SharedArea:
         """Where a worker writes the profile of its fetches."""
@@ -368,11 +343,10 @@ class WorkerBlock:
 
     def stack_ports(self) -> dict[int, StackPort]:
         """How to ask each worker for its stacks, by pid."""
-        ports = {}
-        for worker in range(self.workers):
-            slot = self.slot(worker)
-            if slot[PID] and slot[STACK_PIPE]:
-                ports[slot[PID]] = StackPort(
-                    slot[STACK_PIPE], slot[STACK_INODE], slot[STACK_THREAD], self.stack_area(worker)
-                )
-        return ports
+        return {
+            worker.pid: StackPort(
+                worker.stack_pipe, worker.stack_inode, worker.stack_thread, self.stack_area(worker.worker)
+            )
+            for worker in self.read()
+            if worker.stack_pipe
+        }

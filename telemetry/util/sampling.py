@@ -574,8 +574,7 @@ class WorkerSampler:
     """
 
     def __init__(self, block: WorkerBlock, worker: int) -> None:
-        self._block = block
-        self._worker = worker
+        self._counters = block.counters(worker)
         self._area = block.profile_area(worker)
         self._pid = os.getpid()
         self._fetcher = threading.get_ident()
@@ -624,13 +623,12 @@ class WorkerSampler:
             work()
             now = now_ns()
             waits = thread_waits() - waits - 1  # for the GIL; one was the sleep
-            session, until = self._block.samples_asked(self._worker)
+            session, until = self._counters.sample_session, self._counters.sample_until_ns
             if session != self._session:
                 self._session, self._began_ns, self._samples = session, now, AttributedSamples()
             if now >= until:
                 break
-            fetching = self._block.is_fetching(self._worker)
-            stack = fetch_part(stack_of(self._fetcher, self._loop)) if fetching else ()
+            stack = fetch_part(stack_of(self._fetcher, self._loop)) if self._counters.fetching_since_ns else ()
             cpu = clock_gettime_ns(cpu_clock)
             if stack:
                 wall = times.weight_ns(due, now)
