@@ -12,11 +12,12 @@ import json
 import random
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.trends import ChangeMonitor
+from telemetry.agent.collectors import Samples
+from telemetry.agent.trends import ChangeMonitor, change_fields
+from telemetry.records import GpuSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,18 +61,12 @@ CHANGES: Final = {
 def changes_in(loop: Loop, seconds: float, seed: int) -> list[tuple[float, dict[str, Any]]]:
     """The changes that are logged, each with when it was logged, in seconds from the start."""
     logged: list[tuple[float, dict[str, Any]]] = []
-    newest: dict[str, float] = {}
-    now = 0.0
-
-    def emit(_event: str, fields: dict[str, Any]) -> None:
-        logged.append((now, fields))
-
-    samples = {"nvml": SimpleNamespace(sm_clock_hertz=None, temperature_celsius=None)}
-    monitor = ChangeMonitor(samples.get, emit, str)
+    monitor = ChangeMonitor()
     for totals, newest in ticks(loop, seconds, random.Random(seed)):
-        now = totals.wall_seconds
-        samples["nvml"].sm_clock_hertz = newest["gpu_clock_hertz"]
-        monitor.tick(totals)
+        samples = Samples(nvml=GpuSample(0, "", "", sm_clock_hertz=newest["gpu_clock_hertz"]))
+        change = monitor.tick(totals, samples)
+        if change is not None:
+            logged.append((totals.wall_seconds, change_fields(change, str(change.at_seconds))))
     return logged
 
 

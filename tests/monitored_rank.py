@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 from telemetry.agent.accounting import Ledger, StepStats
 from telemetry.agent.agent import TrainingThread
-from telemetry.agent.stalls import StallCounts, StallMonitor
-from telemetry.agent.totals import Overhead, TotalsBuilder
+from telemetry.agent.collectors import Samples
+from telemetry.agent.stalls import StallMonitor
+from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.config import Config
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
@@ -56,24 +57,25 @@ class Run:
             exposed=SimpleNamespace(seconds=0.0),
             take_source=lambda: SimpleNamespace(kind="workers", settings={}),
         )
-        sampler = SimpleNamespace(newest=self.samples.get, cpu_seconds=0.0)
+        self.collectors = SimpleNamespace(samples=Samples(), cpu_seconds=0.0)
         thread = TrainingThread(tracker)
         self.thread_sampler = ThreadSampler(thread.ident, thread.is_computing, thread.is_running)
         self.builder = TotalsBuilder(
             self.accounting,
             tracker,
-            sampler,
+            self.collectors,
             self.thread_sampler,
-            Overhead(tracker, [sampler]),
-            peers=lambda: self.peers,
+            Overhead(tracker, [self.collectors]),
         )
         self.stall_monitor = StallMonitor(
             config,
             tracker,
             StallCounts(),
             errors=self.errors,
-            emit=lambda event, fields: self.lines.append((event, fields)),
-            timestamp=lambda: "now",
+            event_log=SimpleNamespace(
+                emit=lambda event, fields: self.lines.append((event, fields)), identity=SimpleNamespace(rank=0, node="")
+            ),
+            wall=SimpleNamespace(iso=lambda: "now"),
         )
 
     def request(self, start: float, end: float, *, opens: bool = True, batch: bool = True) -> None:
@@ -92,7 +94,8 @@ class Run:
         waited = self.accounting.ledger.ns[DATA_WAIT] / SECOND
         self.accounting.exposed.seconds = waited if self.exposed is None else self.exposed
         self.samples["workers"] = dataclasses.replace(IDLE, **FETCHING | seen)
-        self.stall_monitor.tick(self.builder.tick(), self.accounting)
+        self.collectors.samples = Samples(**self.samples)
+        self.stall_monitor.tick(self.builder.tick(self.peers), self.accounting)
 
     def wait_for_the_first_batch(self) -> None:
         self.request(0.1, 0.2, opens=False, batch=False)  # the workers are started

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from telemetry.agent.collectors import Samples
 from telemetry.agent.totals import Readings, integrated
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
 from telemetry.diagnosis.stalls import Stall, StallDetector, StallUpdate
@@ -18,7 +19,10 @@ from telemetry.records import (
     Deliveries,
     EpochTotals,
     GarbageTotals,
+    GpuSample,
+    HostSample,
     OwnTotals,
+    PressureSample,
     RankPace,
     SamplerTotals,
     Tick,
@@ -98,11 +102,18 @@ def next_tick(before: Totals, part: Slice) -> Tick:
     readings = Readings(
         seconds=part.seconds, loop_seconds=part.wait + part.compute, compute_seconds=part.compute,
         garbage_seconds=part.garbage, exposed_wait_seconds=part.exposed, process_cpu_seconds=part.process_cpu,
-        fetches=part.fetches, fetch_busy_seconds=part.fetch_busy, workers=part.workers,
-        host_cpu_ratio=part.host_cpu_ratio, host_cores=part.host_cores, quota_cores=part.quota,
-        quota_used_cores=part.quota_used, throttled_ratio=part.throttled_ratio,
-        gpu_utilization_ratio=part.gpu_utilization_ratio, gpu_clock_ratio=part.gpu_clock_ratio,
-        gpu_throttled=part.gpu_throttled,
+        fetches=part.fetches, fetch_busy_seconds=part.fetch_busy, gpu_clock_ratio=part.gpu_clock_ratio,
+        samples=Samples(
+            workers=part.workers,
+            host=HostSample(part.host_cpu_ratio, part.host_cores, 0, 0),
+            pressure=PressureSample(
+                cgroup_cpu_limit=part.quota, cgroup_cpu_used=part.quota_used,
+                cgroup_throttled_ratio=part.throttled_ratio,
+            ),
+            nvml=GpuSample(
+                0, "", "", utilization_ratio=part.gpu_utilization_ratio, throttled=part.gpu_throttled,
+            ),
+        ),
     )  # fmt: skip
     spent = {
         DATA_WAIT: part.wait, COMPUTE: part.compute, EVALUATION: part.evaluation, CHECKPOINT: part.checkpoint,

@@ -36,8 +36,8 @@ class Rank:
         self.lines: list[dict] = []
         self.seconds, self.asked = 100.0, 0
         wall = WallClock(wall_ns=lambda: self.now_ns() + 1_767_225_600 * NS, mono_ns=self.now_ns)
-        self.part = JobHang(self, lambda event, fields: self.lines.append({"event": event} | fields), wall,
-                            mono_ns=self.now_ns)  # fmt: skip
+        log = SimpleNamespace(emit=lambda event, fields: self.lines.append({"event": event} | fields))
+        self.part = JobHang(self, log, wall, mono_ns=self.now_ns)
 
     def now_ns(self) -> int:
         return int(self.seconds * NS)

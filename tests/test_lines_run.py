@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -163,11 +164,14 @@ def test_a_run_without_a_stall_takes_no_sample(tmp_path):
     assert not (tmp_path / "profiles").exists()
 
 
+def logging(rank: int, logged: list):
+    """As much of `EventLog` as is used."""
+    return SimpleNamespace(emit=lambda *line: logged.append(line), identity=SimpleNamespace(rank=rank, pid=1))
+
+
 def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
     tracker, logged = StepTracker(Ring()), []
-    monitor = LineMonitor(
-        tracker, tmp_path / "profiles", 1, errors=ErrorLog(), emit=lambda *line: logged.append(line), rank=lambda: 3
-    )
+    monitor = LineMonitor(tracker, tmp_path / "profiles", ErrorLog(), logging(3, logged))
     monitor.tick(None)
     assert not monitor.sampler.sampling
     try:
@@ -190,7 +194,7 @@ def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
 def test_a_stall_with_few_samples_is_sampled_for_longer(tmp_path):
     """Until a line can be named: its lines are logged then. After ten minutes it is sampled as seldom as any other."""
     tracker = StepTracker(Ring())
-    monitor = LineMonitor(tracker, tmp_path, 1, errors=ErrorLog(), emit=lambda *_: None, rank=lambda: 0)
+    monitor = LineMonitor(tracker, tmp_path, ErrorLog(), logging(0, []))
     tracker.category = S_COMPUTE
     stall = Stall("host_bound", 0, {"host_bound": 1.0}, 1.0, None, evidence_over([a_slice()]))
     try:
@@ -220,7 +224,7 @@ def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds,
     tracker, block = StepTracker(Ring()), WorkerBlock(1)
     iterator = iter(DataLoader(Ready(), batch_size=None, num_workers=1))
     tracker.loaders.register(iterator, block)
-    monitor = LineMonitor(tracker, tmp_path, 1, errors=ErrorLog(), emit=lambda *_: None, rank=lambda: 0)
+    monitor = LineMonitor(tracker, tmp_path, ErrorLog(), logging(0, []))
     tracker.category = S_COMPUTE
     try:
         monitor.tick(Stall(cause, 0, {cause: 1.0}, 1.0, None, evidence_over([a_slice()])))

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from telemetry.agent.collectors import Samples
 from telemetry.agent.trends import MemoryWatch
 from telemetry.diagnosis.memory import MAX_READINGS, ReadingHistory
 from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, GpuSample, MemorySample, TorchMemorySample
@@ -25,10 +26,13 @@ class Watched:
         self.sample = None
         self.samples = {}
         self.first_epoch = False
-        self.watch = MemoryWatch(self.newest, lambda: True, lambda: self.first_epoch, clock=lambda: int(self.now * 1e9))
+        self.watch = MemoryWatch()
 
-    def newest(self, name):
-        return self.sample if name == "memory" else self.samples.get(name)
+    def view(self):
+        return self.watch.view(int(self.now * 1e9))
+
+    def log_field(self):
+        return self.watch.log_field(int(self.now * 1e9))
 
     def live(self, until, every=2.0):
         while self.now < until:
@@ -51,9 +55,11 @@ class Watched:
                         0, "u", "n", memory_used_bytes=allocated + 4 * 10**9, memory_total_bytes=80 * 10**9
                     ),
                 }
-            self.watch.tick()
+            self.watch.tick(
+                Samples(memory=self.sample, **self.samples), workers_end=self.first_epoch, now=int(self.now * 1e9)
+            )
             self.now += every
-        return self.watch.view()
+        return self.view()
 
 
 def flat(size):
@@ -97,7 +103,7 @@ def test_no_end_is_forecast_for_memory_that_does_not_run_out(name):
         growth = run.live(60.0 * minutes)
         if growth is not None and (name != "a cache that fills" or run.now > 3 * HOUR):
             assert growth.exhausted_in_seconds is None, f"after {minutes} min: {growth}"
-            assert run.watch.log_field() is None or name == "a cache that fills" or growth.where is not None
+            assert run.log_field() is None or name == "a cache that fills" or growth.where is not None
 
 
 LEAKS = {
@@ -144,7 +150,7 @@ def test_growth_without_an_end_in_sight_is_told_without_one():
     growth = run.live(2 * HOUR)
     assert growth.bytes_per_second[TRAINING] == pytest.approx(1 * GB / HOUR, rel=0.02)
     assert (growth.where, growth.exhausted_in_seconds) == (TRAINING, None)
-    assert run.watch.log_field()["growth_bytes_per_hour"] == pytest.approx(1 * GB, rel=0.02)
+    assert run.log_field()["growth_bytes_per_hour"] == pytest.approx(1 * GB, rel=0.02)
 
 
 def test_copies_of_a_list_are_told_from_a_cache_and_end_with_the_list():
@@ -174,7 +180,7 @@ def test_the_gpu_has_what_others_leave_of_it():
     assert (growth.where, growth.exhausted) == (CUDA, CUDA)
     # 80 GB, of which other processes and the context have 2 GB.
     assert growth.exhausted_in_seconds == pytest.approx((80 - 2 - 30) / 10 * HOUR, rel=0.15)
-    assert "loss.item()" in run.watch.log_field()["advice"]
+    assert "loss.item()" in run.log_field()["advice"]
 
 
 def test_growth_of_none_of_the_parts_is_told_without_a_part():
@@ -194,7 +200,7 @@ def test_a_forecast_gets_shorter_between_two_judgements():
     run = Watched(**{TRAINING: line(4 * GB, 12 * GB)})
     before = run.live(2 * HOUR).exhausted_in_seconds
     run.now += 600
-    assert run.watch.view().exhausted_in_seconds == pytest.approx(before - 600)
+    assert run.view().exhausted_in_seconds == pytest.approx(before - 600)
 
 
 def test_a_history_takes_a_fixed_amount_of_memory():

@@ -636,10 +636,6 @@ class Accounting:
         """Steps that have ended, including dropped ones."""
         return self.stats.steps + self.ledger.dropped_steps
 
-    def count_steps(self) -> int:
-        """The same as a method: the log calls it for each line."""
-        return self.steps_total
-
     @property
     def dropped_steps(self) -> int:
         """Steps that were dropped because the ring was full."""

@@ -21,11 +21,11 @@ from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.figures import FigureOutput
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
-from telemetry.agent.log import EventLog, RunEnvironment
+from telemetry.agent.log import EventLog
 from telemetry.agent.restarts import FOLDER, AttemptLog, RunSoFar
-from telemetry.agent.stalls import StallCounts, StallMonitor
-from telemetry.agent.totals import Overhead, TotalsBuilder
-from telemetry.agent.trends import ChangeMonitor, MemoryWatch
+from telemetry.agent.stalls import StallMonitor
+from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
+from telemetry.agent.trends import ChangeMonitor, MemoryWatch, change_fields
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
@@ -323,14 +323,9 @@ class Agent:
             self._collectors,
             self._thread_sampler,
             self.overhead,
-            peers=self._peer_paces.read,
         )
         stall_counts = StallCounts()
-        self._memory = MemoryWatch(
-            self._collectors.newest,
-            lambda: self.accounting.steps_total > 0,
-            self._workers_end_with_first_epoch,
-        )
+        self._memory = MemoryWatch()
         self.event_log = EventLog(
             self.run_dir,
             self.identity,
@@ -339,7 +334,7 @@ class Agent:
             builder=self._builder,
             attempt=self.attempt,
             life=life,
-            environment=RunEnvironment(self._builder.loader_settings, self.tracker.loaders.newest_batch_size),
+            tracker=self.tracker,
             address=self._address,
             collectors=self._collectors,
             memory=self._memory,
@@ -347,28 +342,19 @@ class Agent:
             errors=self.errors,
             wall=self._wall,
         )
-        self._line_monitor = LineMonitor(
-            self.tracker,
-            self.run_dir / "profiles",
-            self.identity.pid,
-            errors=self.errors,
-            emit=self.event_log.emit,
-            rank=lambda: self.identity.rank,
-        )
+        self._line_monitor = LineMonitor(self.tracker, self.run_dir / "profiles", self.errors, self.event_log)
         self._stall_monitor = StallMonitor(
             config,
             self.tracker,
             stall_counts,
             errors=self.errors,
-            emit=self.event_log.emit,
+            event_log=self.event_log,
+            wall=self._wall,
+            lines=self._line_monitor,
             sinks=self.figures,
-            timestamp=self._wall.iso,
-            lines=self._line_monitor.findings,
-            rank=self.identity.rank,
-            node=self.identity.node,
         )
         own_state = OwnState(self.tracker, self.accounting, self._stall_monitor)
-        self.job_hang = JobHang(own_state, self.event_log.emit, self._wall)
+        self.job_hang = JobHang(own_state, self.event_log, self._wall)
         self.snapshots = SnapshotControl(
             config,
             self.identity,
@@ -382,11 +368,7 @@ class Agent:
             ranks_elsewhere=self._ranks_elsewhere,
             board=self._board,
         )
-        self._changes = ChangeMonitor(
-            self._collectors.newest,
-            self.event_log.emit,
-            lambda seconds: self._wall.iso(self.accounting.ledger.start_ns + int(seconds * NS)),
-        )
+        self._changes = ChangeMonitor()
         self.accounting.on_steps = self._on_steps
         self.running = False
         self.trial: TrialRun | None = None
@@ -588,14 +570,18 @@ class Agent:
         with self.errors.contained("collect"):
             self._collectors.poll(self._keep_up)
         with self.errors.contained("memory"):
-            self._memory.tick()
+            if self.accounting.steps_total:
+                self._memory.tick(self._collectors.samples, workers_end=self._workers_end_with_first_epoch())
         with self.errors.contained("diagnose"):
             self.tracker.batch_release.read()
-            tick = self._builder.tick()
+            tick = self._builder.tick(self._peer_paces.read())
             if self.trial is not None:
                 self.trial.tick(tick, self._node)
             self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
-            self._changes.tick(tick.totals)
+            change = self._changes.tick(tick.totals, self._collectors.samples)
+            if change is not None:
+                at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
+                self.event_log.emit("change", change_fields(change, at))
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self.job_hang.tick(self.identity, self._board, self._job)
         with self.errors.contained("lines"):
@@ -774,6 +760,7 @@ class Agent:
     def _view(self) -> RunView:
         """What the endpoint shows of this rank."""
         accounting, collectors, last = self.accounting, self._collectors, self.accounting.ledger.last_step_ns
+        samples = collectors.samples
         return RunView(
             info=self._info_labels(),
             started_unix_seconds=self._wall.unix_seconds(accounting.ledger.start_ns),
@@ -787,15 +774,15 @@ class Agent:
             hang=self.job_hang.view(),
             snapshots=self.snapshots.view(),
             collectors=collectors.health(),
-            gpu=collectors.newest("nvml"),
+            gpu=samples.nvml,
             energy_gpu=self._builder.energy_sample,
-            host=collectors.newest("host"),
-            process=collectors.newest("process"),
-            workers=collectors.newest("workers"),
+            host=samples.host,
+            process=samples.process,
+            workers=samples.workers,
             own_fetches=accounting.own_fetches(),
             worker_fetches=collectors.worker_fetches(),
-            pressure=collectors.newest("pressure"),
-            torch_memory=collectors.newest("torch_memory"),
+            pressure=samples.pressure,
+            torch_memory=samples.torch_memory,
             memory=self._memory.view(),
             attempt=self._run_so_far.view(),
             samples_before=self._run_so_far.samples_before,

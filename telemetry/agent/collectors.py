@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import (
-    mean_of,
-)
+from telemetry.records import mean_of
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
 from telemetry.sources.memory import MemorySource, TorchMemorySource, cuda
@@ -21,7 +20,14 @@ if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import (
         CollectorHealth,
+        GpuSample,
         Histogram,
+        HostSample,
+        MemorySample,
+        PressureSample,
+        ProcessSample,
+        TorchMemorySample,
+        WorkersSample,
     )
     from telemetry.util.errors import ErrorLog
 
@@ -38,6 +44,19 @@ _LOGGED_AS: Final = {
 """The log event that a collector's samples go into."""
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The newest sample of each collector, by its name; None while it is down."""
+
+    nvml: GpuSample | None = None
+    host: HostSample | None = None
+    process: ProcessSample | None = None
+    workers: WorkersSample | None = None
+    pressure: PressureSample | None = None
+    torch_memory: TorchMemorySample | None = None
+    memory: MemorySample | None = None
+
+
 class CollectorPoller:
     """Polls every collector once a tick. A failure of one does not affect the others.
 
@@ -45,6 +64,9 @@ class CollectorPoller:
         tracker: knows the device and the workers of the training thread.
         interval_seconds: time between two samples.
         errors: reports a collector that goes down.
+
+    Attributes:
+        samples: the newest ones.
     """
 
     def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
@@ -64,6 +86,7 @@ class CollectorPoller:
             ),
         ]
         self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
+        self.samples = Samples()
         self._been_up: set[str] = set()
         self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
 
@@ -81,12 +104,9 @@ class CollectorPoller:
                 tell(name, reason)
             elif poller.health.up:
                 self._been_up.add(name)
+            self.samples = replace(self.samples, **{name: poller.newest})
             sleep(0)  # let the training thread in
             between()
-
-    def newest(self, name: str) -> Any:
-        """The newest sample of a collector; None while it is down."""
-        return self._pollers[name].newest
 
     def health(self) -> tuple[CollectorHealth, ...]:
         """The state of each collector. A collector with nothing to read (CUDA is not in use) is left out."""
@@ -122,6 +142,7 @@ class CollectorPoller:
         for poller in self._pollers.values():
             poller.close()
             poller.newest = None
+        self.samples = Samples()
 
     def after_fork_in_child(self) -> None:
         """Forget the threads, which do not exist in the child, and close the child's copies of open files."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.log import EventLog
     from telemetry.agent.stalls import StallMonitor
     from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.hooks.tracker import StepTracker
@@ -143,7 +144,7 @@ class JobHang:
 
     Args:
         own: reads the state of this rank.
-        emit: writes a line of the log.
+        event_log: gets the verdict.
         wall: for the time at which the hang began.
         mono_ns: the clock.
     """
@@ -151,13 +152,13 @@ class JobHang:
     def __init__(
         self,
         own: OwnState,
-        emit: Callable[[str, dict[str, Any]], Any],
+        event_log: EventLog,
         wall: WallClock,
         *,
         mono_ns: Callable[[], int] = now_ns,
     ) -> None:
         self._own = own
-        self._emit = emit
+        self._event_log = event_log
         self._wall = wall
         self._now = mono_ns
         self._began_ns: int | None = None
@@ -250,7 +251,7 @@ class JobHang:
         if self._lines < _MAX_LINES:
             self._lines += 1
             recorder = {"recorder": _RECORDER_OFF} if self._own.recorder_is_off else {}
-            self._emit("hang", {"since": self._since} | self._verdict.fields() | recorder)
+            self._event_log.emit("hang", {"since": self._since} | self._verdict.fields() | recorder)
 
     def _end(self, board: HangBoard | None, job: JobLink | None) -> None:
         """Nothing hangs any more. It is over once steps end again; else the processes are about to end."""
@@ -264,7 +265,7 @@ class JobHang:
             self._began_ns = self._said_ns = self._rank = self._written = self._verdict = None
             self._lines, self._since = 0, ""
         if self._over is not None and self._own.steps > self._steps:
-            self._emit("hang", self._over)
+            self._event_log.emit("hang", self._over)
             self._over = None
 
 

@@ -15,9 +15,9 @@ from telemetry.util.files import remove_file, replace_file
 from telemetry.util.sampling import StackProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
+    from telemetry.agent.log import EventLog
     from telemetry.diagnosis.lines import LineShare
     from telemetry.diagnosis.stalls import Stall
     from telemetry.hooks.loaders import LoaderHandle
@@ -119,31 +119,19 @@ class LineMonitor:
     Args:
         tracker: state of the training thread, and its loaders.
         folder: gets the folded stacks.
-        pid: pid of this process.
         errors: counts profiles that cannot be written.
-        emit: writes a line of the log.
-        rank: returns the rank.
+        event_log: gets the lines of a rank that holds others up. It knows the rank.
 
     Attributes:
         sampler: samples the threads of this process.
     """
 
-    def __init__(
-        self,
-        tracker: StepTracker,
-        folder: Path,
-        pid: int,
-        *,
-        errors: ErrorLog,
-        emit: Callable[[str, dict[str, Any]], Any],
-        rank: Callable[[], int],
-    ) -> None:
+    def __init__(self, tracker: StepTracker, folder: Path, errors: ErrorLog, event_log: EventLog) -> None:
         self.sampler = LineSampler(lambda: tracker.thread, lambda: _doing(tracker))
         self._tracker = tracker
-        self._files = ProfileFolder(folder, pid)
+        self._files = ProfileFolder(folder, event_log.identity.pid)
         self._errors = errors
-        self._emit = emit
-        self._rank = rank
+        self._event_log = event_log
         self._session = 0
         self._slow = False
         self._number = 0
@@ -231,14 +219,14 @@ class LineMonitor:
         if profile is None or not lines:
             return
         self._write(profile, work.STEP, "straggler")
-        text = f"{verdict_part(lines[0], work.STEP)} of rank {self._rank()} is {lines[0].named}"
+        text = f"{verdict_part(lines[0], work.STEP)} of rank {self._event_log.identity.rank} is {lines[0].named}"
         found = LineFindings(lines, work.STEP, profile.samples, text, ())
-        self._emit("straggler_lines", {"evidence": found.evidence()})
+        self._event_log.emit("straggler_lines", {"evidence": found.evidence()})
 
     def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
         with self._errors.contained("profiles"):
-            content = profile.folded(f"rank {self._rank()} {kind}", MAX_BYTES)
-            self._files.write(self._rank(), self._number, cause, content)
+            content = profile.folded(f"rank {self._event_log.identity.rank} {kind}", MAX_BYTES)
+            self._files.write(self._event_log.identity.rank, self._number, cause, content)
 
     def _begin(self, *, slow: bool) -> None:
         self._forget()

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.collectors import CollectorPoller
     from telemetry.agent.restarts import AttemptLog
-    from telemetry.agent.stalls import StallCounts
-    from telemetry.agent.totals import TotalsBuilder
+    from telemetry.agent.totals import StallCounts, TotalsBuilder
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
+    from telemetry.hooks.tracker import StepTracker
     from telemetry.node.endpoint import EndpointAddress
     from telemetry.records import Percentiles
     from telemetry.util.clock import WallClock
@@ -382,47 +382,6 @@ _FIRST_CORE_BYTES: Final = 2048
 """The kernel writes this file core by core. The first core is enough, and a machine may have hundreds."""
 
 
-class RunEnvironment:
-    """Used by the agent thread.
-
-    Args:
-        loader: returns the settings of the loader in use; empty before the first batch.
-        batch_size: returns the number of samples of its batches; None if unknown.
-    """
-
-    def __init__(self, loader: Callable[[], dict[str, Any]], batch_size: Callable[[], int | None]) -> None:
-        self._loader = loader
-        self._batch_size = batch_size
-        self._fixed = {
-            "script": Path(sys.argv[0]).name if sys.argv else "",
-            "cpu": cpu_model(),
-            "cores": len(os.sched_getaffinity(0)),
-            "omp_threads": os.environ.get("OMP_NUM_THREADS"),
-        }
-        self._written: dict[str, Any] = {}
-
-    def fields(self) -> dict[str, Any]:
-        """All that is known: for the head of a file."""
-        torch = sys.modules.get("torch")
-        version = getattr(torch, "version", None)
-        known = self._fixed | {
-            "torch_version": getattr(version, "__version__", None),
-            "cuda_version": getattr(version, "cuda", None),
-        }
-        fields: dict[str, Any] = {"environment": {name: value for name, value in known.items() if value}}
-        loader = self._loader()
-        if loader:
-            size = self._batch_size()
-            fields["loader"] = loader if size is None else {**loader, "batch_size": size}
-        self._written = fields
-        return fields
-
-    def news(self) -> dict[str, Any]:
-        """What is not as it was last written: for a window."""
-        before, now = self._written, self.fields()
-        return {name: value for name, value in now.items() if before.get(name) != value}
-
-
 def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
     """The name of the processor; empty if the kernel does not tell."""
     try:
@@ -451,6 +410,7 @@ class EventLog:
         life: tells this agent's lines from those of other agents.
 
     Attributes:
+        identity: of this process, with the rank that it is shown under.
         newest_window: the newest window that was written; None before the first.
     """
 
@@ -464,7 +424,7 @@ class EventLog:
         builder: TotalsBuilder,
         attempt: AttemptLog,
         life: str,
-        environment: RunEnvironment,
+        tracker: StepTracker,
         address: EndpointAddress,
         collectors: CollectorPoller,
         memory: MemoryWatch,
@@ -472,7 +432,7 @@ class EventLog:
         errors: ErrorLog,
         wall: WallClock,
     ) -> None:
-        self._identity = identity
+        self.identity = identity
         self._claimed_rank = identity.rank
         self._config = config
         self._accounting = accounting
@@ -488,14 +448,21 @@ class EventLog:
             run_dir / "logs",
             identity,
             timestamp=wall.iso,
-            step=accounting.count_steps,
+            step=lambda: accounting.steps_total,
             head=self.head_fields,
             max_bytes=config.log_max_bytes,
             max_files=config.log_max_files,
         )
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
         self._life, self._began = life, False
-        self._environment = environment
+        self._environment = {
+            "script": Path(sys.argv[0]).name if sys.argv else "",
+            "cpu": cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "omp_threads": os.environ.get("OMP_NUM_THREADS"),
+        }
+        self._tracker = tracker
+        self._surroundings: dict[str, Any] = {}  # as they were last written
         self._before = Totals()  # the totals at the end of the last window
         self._children = 0
         self.newest_window: LogWindow | None = None
@@ -522,7 +489,7 @@ class EventLog:
             identity: the identity, with the rank that the process is shown under.
             claimed_rank: the rank that the process itself claims.
         """
-        self._identity, self._claimed_rank = identity, claimed_rank
+        self.identity, self._claimed_rank = identity, claimed_rank
         with self._errors.contained("jsonl"):
             self.log.adopt(identity)
         if self._began:
@@ -578,7 +545,7 @@ class EventLog:
             "step_sketch": _buckets(window.step),
             "data_wait_sketch": _buckets(window.wait),
         }
-        self.emit("window", rounded(line) | self._totals() | self._environment.news())
+        self.emit("window", rounded(line) | self._totals() | self._news())
         # After the line: if that line begins a new file, the file's head has the totals before it.
         accounting.stats.commit(window)
         self._before = totals
@@ -598,9 +565,9 @@ class EventLog:
         """The first line of a log file. After a rotation it has the run so far, because old windows may be deleted."""
         head: RunStartLine = {
             "started": self._wall.iso(self._accounting.ledger.start_ns),
-            "world_size": self._identity.world_size,
-            "launcher": self._identity.launcher,
-            "rank_source": self._identity.rank_source,
+            "world_size": self.identity.world_size,
+            "launcher": self.identity.launcher,
+            "rank_source": self.identity.rank_source,
             "claimed_rank": self._claimed_rank,
             "life": self._life,
             "telemetry_version": __version__,
@@ -614,7 +581,24 @@ class EventLog:
         if wait.total:
             head["data_wait_sketch"], head["data_wait_max_seconds"] = _buckets(wait), rounded(wait.largest)
         settings = {"settings": self._config.as_log_fields()}
-        return {**head, **self._attempt.head_fields(), **settings, **self._environment.fields()}
+        return {**head, **self._attempt.head_fields(), **settings, **self._known_surroundings()}
+
+    def _known_surroundings(self) -> dict[str, Any]:
+        """For the head of a file: versions, cores and the script; the settings of the loader in use."""
+        version = getattr(sys.modules.get("torch"), "version", None)
+        torch = {"torch_version": getattr(version, "__version__", None), "cuda_version": getattr(version, "cuda", None)}
+        known = self._environment | torch
+        fields: dict[str, Any] = {"environment": {name: value for name, value in known.items() if value}}
+        if self._builder.loader:
+            size = self._tracker.loaders.newest_batch_size()
+            fields["loader"] = self._builder.loader | ({} if size is None else {"batch_size": size})
+        self._surroundings = fields
+        return fields
+
+    def _news(self) -> dict[str, Any]:
+        """For a window: the surroundings that are not as they were last written."""
+        before = self._surroundings
+        return {name: value for name, value in self._known_surroundings().items() if before.get(name) != value}
 
     def end_fields(self) -> dict[str, Any]:
         """The fields of the last line of the run."""

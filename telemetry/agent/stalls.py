@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
@@ -18,7 +18,7 @@ from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import absent_rank, held_up_by, mostly_in_sync, short_of_cores, straggler
 from telemetry.diagnosis.verdict import batches_unseen, costliest, lost_seconds, weight
 from telemetry.node.metrics import StallView
-from telemetry.records import CAUSES, CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, Tick
+from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, Tick
 from telemetry.util.errors import kind_of
 from telemetry.util.threads import OwnThread
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.figures import FigureOutput
     from telemetry.agent.hangs import Hang
-    from telemetry.agent.lines import LineFindings
+    from telemetry.agent.lines import LineFindings, LineMonitor
+    from telemetry.agent.log import EventLog
+    from telemetry.agent.totals import StallCounts
     from telemetry.config import Config
     from telemetry.diagnosis.causes import CauseShare
     from telemetry.diagnosis.stalls import Stall
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import Advice, RankPace, Totals
     from telemetry.sources.stacks import StuckPlace
+    from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
 
 
@@ -107,18 +110,6 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
 
 
 # -- a stall as log fields, which the user's callback and the manifest of a snapshot get, too --------------------------
-
-
-@dataclass(slots=True)
-class StallCounts:
-    """Stalls so far, by cause: how many have opened, and the seconds lost."""
-
-    opened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
-    lost_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
-
-    def lost(self) -> dict[str, float]:
-        """The seconds lost; causes that cost nothing are left out."""
-        return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
 
 
 def stall_fields(stall: Stall, hang: Hang | None, node: str, lines: LineFindings | None = None) -> dict[str, Any]:
@@ -212,12 +203,10 @@ class StallMonitor:
         tracker: the current state of the training thread.
         counts: counts of stalls, updated here.
         errors: counts failed and skipped calls of the user's callback.
-        emit: writes a line of the log.
-        timestamp: returns the current time, ISO-8601.
-        sinks: are told of stalls that open; None in tests.
-        lines: returns the lines that a stall spends its time in; None if they are not known.
-        rank: the rank.
-        node: name of this node.
+        event_log: gets a line for each stall. It knows the rank.
+        wall: the time at which stalls open and close.
+        lines: knows the lines that a stall spends its time in.
+        sinks: are told of stalls that open.
 
     Attributes:
         costliest: the fields of the closed stall that has cost most. ``closed_hang``: of the newest hang that closed.
@@ -230,15 +219,13 @@ class StallMonitor:
         counts: StallCounts,
         *,
         errors: ErrorLog,
-        emit: Callable[[str, dict[str, Any]], Any],
-        timestamp: Callable[[], str],
+        event_log: EventLog,
+        wall: WallClock,
+        lines: LineMonitor | None = None,
         sinks: FigureOutput | None = None,
-        lines: Callable[[Stall], LineFindings | None] = lambda _: None,
-        rank: int = 0,
-        node: str = "",
     ) -> None:
         self._detector = StallDetector(
-            config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, rank
+            config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, event_log.identity.rank
         )
         self._hang_monitor = HangMonitor(config, tracker)
         self._hang: Hang | None = None
@@ -253,13 +240,12 @@ class StallMonitor:
         self._interval = config.interval_seconds
         self._errors = errors
         self._callback = StallCallback(config.on_stall, errors)
-        self._emit = emit
-        self._timestamp = timestamp
+        self._event_log = event_log
+        self._wall = wall
         self._sinks = sinks
         self._lines = lines
         self._opened = ""
         self._counts = counts
-        self._node = node
         self.costliest: dict[str, Any] | None = None
         self.closed_hang: dict[str, Any] | None = None
 
@@ -484,10 +470,11 @@ class StallMonitor:
         """Log the lines that the open stall has spent its time in so far. A run that is killed logs no close."""
         fields = self.stall_fields()
         if fields is not None and "lines" in fields["evidence"]:
-            self._emit("stall_lines", fields)
+            self._event_log.emit("stall_lines", fields)
 
     def _fields(self, stall: Stall) -> dict[str, Any]:
-        return stall_fields(stall, self._hang, self._node, self._lines(stall))
+        lines = None if self._lines is None else self._lines.findings(stall)
+        return stall_fields(stall, self._hang, self._event_log.identity.node, lines)
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
@@ -496,21 +483,21 @@ class StallMonitor:
             )
 
     def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
-        self._opened = self._timestamp()
+        self._opened = self._wall.iso()
         self._counts.opened[stall.cause] += 1
-        fields = stall_fields(stall, self._hang, self._node) | {"opened": self._opened}
+        fields = stall_fields(stall, self._hang, self._event_log.identity.node) | {"opened": self._opened}
         if with_stacks:
             with self._errors.contained("stacks"):
                 fields["evidence"]["stacks"] = self._hang_monitor.stacks()
         if self._sinks is not None:
             self._sinks.stall_opened(fields)
-        self._emit("stall_open", fields)
+        self._event_log.emit("stall_open", fields)
         self._callback.tell(fields)
 
     def _close(self, stall: Stall) -> None:
-        when = {"opened": self._opened, "closed": self._timestamp()}
+        when = {"opened": self._opened, "closed": self._wall.iso()}
         fields = self._fields(stall) | when | {"last_step": self._last.totals.steps}
         self.costliest = costliest([fields] if self.costliest is None else [self.costliest, fields])
         if stall.is_hang:
             self.closed_hang = fields
-        self._emit("stall_close", fields)
+        self._event_log.emit("stall_close", fields)

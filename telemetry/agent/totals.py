@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from telemetry.agent.collectors import Samples
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.records import (
+    CAUSES,
     Conditions,
     CpuTotals,
     EpochTotals,
@@ -23,19 +25,12 @@ from telemetry.records import (
 from telemetry.util.clock import NS, thread_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.collectors import CollectorPoller
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import (
-        GpuSample,
-        HostSample,
-        PressureSample,
-        ProcessSample,
-        RankPace,
-        WorkersSample,
-    )
+    from telemetry.records import GpuSample, RankPace, WorkersSample
     from telemetry.sources.lines import ThreadSampler, ThreadSamples
 
 
@@ -107,11 +102,10 @@ class Readings:
     Attributes:
         seconds: length of the tick. ``loop_seconds``, ``compute_seconds``, ``garbage_seconds`` and
             ``exposed_wait_seconds`` are parts of it.
+        samples: the newest ones.
         process_cpu_seconds: CPU time of the training process in the tick, without its workers.
         children_cpu_seconds: CPU time of its children that ended in the tick. Workers may be among them.
         fetches, fetch_busy_seconds: batches that the workers finished in the tick, and their time in fetches.
-        host_cpu_ratio: use of all cores of the machine, ``host_cores`` of them.
-        quota_cores: CPU limit of the cgroup. ``quota_used_cores``: cores that all its processes have used.
         gpu_clock_ratio: clock of the SMs, relative to the clock in this run when the GPU is not throttled.
     """
 
@@ -120,19 +114,12 @@ class Readings:
     compute_seconds: float = 0.0
     garbage_seconds: float = 0.0
     exposed_wait_seconds: float | None = None
+    samples: Samples = Samples()
     process_cpu_seconds: float | None = None
     children_cpu_seconds: float | None = None
     fetches: int | None = None
     fetch_busy_seconds: float | None = None
-    workers: WorkersSample | None = None
-    host_cpu_ratio: float | None = None
-    host_cores: int = 0
-    quota_cores: float | None = None
-    quota_used_cores: float | None = None
-    throttled_ratio: float | None = None
-    gpu_utilization_ratio: float | None = None
     gpu_clock_ratio: float | None = None
-    gpu_throttled: tuple[str, ...] = ()
 
     @property
     def in_loop(self) -> bool:
@@ -142,7 +129,7 @@ class Readings:
 
 def integrated(before: SampledTotals, tick: Readings) -> SampledTotals:
     """The totals with one more tick."""
-    workers, in_use, idle = tick.workers, before.workers, before.idle_workers
+    workers, in_use, idle = tick.samples.workers, before.workers, before.idle_workers
     read, written = before.read_bytes, before.written_bytes
     if workers is not None:
         if tick.in_loop:
@@ -185,48 +172,49 @@ def _counted(before: dict[int, float], key: int | None, seconds: float) -> dict[
 
 
 def _cpu(before: CpuTotals, tick: Readings) -> CpuTotals:
-    seconds = tick.seconds
+    seconds, host, pressure = tick.seconds, tick.samples.host, tick.samples.pressure
     process, used, others, in_quota = (
         before.process_seconds, before.used_cores, before.other_cores, before.other_quota_cores
     )  # fmt: skip
+    host_cores = None if host is None or host.cpu_ratio is None else host.cpu_ratio * host.cpu_count
     if tick.process_cpu_seconds is not None and seconds > 0:
         # The first tick has all that the process used before the agent started.
         process = process.plus(tick.process_cpu_seconds * min(1.0, tick.loop_seconds / seconds) / seconds, seconds)
     if tick.process_cpu_seconds is not None and seconds > 0 and tick.in_loop:
-        workers = tick.workers
+        workers = tick.samples.workers
         by_workers = 0.0 if workers is None else (workers.cpu_ratio or 0.0) * workers.training_workers
         own = tick.process_cpu_seconds / seconds + by_workers
-        own += _by_children(tick, own)
+        if host is not None and host_cores is not None:
+            own += _by_children((tick.children_cpu_seconds or 0.0) / seconds, own, host_cores, host.cpu_count)
+            others = others.plus(max(0.0, host_cores - own), seconds)
         used = used.plus(own, seconds)
-        if tick.host_cpu_ratio is not None:
-            others = others.plus(max(0.0, tick.host_cpu_ratio * tick.host_cores - own), seconds)
-        if tick.quota_cores is not None and tick.quota_used_cores is not None:
-            in_quota = in_quota.plus(max(0.0, tick.quota_used_cores - own), seconds)
+        if pressure is not None and pressure.cgroup_cpu_limit is not None and pressure.cgroup_cpu_used is not None:
+            in_quota = in_quota.plus(max(0.0, pressure.cgroup_cpu_used - own), seconds)
     return CpuTotals(
         process_seconds=process,
         used_cores=used,
         other_cores=others,
         other_quota_cores=in_quota,
-        host_ratio=before.host_ratio.plus(tick.host_cpu_ratio, seconds),
-        throttled_ratio=before.throttled_ratio.plus(tick.throttled_ratio, seconds),
+        host_ratio=before.host_ratio.plus(None if host is None else host.cpu_ratio, seconds),
+        throttled_ratio=before.throttled_ratio.plus(
+            None if pressure is None else pressure.cgroup_throttled_ratio, seconds
+        ),
     )
 
 
-def _by_children(tick: Readings, own: float) -> float:
+def _by_children(used: float, own: float, host_used: float, host_cores: int) -> float:
     """Cores that children used which ended in the tick, such as a decoder for each sample: those are no others.
 
     What one used that lived for longer comes all at once. It is left out if no tick has so much of it, and it is never
     more than was in use beside the process and its workers. So others may be taken for children, but no workers that
     end are counted twice.
     """
-    used = (tick.children_cpu_seconds or 0.0) / tick.seconds
-    if tick.host_cpu_ratio is None or used > tick.host_cores:
-        return 0.0
-    return min(used, max(0.0, tick.host_cpu_ratio * tick.host_cores - own))
+    return 0.0 if used > host_cores else min(used, max(0.0, host_used - own))
 
 
 def _gpu(before: GpuTotals, tick: Readings) -> GpuTotals:
-    used, clock, exposed = tick.gpu_utilization_ratio, tick.gpu_clock_ratio, tick.exposed_wait_seconds
+    gpu, clock, exposed = tick.samples.nvml, tick.gpu_clock_ratio, tick.exposed_wait_seconds
+    used = None if gpu is None else gpu.utilization_ratio
     if used is None and clock is None:
         return before
     only_loop = tick.loop_seconds >= _ONLY_LOOP * tick.seconds
@@ -237,7 +225,7 @@ def _gpu(before: GpuTotals, tick: Readings) -> GpuTotals:
         garbage_sum += tick.garbage_seconds
     slowed = before.slowed_ratio
     if clock is not None:
-        slowed = slowed.plus(max(0.0, 1.0 - clock) if HELD_BACK & {*tick.gpu_throttled} else 0.0, tick.compute_seconds)
+        slowed = slowed.plus(max(0.0, 1.0 - clock) if _is_held_back(gpu) else 0.0, tick.compute_seconds)
     return GpuTotals(
         utilization_ratio=before.utilization_ratio.plus(used, tick.seconds),
         unused_ratio=unused,
@@ -245,6 +233,10 @@ def _gpu(before: GpuTotals, tick: Readings) -> GpuTotals:
         garbage_seconds=garbage_sum,
         slowed_ratio=slowed,
     )
+
+
+def _is_held_back(gpu: GpuSample | None) -> bool:
+    return gpu is not None and bool(HELD_BACK & {*(gpu.throttled or ())})
 
 
 # -- the cost of the agent itself --------------------------------------------------------------------------------------
@@ -284,6 +276,18 @@ class Overhead:
         return {"training": self._tracker.overhead_ns / NS, "agent": own}
 
 
+@dataclass(slots=True)
+class StallCounts:
+    """Stalls so far, by cause: how many have opened, and the seconds lost."""
+
+    opened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    lost_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+
+    def lost(self) -> dict[str, float]:
+        """The seconds lost; causes that cost nothing are left out."""
+        return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
+
+
 # -- makes the `Totals` of a tick from the hooks' figures, the accounting and the samples ------------------------------
 
 _WORKING_RATIO: Final = 0.5
@@ -297,10 +301,12 @@ class TotalsBuilder:
         accounting: ledger, steps and exposed wait. ``tracker``: counters of the training thread itself.
         collectors: the newest samples. ``thread_sampler``: samples of the training thread.
         overhead: the cost of the agent itself, seconds by thread.
-        peers: returns the newest paces of other ranks, see `Conditions`.
 
     Attributes:
         totals: the newest totals.
+        loader: the settings of the loader that the newest batches came from; empty before the first.
+        energy_sample: the newest sample of the GPU whose energy is counted, also while NVML is down; None before the
+            first.
     """
 
     def __init__(
@@ -310,60 +316,51 @@ class TotalsBuilder:
         collectors: CollectorPoller,
         thread_sampler: ThreadSampler,
         overhead: Overhead,
-        *,
-        peers: Callable[[], tuple[RankPace, ...]] = tuple,
     ) -> None:
         self._accounting = accounting
         self._tracker = tracker
         self._collectors = collectors
         self._thread_sampler = thread_sampler
         self._overhead = overhead
-        self._peers = peers
         self.totals = Totals()
+        self.loader: dict[str, Any] = {}
+        self.energy_sample: GpuSample | None = None
         self._integrated = self.totals  # the totals when the samples were last integrated
         self._process_cpu_seconds = 0.0  # at that time; the first tick has everything that was used before
         self._children_cpu_seconds: float | None = None
         self._updated_ns = 0
         self._source_kind: str | None = None  # not the source: nothing here may keep a loader's queue alive
-        self._loader_settings: dict[str, Any] = {}
         self._where: str | None = None
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
         self._energy: EnergyReading | None = None
-        self._energy_sample: GpuSample | None = None
         self._exposed: float | None = 0.0  # as measured by the clock, which reads the first wait late
 
-    def tick(self) -> Tick:
-        """The current totals and conditions."""
-        batches_from = self._accounting.take_source()
+    def tick(self, peers: tuple[RankPace, ...] = ()) -> Tick:
+        """The current totals and conditions. ``peers``: the newest paces of other ranks."""
+        batches_from, before = self._accounting.take_source(), self._integrated
         self._source_kind = None if batches_from is None else batches_from.kind
-        self._loader_settings = self._loader_settings if batches_from is None else batches_from.settings
-        before = self._integrated
-        totals = self.update()
-        host: HostSample | None = self._collectors.newest("host")
-        pressure: PressureSample | None = self._collectors.newest("pressure")
-        workers: WorkersSample | None = self._collectors.newest("workers")
-        quota = None if pressure is None else pressure.cgroup_cpu_limit
-        seconds = totals.wall_seconds - before.wall_seconds
+        self.loader = self.loader if batches_from is None else batches_from.settings
+        totals, samples = self.update(), self._collectors.samples
+        host, workers = samples.host, samples.workers
+        quota = None if samples.pressure is None else samples.pressure.cgroup_cpu_limit
+        allowed = float(len(os.sched_getaffinity(0)))
+        seconds, loop_seconds = totals.wall_seconds - before.wall_seconds, totals.loop_seconds - before.loop_seconds
         conditions = Conditions(
             source=self._source_kind,
             settings={} if batches_from is None else batches_from.settings,
-            in_loop=Readings(seconds, totals.loop_seconds - before.loop_seconds).in_loop,
+            in_loop=Readings(seconds, loop_seconds).in_loop,
             where=self._where,
             fetching_seconds=None if workers is None else workers.fetching_seconds,
             fetched={} if workers is None else workers.fetched,
             worker_cores=None if workers is None else workers.allowed_cores,
-            cores=_cores(quota),
+            cores=allowed if quota is None else min(allowed, quota),
             quota_cores=quota,
             host_cores=0 if host is None else host.cpu_count,
-            on_gpu=_utilization(self._collectors.newest("nvml")) is not None,
-            peers=self._peers(),
+            on_gpu=samples.nvml is not None and samples.nvml.utilization_ratio is not None,
+            peers=peers,
         )
         return Tick(totals, conditions)
-
-    def loader_settings(self) -> dict[str, Any]:
-        """The settings of the loader that the newest batches came from; empty before the first."""
-        return self._loader_settings
 
     def current(self) -> Totals:
         """The newest totals, updated if more has happened. Samples are only integrated in `update`, once a tick."""
@@ -386,8 +383,7 @@ class TotalsBuilder:
         ledger, stats = accounting.ledger, accounting.stats
         source = tracker.loaders.newest()
         tracker.garbage.read(workers=source is not None and source.kind == "workers")
-        process: ProcessSample | None = self._collectors.newest("process")
-        workers: WorkersSample | None = self._collectors.newest("workers")
+        process, workers = self._collectors.samples.process, self._collectors.samples.workers
         histogram = None if workers is None else workers.fetch_duration
         timer = tracker.sampler_timer
         first_wait = ledger.first_wait_ns / NS
@@ -453,20 +449,15 @@ class TotalsBuilder:
 
     def _with_samples(self, counted: Totals) -> Totals:
         """Add the samples since the last integration to the integrals."""
-        before = self._integrated
-        workers: WorkersSample | None = self._collectors.newest("workers")
-        used = None
+        before, samples = self._integrated, self._collectors.samples
+        workers, process = samples.workers, samples.process
+        used = children = None
         if counted.process_cpu_seconds is not None:
             used = max(0.0, counted.process_cpu_seconds - self._process_cpu_seconds)
             self._process_cpu_seconds = counted.process_cpu_seconds
-        process: ProcessSample | None = self._collectors.newest("process")
-        children = None
         if process is not None:
             children = _added(self._children_cpu_seconds, process.children_cpu_seconds)
             self._children_cpu_seconds = process.children_cpu_seconds
-        host: HostSample | None = self._collectors.newest("host")
-        pressure: PressureSample | None = self._collectors.newest("pressure")
-        gpu: GpuSample | None = self._collectors.newest("nvml")
         seconds = counted.wall_seconds - before.wall_seconds
         busy = None if workers is None or workers.busy_ratio is None else workers.busy_ratio * workers.training_workers
         readings = Readings(
@@ -475,33 +466,21 @@ class TotalsBuilder:
             compute_seconds=counted.compute_seconds - before.compute_seconds,
             garbage_seconds=counted.garbage.seconds - before.garbage.seconds,
             exposed_wait_seconds=_added(before.exposed_after_first_seconds, counted.exposed_after_first_seconds),
+            samples=samples,
             process_cpu_seconds=used,
             children_cpu_seconds=children,
             fetches=None if busy is None else counted.worker_fetches - before.worker_fetches,
             fetch_busy_seconds=None if busy is None else busy * seconds,
-            workers=workers,
-            host_cpu_ratio=None if host is None else host.cpu_ratio,
-            host_cores=0 if host is None else host.cpu_count,
-            quota_cores=None if pressure is None else pressure.cgroup_cpu_limit,
-            quota_used_cores=None if pressure is None else pressure.cgroup_cpu_used,
-            throttled_ratio=None if pressure is None else pressure.cgroup_throttled_ratio,
-            gpu_utilization_ratio=_utilization(gpu),
-            gpu_clock_ratio=self._clock_ratio(gpu),
-            gpu_throttled=() if gpu is None else gpu.throttled or (),
+            gpu_clock_ratio=self._clock_ratio(samples.nvml),
         )
-        energy = self._with_energy(counted, gpu)
+        energy = self._with_energy(counted, samples.nvml)
         return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=energy)
-
-    @property
-    def energy_sample(self) -> GpuSample | None:
-        """The newest sample of the GPU whose energy is counted, also while NVML is down; None before the first."""
-        return self._energy_sample
 
     def _with_energy(self, counted: Totals, gpu: GpuSample | None) -> dict[str, float] | None:
         """Add the energy since the last reading of the GPU. The same sample again is no new reading."""
-        if gpu is None or gpu is self._energy_sample or gpu.energy_joules is None:
+        if gpu is None or gpu is self.energy_sample or gpu.energy_joules is None:
             return counted.gpu_energy_joules
-        self._energy_sample = gpu
+        self.energy_sample = gpu
         before, now = self._energy, EnergyReading(gpu.uuid, gpu.energy_joules, counted.ledger_seconds)
         self._energy = now
         return counted.gpu_energy_joules if before is None else added_energy(counted.gpu_energy_joules, before, now)
@@ -527,7 +506,7 @@ class TotalsBuilder:
         """The GPU's clock relative to its clock in this run when it is not throttled; before that, to its maximum."""
         if gpu is None or gpu.sm_clock_hertz is None or not gpu.sm_clock_max_hertz:
             return None
-        if not HELD_BACK & {*(gpu.throttled or ())} and (gpu.utilization_ratio or 0.0) >= _WORKING_RATIO:
+        if not _is_held_back(gpu) and (gpu.utilization_ratio or 0.0) >= _WORKING_RATIO:
             before = self._usual_clock
             self._usual_clock = gpu.sm_clock_hertz if before is None else 0.9 * before + 0.1 * gpu.sm_clock_hertz
         return min(1.0, gpu.sm_clock_hertz / (self._usual_clock or gpu.sm_clock_max_hertz))
@@ -535,13 +514,3 @@ class TotalsBuilder:
 
 def _added(before: float | None, now: float | None) -> float | None:
     return None if before is None or now is None else max(0.0, now - before)
-
-
-def _utilization(gpu: GpuSample | None) -> float | None:
-    return None if gpu is None else gpu.utilization_ratio
-
-
-def _cores(limit: float | None) -> float:
-    """Cores that this process may use, by its affinity and its cgroup's limit."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    return min(allowed, limit) if limit is not None else allowed
