@@ -121,7 +121,6 @@ zoo: $(READY)
 
 docs-reference: $(READY)
 	$(BIN)/python docs/tools/reference.py
-	$(BIN)/python docs/tools/fill_benchmark_figures.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -76,7 +76,7 @@ def test_the_readme_is_short_and_shows_findings_and_the_start_of_a_report():
 # -- what the code says ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["METRICS.md", "settings.md", "integrations.md", "output.md"])
+@pytest.mark.parametrize("name", ["METRICS.md", "settings.md", "integrations.md", "output.md", "overhead.md"])
 def test_the_reference_is_up_to_date(name):
     assert text_of(DOCS / name) == load_tool("reference").page(name), "run `make docs-reference`"
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.doc_pages import DOCS, ROOT, load_tool, text_of
+from tests.doc_pages import DOCS, ROOT, text_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -119,22 +119,6 @@ def test_accuracy_of_changes():
     assert steady[1] == "100 %"
     assert f"after {steady[2].split(',')[0]} minutes in the median" in page
     assert f"it took {crowded[2].split(',')[0]} minutes, and {crowded[1]} were found" in page
-
-
-def test_overhead_is_what_was_measured():
-    tool = load_tool("fill_benchmark_figures")
-    text = text_of(tool.PAGE)
-    assert tool.filled(text) == text, "run `make docs-reference`"
-
-
-def test_another_figure_is_put_right():
-    tool = load_tool("fill_benchmark_figures")
-    text = text_of(tool.PAGE)
-    wrong = re.sub(r"(resident memory at the start \| )\d+", r"\g<1>470", text)
-    assert wrong != text
-    assert tool.filled(wrong) == text
-    with pytest.raises(ValueError, match="0 rows start with"):
-        tool.filled(text.replace("resident memory", "memory"))
 
 
 def test_the_cost_of_snapshots():

@@ -1,13 +1,15 @@
 """Writes the reference pages, or their generated parts, from the code: ``make docs-reference``.
 
 METRICS.md comes from the table of metrics, settings.md from the fields of `telemetry.Config`, the figures of
-integrations.md from `telemetry.agent.figures`, and the fields of output.md from what the log writes. The text around
-the generated parts is written by hand, in the pages themselves.
+integrations.md from `telemetry.agent.figures`, the fields of output.md from what the log writes, and the tables of
+overhead.md from the results of the benchmark. The text around the generated parts is written by hand, in the pages
+themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -301,11 +303,62 @@ def _filled(kind: Any, **values: Any) -> Any:
     return kind(**{spec.name: 1 for spec in dataclasses.fields(kind)} | values)
 
 
+# -- overhead.md -----------------------------------------------------------------------------------------------------
+
+RESULTS: Final = DOCS.parent / "benchmarks" / "results" / "overhead-amd-epyc-2-cores.json"
+
+STEPS: Final = {
+    "the floor: two stamps and a store": "floor adds: two stamps, stored in a list",
+    "**telemetry**, everything on": "telemetry adds",
+    "prometheus_client: a counter and two histograms": "prometheus_client",
+    "TraceML 0.5.0": "TraceML 0.5.0 adds",
+}
+"""Rows of the first table, and how the measured ones begin: hot and cold."""
+
+ELSEWHERE: Final = {
+    "the agent's threads, 8 DataLoader workers, one scrape a second": ("The agent's own threads", "CPU at 1 Hz"),
+    "TraceML 0.5.0, the same, with all its processes": ("The agent's own threads", "TraceML 0.5.0: the same, all"),
+    "a node of 8 ranks with 2 workers each, all agents together": ("The agent's own threads", "a node with 8 ranks"),
+    "the three [sinks](integrations.md#sinks), a row every 10 s": ("The sinks", "all on: more by"),
+    "a fetch in a DataLoader worker, hot": ("Per fetch", "hot, nothing else is done: telemetry adds"),
+    "the same after a convolution of an image": ("Per fetch", "cold, after a convolution of an image: telemetry adds"),
+    "resident memory at the start": ("Memory", "added to torch at the start, RSS"),
+    "growth over a million steps": ("Memory", "growth over 1,000,000 steps"),
+    "`GET /metrics` of a node with 8 ranks": ("A scrape of a node of 8 ranks", "GET /metrics"),
+    "a step during a scrape is longer by": ("A scrape of a node of 8 ranks", "steps met by a scrape longer by"),
+    "the 99.99th percentile of steps of 40 µs is longer by": (
+        "The longest of many steps",
+        "longer by, 99.99th percentile",
+    ),
+}
+"""Rows of the second table, and how the section and the name of the measured ones begin."""
+
+
+def overhead_part() -> str:
+    """What the agent costs on the training thread, and elsewhere."""
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+
+    def cost(section: str, name: str) -> str:
+        row = next(r for r in measured if r["section"].startswith(section) and r["name"].startswith(name))
+        median, low, high = (_two_digits(row[key]) for key in ("median", "p10", "p90"))
+        return f"{median} {row['unit'].replace('us', 'µs')} ({low} to {high})"
+
+    kinds = ("Per step on the training thread, hot", "Per step on the training thread, cold")
+    steps = ((title, *(cost(kind, name) for kind in kinds)) for title, name in STEPS.items())
+    elsewhere = ((title, cost(*row)) for title, row in ELSEWHERE.items())
+    return f"{table(('Added to a step', 'Hot', 'Cold'), steps)}\n{table(('Elsewhere', 'Cost'), elsewhere)}"
+
+
+def _two_digits(figure: float) -> str:
+    return f"{figure:.0f}" if abs(figure) >= 10 else f"{figure:.1f}" if abs(figure) >= 1 else f"{figure:.2g}"
+
+
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "METRICS.md": metrics_part,
     "settings.md": settings_part,
     "integrations.md": figures_part,
     "output.md": fields_part,
+    "overhead.md": overhead_part,
 }
 """What makes the generated part of each page."""
 
