@@ -23,7 +23,7 @@ from telemetry.diagnosis.hangs import HangState
 from telemetry.records import Histogram, RankPace
 from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
 from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
-from telemetry.util.processes import adopt, outer_uid, pid_namespace, slug, start_ticks
+from telemetry.util.processes import START_TICKS, STATE, adopt, outer_uid, pid_namespace, slug, start_ticks, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -620,12 +620,9 @@ class HangBoard:
 
 
 def _process(head: RankHead) -> RankProcess:
-    try:
-        fields = read_small(f"/proc/{head.pid}/stat").rpartition(b")")[2].split()
-        letter = fields[0].decode()
-        gone = letter in "ZX" or int(fields[19]) != head.ticks
-    except (OSError, OverflowError):
-        letter, gone = "", True
+    fields = stat_fields(head.pid)
+    letter = fields[STATE].decode() if fields else ""
+    gone = letter in {"", "Z", "X"} or int(fields[START_TICKS]) != head.ticks
     return RankProcess(head.rank, head.pid, "" if gone else letter, head.ended)
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from telemetry.records import GpuSample
 from telemetry.sources.collector import CollectorError
@@ -17,7 +17,6 @@ from telemetry.util.threads import OwnThread, Wake
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import ModuleType
-
 
 Handle = Any
 """An opaque ``nvmlDevice_t``."""
@@ -36,10 +35,16 @@ FUNCTION_NOT_FOUND: Final = 13
 GPU_IS_LOST: Final = 15
 RESET_REQUIRED: Final = 16
 LIB_RM_VERSION_MISMATCH: Final = 18
+UNKNOWN_ERROR: Final = 999
 """NVML's return codes. They are part of its binary interface, so the numbers never change."""
 
-FATAL: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH})
+_FATAL: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, LIB_RM_VERSION_MISMATCH})
 """After one of these the GPU or the library is gone, so no other reading works either."""
+
+_NOT_OFFERED: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
+"""Of a feature that will not become available later."""
+
+_NO_SUCH_DEVICE: Final = frozenset({NOT_FOUND, INVALID_ARGUMENT})
 
 
 class NvmlError(Exception):
@@ -55,7 +60,7 @@ class NoGpuError(CollectorError):
 
 
 # -- calls of the NVML binding -----------------------------------------------------------------------------------------
-# The only module that imports ``pynvml``, the binding of the package ``nvidia-ml-py``. The import happens on the thread
+# The only place that imports ``pynvml``, the binding of the package ``nvidia-ml-py``. The import happens on the thread
 # that makes the driver, not on the sampling thread: a child forked during an import inherits the lock of that module
 # without the thread that would release it, and hangs when it imports the module itself.
 
@@ -170,46 +175,24 @@ def find_device(driver: NvmlDriver, uuid: str | None, environ: Mapping[str, str]
         CollectorError: it is not known yet which GPU it uses.
         NvmlError: NVML failed.
     """
-    handle = _by_uuid(driver, uuid) if uuid else _by_environment(driver, environ)
+    handle = _by_torch(driver, uuid) if uuid else _by_environment(driver, environ)
     found = driver.call("nvmlDeviceGetUUID", handle)
-    if not _is_mig(found) and mig_enabled(driver, handle):
+    if not found.startswith("MIG-") and _is_partitioned(driver, handle):
         handle = _only_mig_device(driver, handle, environ)
-    return _describe(driver, handle)
+        found = driver.call("nvmlDeviceGetUUID", handle)
+    parent, gpu_instance = handle, None
+    if found.startswith("MIG-"):
+        parent = driver.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+        gpu_instance = driver.call("nvmlDeviceGetGpuInstanceId", handle)
+    index, name = driver.call("nvmlDeviceGetIndex", parent), driver.call("nvmlDeviceGetName", handle)
+    return GpuDevice(handle, parent, gpu_instance, index, found, name)
 
 
-def visible_entries(environ: Mapping[str, str]) -> list[int] | list[str] | None:
-    """``CUDA_VISIBLE_DEVICES`` as CUDA reads it: indexes, or UUIDs, or None when all devices are visible.
-
-    The first invalid entry ends the list, and a repeated one empties it.
-    """
-    text = environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return None
-    entries = [entry.strip() for entry in text.split(",")]
-    prefix = entries[0][:4]
-    if prefix in ("GPU-", "MIG-"):
-        uuids = _leading([entry if entry.startswith(prefix) else None for entry in entries])
-        return uuids if len(set(uuids)) == len(uuids) else []
-    indexes = _leading([_leading_number(entry) for entry in entries])
-    return indexes if len(set(indexes)) == len(indexes) else []
-
-
-def mig_enabled(driver: NvmlDriver, gpu: Handle) -> bool:
-    """Whether the GPU is partitioned. A GPU or driver without MIG answers with an error."""
-    try:
-        current, _pending = driver.call("nvmlDeviceGetMigMode", gpu)
-    except NvmlError as error:
-        if error.code in (NOT_SUPPORTED, FUNCTION_NOT_FOUND, INVALID_ARGUMENT, NO_PERMISSION):
-            return False
-        raise
-    return bool(current)
-
-
-def _by_uuid(driver: NvmlDriver, uuid: str) -> Handle:
+def _by_torch(driver: NvmlDriver, uuid: str) -> Handle:
     """Find a device by torch's UUID. torch gives it without the prefix for GPU or MIG devices, so both are tried."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names:
-        handle = _handle_of(driver, name)
+        handle = _by_uuid(driver, name)
         if handle is not None:
             return handle
     raise CollectorError(f"NVML knows no device with the UUID {uuid} that torch reports")
@@ -225,55 +208,63 @@ def _by_environment(driver: NvmlDriver, environ: Mapping[str, str]) -> Handle:
     count = driver.call("nvmlDeviceGetCount")
     if not count:
         raise NoGpuError("the NVIDIA driver is there, but no GPU is")
-    entries: list[int] | list[str] | None = visible_entries(environ)
-    if entries is None:
-        entries = list(range(count))
-    if entries and isinstance(entries[0], int):
-        entries = _leading([entry if int(entry) < count else None for entry in entries])
+    entries = _visible(environ, count)
     if not entries:
         raise NoGpuError("no GPU is visible: CUDA_VISIBLE_DEVICES hides them all")
     if len(entries) > 1:
         raise CollectorError(_UNKNOWN)
     only = entries[0]
-    return _by_index(driver, only, count, environ) if isinstance(only, int) else _by_entry(driver, only)
-
-
-def _by_index(driver: NvmlDriver, index: int, count: int, environ: Mapping[str, str]) -> Handle:
-    if count > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        raise CollectorError(_UNKNOWN)
+    if isinstance(only, str):
+        return _by_entry(driver, only)
     # A partitioned GPU among others changes CUDA's numbering in undocumented ways.
-    if count > 1 and any(mig_enabled(driver, gpu) for _uuid, gpu in _gpus(driver)):
+    in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if count > 1 and (not in_order or any(_is_partitioned(driver, gpu) for _uuid, gpu in _gpus(driver))):
         raise CollectorError(_UNKNOWN)
-    return driver.call("nvmlDeviceGetHandleByIndex", index)
+    return driver.call("nvmlDeviceGetHandleByIndex", only)
+
+
+def _visible(environ: Mapping[str, str], count: int) -> list[int | str]:
+    """``CUDA_VISIBLE_DEVICES`` as CUDA reads it: indexes or UUIDs; all of ``count`` indexes if it is not set.
+
+    The first invalid entry ends the list, and a repeated one empties it. An index is parsed with strtoul: ``1gpu2``
+    is 1.
+    """
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return list(range(count))
+    entries = [entry.strip() for entry in text.split(",")]
+    prefix, found = entries[0][:4], list[int | str]()
+    for entry in entries:
+        digits = entry[: len(entry) - len(entry.lstrip("0123456789"))]
+        if prefix in {"GPU-", "MIG-"} and entry.startswith(prefix):
+            found.append(entry)
+        elif prefix not in {"GPU-", "MIG-"} and digits and int(digits) < count:
+            found.append(int(digits))
+        else:
+            break
+    return found if len(set(found)) == len(found) else []
 
 
 def _by_entry(driver: NvmlDriver, entry: str) -> Handle:
     """The device of ``GPU-<uuid or its beginning>``, ``MIG-<uuid>`` or ``MIG-GPU-<uuid>/<gi>/<ci>``."""
-    handle = _handle_of(driver, entry)
+    handle = _by_uuid(driver, entry)
     if handle is not None:
         return handle
-    matches = list(_old_style_mig(driver, entry)) if _is_mig(entry) else _beginning_with(driver, entry)
+    if entry.startswith("MIG-"):  # named by its GPU and the ids of its instances
+        uuid, _, ids = entry.removeprefix("MIG-").partition("/")
+        parent = _by_uuid(driver, uuid)
+        matches = [each for each in _mig_devices(driver, parent) if ids == _instances(driver, each)] if parent else []
+    else:
+        matches = [gpu for uuid, gpu in _gpus(driver) if uuid.lower().startswith(entry.lower())]
     if len(matches) != 1:
         what = "several GPUs" if matches else "no GPU of this machine"
         raise NoGpuError(f"no GPU is visible: CUDA_VISIBLE_DEVICES={entry} names {what}")
     return matches[0]
 
 
-def _beginning_with(driver: NvmlDriver, prefix: str) -> list[Handle]:
-    return [gpu for uuid, gpu in _gpus(driver) if uuid.lower().startswith(prefix.lower())]
-
-
-def _old_style_mig(driver: NvmlDriver, entry: str) -> Iterator[Handle]:
-    """MIG devices named by their GPU and the ids of their instances, as older drivers do without MIG UUIDs."""
-    uuid, _, ids = entry.removeprefix("MIG-").partition("/")
-    parent = _handle_of(driver, uuid)
-    if parent is None:
-        return
-    for device in _mig_devices(driver, parent):
-        gpu_instance = driver.call("nvmlDeviceGetGpuInstanceId", device)
-        compute_instance = driver.call("nvmlDeviceGetComputeInstanceId", device)
-        if ids == f"{gpu_instance}/{compute_instance}":
-            yield device
+def _instances(driver: NvmlDriver, mig: Handle) -> str:
+    gpu_instance = driver.call("nvmlDeviceGetGpuInstanceId", mig)
+    return f"{gpu_instance}/{driver.call('nvmlDeviceGetComputeInstanceId', mig)}"
 
 
 def _only_mig_device(driver: NvmlDriver, gpu: Handle, environ: Mapping[str, str]) -> Handle:
@@ -288,37 +279,21 @@ def _only_mig_device(driver: NvmlDriver, gpu: Handle, environ: Mapping[str, str]
         raise NoGpuError("no GPU is visible: MIG is enabled, but there is no MIG device")
     if len(devices) == 1:
         return devices[0]
-    entries = visible_entries(environ) or []
-    if len(entries) == 1 and isinstance(entries[0], str) and _is_mig(entries[0]):
-        named = _by_entry(driver, entries[0])
+    entries = _visible(environ, 0)
+    if len(entries) == 1 and str(entries[0]).startswith("MIG-"):
+        named = _by_entry(driver, str(entries[0]))
         uuid = driver.call("nvmlDeviceGetUUID", named)
         if uuid in [driver.call("nvmlDeviceGetUUID", device) for device in devices]:
             return named
     raise CollectorError("the GPU of this rank is partitioned (MIG), and which MIG device it uses is not known")
 
 
-def _describe(driver: NvmlDriver, handle: Handle) -> GpuDevice:
-    uuid = driver.call("nvmlDeviceGetUUID", handle)
-    parent, gpu_instance = handle, None
-    if _is_mig(uuid):
-        parent = driver.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-        gpu_instance = driver.call("nvmlDeviceGetGpuInstanceId", handle)
-    return GpuDevice(
-        handle=handle,
-        parent=parent,
-        gpu_instance=gpu_instance,
-        index=driver.call("nvmlDeviceGetIndex", parent),
-        uuid=uuid,
-        name=driver.call("nvmlDeviceGetName", handle),
-    )
-
-
-def _handle_of(driver: NvmlDriver, uuid: str) -> Handle | None:
+def _by_uuid(driver: NvmlDriver, uuid: str) -> Handle | None:
     """The device with exactly this UUID, GPU or MIG; else None."""
     try:
         return driver.call("nvmlDeviceGetHandleByUUID", uuid)
     except NvmlError as error:
-        if error.code in (NOT_FOUND, INVALID_ARGUMENT):
+        if error.code in _NO_SUCH_DEVICE:
             return None
         raise
 
@@ -334,44 +309,35 @@ def _gpus(driver: NvmlDriver) -> Iterator[tuple[str, Handle]]:
         yield uuid, handle
 
 
+def _is_partitioned(driver: NvmlDriver, gpu: Handle) -> bool:
+    """Whether MIG is enabled. A GPU or driver without MIG answers with an error."""
+    try:
+        current, _pending = driver.call("nvmlDeviceGetMigMode", gpu)
+    except NvmlError as error:
+        if error.code in _NOT_OFFERED | {INVALID_ARGUMENT}:
+            return False
+        raise
+    return bool(current)
+
+
 def _mig_devices(driver: NvmlDriver, gpu: Handle) -> Iterator[Handle]:
     for index in range(driver.call("nvmlDeviceGetMaxMigDeviceCount", gpu)):
         try:
             handle = driver.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index)
         except NvmlError as error:
-            if error.code in (NOT_FOUND, INVALID_ARGUMENT):  # some of the numbered slots may be empty
+            if error.code in _NO_SUCH_DEVICE:  # some of the numbered slots may be empty
                 continue
             raise
         yield handle
 
 
-def _is_mig(uuid: str) -> bool:
-    return uuid.startswith("MIG-")
-
-
-def _leading_number(entry: str) -> int | None:
-    """An index as CUDA parses it (with strtoul): ``1gpu2`` is 1. None if there is no number or a negative one."""
-    digits = len(entry) - len(entry.lstrip("0123456789"))
-    return int(entry[:digits]) if digits else None
-
-
-def _leading(entries: list[Any]) -> list[Any]:
-    """The entries before the first None."""
-    return entries[: entries.index(None)] if None in entries else entries
-
-
-# -- activity ----------------------------------------------------------------------------------------------------------
-# SM activity of a GPU, from hardware counters if there are any, else from the driver's figures per process.
-#
+# -- how busy the SMs are ----------------------------------------------------------------------------------------------
 # The usual "utilisation" is the share of time in which any kernel ran, even if it used one SM of a hundred. How busy
 # the SMs are is measured by hardware counters (GPM, Hopper and newer) or, less precisely, by the driver for each
 # process.
 
-_SM_UTIL: Final = 2
-_SM_OCCUPANCY: Final = 3
-_ANY_TENSOR_UTIL: Final = 5
-_DRAM_BW_UTIL: Final = 10
-_GPM_METRICS: Final = (_SM_UTIL, _SM_OCCUPANCY, _ANY_TENSOR_UTIL, _DRAM_BW_UTIL)
+_GPM_METRICS: Final = (2, 3, 5, 10)
+"""SM_UTIL, SM_OCCUPANCY, ANY_TENSOR_UTIL and DRAM_BW_UTIL."""
 
 _GPM_SHORTEST_NS: Final = 100_000_000
 """NVML asks for two samples more than 100 ms apart."""
@@ -384,17 +350,13 @@ _HIGHEST_PERCENT: Final = 101.0
 """Counters are read one after the other, so a busy GPU may give slightly more than 100. Higher values are invalid."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpmValues:
+class GpmValues(NamedTuple):
     """Ratios (0 to 1) over one window; None if a counter has no value."""
 
     sm_active: float | None = None
     sm_occupancy: float | None = None
     tensor_active: float | None = None
     memory_bandwidth: float | None = None
-
-
-NO_GPM_VALUES: Final = GpmValues()
 
 
 class GpmReader:
@@ -411,7 +373,7 @@ class GpmReader:
         self._window_ns = window_ns
         self._buffers: list[Handle] = []
         self._sampled_ns: int | None = None
-        self._values = NO_GPM_VALUES
+        self._values = GpmValues()
         binding = driver.binding
         self._request = binding.c_nvmlGpmMetricsGet_t()
         self._request.version = binding.NVML_GPM_METRICS_GET_VERSION
@@ -427,101 +389,63 @@ class GpmReader:
         """
         while len(self._buffers) < 2:
             self._buffers.append(self._driver.call("nvmlGpmSampleAlloc"))
-        now, before = self._clock(), self._sampled_ns
+        now, before, device = self._clock(), self._sampled_ns, self._device
         if before is not None and now - before <= _GPM_SHORTEST_NS:
             return self._values
-        self._values = NO_GPM_VALUES
-        previous, spare = self._buffers
-        self._take(spare)
-        self._buffers, self._sampled_ns = [spare, previous], now
+        self._values = GpmValues()
+        older, newer = self._buffers
+        if device.gpu_instance is None:
+            self._driver.call("nvmlGpmSampleGet", device.parent, newer)
+        else:
+            self._driver.call("nvmlGpmMigSampleGet", device.parent, device.gpu_instance, newer)
+        self._buffers, self._sampled_ns = [newer, older], now
         if before is not None and now - before <= self._window_ns:
-            self._values = self._between(previous, spare)
+            self._request.sample1, self._request.sample2 = older, newer
+            self._driver.call("nvmlGpmMetricsGet", self._request)
+            # Of the hundreds of entries only the requested ones are filled in, each with its own return code.
+            metrics = [self._request.metrics[slot] for slot in range(len(_GPM_METRICS))]
+            self._values = GpmValues(*(_ratio(m.value) if m.nvmlReturn == SUCCESS else None for m in metrics))
         return self._values
 
     def close(self) -> None:
         """Free the buffers."""
-        buffers, self._buffers = self._buffers, []
-        for buffer in buffers:
-            self._free(buffer)
-
-    def _free(self, buffer: Handle) -> None:
-        try:
-            self._driver.call("nvmlGpmSampleFree", buffer)
-        except NvmlError:
-            return  # the driver is gone and has freed it
-
-    def _take(self, buffer: Handle) -> None:
-        device = self._device
-        if device.gpu_instance is None:
-            self._driver.call("nvmlGpmSampleGet", device.parent, buffer)
-        else:
-            self._driver.call("nvmlGpmMigSampleGet", device.parent, device.gpu_instance, buffer)
-
-    def _between(self, older: Handle, newer: Handle) -> GpmValues:
-        self._request.sample1, self._request.sample2 = older, newer
-        self._driver.call("nvmlGpmMetricsGet", self._request)
-        # Of the hundreds of entries only the requested ones are filled in, each with its own return code.
-        metrics = [self._request.metrics[slot] for slot in range(len(_GPM_METRICS))]
-        ratios = [ratio(metric.value) if metric.nvmlReturn == SUCCESS else None for metric in metrics]
-        return GpmValues(*ratios)
+        while self._buffers:
+            try:
+                self._driver.call("nvmlGpmSampleFree", self._buffers.pop())
+            except NvmlError:
+                continue  # the driver is gone and has freed it
 
 
-class ProcessReader:
-    """The share of time this process ran a kernel. The driver samples it a few times per second.
-
-    The driver lists only active processes, and answers "not found" if no process is active. If this process is not
-    listed, it is idle, but only if it has been listed before. Otherwise the driver may know it by another pid (in a
-    container it may report the pids of the host), and there is no reading.
-    """
-
-    def __init__(self, driver: NvmlDriver, handle: Handle, *, pids: frozenset[int]) -> None:
-        self._driver = driver
-        self._handle = handle
-        self._pids = pids
-        self._seen = False
-
-    def read(self) -> float | None:
-        """The newest ratio of this process; 0.0 when it is known to be idle.
-
-        Raises:
-            NvmlError: the driver does not offer it (MIG, some virtual GPUs).
-        """
-        ours = [entry for entry in self._entries() if entry.pid in self._pids]
-        if not ours:
-            return 0.0 if self._seen else None
-        self._seen = True
-        return ratio(max(ours, key=_time_stamp).smUtil)
-
-    def _entries(self) -> list[Any]:
-        since_us = unix_ns() // 1000 - _PROCESS_WINDOW_US  # the driver stamps with the wall clock
-        try:
-            return list(self._driver.call("nvmlDeviceGetProcessUtilization", self._handle, since_us))
-        except NvmlError as error:
-            # The binding also raises on an empty answer, with the return code for success.
-            if error.code in (NOT_FOUND, SUCCESS):
-                return []
-            raise
-
-
-def gpm_supported(driver: NvmlDriver, gpu: Handle) -> bool:
+def _gpm_supported(driver: NvmlDriver, gpu: Handle) -> bool:
     """Whether a physical GPU has the hardware counters, and the driver can read them."""
-    try:
-        return bool(driver.call("nvmlGpmQueryDeviceSupport", gpu).isSupportedDevice)
-    except NvmlError as error:
-        if error.code in FATAL:
-            raise
-        return False
+    support = _offered(lambda: driver.call("nvmlGpmQueryDeviceSupport", gpu))
+    return support is not None and bool(support.isSupportedDevice)
 
 
-def process_supported(driver: NvmlDriver, handle: Handle) -> bool:
-    """Whether the driver reports the utilisation of each process on the device."""
+def _offered(read: Callable[[], T]) -> T | None:
+    """A reading; None where the GPU or the driver does not offer it, or not to this process."""
     try:
-        ProcessReader(driver, handle, pids=frozenset()).read()
+        return read()
     except NvmlError as error:
-        if error.code in FATAL:
+        if error.code in _FATAL:
             raise
-        return False
-    return True
+        return None
+
+
+def _process_entries(driver: NvmlDriver, handle: Handle) -> list[Any]:
+    """The newest utilisation of each active process. The driver samples it a few times per second.
+
+    Raises:
+        NvmlError: the driver does not offer it (MIG, some virtual GPUs).
+    """
+    since_us = unix_ns() // 1000 - _PROCESS_WINDOW_US  # the driver stamps with the wall clock
+    try:
+        return list(driver.call("nvmlDeviceGetProcessUtilization", handle, since_us))
+    except NvmlError as error:
+        # "Not found" if no process is active. The binding also raises on an empty answer, with the code for success.
+        if error.code in {NOT_FOUND, SUCCESS}:
+            return []
+        raise
 
 
 def own_pids(status: Path = Path("/proc/self/status")) -> frozenset[int]:
@@ -536,11 +460,7 @@ def own_pids(status: Path = Path("/proc/self/status")) -> frozenset[int]:
     return frozenset(pids)
 
 
-def _time_stamp(entry: Any) -> int:
-    return int(entry.timeStamp)
-
-
-def ratio(percent: float) -> float | None:
+def _ratio(percent: float) -> float | None:
     """Convert 0..100 to 0..1; None for an invalid value (NaN, infinite, negative, far too high)."""
     value = float(percent)
     return min(value / 100, 1.0) if 0 <= value <= _HIGHEST_PERCENT else None  # NaN compares false
@@ -565,15 +485,8 @@ THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 """Every value of the ``reason`` label, with NVML's bit. The bit of an idle GPU (0x001) is left out, because an idle GPU
 is not throttled. Bits that later drivers add are left out until they have a name here."""
 
-_NOT_OFFERED: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
-"""Return codes of a feature that will not become available later."""
-
-
-_IMPLAUSIBLE: Final = 999
-"""NVML's own code for an unknown error."""
-
 _MAX_MEMORY_BYTES: Final = float(1 << 44)
-_MAX_POWER_MILLIWATTS: Final = 20e6
+_MAX_MILLIWATTS: Final = 20e6
 _MAX_MILLIJOULES: Final = 1e16
 _MAX_CELSIUS: Final = 200.0
 _MAX_MEGAHERTZ: Final = 10_000.0
@@ -590,27 +503,17 @@ class DeviceReader:
         device: what to read.
         clock: monotonic nanoseconds.
         window_ns: the longest time over which the hardware counters may be averaged to count as current.
-        pids: the pids by which the driver may know this process.
     """
 
-    def __init__(
-        self,
-        driver: NvmlDriver,
-        device: GpuDevice,
-        *,
-        clock: Callable[[], int],
-        window_ns: int,
-        pids: frozenset[int],
-    ) -> None:
+    def __init__(self, driver: NvmlDriver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
         self.device = device
         self._driver = driver
         self._failures: list[NvmlError] = []
-        self._gpm = (
-            GpmReader(driver, device, clock=clock, window_ns=window_ns)
-            if gpm_supported(driver, device.parent)
-            else None
-        )
-        self._process = ProcessReader(driver, device.handle, pids=pids)
+        self._gpm: GpmReader | None = None
+        if _gpm_supported(driver, device.parent):
+            self._gpm = GpmReader(driver, device, clock=clock, window_ns=window_ns)
+        self._pids = own_pids()  # by which the driver may know this process
+        self._process_seen = False
         self._clock_max: float | None = None
 
     def sample(self) -> GpuSample:
@@ -620,15 +523,27 @@ class DeviceReader:
             NvmlError: the GPU or the driver is gone, or no reading is available.
         """
         self._failures.clear()
-        gpm = self._read_gpm()
+        device, binding = self.device, self._driver.binding
+        gpm = GpmValues()
+        if self._gpm is not None:
+            gpm = self._optional(self._gpm.read) or gpm
+            if any(error.code in _NOT_OFFERED for error in self._failures):  # virtual GPU, or missing permission
+                self.close()
         active, source = gpm.sm_active, "gpm"
         if self._gpm is None:
-            active, source = self._optional(self._process.read), "process"
+            active, source = self._optional(self._process), "process"
         used, total = self._optional(self._memory) or (None, None)
+        if self._clock_max is None:
+            self._clock_max = self._number("nvmlDeviceGetMaxClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_SM)
+        energy = None  # a MIG device has no counter of its own
+        if device.gpu_instance is None:
+            energy = self._number("nvmlDeviceGetTotalEnergyConsumption", 1e-3, _MAX_MILLIJOULES)
+        # The first is in every current driver, but deprecated. Its replacement is only in recent drivers.
+        temperature = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
         sample = GpuSample(
-            index=self.device.index,
-            uuid=self.device.uuid,
-            name=self.device.name,
+            index=device.index,
+            uuid=device.uuid,
+            name=device.name,
             utilization_ratio=self._optional(self._utilization),
             sm_active_ratio=active,
             sm_active_source=None if active is None else source,
@@ -637,14 +552,19 @@ class DeviceReader:
             memory_bandwidth_ratio=gpm.memory_bandwidth,
             memory_used_bytes=used,
             memory_total_bytes=total,
-            power_watts=self._optional(self._power),
-            energy_joules=None if self.device.gpu_instance is not None else self._optional(self._energy),
-            temperature_celsius=self._optional(self._temperature),
-            sm_clock_hertz=self._optional(self._sm_clock),
-            sm_clock_max_hertz=self._optional(self._sm_clock_max),
-            throttled=self._optional(self._throttled),
+            power_watts=self._number("nvmlDeviceGetPowerUsage", 1e-3, _MAX_MILLIWATTS),
+            energy_joules=energy or None,  # 0: a counter that does not count
+            temperature_celsius=self._number(temperature, 1, _MAX_CELSIUS, binding.NVML_TEMPERATURE_GPU),
+            sm_clock_hertz=self._number("nvmlDeviceGetClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_SM),
+            sm_clock_max_hertz=self._clock_max,
+            throttled=self._throttled(),
         )
-        if self._failures and not _measured(sample):
+        measured = (
+            sample.utilization_ratio, sample.sm_active_ratio, sample.sm_occupancy_ratio, sample.tensor_active_ratio,
+            sample.memory_bandwidth_ratio, sample.memory_used_bytes, sample.power_watts, sample.temperature_celsius,
+            sample.sm_clock_hertz, sample.throttled,
+        )  # fmt: skip
+        if self._failures and all(reading is None for reading in measured):
             raise self._failures[0]
         return sample
 
@@ -659,28 +579,50 @@ class DeviceReader:
         try:
             return read()
         except NvmlError as error:
-            if error.code in FATAL:
+            if error.code in _FATAL:
                 raise
             self._failures.append(error)
             return None
 
-    def _read_gpm(self) -> GpmValues:
-        """The hardware counters. They are no longer read after a permanent error (virtual GPU, missing permission)."""
-        if self._gpm is None:
-            return NO_GPM_VALUES
-        try:
-            return self._gpm.read()
-        except NvmlError as error:
-            if error.code in FATAL:
-                raise
-            self._failures.append(error)
-            if error.code in _NOT_OFFERED:
-                self.close()
-            return NO_GPM_VALUES
+    def _number(self, functions: str | tuple[str, str], unit: float, most: float, *args: Any) -> float | None:
+        """A number of the physical GPU, times ``unit``; None if it is not available or above ``most``.
+
+        NVML renames functions over time: the second one is for drivers that lack the first.
+        """
+        first, *second = (functions,) if isinstance(functions, str) else functions
+
+        def read() -> float:
+            try:
+                value = self._driver.call(first, self.device.parent, *args)
+            except NvmlError as error:
+                if error.code != FUNCTION_NOT_FOUND or not second:
+                    raise
+                value = self._driver.call(second[0], self.device.parent, *args)
+            return _plausible(first, value, most) * unit
+
+        return self._optional(read)
+
+    def _throttled(self) -> tuple[str, ...] | None:
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        bits = self._number(names, 1, _MAX_REASONS)
+        return None if bits is None else tuple(reason for reason, bit in THROTTLE_BITS.items() if int(bits) & bit)
 
     def _utilization(self) -> float | None:
         """The share of time any kernel ran. Not available for a MIG device or a partitioned GPU."""
-        return ratio(self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle).gpu)
+        return _ratio(self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle).gpu)
+
+    def _process(self) -> float | None:
+        """The share of time this process ran a kernel; 0.0 when it is known to be idle.
+
+        The driver lists only active processes. If this process is not listed, it is idle, but only if it has been
+        listed before. Otherwise the driver may know it by another pid (in a container it may report the pids of the
+        host), and there is no reading.
+        """
+        ours = [entry for entry in _process_entries(self._driver, self.device.handle) if entry.pid in self._pids]
+        if not ours:
+            return 0.0 if self._process_seen else None
+        self._process_seen = True
+        return _ratio(max(ours, key=lambda entry: int(entry.timeStamp)).smUtil)
 
     def _memory(self) -> tuple[int, int]:
         """Bytes used and total.
@@ -695,81 +637,20 @@ class DeviceReader:
             if error.code not in _NOT_OFFERED:
                 raise
             memory = self._driver.call("nvmlDeviceGetMemoryInfo", handle)
-        total = plausible("memory total", memory.total, _MAX_MEMORY_BYTES)
-        return int(plausible("memory used", memory.used, total)), int(total)
-
-    def _power(self) -> float:
-        milliwatts = self._driver.call("nvmlDeviceGetPowerUsage", self.device.parent)
-        return plausible("power", milliwatts, _MAX_POWER_MILLIWATTS) / 1e3
-
-    def _energy(self) -> float | None:
-        """Joules since the driver was loaded, from Volta on. A MIG device has no counter of its own."""
-        millijoules = self._driver.call("nvmlDeviceGetTotalEnergyConsumption", self.device.parent)
-        return plausible("energy", millijoules, _MAX_MILLIJOULES) / 1e3 or None  # 0: a counter that does not count
-
-    def _temperature(self) -> float:
-        sensor = self._driver.binding.NVML_TEMPERATURE_GPU
-        # The first is in every current driver, but deprecated. Its replacement is only in recent drivers.
-        names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
-        return plausible("temperature", self._first_offered(names, self.device.parent, sensor), _MAX_CELSIUS)
-
-    def _sm_clock(self) -> float:
-        megahertz = self._driver.call("nvmlDeviceGetClockInfo", self.device.parent, self._driver.binding.NVML_CLOCK_SM)
-        return plausible("SM clock", megahertz, _MAX_MEGAHERTZ) * 1e6
-
-    def _sm_clock_max(self) -> float:
-        if self._clock_max is None:
-            arguments = (self.device.parent, self._driver.binding.NVML_CLOCK_SM)
-            megahertz = self._driver.call("nvmlDeviceGetMaxClockInfo", *arguments)
-            self._clock_max = plausible("highest SM clock", megahertz, _MAX_MEGAHERTZ) * 1e6
-        return self._clock_max
-
-    def _throttled(self) -> tuple[str, ...]:
-        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        bits = int(plausible("throttle reasons", self._first_offered(names, self.device.parent), _MAX_REASONS))
-        return tuple(reason for reason, bit in THROTTLE_BITS.items() if bits & bit)
-
-    def _first_offered(self, functions: tuple[str, str], *args: Any) -> Any:
-        """Call the first function, or the second if the driver lacks the first. NVML renames functions over time."""
-        try:
-            return self._driver.call(functions[0], *args)
-        except NvmlError as error:
-            if error.code != FUNCTION_NOT_FOUND:
-                raise
-            return self._driver.call(functions[1], *args)
+        total = _plausible("memory total", memory.total, _MAX_MEMORY_BYTES)
+        return int(_plausible("memory used", memory.used, total)), int(total)
 
 
-def plausible(reading: str, value: float, most: float) -> float:
-    """The value as a number, after a check that it is physically possible.
-
-    Args:
-        reading: name of the reading, for the error.
-        value: as the driver reports it, in the driver's unit.
-        most: upper limit, in the same unit.
+def _plausible(reading: str, value: float, most: float) -> float:
+    """A value of the driver as a number.
 
     Raises:
         NvmlError: it is negative, above ``most`` or no number.
     """
     number = float(value)
     if not 0 <= number <= most:  # NaN compares false
-        raise NvmlError(reading, _IMPLAUSIBLE, f"the driver gives {value}, which is not possible")
+        raise NvmlError(reading, UNKNOWN_ERROR, f"the driver gives {value}, which is not possible")
     return number
-
-
-def _measured(sample: GpuSample) -> bool:
-    readings = (
-        sample.utilization_ratio,
-        sample.sm_active_ratio,
-        sample.sm_occupancy_ratio,
-        sample.tensor_active_ratio,
-        sample.memory_bandwidth_ratio,
-        sample.memory_used_bytes,
-        sample.power_watts,
-        sample.temperature_celsius,
-        sample.sm_clock_hertz,
-        sample.throttled,
-    )
-    return any(reading is not None for reading in readings)
 
 
 # -- this rank's GPU through NVML, sampled on a thread of its own ------------------------------------------------------
@@ -789,12 +670,11 @@ _FORKED: Final = "a forked child does not sample the GPU"
 _CLOSED: Final = "the NVML source is closed"
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadingOutcome:
+class _Outcome(NamedTuple):
     """The result of a tick: a sample, or the reason why it is missing. ``at_ns`` is the start of the tick."""
 
     sample: GpuSample | None
-    reason: str | None
+    reason: str
     at_ns: int
 
 
@@ -834,7 +714,9 @@ class NvmlSource:
         self._inert: str | None = None
         self._stop = Wake()
         self._driver = NvmlDriver(clock)
-        self._outcome = _ReadingOutcome(None, _NOT_YET, 0)
+        self._reader: DeviceReader | None = None  # this and the next one: used only on the NVML thread
+        self._uuid: str | None = None
+        self._outcome = _Outcome(None, _NOT_YET, 0)
         self._cpu_seconds = 0.0
         self._thread: OwnThread | None = None
         try:
@@ -856,12 +738,12 @@ class NvmlSource:
         if call is not None and now - call[1] > self._deadline_seconds * NS:
             raise CollectorError(f"an NVML call has not returned for over {self._deadline_seconds:g} s ({call[0]})")
         self._ensure_thread()
-        outcome = self._outcome
-        if outcome.sample is None:
-            raise CollectorError(outcome.reason or _NOT_YET)
-        if now - outcome.at_ns > self._fresh_seconds * NS:
+        sample, reason, at_ns = self._outcome
+        if sample is None:
+            raise CollectorError(reason)
+        if now - at_ns > self._fresh_seconds * NS:
             raise CollectorError(f"the newest NVML reading is over {self._fresh_seconds:g} s old")
-        return outcome.sample
+        return sample
 
     def close(self) -> None:
         """Stop the thread, which shuts NVML down itself. Does not wait for it, because a call may hang."""
@@ -879,7 +761,7 @@ class NvmlSource:
         """
         self._inert = _FORKED
         self._stop = Wake()
-        self._outcome = _ReadingOutcome(None, _FORKED, 0)
+        self._outcome = _Outcome(None, _FORKED, 0)
         self._cpu_seconds = 0.0
         self._thread = None
 
@@ -893,29 +775,27 @@ class NvmlSource:
             raise CollectorError(f"the NVML thread cannot be started: {error}") from error
         self._thread = thread
 
+    # -- on the NVML thread
+
     def _run(self) -> None:
         """The thread. It contains every error."""
+        cpu_before = self._cpu_seconds
+        wait: float | None = 0.0
         try:
-            self._sample_until_told()
+            try:
+                while wait is not None and not self._stop.wait(wait):
+                    wait = self._tick(wait)
+                    self._cpu_seconds = cpu_before + thread_time()
+            finally:
+                self._shut_down()
         except BaseException as error:
             self._failed(f"the NVML thread ended: {type(error).__name__}: {error}")
 
-    def _sample_until_told(self) -> None:
-        cpu_before = self._cpu_seconds
-        sampler = _SamplingThread(self._driver, self._device_uuid, self._environ, self._clock, self._fresh_seconds)
-        wait: float | None = 0.0
-        try:
-            while wait is not None and not self._stop.wait(wait):
-                wait = self._tick(sampler, wait)
-                self._cpu_seconds = cpu_before + thread_time()
-        finally:
-            sampler.close()
-
-    def _tick(self, sampler: _SamplingThread, waited: float) -> float | None:
+    def _tick(self, waited: float) -> float | None:
         """Sample once. Returns the seconds until the next time, None if there is nothing to sample."""
         started = self._clock()
         try:
-            sample = sampler.sample()
+            sample = self._sample()
         except NoGpuError as error:
             self._failed(str(error))
             return None
@@ -924,59 +804,36 @@ class NvmlSource:
             return self._interval
         except Exception as error:
             self._failed(str(error) if isinstance(error, NvmlError) else f"{type(error).__name__}: {error}")
-            sampler.close()
+            self._shut_down()
             return max(self._interval, min(2 * max(waited, self._interval), _MAX_RETRY_SECONDS))
         # The time is that of the start: after a call that hung for a minute, the first readings are a minute old.
-        self._outcome = _ReadingOutcome(sample, None, started)
+        self._outcome = _Outcome(sample, "", started)
         return self._interval
 
-    def _failed(self, reason: str) -> None:
-        self._outcome = _ReadingOutcome(None, reason, self._clock())
-
-
-class _SamplingThread:
-    """An open NVML with the device of this rank. It is used only on the NVML thread."""
-
-    def __init__(
-        self,
-        driver: NvmlDriver,
-        device_uuid: Callable[[], str | None],
-        environ: Mapping[str, str],
-        clock: Callable[[], int],
-        window_seconds: float,
-    ) -> None:
-        self._driver = driver
-        self._device_uuid = device_uuid
-        self._environ = environ
-        self._clock = clock
-        self._window_ns = int(window_seconds * NS)
-        self._pids = own_pids()
-        self._reader: DeviceReader | None = None
-        self._uuid: str | None = None
-
-    def sample(self) -> GpuSample:
+    def _sample(self) -> GpuSample:
         """One sample of this rank's device. The device is searched first if it is unknown or has changed."""
         self._driver.open()
         uuid = self._device_uuid() or self._uuid
         if uuid != self._uuid:
             self._forget_device()
         if self._reader is None:
-            self._reader = self._open_reader(find_device(self._driver, uuid, self._environ))
+            device, window_ns = find_device(self._driver, uuid, self._environ), int(self._fresh_seconds * NS)
+            self._reader = DeviceReader(self._driver, device, clock=self._clock, window_ns=window_ns)
             self._uuid = uuid
         return self._reader.sample()
 
-    def close(self) -> None:
+    def _shut_down(self) -> None:
         """Release everything that NVML has allocated."""
         self._forget_device()
         self._driver.close()
-
-    def _open_reader(self, device: GpuDevice) -> DeviceReader:
-        return DeviceReader(self._driver, device, clock=self._clock, window_ns=self._window_ns, pids=self._pids)
 
     def _forget_device(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+    def _failed(self, reason: str) -> None:
+        self._outcome = _Outcome(None, reason, self._clock())
 
 
 # -- what NVML reports about each GPU of the machine, for ``telemetry doctor`` -----------------------------------------
@@ -998,7 +855,8 @@ def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:
     def ask() -> None:
         try:
             driver.open()
-            answers.append(_summaries(driver))
+            version = driver.call("nvmlSystemGetDriverVersion")
+            answers.append([_summary(driver, i, version) for i in range(driver.call("nvmlDeviceGetCount"))])
         except Exception as error:
             answers.append(error)
         driver.close()
@@ -1015,11 +873,6 @@ def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:
     return answer
 
 
-def _summaries(driver: NvmlDriver) -> list[dict[str, Any]]:
-    version = driver.call("nvmlSystemGetDriverVersion")
-    return [_summary(driver, index, version) for index in range(driver.call("nvmlDeviceGetCount"))]
-
-
 def _summary(driver: NvmlDriver, index: int, version: str) -> dict[str, Any]:
     """One GPU. A lost GPU must not hide the others."""
     summary: dict[str, Any] = dict.fromkeys(("uuid", "name", "sm_source", "mig", "error"))
@@ -1028,10 +881,10 @@ def _summary(driver: NvmlDriver, index: int, version: str) -> dict[str, Any]:
         gpu = driver.call("nvmlDeviceGetHandleByIndex", index)
         summary["uuid"] = driver.call("nvmlDeviceGetUUID", gpu)
         summary["name"] = driver.call("nvmlDeviceGetName", gpu)
-        summary["mig"] = mig_enabled(driver, gpu)
-        if gpm_supported(driver, gpu):
+        summary["mig"] = _is_partitioned(driver, gpu)
+        if _gpm_supported(driver, gpu):
             summary["sm_source"] = "gpm"
-        elif process_supported(driver, gpu):
+        elif _offered(lambda: _process_entries(driver, gpu)) is not None:
             summary["sm_source"] = "process"
     except NvmlError as error:
         summary["error"] = str(error)

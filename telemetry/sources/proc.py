@@ -11,12 +11,13 @@ from telemetry.records import HostSample, ProcessSample
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import NS
 from telemetry.util.files import read_small
+from telemetry.util.processes import START_TICKS, STATE, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# -- direct reads of /proc/PID. They take 7 µs; a general library takes milliseconds -----------------------------------
+# -- one process, or one thread ------------------------------------------------------------------------------------
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -41,22 +42,14 @@ class Stat:
 
 def read_stat(pid: int | str) -> Stat | None:
     """Read `/proc/PID/stat` and `statm` (proc(5)); None if the process has ended."""
-    try:
-        return parsed_stat(read_small(f"/proc/{pid}/stat"), read_small(f"/proc/{pid}/statm"))
-    except OSError:
+    fields = stat_fields(pid)
+    pages = (_read(f"{pid}/statm") or b"").split(None, 3)
+    if len(fields) < 20 or len(pages) < 3 or fields[STATE] in {b"Z", b"X"}:
         return None
-
-
-def parsed_stat(stat: bytes, statm: bytes) -> Stat | None:
-    """Parse the content of the two files; None if the process is gone or the content is invalid."""
-    fields = stat[stat.rfind(b")") + 1 :].split(None, 20)
-    pages = statm.split(None, 3)
-    if len(fields) < 20 or len(pages) < 3 or fields[0] in {b"Z", b"X"}:
-        return None
-    cpu = (int(fields[11]) + int(fields[12])) / _TICKS
-    children = (int(fields[13]) + int(fields[14])) / _TICKS
+    cpu, children = ((int(fields[at]) + int(fields[at + 1])) / _TICKS for at in (11, 13))
     resident, anonymous = int(pages[1]) * _PAGE, (int(pages[1]) - int(pages[2])) * _PAGE
-    return Stat(cpu, children, resident, max(0, anonymous), int(fields[17]), int(fields[1]), int(fields[19]))
+    parent, threads, started = int(fields[1]), int(fields[17]), int(fields[START_TICKS])
+    return Stat(cpu, children, resident, max(0, anonymous), threads, parent, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,57 +62,10 @@ class Schedule:
 
 def read_schedule(pid: int | str, tid: int) -> Schedule | None:
     """Read `/proc/PID/task/TID/schedstat`; None if the thread has ended or the kernel keeps no such figures."""
-    try:
-        return parsed_schedule(read_small(f"/proc/{pid}/task/{tid}/schedstat"))
-    except OSError:
-        return None
-
-
-def parsed_schedule(content: bytes) -> Schedule | None:
-    """Parse the content of a schedstat file; None if the kernel keeps no such figures."""
-    fields = content.split()
+    fields = (_read(f"{pid}/task/{tid}/schedstat") or b"").split()
     if len(fields) < 2 or fields[0] == b"0":  # the file exists, but schedstats are switched off
         return None
     return Schedule(int(fields[0]), int(fields[1]))
-
-
-_STATES: Final = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "t": "traced"}
-
-
-def thread_state(pid: int | str, tid: int) -> str:
-    """A thread's state in words and the kernel function it sleeps in; empty if the kernel does not report them."""
-    task = f"/proc/{pid}/task/{tid}"
-    state = _task_state(task)
-    if not state:
-        return ""
-    words = _STATES.get(state, f"in state {state}")
-    try:
-        where = read_small(f"{task}/wchan").decode("ascii", "replace").partition(".")[0]  # no suffix
-    except OSError:
-        where = ""
-    return f"{words} in {where}" if where not in {"", "0"} and state in "SD" else words
-
-
-def is_running(tid: int) -> bool:
-    """Whether a thread of this process is running or runnable."""
-    return _task_state(f"/proc/self/task/{tid}") == "R"
-
-
-def _task_state(task: str) -> str:
-    """The state letter of proc(5); empty if the kernel does not report it."""
-    try:
-        return read_small(f"{task}/stat").rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
-        return ""
-
-
-def is_worker_of_ours(parent: int) -> bool:
-    """Whether a process with this parent is a child of this process or of its fork server."""
-    here = os.getpid()
-    if parent == here:
-        return True
-    stat = read_stat(parent)
-    return stat is not None and stat.parent == here
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +78,42 @@ class Io:
 
 def read_io(pid: int) -> Io | None:
     """Read `/proc/PID/io` (`read_bytes` and `wchar` of proc(5)); None if the file cannot be read."""
-    try:
-        return parsed_io(read_small(f"/proc/{pid}/io"))
-    except OSError:
-        return None
-
-
-def parsed_io(content: bytes) -> Io | None:
-    """Parse the content of an io file; None if the content is invalid."""
-    fields = content.split()
+    fields = (_read(f"{pid}/io") or b"").split()
     # One line for each figure. The order has never changed in the kernel.
     told = len(fields) > 9 and fields[2] == b"wchar:" and fields[8] == b"read_bytes:"
     return Io(int(fields[9]), int(fields[3])) if told else None
+
+
+_STATES: Final = {b"R": "running", b"S": "sleeping", b"D": "in uninterruptible sleep", b"T": "stopped", b"t": "traced"}
+
+
+def thread_state(pid: int | str, tid: int) -> str:
+    """A thread's state in words and the kernel function it sleeps in; empty if the kernel does not report them."""
+    fields = stat_fields(f"{pid}/task/{tid}")
+    if not fields:
+        return ""
+    state = fields[STATE]
+    words = _STATES.get(state, f"in state {state.decode()}")
+    where = (_read(f"{pid}/task/{tid}/wchan") or b"").decode("ascii", "replace").partition(".")[0]  # no suffix
+    return f"{words} in {where}" if where not in {"", "0"} and state in {b"S", b"D"} else words
+
+
+def is_running(tid: int) -> bool:
+    """Whether a thread of this process is running or runnable."""
+    return stat_fields(f"self/task/{tid}")[:1] == [b"R"]
+
+
+def is_worker_of_ours(parent: int) -> bool:
+    """Whether a process with this parent is a child of this process or of its fork server."""
+    here = os.getpid()
+    return parent == here or ((stat := read_stat(parent)) is not None and stat.parent == here)
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        return read_small(f"/proc/{path}")
+    except OSError:
+        return None
 
 
 # -- counts child processes that the script has started with multiprocessing and that may train ------------------------
@@ -179,8 +149,11 @@ class HostSource:
 
     def read(self) -> HostSample:
         """CPU use since the previous reading; None at the first."""
-        busy, total = _cpu_times(self._psutil.cpu_times())
-        ratio = None
+        times, ratio = self._psutil.cpu_times(), None
+        # Guest time is in user time already.
+        others = sum(getattr(times, name, 0.0) for name in ("iowait", "irq", "softirq", "steal"))
+        total = times.user + times.nice + times.system + times.idle + others
+        busy = total - times.idle - getattr(times, "iowait", 0.0)
         if self._before is not None and total > self._before[1]:
             ratio = min(1.0, max(0.0, (busy - self._before[0]) / (total - self._before[1])))
         self._before = (busy, total)
@@ -189,14 +162,6 @@ class HostSource:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _cpu_times(times: Any) -> tuple[float, float]:
-    """Busy and total seconds of all cores. Guest time is in user time already."""
-    total = times.user + times.nice + times.system + times.idle
-    total += sum(getattr(times, name, 0.0) for name in ("iowait", "irq", "softirq", "steal"))
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    return total - idle, total
 
 
 class ProcessSource:

@@ -6,16 +6,20 @@ import os
 import re
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.sources.proc import thread_state
-from telemetry.sources.workers import ask_workers
+from telemetry.hooks.worker import STACK_REQUEST
+from telemetry.sources.proc import is_worker_of_ours, read_schedule, read_stat, thread_state
+from telemetry.util.clock import NS, now_ns, sleep
+from telemetry.util.files import raised
 from telemetry.util.stacks import Stack, is_library, line_of, python_threads, stack_text, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.hooks.worker_block import StackPort
+    from telemetry.sources.proc import Schedule
 
 MAX_BYTES: Final = 1 << 16
 """Of all stacks together."""
@@ -102,6 +106,124 @@ def _bounded(texts: Sequence[str]) -> list[str]:
         left -= len(clean)
         kept.append(clean.decode("utf-8", "ignore").rstrip("\n"))
     return kept
+
+
+# -- asks the workers ------------------------------------------------------------------------------------------------
+
+_ALL_SECONDS: Final = 1.5
+_POLL_SECONDS: Final = 0.01
+_MAX_WORKERS: Final = 64
+
+
+@dataclass(slots=True)
+class WorkerStack:
+    """The stack of one worker.
+
+    Attributes:
+        stack: its lines, the main thread's first. If it is empty, ``missing`` gives the reason.
+        state: state of its main thread, in words; empty if it is unknown.
+    """
+
+    pid: int
+    state: str = ""
+    stack: str = ""
+    missing: str = ""
+
+
+def ask_workers(workers: Sequence[tuple[int, StackPort | None]]) -> list[WorkerStack]:
+    """Ask all workers for their stacks at the same time. Takes at most 1.5 s.
+
+    A thread of the worker is woken through a pipe, and answers in memory. No signal is sent: it would interrupt the
+    worker's system calls, and C libraries take that for an error. The pipe is opened through /proc, as files that a
+    process of the same user has open can be. ptrace is not needed.
+
+    Args:
+        workers: pid and port (None if the worker has none) of each. Workers beyond the first 64 are not asked.
+
+    Returns:
+        One result per worker, in the same order.
+    """
+    answers, waiting = [], []
+    for place, (pid, port) in enumerate(workers):
+        answer = WorkerStack(pid)
+        answers.append(answer)
+        if place >= _MAX_WORKERS:
+            answer.missing = f"only {_MAX_WORKERS} workers are asked"
+        elif port is None:
+            answer.missing = "it was started before the agent, or could not be made ready to be asked"
+        else:
+            before, number = _schedules(pid, port), now_ns()
+            answer.missing = _silent(pid) or _wake(pid, port, number)
+            if not answer.missing:
+                waiting.append((answer, port, number, before))
+    began, left = now_ns(), waiting
+    while left and now_ns() - began < _ALL_SECONDS * NS:
+        sleep(_POLL_SECONDS)
+        for answer, port, number, _ in left:
+            found = port.area.read()
+            if found is not None and (found.session, found.pid) == (number, answer.pid):
+                answer.stack = found.content.decode("utf-8", "replace")
+        left = [each for each in left if not each[0].stack]
+    for answer, port, number, before in left:
+        answer.missing = _silent(answer.pid) or _late(answer.pid, port, number, before)
+    for answer in answers:
+        answer.state = thread_state(answer.pid, answer.pid)
+    return answers
+
+
+def _silent(pid: int) -> str:
+    """Why no thread of this process can answer; empty if one can."""
+    stat = read_stat(pid)
+    if stat is None:
+        return "it has ended"
+    if not is_worker_of_ours(stat.parent):
+        return "it has ended, and its pid is another process's"
+    stopped = thread_state(pid, pid) in {"stopped", "traced"}
+    return "it is stopped, by a signal or a debugger" if stopped else ""
+
+
+def _wake(pid: int, port: StackPort, number: int) -> str:
+    """Write the request into the worker's pipe. Returns why it was not written; empty if it was."""
+    closed, path = "it has closed our pipe", f"/proc/{pid}/fd/{port.pipe}"
+    try:
+        # Looked at first: to open another file may change something for its owner.
+        if str(Path(path).readlink()) != f"pipe:[{port.inode}]":
+            return closed
+        # For reading, too: without a reader, a write would send SIGPIPE.
+        pipe = raised(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        try:
+            if os.fstat(pipe).st_ino != port.inode:
+                return closed
+            os.write(pipe, STACK_REQUEST.pack(number))
+        finally:
+            os.close(pipe)
+    except FileNotFoundError:
+        return closed
+    except OSError as error:  # also if the pipe is full
+        return f"it cannot be asked ({error.strerror})"
+    return ""
+
+
+def _late(pid: int, port: StackPort, number: int, before: tuple[Schedule, Schedule] | None) -> str:
+    """Why it did not answer in time, by what the kernel tells of the thread that answers and of the main thread."""
+    after = _schedules(pid, port)
+    if before is None or after is None:
+        return "it did not answer in time"
+    seconds = (now_ns() - number) / NS
+    (answering, main), (answering_before, main_before) = after, before
+    waited = (answering.runnable_ns - answering_before.runnable_ns) / NS
+    if answering.run_ns == answering_before.run_ns or waited > seconds / 2:
+        return f"it did not answer in {seconds:.1f} s: it got no core"
+    return (
+        f"it did not answer in {seconds:.1f} s: a call that holds the GIL runs. "
+        f"Of this time its main thread was on a core for {(main.run_ns - main_before.run_ns) / NS:.1f} s"
+    )
+
+
+def _schedules(pid: int, port: StackPort) -> tuple[Schedule, Schedule] | None:
+    """Of the thread that answers and of the main thread; None if the kernel does not report them."""
+    answering, main = read_schedule(pid, port.thread), read_schedule(pid, pid)
+    return (answering, main) if answering is not None and main is not None else None
 
 
 # -- one place -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The DataLoader workers of this process: what they do, where their time goes, and their stacks.
+"""The DataLoader workers of this process: what they do, and where their time goes.
 
 The workers record their fetches (`hooks.worker`), which shows how busy they are. The kernel's schedstat of the same
 threads splits that time into running, runnable (waiting for a core) and the rest, blocked. Between fetches a worker
@@ -10,23 +10,21 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import add, sub
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.worker import STACK_REQUEST
-from telemetry.hooks.worker_block import FETCH_BUCKETS, StackPort, WorkerBlock, WorkerCounters
+from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.records import Deliveries, Histogram, WorkersSample
-from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat, thread_state
-from telemetry.util.clock import NS, now_ns, sleep
-from telemetry.util.files import raised
+from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from telemetry.hooks.loaders import Arrival, LoaderHandle
+    from telemetry.hooks.worker_block import WorkerBlock, WorkerCounters
     from telemetry.sources.proc import Io, Schedule, Stat
 
-# -- the source ----------------------------------------------------------------------------------------------------
+# -- the source --------------------------------------------------------------------------------------------------------
 
 _TICK_NS: Final = 10_000_000
 _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
@@ -97,11 +95,19 @@ class WorkersSource:
                 everyone += 1
                 if trained and not loader.training:
                     continue
-                worker = counters.get(pid)
-                seen[pid, stat.start_ticks] = _see(pid, stat, worker, now)
-                longest = max(longest, _fetching_seconds(worker, now))
-                if worker is not None:
-                    fetched[pid] = (worker.fetches, worker.wall_ns / NS)
+                # With its threads, and the programs that it has run: their CPU time is not blocked time of the worker.
+                cpu, worker = stat.cpu_seconds + stat.children_cpu_seconds, counters.get(pid)
+                if worker is None:
+                    seen[pid, stat.start_ticks] = _Seen(cpu, None, None, read_io(pid))
+                    continue
+                since = worker.fetching_since_ns
+                fetching = max(0, now - since) if since else 0
+                busy = worker.wall_ns + fetching
+                seen[pid, stat.start_ticks] = _Seen(cpu, busy, read_schedule(pid, worker.tid), read_io(pid))
+                longest = max(longest, fetching / NS)
+                fetched[pid] = (worker.fetches, worker.wall_ns / NS)
+        taken = self._deliveries.batches - before.batches
+        slack = self._deliveries.slack_seconds - before.slack_seconds
         sample = WorkersSample(
             workers=everyone,
             training_workers=len(seen),
@@ -110,7 +116,7 @@ class WorkersSource:
             fetching_seconds=longest,
             fetches_total=sum(self._histogram.counts),
             fetch_duration=self.fetches,
-            slack_seconds=_mean_slack(before, self._deliveries),
+            slack_seconds=slack / taken if taken else None,
             deliveries=self._deliveries,
             head_of_line_batches=blocked.batches if blocked is not None else 0,
             head_of_line_worker=blocked.worker if blocked is not None else None,
@@ -144,12 +150,14 @@ class WorkersSource:
         for worker in counters:
             key = (id(block), worker.worker, worker.pid)
             before = self._counted.get(key)
-            if before is not None and _is_another(before, worker):
+            # Memory is reused, and with it the id of a block: smaller counters are of another worker.
+            if before is not None and (
+                worker.wall_ns < before.wall_ns or min(map(sub, worker.histogram, before.histogram)) < 0
+            ):
                 before = None
-            seen = before.histogram if before else _NONE_YET.counts
+            seen, seen_ns = (_NONE_YET.counts, 0) if before is None else (before.histogram, before.wall_ns)
             counts = tuple(map(add, self._histogram.counts, map(sub, worker.histogram, seen)))
-            took = (worker.wall_ns - (before.wall_ns if before else 0)) / NS
-            self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + took)
+            self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + (worker.wall_ns - seen_ns) / NS)
             self._counted[key] = worker
         return counters
 
@@ -177,13 +185,20 @@ class WorkersSource:
         shares: dict[str, float | None] = dict.fromkeys(names + rates)
         if not both or wall <= 0:
             return shares
-        process_cpu = _mean(after.cpu_seconds - before.cpu_seconds for before, after in both) / (wall / NS)
+
+        def share(total: float) -> float:
+            return total / len(both) / wall
+
+        process_cpu = NS * share(sum(after.cpu_seconds - before.cpu_seconds for before, after in both))
         shares["cpu_ratio"] = process_cpu
-        if all(b.busy_ns is not None and a.busy_ns is not None for b, a in both):
-            busy = _mean(max(0, (a.busy_ns or 0) - (b.busy_ns or 0)) for b, a in both) / wall
+        known = [(a.busy_ns, b.busy_ns) for b, a in both if a.busy_ns is not None and b.busy_ns is not None]
+        scheduled = [(a.schedule, b.schedule) for b, a in both if a.schedule is not None and b.schedule is not None]
+        if len(known) == len(both):
+            busy = share(sum(max(0, now - then) for now, then in known))
             shares["busy_ratio"] = min(1.0, busy)
-            run, runnable = _scheduled(both, wall)
-            if run is not None and runnable is not None:
+            if len(scheduled) == len(both):
+                run = min(1.0, share(sum(a.run_ns - b.run_ns for a, b in scheduled)))
+                runnable = min(1.0, share(sum(a.runnable_ns - b.runnable_ns for a, b in scheduled)))
                 # The kernel counts the whole process in ticks of 10 ms, and the thread exactly.
                 elsewhere = process_cpu - run > _TICK_NS / wall
                 cpu = max(run, min(busy - runnable, process_cpu)) if elsewhere else run
@@ -194,20 +209,9 @@ class WorkersSource:
                 shares["pickling_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
         told = [(b.io, a.io) for b, a in both if b.io is not None and a.io is not None]
         if len(told) == len(both):
-            shares["read_bytes_per_second"] = sum(a.read_bytes - b.read_bytes for b, a in told) / (wall / NS)
-            shares["written_bytes_per_second"] = sum(a.written_bytes - b.written_bytes for b, a in told) / (wall / NS)
+            shares["read_bytes_per_second"] = NS / wall * sum(a.read_bytes - b.read_bytes for b, a in told)
+            shares["written_bytes_per_second"] = NS / wall * sum(a.written_bytes - b.written_bytes for b, a in told)
         return shares
-
-
-def _mean_slack(before: Deliveries, after: Deliveries) -> float | None:
-    """How long a batch had been ready, mean over the batches that were taken between two readings."""
-    batches = after.batches - before.batches
-    return (after.slack_seconds - before.slack_seconds) / batches if batches else None
-
-
-def _is_another(before: WorkerCounters, now: WorkerCounters) -> bool:
-    """Whether the counters are of another worker. Memory is reused, and with it the id of a block."""
-    return now.wall_ns < before.wall_ns or min(map(sub, now.histogram, before.histogram)) < 0
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:
@@ -221,37 +225,6 @@ def _allowed_cores(pids: Iterable[int]) -> int | None:
     return len(cores) or None
 
 
-def _see(pid: int, stat: Stat, counters: WorkerCounters | None, now: int) -> _Seen:
-    # With its threads, and the programs that it has run: their CPU time is not blocked time of the worker.
-    cpu = stat.cpu_seconds + stat.children_cpu_seconds
-    if counters is None:
-        return _Seen(cpu, None, None, read_io(pid))
-    busy = counters.wall_ns + int(_fetching_seconds(counters, now) * NS)
-    return _Seen(cpu, busy, read_schedule(pid, counters.tid), read_io(pid))
-
-
-def _fetching_seconds(counters: WorkerCounters | None, now: int) -> float:
-    """How long the fetch in progress has taken; 0.0 without one."""
-    if counters is None or not counters.fetching_since_ns:
-        return 0.0
-    return max(0, now - counters.fetching_since_ns) / NS
-
-
-def _scheduled(pairs: list[tuple[_Seen, _Seen]], wall: int) -> tuple[float | None, float | None]:
-    """Shares of the wall clock that the workers ran, and were runnable; None if the kernel does not report it."""
-    known = [(b.schedule, a.schedule) for b, a in pairs if b.schedule is not None and a.schedule is not None]
-    if len(known) < len(pairs):
-        return None, None
-    run = _mean(a.run_ns - b.run_ns for b, a in known) / wall
-    runnable = _mean(a.runnable_ns - b.runnable_ns for b, a in known) / wall
-    return min(1.0, run), min(1.0, runnable)
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
-
-
 def _ready(queue: Any, before: int | None) -> int | None:
     try:
         return (before or 0) + int(queue.qsize())
@@ -259,7 +232,7 @@ def _ready(queue: Any, before: int | None) -> int | None:
         return before
 
 
-# -- batches and their fetches -------------------------------------------------------------------------------------
+# -- batches and their fetches -----------------------------------------------------------------------------------------
 
 _LONG: Final = 3.0
 """A fetch is long if it takes this many times the mean of its worker's fetches."""
@@ -322,21 +295,26 @@ class Fetches:
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
         head_of_line: dict[int, int] = {}  # by the worker that is waited for
         workers, not_in_turn, of_epoch = self._workers, self._not_in_turn, self._of_epoch
-        for arrival in arrivals:
-            epoch, number, requested, arrived = arrival
+        for epoch, number, requested, arrived in arrivals:
             place, worker = divmod(number, workers)
             fetches = of_epoch(worker, epoch)
-            finished = None if fetches is None else fetches.finished(place)
-            if (finished > arrived) if finished is not None else self._came_before_its_fetch(arrival):
+            if fetches is None:
+                continue
+            finished = fetches.finished(place)
+            # It has come before its fetch has ended: workers of an iterable data set have ended one by one, and the
+            # others get more batches.
+            if finished > arrived if finished is not None else fetches.is_to_come(place):
                 not_in_turn.add(epoch)
-            if fetches is None or finished is None or not number or epoch in not_in_turn:
+            if finished is None or not number or epoch in not_in_turn:
                 continue
             batches += 1
             if finished > requested:
                 since = finished
                 fetch_wait += finished - requested
-                behind = self._earliest_behind(arrival)
-                if behind is not None and behind < finished:
+                # When the first of the next batches, one of each other worker, was finished.
+                after = range(number + 1, number + workers)
+                behind = min((e for n in after if (e := self.finished_ns(epoch, n)) is not None), default=finished)
+                if behind < finished:
                     blocked = finished - max(behind, requested)
                     head_of_line[worker] = head_of_line.get(worker, 0) + blocked
             else:
@@ -347,7 +325,7 @@ class Fetches:
             if longest:
                 from_busy += 1
                 transfer_wait_busy += arrived - since
-                transfer_wait_long += arrived - since if self._is_long(worker, longest) else 0
+                transfer_wait_long += arrived - since if fetches.is_long(longest) else 0
         return Deliveries(
             batches=batches,
             slack_seconds=slack / NS,
@@ -365,33 +343,16 @@ class Fetches:
         worker = self._counters.get(next_batch % self._workers)
         if worker is None or epoch in self._not_in_turn or self.finished_ns(epoch, next_batch) is not None:
             return None
-        began = [_began(c, epoch) for c in self._counters.values()]
-        if None in began:
-            return None
-        finished = sum(c.ended - (b or 0) for c, b in zip(self._counters.values(), began, strict=True))
+        finished = 0
+        for counters in self._counters.values():
+            began = _began(counters, epoch)
+            if began is None:
+                return None
+            finished += counters.ended - began
         if finished <= next_batch:
             return None
         since = worker.fetching_since_ns
         return HeadOfLine(finished - next_batch, worker.worker, max(0, now_ns - since) / NS if since else 0.0)
-
-    def _came_before_its_fetch(self, arrival: Arrival) -> bool:
-        """Whether a batch has arrived although the fetch matched with it has not ended.
-
-        This happens when the workers of an iterable data set end one by one, and the others get more batches.
-        """
-        worker = self._counters.get(arrival.number % self._workers)
-        began = None if worker is None else _began(worker, arrival.epoch)
-        return worker is not None and began is not None and began + arrival.number // self._workers >= worker.ended
-
-    def _is_long(self, worker: int, fetch_ns: int) -> bool:
-        counters = self._counters[worker]
-        return fetch_ns * counters.fetches >= _LONG * counters.wall_ns > 0
-
-    def _earliest_behind(self, arrival: Arrival) -> int | None:
-        """When the first of the next batches, one of each other worker, was finished."""
-        after = range(arrival.number + 1, arrival.number + self._workers)
-        ends = [end for batch in after if (end := self.finished_ns(arrival.epoch, batch)) is not None]
-        return min(ends, default=None)
 
 
 class _EpochFetches:
@@ -413,6 +374,14 @@ class _EpochFetches:
         """When a fetch ended, by its place in the epoch; None if it has not ended, or its stamp is no longer kept."""
         number = self._began + place
         return self._ends[number % self._kept] if self._oldest <= number < self._end else None
+
+    def is_to_come(self, place: int) -> bool:
+        """Whether a fetch has not ended, by its place in the epoch."""
+        return self._began + place >= self._counters.ended
+
+    def is_long(self, fetch_ns: int) -> bool:
+        """Whether a fetch takes much longer than the usual ones of the worker."""
+        return fetch_ns * self._counters.fetches >= _LONG * self._counters.wall_ns > 0
 
     def longest_after(self, place: int, since_ns: int, arrived_ns: int) -> int:
         """The longest later fetch that the worker was in at any time between two stamps.
@@ -443,147 +412,3 @@ def _began(worker: WorkerCounters, epoch: int) -> int | None:
     if not worker.epoch - len(worker.epoch_began) < epoch <= worker.epoch or epoch <= 0:
         return None
     return worker.epoch_began[epoch % len(worker.epoch_began)]
-
-
-# -- stacks --------------------------------------------------------------------------------------------------------
-
-_ALL_SECONDS: Final = 1.5
-_POLL_SECONDS: Final = 0.01
-_MAX_WORKERS: Final = 64
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStack:
-    """The stack of one worker.
-
-    Attributes:
-        stack: its lines, the main thread's first. If it is empty, ``missing`` gives the reason.
-        state: state of its main thread, in words; empty if it is unknown.
-    """
-
-    pid: int
-    state: str
-    stack: str
-    missing: str
-
-
-def ask_workers(workers: Sequence[tuple[int, StackPort | None]]) -> list[WorkerStack]:
-    """Ask all workers for their stacks at the same time. Takes at most 1.5 s.
-
-    A thread of the worker is woken through a pipe, and answers in memory. No signal is sent: it would interrupt the
-    worker's system calls, and C libraries take that for an error. The pipe is opened through /proc, as files that a
-    process of the same user has open can be. ptrace is not needed.
-
-    Args:
-        workers: pid and port (None if the worker has none) of each. Workers beyond the first 64 are not asked.
-
-    Returns:
-        One result per worker, in the same order.
-    """
-    requests = [_StackRequest(pid, port) for pid, port in workers]
-    for request in requests[_MAX_WORKERS:]:
-        request.missing = f"only {_MAX_WORKERS} workers are asked"
-    began = now_ns()
-    asked = [(request, port) for request in requests if (port := request.port) is not None]
-    for request, port in asked:
-        request.ask(port)
-    while not all(request.done for request in requests) and now_ns() - began < _ALL_SECONDS * NS:
-        sleep(_POLL_SECONDS)
-        for request, port in asked:
-            request.read_answer(port)
-    for request, port in asked:
-        request.time_out(port)
-    return [WorkerStack(i.pid, thread_state(i.pid, i.pid), i.stack, i.missing) for i in requests]
-
-
-class _StackRequest:
-    """The request for the stack of one worker."""
-
-    def __init__(self, pid: int, port: StackPort | None) -> None:
-        self.pid = pid
-        self.port = port
-        self.stack = ""
-        self.missing = (
-            "" if port is not None else "it was started before the agent, or could not be made ready to be asked"
-        )
-        self._number = now_ns()
-        self._before: tuple[Schedule, Schedule] | None = None
-
-    @property
-    def done(self) -> bool:
-        return bool(self.stack or self.missing)
-
-    def ask(self, port: StackPort) -> None:
-        """Wake the worker's thread, if the process is still a worker of ours that can answer."""
-        if self.done:
-            return
-        self._before = self._schedules(port)
-        try:
-            self.missing = self._silent() or self._wake(port)
-        except FileNotFoundError:
-            self.missing = "it has closed our pipe"
-        except OSError as error:
-            self.missing = f"it cannot be asked ({error.strerror})"
-
-    def read_answer(self, port: StackPort) -> None:
-        """Take the answer if it is there."""
-        answer = port.area.read() if not self.done else None
-        if answer is not None and (answer.session, answer.pid) == (self._number, self.pid):
-            self.stack = answer.content.decode("utf-8", "replace")
-
-    def time_out(self, port: StackPort) -> None:
-        """Record why the worker did not answer."""
-        if not self.done:
-            self.missing = self._silent() or self._late(port)
-
-    def _silent(self) -> str:
-        """Why no thread of this process can answer; empty if one can."""
-        stat = read_stat(self.pid)
-        if stat is None:
-            return "it has ended"
-        if not is_worker_of_ours(stat.parent):
-            return "it has ended, and its pid is another process's"
-        stopped = thread_state(self.pid, self.pid) in {"stopped", "traced"}
-        return "it is stopped, by a signal or a debugger" if stopped else ""
-
-    def _wake(self, port: StackPort) -> str:
-        """Write the request into the pipe. Returns why it was not written.
-
-        Raises:
-            OSError: the pipe cannot be opened, or is full.
-        """
-        path = f"/proc/{self.pid}/fd/{port.pipe}"
-        # Looked at first: to open another file may change something for its owner.
-        if str(Path(path).readlink()) != f"pipe:[{port.inode}]":
-            return "it has closed our pipe"
-        # For reading, too: without a reader, a write would send SIGPIPE.
-        pipe = raised(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        try:
-            if os.fstat(pipe).st_ino != port.inode:
-                return "it has closed our pipe"
-            os.write(pipe, STACK_REQUEST.pack(self._number))
-        finally:
-            os.close(pipe)
-        return ""
-
-    def _late(self, port: StackPort) -> str:
-        """Why it did not answer in time, by what the kernel tells of the thread that answers and of the main thread."""
-        after = self._schedules(port)
-        if self._before is None or after is None:
-            return "it did not answer in time"
-        seconds = (now_ns() - self._number) / NS
-        answering, main = (
-            ((now.run_ns - then.run_ns) / NS, (now.runnable_ns - then.runnable_ns) / NS)
-            for now, then in zip(after, self._before, strict=True)
-        )
-        if not answering[0] or answering[1] > seconds / 2:
-            return f"it did not answer in {seconds:.1f} s: it got no core"
-        return (
-            f"it did not answer in {seconds:.1f} s: a call that holds the GIL runs. "
-            f"Of this time its main thread was on a core for {main[0]:.1f} s"
-        )
-
-    def _schedules(self, port: StackPort) -> tuple[Schedule, Schedule] | None:
-        """Of the thread that answers and of the main thread; None if the kernel does not report them."""
-        answering, main = read_schedule(self.pid, port.thread), read_schedule(self.pid, self.pid)
-        return (answering, main) if answering is not None and main is not None else None

@@ -25,15 +25,26 @@ if TYPE_CHECKING:
 # -- what tells one process from another with the same pid, and what kind of process this is ---------------------------
 
 
+STATE, START_TICKS = 0, 19
+"""Places in `stat_fields`."""
+
+
+def stat_fields(process: int | str) -> list[bytes]:
+    """`/proc/PROCESS/stat` from the state letter on, see proc(5); empty if the process has ended.
+
+    Args:
+        process: its pid, ``self``, or ``PID/task/TID`` for a thread.
+    """
+    try:
+        return read_small(f"/proc/{process}/stat").rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
 def start_ticks(pid: int) -> int | None:
     """Start of a process in clock ticks since boot. With the pid it identifies the process. None if it has ended."""
-    try:
-        fields = read_small(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    except OSError:
-        return None
-    if fields[0] in {b"Z", b"X"}:
-        return None
-    return int(fields[19])
+    fields = stat_fields(pid)
+    return int(fields[START_TICKS]) if fields and fields[STATE] not in {b"Z", b"X"} else None
 
 
 def pid_namespace() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from telemetry.sources.workers import ask_workers
+from telemetry.sources.stacks import ask_workers
 from telemetry.util import threads
 from tests.data_sets import Numbers
 from tests.faults.processes import Child, wait_for, write
