@@ -31,8 +31,14 @@ def make_sinks(names: Iterable[str], run_dir: Path) -> tuple[list[Sink], dict[st
         try:
             if not _is_installed(name):
                 missing[name] = "the package is not installed"
+            elif name == "tensorboard":
+                from telemetry.sinks.tensorboard import TensorBoardSink
+
+                sinks.append(TensorBoardSink(run_dir / "tensorboard"))
             else:
-                sinks.append(_make(name, run_dir))
+                from telemetry.sinks.trackers import TRACKERS
+
+                sinks.append(TRACKERS[name]())
         except Exception as error:  # the package is broken
             missing[name] = kind_of(error)
     return sinks, missing
@@ -44,17 +50,3 @@ def _is_installed(name: str) -> bool:
         return True
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
-
-
-def _make(name: str, run_dir: Path) -> Sink:
-    if name == "tensorboard":
-        from telemetry.sinks.tensorboard import TensorBoardSink
-
-        return TensorBoardSink(run_dir / "tensorboard")
-    if name == "wandb":
-        from telemetry.sinks.trackers import WandbSink
-
-        return WandbSink()
-    from telemetry.sinks.trackers import MlflowSink
-
-    return MlflowSink()

@@ -12,6 +12,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from telemetry.records import NAMESPACE
+from telemetry.sinks.thread import Sink
 from telemetry.util.clock import unix_time
 from telemetry.util.files import Descriptor, opened
 
@@ -26,19 +27,18 @@ _MAX_FOLDERS: Final = 10_000
 _TEXT: Final = summary_pb2.SummaryMetadata(plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name="text"))
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes into ``folder/rank-R``. If another process has used that folder, into ``rank-R.2`` and so on.
 
     So the attempts of a run that is restarted are separate curves. The file is opened at the first write.
     """
 
     name = "tensorboard"
-    gather_seconds = 0.0
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._rank: int | None = None
-        self._path: Path | None = None
+        self._path = folder
         self._file: Descriptor | None = None
 
     def write(self, items: Sequence[SinkItem]) -> None:
@@ -52,7 +52,7 @@ class TensorBoardSink:
                 self.close()
                 self._rank, self._path = rank, self._new_path(rank)
             if self._file is None or not self._file.is_in_place():  # other code may have closed or deleted it
-                self._open(self._path)
+                self._open()
             self._append([_event(item) for item in of_rank])
 
     def close(self) -> None:
@@ -66,12 +66,10 @@ class TensorBoardSink:
         if file is not None:
             file.close()
 
-    def _open(self, path: Path | None) -> None:
+    def _open(self) -> None:
         """Open the file, which may be there from an earlier try: a full disk fails the first record."""
-        if path is None:
-            raise OSError("there is no event file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = Descriptor(opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
         if os.fstat(self._file.number).st_size:
             return
         try:

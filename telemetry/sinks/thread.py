@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from _thread import allocate_lock
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 from telemetry.util.clock import NS, now_ns, thread_time
 from telemetry.util.errors import kind_of
@@ -16,14 +17,11 @@ if TYPE_CHECKING:
     from telemetry.records import SinkItem
 
 
-# -- what every sink must be able to do --------------------------------------------------------------------------------
-
-
 class SinkWaits(Exception):  # noqa: N818 - no error: the sink has nothing to write into yet
     """There is nothing to write into yet, such as no active run. The text says what is missing."""
 
 
-class Sink(Protocol):
+class Sink:
     """One library. All methods but `forget` are called on the thread of the sinks.
 
     Attributes:
@@ -32,7 +30,7 @@ class Sink(Protocol):
     """
 
     name: str
-    gather_seconds: float
+    gather_seconds = 0.0
 
     def write(self, items: Sequence[SinkItem]) -> None:
         """Write some items, oldest first. If it raises, all of them are written again later.
@@ -40,6 +38,7 @@ class Sink(Protocol):
         Raises:
             SinkWaits: there is nothing to write into yet. The items are dropped.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Write what the library still holds, and close files of ours."""
@@ -47,10 +46,6 @@ class Sink(Protocol):
     def forget(self) -> None:
         """In a forked child: close descriptors, and write nothing."""
 
-
-# -- writes into all sinks, on one thread, because a service may block -------------------------------------------------
-# A sink that fails is tried again after a time that doubles. Meanwhile its items wait, up to a limit; then the oldest
-# are dropped and counted.
 
 MAX_ITEMS: Final = 360
 """Items that wait for one sink: an hour, at one every 10 s."""
@@ -63,19 +58,22 @@ _LONGEST_PAUSE_SECONDS: Final = 300.0
 _LONG_SECONDS: Final = 3600.0
 
 
+@dataclass(slots=True)
 class _Queue:
-    """The items of one sink, and when it is tried again."""
+    """The items of one sink, and when it is tried again. ``told``: what it waits for, once that was said."""
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
-        self.items: deque[SinkItem] = deque()
-        self.pause_seconds = 0.0
-        self.due_ns = 0
-        self.told: str | None = None  # what it waits for
+    sink: Sink
+    items: deque[SinkItem] = field(default_factory=deque)
+    pause_seconds: float = 0.0
+    due_ns: int = 0
+    told: str | None = None
 
 
 class SinkThread:
     """Takes items on the agent thread and writes them on a thread of its own, which the first item starts.
+
+    A sink that fails is tried again after a time that doubles. Meanwhile its items wait, up to a limit; then the oldest
+    are dropped and counted.
 
     Args:
         sinks: the sinks, in the order in which they are written.
@@ -139,20 +137,19 @@ class SinkThread:
     def _run(self) -> None:
         last = False
         while not last:
-            self._changed.wait(self._seconds_to_wait())
+            due = [queue.due_ns for queue in self._queues if queue.items]
+            self._changed.wait((min(due) - self._now()) / NS if due else _LONG_SECONDS)
             self._changed.clear()
             last = self._ending
             for queue in self._queues:
                 if last or queue.due_ns <= self._now():
                     self._empty(queue)
                 if last:
-                    self._close(queue.sink)
+                    try:
+                        queue.sink.close()
+                    except BaseException as error:
+                        self._news.append((f"{queue.sink.name}: {kind_of(error)}", 1))
                 self.cpu_seconds = thread_time()
-
-    def _seconds_to_wait(self) -> float:
-        """Until something is due."""
-        due = [queue.due_ns for queue in self._queues if queue.items]
-        return (min(due) - self._now()) / NS if due else _LONG_SECONDS
 
     def _empty(self, queue: _Queue) -> None:
         """Write the items of a sink, some at a time, until all are written or it fails."""
@@ -161,17 +158,15 @@ class SinkThread:
                 items = [queue.items.popleft() for _ in range(min(len(queue.items), _ITEMS_AT_ONCE))]
             if not items:
                 return
-            if not self._write(queue, items):
-                with self._lock:
-                    self._put_back(queue, items)
-                return
-
-    def _put_back(self, queue: _Queue, items: list[SinkItem]) -> None:
-        if not queue.pause_seconds:
-            queue.items.clear()  # there is nothing to write into: they belong to no run of the library
+            if self._write(queue, items):
+                continue
+            with self._lock:
+                if queue.pause_seconds:
+                    queue.items.extendleft(reversed(items))
+                    self._drop_oldest(queue)
+                else:
+                    queue.items.clear()  # there is nothing to write into: they belong to no run of the library
             return
-        queue.items.extendleft(reversed(items))
-        self._drop_oldest(queue)
 
     def _drop_oldest(self, queue: _Queue) -> None:
         while len(queue.items) > MAX_ITEMS:
@@ -197,9 +192,3 @@ class SinkThread:
             self._news.append((f"{name}: works again", 0))
         queue.pause_seconds, queue.due_ns = 0.0, 0
         return True
-
-    def _close(self, sink: Sink) -> None:
-        try:
-            sink.close()
-        except BaseException as error:
-            self._news.append((f"{sink.name}: {kind_of(error)}", 1))

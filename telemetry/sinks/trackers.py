@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import NAMESPACE
-from telemetry.sinks.thread import SinkWaits
+from telemetry.sinks.thread import Sink, SinkWaits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from telemetry.records import SinkItem
 
 
-# -- weights & Biases: the figures join the row that the script logs next, in its own active run -----------------------
+# -- Weights & Biases: the figures join the row that the script logs next, in its own active run -----------------------
 # The script numbers its rows. A row of ours would take a number, and W&B drops rows whose number is smaller than the
 # newest. So ours are logged with ``commit=False`` and without a step: W&B stores them with the script's next row. The
 # charts have an axis of their own, ``telemetry/step``.
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 _STEP: Final = f"{NAMESPACE}/step"
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Writes into ``wandb.run``. Never imports wandb: without the script's import there is no run."""
 
     name = "wandb"
-    gather_seconds = 0.0
 
     def __init__(self) -> None:
         self._defined: str | None = None  # id of the run that knows our axis
@@ -55,12 +54,6 @@ class WandbSink:
         if values:
             run.log(values, commit=False)
 
-    def close(self) -> None:
-        """Nothing to close: the run is the script's."""
-
-    def forget(self) -> None:
-        """Nothing to forget."""
-
 
 # -- MLflow: the figures become metrics of the script's active run -----------------------------------------------------
 # An active run of MLflow belongs to a thread. The thread of the sinks has none, so the newest run of all threads is
@@ -72,7 +65,7 @@ _METRICS_AT_ONCE: Final = 1000
 _TAG_LENGTH: Final = 500
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     """Writes into the newest active run of the process. Never imports MLflow: the script has to start the run.
 
     The run's end is not noticed: what is left is written into the run that was active last.
@@ -106,12 +99,6 @@ class MlflowSink:
             if item.stall:
                 client.set_tag(self._run_id, item.key("last_stall"), item.stall[:_TAG_LENGTH])
 
-    def close(self) -> None:
-        """Nothing to close: the run is the script's."""
-
-    def forget(self) -> None:
-        """Nothing to forget."""
-
 
 def _active_run_id(mlflow: Any) -> str | None:
     """The run of the thread that has started one last. MLflow's public functions tell only this thread's run."""
@@ -119,3 +106,7 @@ def _active_run_id(mlflow: Any) -> str | None:
     newest = getattr(fluent, "_get_latest_active_run", None)
     run = newest() if newest is not None else None
     return None if run is None else str(run.info.run_id)
+
+
+TRACKERS: Final = {"wandb": WandbSink, "mlflow": MlflowSink}
+"""By their names in the setting ``sinks``."""
