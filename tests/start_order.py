@@ -8,7 +8,7 @@ from __future__ import annotations
 LONG = """
     stack/cluster faults/test_job_hangs stack/job faults/test_space test_alerts test_tune faults/test_attempts stack/
     loaders/test_unchanged_loaders faults/test_last_line test_samples faults/test_identity_processes test_demo
-    faults/test_leaks zoo/test_zoo test_fleet_benchmark faults/test_not_stuck test_report_logs faults/test_stuck
+    faults/test_leaks zoo/test_zoo faults/test_not_stuck test_report_logs faults/test_stuck
     faults/test_exits faults/test_snapshot test_workers faults/test_blocked_agent
     test_stall_properties faults/test_restart faults/test_agent_seams faults/test_takeover test_html
     faults/test_budget faults/test_ends_from_outside faults/test_oom_killer faults/test_no_space_no_right

@@ -1,18 +1,20 @@
 """The benchmarks' parts run and give what the report needs. Nothing here judges a time."""
 
+import gzip
 import json
-from array import array
+import re
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from stack.jobs import ROOT, must_have
 
 from benchmarks import (
     agent_cpu,
     compare,
+    fleet_prometheus,
     instruments,
-    loops,
     machine,
     memory,
-    overhead,
     report,
     scrape,
     sink_cost,
@@ -20,7 +22,12 @@ from benchmarks import (
     tail,
     worker_fetch,
 )
+from benchmarks import fleet as fleet_benchmark
+from benchmarks import trace as trace_benchmark
 from benchmarks.effort import QUICK
+from benchmarks.fleet_ranks import Node, fleet
+from benchmarks.inlining import inlined
+from telemetry.trace.reader import read_trace
 from tests.full_views import page
 
 TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}
@@ -35,16 +42,6 @@ def test_side_by_side_loops():
         assert set(samples[0]) >= {"next", "optimizer", "whole", "cost", "peak"}
     assert answer["running"]
     assert answer["hook_errors"] == 0
-
-
-def test_hooks_are_put_back():
-    from torch.optim import optimizer as torch_optimizer
-
-    before = dict(torch_optimizer._global_optimizer_post_hooks)
-    instrument = loops.Instrument("x", iter(()), post_hooks=[lambda *_: None])
-    with loops.installed(instrument, loops.HookStamps()):
-        assert len(torch_optimizer._global_optimizer_post_hooks) == 3
-    assert dict(torch_optimizer._global_optimizer_post_hooks) == before
 
 
 def test_the_agents_threads():
@@ -67,12 +64,6 @@ def test_the_longest_of_many_short_steps():
         assert segment["max"] >= segment["p99.99"] >= segment["p99.9"] >= segment["p50"] > 0
 
 
-def test_long_steps_are_summed_up():
-    summed = tail.summary(array("q", [10, 2_000_000, 40, 1_500_000]), [5, 7], seconds=2.0)
-    assert (summed["steps"], summed["max"], summed["long"]) == (4, 2_000_000, 1_750_000)
-    assert (summed["gil"], summed["gil_max"]) == (6, 7)
-
-
 @pytest.mark.parametrize("agent", [True, False])
 def test_growth_of_memory(agent):
     answer = memory.measure(agent=agent, steps=1000, warm_up=500)
@@ -87,13 +78,6 @@ def test_a_scraped_node():
     assert answer["samples"] > 8 * 20
     assert answer["quiet"][0]
     assert answer["met"][0]["during"]
-
-
-def test_a_full_view_shows_every_family():
-    names = [line.split()[2] for line in page(scrape.full_view()).splitlines() if line.startswith("# TYPE")]
-    assert len(names) == len(set(names))
-    assert "training_gpu_sm_active_ratio" in names
-    assert "training_loader_workers" in names
 
 
 def test_a_spread_is_what_it_says():
@@ -121,26 +105,12 @@ def test_a_miss_is_shown_as_a_miss(tmp_path):
     assert as_markdown.exists()
 
 
-def test_what_cannot_be_measured_says_why():
-    pool = overhead.Pool()
-    pool.add(lambda: (_ for _ in ()).throw(overhead.child.ChildError("no such machine")))
-    rows = overhead._loop_rows("hot", "hot", pool, pool, limit=0.8)
-    assert all(row.figure is None for row in rows)
-    assert any(row.note == "no such machine" for row in rows)
-
-
 def test_sinks_that_are_not_installed_are_not_measured(monkeypatch):
     """A target whose row is missing would look as if there were none."""
     monkeypatch.setenv("SINKS_PYTHON", "/nowhere/python")
     rows = sink_cost.sinks(QUICK)
     assert all(row.figure is None and "no environment with the sinks" in row.note for row in rows)
     assert [row.unit for row in rows if row.target is not None] == ["% of a core", "us"]
-
-
-def test_sinks_are_compared_with_the_run_beside():
-    """What slows both down together adds nothing to the difference."""
-    assert sink_cost._more([5.0, 105.0], [4.0, 104.0]) == spread.Spread(1.0, 1.0, 1.0, 2)
-    assert sink_cost._more([5.0, 6.0], [4.0]) is None
 
 
 def test_a_fetch_in_a_worker():
@@ -155,3 +125,120 @@ def test_comparisons_of_recorded_runs():
         equal, longer = (compare.recorded([{"runs": runs}], pairs, longer=longer)["thread"] for longer in (False, True))
         assert (equal.pairs, equal.covered, equal.slower, equal.faster) == (sets, sets, 0, 0)
         assert (longer.pairs, longer.covered, longer.slower) == (sets, sets, sets)
+
+
+# -- traces -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_repeated_events_are_a_trace_with_the_same_steps_many_times(tmp_path, name):
+    target = tmp_path / name
+    count = trace_benchmark.write_trace(trace_benchmark.EVENTS, target, 6_000_000)
+    data = target.read_bytes()
+    events = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)["traceEvents"]
+    assert len(events) == count
+    once, often = read_trace(trace_benchmark.EVENTS), read_trace(target)
+    assert len(often.steps) % len(once.steps) == 0
+    assert len(often.steps) > len(once.steps)
+    assert len({step.step for step in often.steps}) == len(often.steps)
+    assert often.average.categories == pytest.approx(once.average.categories, abs=1e-6)
+
+
+# -- the fleet: its ranks show what real ones do, and its queries ask what the dashboards do ----------------------------
+
+BEGAN = 1_000_000.0
+RULES = {
+    "run:x:sum": 'sum by (run) (rate(x_total{a="1"}[5m]))',
+    "run:y:max": "max by (run) (run:x:sum / y)",
+    "run:z:last": "z or run:z:last",
+}  # fmt: skip
+
+
+def samples(node, now):
+    text = node.expose(rank.view(now) for rank in node.ranks).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_simulated_rank_shows_every_family_that_there_is():
+    (ranks,) = fleet(8, 8, BEGAN)
+    views = [rank.view(BEGAN + 100) for rank in ranks]
+    shown, full = (
+        {line for line in page(*each).splitlines() if line.startswith("# TYPE")}
+        for each in (views, [scrape.full_view()])
+    )
+    assert full - shown == set()
+
+
+def test_values_move_and_counters_do_not_go_back():
+    node = Node(fleet(8, 8, BEGAN)[0])
+    before, after = samples(node, BEGAN + 100), samples(node, BEGAN + 115)
+
+    assert before.keys() == after.keys()
+    moved = {name for (name, labels), value in after.items() if value != before[name, labels]}
+    assert len(moved) > 25
+    for (name, labels), value in after.items():
+        if name.endswith(("_total", "_bucket", "_count", "_sum")):
+            assert value >= before[name, labels], name
+    for rank in range(8):
+        ledger = [
+            v
+            for (name, labels), v in after.items()
+            if name == "training_time_seconds_total" and ("rank", str(rank)) in labels
+        ]
+        assert sum(ledger) == pytest.approx(115)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("sum(x_total)", "sum(x_total)"),
+        ('run:x:sum{run=~"(a|b)"}', '(sum by (run) (rate(x_total{a="1", run=~"(a|b)"}[5m])))'),
+        ("run:x:sum > 0", '(sum by (run) (rate(x_total{a="1"}[5m]))) > 0'),
+        (
+            'max_over_time(run:y:max{run="r"}[5m])',
+            'max_over_time((max by (run) ((sum by (run) (rate(x_total{a="1", run="r"}[5m]))) / y{run="r"}))[5m:15s])',
+        ),
+        ("sum_over_time(run:x:sum[1h:1m])", 'sum_over_time((sum by (run) (rate(x_total{a="1"}[5m])))[1h:1m])'),
+        ("run:z:last", "run:z:last"),
+        ('label_replace(y, "run:x:sum", "", "", "")', 'label_replace(y, "run:x:sum", "", "", "")'),
+    ],
+)
+def test_recorded_names_become_what_they_stand_for(expression, expected):
+    assert inlined(expression, RULES, {"x_total", "y", "z"}, "15s") == expected
+
+
+def test_the_shipped_rules_can_all_be_written_out():
+    rules = fleet_prometheus.recording_rules()
+    remember = {name for name, expression in rules.items() if name in expression}
+    metrics = {name for name, _ in samples(Node(fleet(8, 8, BEGAN)[0]), BEGAN + 100)}
+
+    for name in rules.keys() - remember:
+        raw = inlined(f'{name}{{run="r"}}', rules, metrics, "15s")
+        assert not any(other in raw for other in rules.keys() - remember)
+        assert 'run="r"' in raw or name.startswith("uuid:")  # another exporter's, which know of no run
+
+
+@pytest.mark.stack
+def test_a_small_fleet_is_measured():
+    must_have("prometheus")
+    rows = {(row.section, row.name): row for row in fleet_benchmark.measure(16, 8, 32, 1)}
+
+    series = rows["One Prometheus, 16 ranks", "series of a rank"].figure.median
+    assert series > 150
+    assert rows["One Prometheus, 16 ranks", "resident memory"].figure.median > 0
+    assert rows["What that means for 10000 GPUs", "series in memory"].figure.median > 10_000 * series
+    asked = [row for (section, _), row in rows.items() if section == "Each query, slowest first"]
+    assert all(row.figure is not None for row in asked), [row.note for row in asked if row.figure is None]
+
+
+def test_figures_of_the_document_are_those_of_the_result():
+    text = (ROOT / "docs" / "scale.md").read_text().replace(",", "")
+    (result,) = fleet_benchmark.RESULTS.glob("fleet-*.md")
+    measured = result.read_text()
+    figures = re.findall(r"\d+\.\d+(?= (?:cores|GiB|s\b|times))|\d{5,}", text)
+    assert len(figures) > 14
+    assert [figure for figure in figures if f"{figure} " not in measured] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.util.files import dump_object, parse_object
+from telemetry.util.files import parse_object
 from telemetry.util.text import (
     binary_size,
     byte_size,
@@ -75,10 +75,3 @@ def test_a_long_name_is_shortened_to_its_width():
 @pytest.mark.parametrize("content", [b"", b'{"a": ', b"[1]", b"null", b"\xff\xfe", b"[" * 100_000])
 def test_content_that_is_not_a_json_object(content):
     assert parse_object(content) is None
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_an_object_is_read_as_it_was_written(indent):
-    written = dump_object({"a": [1, None], "b": "é"}, indent=indent)
-    assert written.endswith(b"\n")
-    assert parse_object(written) == {"a": [1, None], "b": "é"}

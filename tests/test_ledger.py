@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.agent.accounting import ExposedWait, Ledger, StepStats
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP, Histogram, Step
-from telemetry.util.sketch import Sketch, parse_counts
+from telemetry.util.sketch import Sketch
 
 stamps = st.integers(min_value=0, max_value=10**12)
 spans = st.tuples(
@@ -152,15 +152,9 @@ def test_sketches_of_windows_add_up(first, second):
         for value in values:
             part.add([value])
             whole.add([value])
-        parts.merge(parse_counts(part.as_log_field()), part.largest)
+        parts.merge(((int(at), count) for at, count in part.as_log_field().items()), part.largest)
     assert parts.counts == whole.counts
     assert parts.percentiles() == whole.percentiles()
-
-
-@given(st.recursive(st.none() | st.integers() | st.text() | st.floats(), lambda c: st.dictionaries(st.text(), c)))
-@settings(max_examples=50)
-def test_no_field_of_a_log_breaks_the_reader(field):
-    Sketch().merge(parse_counts(field), 0.0)
 
 
 def test_a_wait_that_began_while_nobody_looked_is_seen_the_next_time():

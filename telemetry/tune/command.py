@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.hooks.trial import LOADER_SETTINGS, SHARING
 from telemetry.tune.search import GridError, Limits, Search, as_run, is_grid, settings_grid
 from telemetry.tune.trial import Candidate, run_trial, settings_for
-from telemetry.util.files import dump_object
 from telemetry.util.text import byte_size, complain, milliseconds, rounded_percent, show, show_json, table, warn
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Tuning:
                 "stopped": why,
                 "notes": self._notes,
             }
-            return show_json(dump_object(found, indent=2).decode())
+            return show_json(json.dumps(found, indent=2) + "\n")
         text = _trial_table(self._trials)
         text += "\n" + _bars(self._trials) if self._grid else ""
         text += "\n" + _verdict(first, best, why) + _evaluation_note(first)

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-# -- failures of the agent's own code: counted by source, and each logged at most once a minute ------------------------
-# What is no failure of ours is raised again, see `let_pass`.
-
 _QUIET_SECONDS: Final = 60.0
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120 - strings to compare
@@ -131,10 +128,8 @@ def kind_of(error: BaseException) -> str:
     """What an exception of the user's code or of a library is, without its text.
 
     The text may hold anything: an address with a password, a token, a line of the data. Others may read the log. So it
-    gets the types, from the exception back to its cause, the kernel's word for an error of the system, and the place.
-
-    Returns:
-        For example ``MlflowException from ConnectionRefusedError: Connection refused, at rest_utils.py:291``.
+    gets the types, from the exception back to its cause, the kernel's word for an error of the system, and the place:
+    ``MlflowException from ConnectionRefusedError: Connection refused, at rest_utils.py:291``.
     """
     kinds: list[str] = []
     each: BaseException | None = error
@@ -148,9 +143,6 @@ def kind_of(error: BaseException) -> str:
         place = f", at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"  # noqa: PTH119
         trace = trace.tb_next
     return " from ".join(kinds) + place
-
-
-# -- writes the few lines of the agent to the training's stderr --------------------------------------------------------
 
 
 def say(text: str) -> bool:

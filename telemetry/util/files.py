@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 
-# -- small files that are read or replaced whole, and descriptors that stay open ---------------------------------------
 # The functions here use descriptors directly because that is faster. The built-in `open` takes 1.5 times as long for a
 # file of /proc and twice as long for one in memory. `Path.read_text` takes three to five times as long.
 
@@ -118,10 +117,6 @@ def read_small(path: str | os.PathLike[str], most: int = _MAX_BYTES) -> bytes:
 def open_regular(path: str | os.PathLike[str], *, buffer_bytes: int = -1) -> BinaryIO | None:
     """Open a regular file for reading. Returns None for a FIFO, a device or a folder, and never blocks on one.
 
-    Args:
-        path: the file.
-        buffer_bytes: how much is read at a time; -1 for what Python reads, 8 KiB.
-
     Raises:
         OSError: it does not exist, or may not be read.
     """
@@ -159,10 +154,7 @@ def replace_file(
         mode: mode of the file; the umask takes its part away.
         for_everyone: everyone may read it, whatever the umask says: a program of another user needs it.
         dir_fd: the folder that a relative path is in.
-        first: write only if the file does not exist yet.
-
-    Returns:
-        Whether the file was written. False only with ``first``.
+        first: write only if the file does not exist yet. Then the result may be False: it was not written.
 
     Raises:
         OSError: it cannot be written, or there is not enough space.
@@ -296,9 +288,6 @@ def identity_of(number: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-# -- small JSON objects, as ranks and processes exchange them through files --------------------------------------------
-
-
 def parse_object(content: bytes) -> dict[str, Any] | None:
     """Parse a JSON object; None if the content is anything else, such as a line that is cut off."""
     try:
@@ -306,13 +295,3 @@ def parse_object(content: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def dump_object(value: dict[str, Any], *, indent: int | None = None) -> bytes:
-    """A JSON object as bytes, with a line break at its end.
-
-    Args:
-        value: plain values.
-        indent: spaces of each level, for a file that people read; None for one line.
-    """
-    return json.dumps(value, indent=indent).encode() + b"\n"

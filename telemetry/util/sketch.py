@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from telemetry.records import Percentiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 GROWTH: Final = 1.02
 _LOG_GROWTH: Final = math.log(GROWTH)
@@ -62,18 +64,3 @@ class Sketch:
     def as_log_field(self) -> dict[str, int]:
         """JSON form: bucket index to count."""
         return {str(index): count for index, count in sorted(self.counts.items())}
-
-
-def parse_counts(field: object) -> list[tuple[int, int]]:
-    """Parse the output of `Sketch.as_log_field`. Invalid entries are left out."""
-    if not isinstance(field, Mapping):
-        return []
-    pairs: list[tuple[int, int]] = []
-    for key, count in field.items():
-        try:
-            index = int(key)
-        except (TypeError, ValueError):
-            continue
-        if isinstance(count, int) and count > 0 and abs(index) < 10_000:
-            pairs.append((index, count))
-    return pairs

@@ -89,22 +89,13 @@ def shortened(text: str, width: int) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, names_first: bool = False) -> list[str]:
-    """The lines of a table, each column as wide as its widest cell.
-
-    Args:
-        headings: one per column.
-        rows: rows of cells, one cell per heading.
-        names_first: align the first column to the left; all others are aligned to the right.
-    """
+    """The lines of a table, aligned to the right; with ``names_first`` its first column to the left."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    return [_table_row(row, widths, names_first=names_first) for row in (headings, *rows)]
-
-
-def _table_row(cells: Sequence[str], widths: Sequence[int], *, names_first: bool) -> str:
-    aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-    if names_first:
-        aligned[0] = cells[0].ljust(widths[0])
-    return "  ".join(aligned).rstrip()
+    lines = []
+    for cells in (headings, *rows):
+        first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append("  ".join([cells[0].ljust(widths[0]) if names_first else first, *others]).rstrip())
+    return lines
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
@@ -140,7 +131,7 @@ def plain(text: str) -> str:
     r"""Text with every character escaped that is not printable; line breaks stay. ESC becomes ``\x1b``."""
     if text.replace("\n", "").isprintable():
         return text
-    return "".join(c if c == "\n" or c.isprintable() else _escaped(c) for c in text)
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
@@ -151,18 +142,13 @@ def one_line(text: str) -> str:
 def show(text: str) -> int:
     """Print text for a person on the standard output, escaped as `plain` does.
 
-    Returns:
-        The exit status: 0, or 1 if the text could not be written. It is no error if the reader closes the pipe.
+    Returns the exit status: 0, or 1 if the text could not be written. It is no error if the reader closes the pipe.
     """
     return _to_stdout(plain(text))
 
 
 def show_json(text: str) -> int:
-    """Print a JSON document on the standard output. Characters that its encoding lacks or cannot print are escaped.
-
-    Returns:
-        As `show`.
-    """
+    """As `show`, for a JSON document: what the encoding lacks, or cannot be printed, is escaped as JSON does."""
     stdout = sys.stdout
     encoding = _encoding(stdout) if stdout is not None else "ascii"
 
@@ -211,7 +197,3 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 def _encoding(stream: TextIO) -> str:
     return getattr(stream, "encoding", None) or "utf-8"
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

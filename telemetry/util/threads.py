@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 # -- the agent's own threads, which the training does not notice -------------------------------------------------------
 # * `threading` does not know them. A script may join every thread that `threading.enumerate` returns, or wait until
 #   `threading.active_count` is 1.
-# * They block all signals, because signals are meant for the training. If they did not, the kernel could deliver a
-# signal
-#   to a thread of ours although the training waits for it with ``sigwait``, which would end the process. If the script
-#   has set SIGPIPE back to its default, a scraper that closes its connection would end the process, too.
+# * They block all signals, because signals are meant for the training: the kernel could deliver one to a thread of ours
+#   although the training waits for it with ``sigwait``, which would end the process. So would a scraper that closes its
+#   connection, where the script has set SIGPIPE back to its default.
 # * No garbage collection starts on them. Python collects on the thread whose allocation exceeds the threshold, and then
 #   runs the finalizers of the script there: a connection of sqlite3 that is closed on a thread of ours raises. So while
-#   a
-#   thread of ours works, the threshold is higher by `_ROOM` objects, which it does not allocate. A collection that has
-#   become due starts at the next allocation of the script, at most milliseconds later. If a thread of ours hangs (a
-#   file
-#   system that does not answer), the script still collects, but less often. `gc.get_threshold` meanwhile returns the
-#   script's threshold: a script that computes another one from it, or restores it later, must not do so with ours.
+#   a thread of ours works, the threshold is higher by `_ROOM` objects, which it does not allocate. A collection that
+#   has become due starts at the next allocation of the script, at most milliseconds later. If a thread of ours hangs (a
+#   file system that does not answer), the script still collects, but less often. `gc.get_threshold` meanwhile returns
+#   the script's threshold: a script that computes another from it, or restores it later, must not do so with ours.
 #
 # A thread of ours waits with `Wake` or between `rest` and `work`. Anywhere else it counts as working.
 
