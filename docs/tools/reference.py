@@ -317,7 +317,6 @@ STEPS: Final = {
 
 ELSEWHERE: Final = {
     "the agent's threads, 8 DataLoader workers, one scrape a second": ("The agent's own threads", "CPU at 1 Hz"),
-    "TraceML 0.5.0, the same, with all its processes": ("The agent's own threads", "TraceML 0.5.0: the same, all"),
     "a node of 8 ranks with 2 workers each, all agents together": ("The agent's own threads", "a node with 8 ranks"),
     "the three [sinks](integrations.md#sinks), a row every 10 s": ("The sinks", "all on: more by"),
     "a fetch in a DataLoader worker, hot": ("Per fetch", "hot, nothing else is done: telemetry adds"),
