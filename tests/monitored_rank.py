@@ -6,7 +6,6 @@ import dataclasses
 from types import SimpleNamespace
 
 from telemetry.agent.accounting import Ledger, StepStats
-from telemetry.agent.agent import TrainingThread
 from telemetry.agent.collectors import Samples
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
@@ -58,8 +57,7 @@ class Run:
             take_source=lambda: SimpleNamespace(kind="workers", settings={}),
         )
         self.collectors = SimpleNamespace(samples=Samples(), cpu_seconds=0.0)
-        thread = TrainingThread(tracker)
-        self.thread_sampler = ThreadSampler(thread.ident, thread.is_computing, thread.is_running)
+        self.thread_sampler = ThreadSampler(tracker)
         self.builder = TotalsBuilder(
             self.accounting,
             tracker,

@@ -121,8 +121,8 @@ def test_only_a_rank_of_this_node_is_known_to_have_ended():
         (peer(1, 90.0), peer(2, 1.0), structs.replace(peer(77, 45.0), node="n2")),
         (peer(2, 2.0), structs.replace(peer(78, 1.0), node="n2")),
     ]
-    paces = PeerPaces(iter(ticks).__next__)
-    assert [paces.read() for _ in ticks] == ticks
+    paces = PeerPaces()
+    assert [paces.take(tick) for tick in ticks] == ticks
     assert {pace.rank: pace.run_wait_seconds for pace in paces.of_run} == {1: 90.0, 2: 2.0, 78: 1.0}
 
 

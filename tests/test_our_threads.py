@@ -17,6 +17,7 @@ from telemetry.sources.stacks import all_stacks
 from telemetry.util import threads
 from telemetry.util.stacks import stack_of
 from tests.faults.processes import HANG
+from tests.running_agent import at_work
 
 ROOT = Path(__file__).parents[1]
 
@@ -182,7 +183,7 @@ class Training:
 
 
 def look(training) -> None:
-    ThreadSampler(lambda: training.thread.ident, lambda: True, lambda: True).sample()
+    ThreadSampler(at_work(training.thread)).sample()
 
 
 @pytest.mark.parametrize("see", [look, lambda training: all_stacks(training.thread.ident, ())], ids=["look", "stacks"])

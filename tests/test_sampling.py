@@ -18,7 +18,7 @@ from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import WorkerBlock
-from telemetry.sources.lines import FETCH, LineSampler, ThreadSampler
+from telemetry.sources.lines import LineSampler, ThreadSampler
 from telemetry.sources.proc import is_running
 from telemetry.util import gil, sampling, threads
 from telemetry.util.clock import NS, now_ns
@@ -26,7 +26,7 @@ from telemetry.util.errors import ErrorLog
 from telemetry.util.gil import SWITCH_SECONDS, GilTurns, restore_switch_interval, shorten_switch_interval, thread_waits
 from telemetry.util.sampling import LATE_WAITS, AttributedSamples, StackProfile
 from telemetry.util.stacks import Spot
-from tests.running_agent import wait_for
+from tests.running_agent import at_work, wait_for
 
 # -- when --------------------------------------------------------------------------------------------------------------
 
@@ -264,14 +264,14 @@ def test_threads_that_fetch_are_sampled_as_workers():
 
     thread = threading.Thread(target=read_ahead)
     thread.start()
-    sampler = LineSampler(lambda: threading.get_ident(), lambda: None)
-    sampler.want(frozenset({FETCH}))
+    sampler = LineSampler(at_work(stepping=False))
+    sampler.want(frozenset({work.FETCH}))
 
     def lines():
         due = now_ns()
         time.sleep(sampler.gap())
         sampler.sample(due)
-        return line_shares(sampler.profiles.get(FETCH, StackProfile()), work.FETCH)
+        return line_shares(sampler.profiles.get(work.FETCH, StackProfile()), work.FETCH)
 
     try:
         first = wait_for(lines)[0]
@@ -283,7 +283,7 @@ def test_threads_that_fetch_are_sampled_as_workers():
 
 
 def test_nothing_is_sampled_that_is_not_wanted():
-    sampler = LineSampler(threading.get_ident, lambda: work.STEP)
+    sampler = LineSampler(at_work())
     assert sampler.gap() == float("inf")
     sampler.want(frozenset({work.WAIT}))
     sampler.sample(now_ns())
@@ -468,7 +468,7 @@ def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
 
 def test_what_holds_up_another_wake_up_counts_as_well():
     """The agent thread has more to do than sample. What is due then may be as late as a sample."""
-    sampler = LineSampler(threading.get_ident, lambda: "step")
+    sampler = LineSampler(at_work())
     sampler.late(now_ns() - NS)
     assert sampler.profiles == {}
     sampler.want(frozenset({"step"}))
@@ -488,7 +488,7 @@ class NeverDue(LineSampler):
     """Samples are due in a thousand seconds. Tells how late the agent thread was with anything else."""
 
     def __init__(self) -> None:
-        super().__init__(threading.get_ident, lambda: None)
+        super().__init__(at_work())
         self.due: list[int] = []
 
     def gap(self) -> float:
@@ -543,24 +543,20 @@ def backward():
     made.thread.join()
 
 
-def sampler_of(backward, running) -> ThreadSampler:
-    return ThreadSampler(lambda: backward.thread.ident, lambda: True, running)
-
-
 def seen(sampler: ThreadSampler, what) -> bool:
     sampler.sample()
     return what(sampler.take())
 
 
 def test_a_backward_pass_that_computes_waits_for_no_other_rank(backward):
-    sampler = sampler_of(backward, lambda: is_running(backward.thread.native_id))
+    sampler = ThreadSampler(at_work(backward.thread))
     line = Backward.run.__code__.co_firstlineno + 5
     place = f"run (test_sampling.py:{line})"
     assert wait_for(lambda: seen(sampler, lambda now: (now.in_sync, now.where) == (0, place)))
 
 
 def test_a_backward_pass_that_is_on_no_core_waits_for_the_others(backward):
-    sampler = sampler_of(backward, lambda: False)
+    sampler = ThreadSampler(at_work(backward.thread, device=0))  # there it may spin on a core
     assert wait_for(lambda: seen(sampler, lambda now: now.in_sync == 1))
 
 

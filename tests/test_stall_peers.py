@@ -6,7 +6,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.hooks.ring import Ring
@@ -15,7 +14,6 @@ from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
 from telemetry.sources.lines import ThreadSamples
 from telemetry.util.stacks import stack_of
 from tests.monitored_rank import SECOND, Run
-from tests.running_agent import wait_for
 
 
 @pytest.fixture
@@ -66,38 +64,6 @@ def test_a_pace_tells_how_long_the_training_thread_had_no_core(run):
     pace = run.stall_monitor.pace()
     assert pace.core_wait_seconds == pytest.approx(1.25)
     assert pace.cores_busy_ratio == pytest.approx(0.95)
-
-
-def test_a_rank_whose_backward_pass_is_on_a_core_is_seen_at_work(observed):
-    """The agent's own samples, as its thread takes them, of a real pass."""
-    thread_sampler = Run(observed.tracker).thread_sampler
-    at_work, in_sync, over = [], [], threading.Event()
-
-    def look() -> bool:
-        thread_sampler.sample()
-        seen = thread_sampler.take()
-        (in_sync if seen.in_sync else at_work if seen.where == place else []).append(seen)
-        return len(at_work) + len(in_sync) >= 30
-
-    def watch() -> None:
-        try:
-            thread_sampler._computing = lambda: True
-            wait_for(look)
-        finally:
-            over.set()
-
-    def backward(loss: torch.Tensor) -> None:
-        """On this line and no other."""
-        loss.backward()
-
-    place = f"backward (test_stall_peers.py:{backward.__code__.co_firstlineno + 2})"
-    watching = threading.Thread(target=watch)
-    watching.start()
-    while not over.is_set():
-        a = torch.rand(700, 700, requires_grad=True)
-        backward((a @ a @ a).sum())
-    watching.join()
-    assert len(at_work) > len(in_sync)
 
 
 SLIGHTLY_SLOW = RankPace(1, 10.0, 100, 8.5, 1.5, 0.0)

@@ -39,7 +39,6 @@ from telemetry.node.prometheus import TargetFile
 from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.lines import ThreadSampler
-from telemetry.sources.proc import is_running
 from telemetry.util.clock import NS, WallClock, now_ns
 from telemetry.util.errors import ErrorLog, let_pass, say
 from telemetry.util.files import StandardStreams
@@ -55,29 +54,6 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.records import RankPace, Step
     from telemetry.sources.lines import LineSampler
-
-
-# -- the training thread, as the thread sampler needs it ---------------------------------------------------------------
-
-
-class TrainingThread:
-    """Reads the tracker's state of the training thread from another thread."""
-
-    def __init__(self, tracker: StepTracker) -> None:
-        self._tracker = tracker
-
-    def ident(self) -> int:
-        """Its ident."""
-        return self._tracker.thread
-
-    def is_computing(self) -> bool:
-        """Whether it is in a step and not waiting for a batch."""
-        return self._tracker.stepping and not self._tracker.waiting_since
-
-    def is_running(self) -> bool:
-        """Whether it is on a core. Always False on a GPU: there a thread that waits for the device may use a core."""
-        tracker = self._tracker
-        return tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread)
 
 
 # -- skips ticks while nothing changes ---------------------------------------------------------------------------------
@@ -314,9 +290,8 @@ class Agent:
         self.figures = FigureOutput(config, self.identity, self._run_so_far, self.errors, self._wall)
         parts = (self._collectors, self._node, self._job, self.figures)
         self.overhead = Overhead(self.tracker, [part for part in parts if part is not None])
-        training = TrainingThread(self.tracker)
-        self._thread_sampler = ThreadSampler(training.ident, training.is_computing, training.is_running)
-        self._peer_paces = PeerPaces(self._paces_of_others)
+        self._thread_sampler = ThreadSampler(self.tracker)
+        self._peer_paces = PeerPaces()
         self._builder = TotalsBuilder(
             self.accounting,
             self.tracker,
@@ -574,7 +549,7 @@ class Agent:
                 self._memory.tick(self._collectors.samples, workers_end=self._workers_end_with_first_epoch())
         with self.errors.contained("diagnose"):
             self.tracker.batch_release.read()
-            tick = self._builder.tick(self._peer_paces.read())
+            tick = self._builder.tick(self._peer_paces.take(self._paces_of_others()))
             if self.trial is not None:
                 self.trial.tick(tick, self._node)
             self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)

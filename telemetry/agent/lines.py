@@ -127,7 +127,7 @@ class LineMonitor:
     """
 
     def __init__(self, tracker: StepTracker, folder: Path, errors: ErrorLog, event_log: EventLog) -> None:
-        self.sampler = LineSampler(lambda: tracker.thread, lambda: _doing(tracker))
+        self.sampler = LineSampler(tracker)
         self._tracker = tracker
         self._files = ProfileFolder(folder, event_log.identity.pid)
         self._errors = errors
@@ -310,12 +310,3 @@ class LineMonitor:
                 profile.merge(self._sampled_by(handle))
         kind = work.FETCH if work.FETCH in kinds else kinds[0] if kinds else ""
         return (profile if profile.samples else None), kind
-
-
-def _doing(tracker: StepTracker) -> str | None:
-    """What the training thread does now: a kind of work that can be sampled; None for anything else."""
-    if tracker.waiting_since > 0:
-        return work.WAIT
-    if tracker.checkpointing:
-        return work.CHECKPOINT
-    return work.STEP if tracker.stepping and not tracker.waiting_since else None

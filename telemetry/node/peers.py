@@ -492,28 +492,24 @@ class JobLink:
 
 
 class PeerPaces:
-    """Reads the paces of the other ranks once a tick, and keeps the last pace of each rank of this node.
+    """Gets the paces of the other ranks once a tick, and keeps the last pace of each rank of this node.
 
     When a job ends, its ranks leave the board one after the other. The last line of rank 0 still has to tell of all. Of
     other nodes only some ranks are known at any time, so nothing follows from one that is not among them any more.
 
-    Args:
-        newest: returns the paces of the ranks that run now.
     """
 
-    def __init__(self, newest: Callable[[], tuple[RankPace, ...]]) -> None:
-        self._newest = newest
+    def __init__(self) -> None:
         self._far: tuple[RankPace, ...] = ()
         self._near: dict[int, RankPace] = {}
 
-    def read(self) -> tuple[RankPace, ...]:
-        """The paces of the ranks that run now."""
-        paces = self._newest()
+    def take(self, paces: tuple[RankPace, ...]) -> tuple[RankPace, ...]:
+        """Take and return the paces of the ranks that run now."""
         self._near |= {pace.rank: pace for pace in paces if pace.node is None}
         self._far = tuple(pace for pace in paces if pace.node is not None)
         return paces
 
     @property
     def of_run(self) -> tuple[RankPace, ...]:
-        """As of the newest `read`, with those of ranks that ended before it."""
+        """As of the newest `take`, with those of ranks that ended before it."""
         return (*self._near.values(), *self._far)

@@ -10,14 +10,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
+from telemetry.sources.proc import is_running
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.gil import restore_switch_interval, shorten_switch_interval
 from telemetry.util.sampling import SampleTimes, StackProfile, fetch_part
 from telemetry.util.stacks import line_of, python_threads, stack_of, users_spot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from telemetry.hooks.tracker import StepTracker
     from telemetry.util.stacks import Stack
 
 _GAP_SECONDS: Final = 0.02
@@ -28,24 +29,16 @@ _LATE_NS: Final = NS // 1000
 
 _USER: Final = "lines"
 
-FETCH: Final = "fetch"
-"""The kind of work of a thread of this process that makes batches. The others are those of the training thread."""
-
 
 class LineSampler:
     """Profiles of the threads of this process, by what the training thread was doing.
-
-    Args:
-        thread: returns the ident of the training thread.
-        doing: returns what the training thread does now, such as ``wait`` or ``step``; None for anything else.
 
     Attributes:
         profiles: by kind of work.
     """
 
-    def __init__(self, thread: Callable[[], int], doing: Callable[[], str | None]) -> None:
-        self._thread = thread
-        self._doing = doing
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
         self._kinds: frozenset[str] = frozenset()
         self._times: SampleTimes | None = None
         self.profiles: dict[str, StackProfile] = {}
@@ -90,12 +83,13 @@ class LineSampler:
 
     def _sample(self, times: SampleTimes, wall: int, samples: int) -> None:
         times.starts()
-        doing = self._doing()
-        if doing in self._kinds and doing is not None:
-            self._add(doing, stack_of(self._thread()), wall, samples)
+        tracker = self._tracker
+        doing = WAIT if tracker.waiting_since > 0 else CHECKPOINT if tracker.checkpointing else STEP
+        if doing in self._kinds and (doing != STEP or tracker.stepping):
+            self._add(doing, stack_of(tracker.thread), wall, samples)
         if FETCH in self._kinds:
             for thread in python_threads():
-                if thread.ident != self._thread():
+                if thread.ident != tracker.thread:
                     self._add(FETCH, fetch_part(thread.stack), wall, samples)
         times.taken(samples)
 
@@ -129,33 +123,25 @@ class ThreadSamples:
 
 
 class ThreadSampler:
-    """Samples of one thread.
+    """Samples of the training thread while it is in a step and does not wait for a batch."""
 
-    Args:
-        thread: its ident.
-        computing: whether it is in a step and not waiting for a batch.
-        running: whether it runs on a core. A backward pass that runs on a core computes, so it does not wait for
-            another rank. Must return False on a GPU: there the thread's state does not show what the GPU does.
-    """
-
-    def __init__(self, thread: Callable[[], int], computing: Callable[[], bool], running: Callable[[], bool]) -> None:
-        self._thread = thread
-        self._computing = computing
-        self._running = running
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
         self._samples = 0
         self._in_sync = 0
         self._places: Counter[str] = Counter()
 
     def sample(self) -> None:
         """Take one sample of the thread if it computes."""
-        if not self._computing():
+        tracker = self._tracker
+        if not tracker.stepping or tracker.waiting_since:
             return
-        stack = stack_of(self._thread())
+        stack = stack_of(tracker.thread)
         if not stack:
             return
         self._samples += 1
         file = stack[0].file
-        if any(part in file for part in _TOGETHER) and not (_BACKWARD in file and self._running()):
+        if any(part in file for part in _TOGETHER) and not (_BACKWARD in file and _is_on_a_core(tracker)):
             self._in_sync += 1
             return
         own = users_spot(stack)
@@ -169,3 +155,8 @@ class ThreadSampler:
         self._samples = self._in_sync = 0
         self._places.clear()
         return taken
+
+
+def _is_on_a_core(tracker: StepTracker) -> bool:
+    """A backward pass on a core computes, and waits for no rank. On a GPU a thread that waits for it may use a core."""
+    return tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread)
