@@ -98,11 +98,12 @@ def ticked(agent, times: int = 2) -> None:
 # -- on the training thread ----------------------------------------------------------------------------------------
 
 HOOKS = [
-    "tracker.request", "tracker.delivered", "tracker.failed", "tracker.iteration", "tracker.iterated",
-    "tracker.loaders.register", "tracker.loaders.delivered", "tracker.loaders.known", "tracker.mark_request",
-    "tracker.ring.push", "attachment.optimizer.stepped", "tracker.enter_phase", "tracker.exit_phase",
-    "tracker.enter_step", "tracker.exit_step", "tracker.switch", "tracker._enter_evaluation",
+    "tracker._enter_evaluation", "tracker.request", "tracker.delivered", "tracker.failed", "tracker.iteration",
+    "tracker.iterated", "tracker.loaders.register", "tracker.loaders.delivered", "tracker.loaders.known",
+    "tracker.mark_request", "tracker.ring.push", "attachment.optimizer.stepped", "tracker.enter_phase",
+    "tracker.exit_phase", "tracker.enter_step", "tracker.exit_step", "tracker.switch",
 ]  # fmt: skip
+"""The first is called until the loader is known to be one of an evaluation."""
 
 
 @pytest.mark.parametrize("steps", [False, True], ids=["batches", "steps"])
@@ -195,7 +196,7 @@ def test_an_error_of_gradients_or_device_stays_there(start, unharmed, monkeypatc
     agent = start()
     with monkeypatch.context() as patch:
         patch.setattr(agent.tracker, "grad_enabled", break_)
-        patch.setattr(agent.tracker, "_current_device", break_)
+        patch.setattr(torch.cuda, "is_initialized", break_)
         assert train(epochs=2) == unharmed[False]
     assert counted(agent, "hook")
 
@@ -273,6 +274,8 @@ def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, m
 # -- on the agent's threads ----------------------------------------------------------------------------------------
 
 AGENT_SEAMS = {
+    "attempt._replay.add": "ledger",
+    "_collectors._pollers.nvml.source.read": "nvml",
     "_wall.resync": "clock",
     "tracker.ring.drain": "ledger",
     "accounting.ledger.fold": "ledger",
@@ -291,7 +294,6 @@ AGENT_SEAMS = {
     "event_log.window": "jsonl",
     "attempt.tick": "heartbeat",
     "attempt.beat": "heartbeat",
-    "attempt._replay.add": "ledger",
     "attempt.fields": "jsonl",
     "attempt.phase_lines": "jsonl",
     "_run_so_far.tick": "attempts",
@@ -304,10 +306,9 @@ AGENT_SEAMS = {
     "_collectors._pollers.workers.source.read": "workers",
     "_collectors._pollers.pressure.source.read": "pressure",
     "_collectors._pollers.torch_memory.source.read": "torch_memory",
-    "_collectors._pollers.nvml.source.read": "nvml",
     "_collectors._pollers.host.poll": "collect",
 }
-"""Where an error is counted."""
+"""Where an error is counted. The first two are called soon after the start, and seldom later."""
 
 
 def test_an_error_on_the_agent_s_thread_stays_there(start, unharmed, monkeypatch, tmp_path):

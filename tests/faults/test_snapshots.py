@@ -1,15 +1,39 @@
-"""Snapshots of real processes: what they leave behind, how they end, and other profilers."""
+"""Snapshots of real processes: what they leave behind, how they end, what limits them, and other profilers."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import textwrap
 
 import pytest
 import torch
 
-from faults.processes import environment, events, python, results, wait_for, write
-from faults.snapshot_scripts import LOOP, run_loop, snapshot_lines, whole
-from tests.faults.warm_python import WarmChild
+from telemetry.cli import main
+from telemetry.snapshot import budget
+from tests.faults.memory_group import MIB
+from tests.faults.processes import end_of, events, mounting, python, quiet, run, tmpfs, told, wait_for, write
+from tests.faults.warm_python import WarmChild, warm_python
+
+LOOP = "from tests.faults.snapshot_loop import *\n"
+
+
+def run_loop(folder, body, *arguments, **more):
+    """Run a script that begins with what `snapshot_loop` has."""
+    return run(folder, LOOP + textwrap.dedent(body), *arguments, start=warm_python, **more)
+
+
+def snapshot_lines(folder) -> list[dict]:
+    """The lines of the log, without those of plans that were read too late."""
+    return [each for each in events(folder / "run", "snapshot") if "before it read" not in (each["why"] or "")]
+
+
+def whole(path) -> bool:
+    return bool(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+
+
+# -- what they leave behind ----------------------------------------------------------------------------------------
 
 CYCLES = """
 from torch import nn
@@ -18,7 +42,6 @@ from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.util import threads as own_threads
 from telemetry.snapshot import agree
-from telemetry.node.board import board_root
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.store import TraceStore
@@ -37,12 +60,12 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 
-def threads():
+def threads_now():
     return threading.active_count() + len(own_threads.running())
 
 
-grown, before = [], threads()
-for cycle in range(220):
+grown, before = [], threads_now()
+for cycle in range(100):
     now = tracker.ring.closed
     request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, 3, "a test")
     watch = BudgetWatch(Budget.now(256 << 20, 1.0, ranks=1, shapes=False))
@@ -57,51 +80,49 @@ for cycle in range(220):
     if cycle >= 19:
         grown.append(resident())
 kept = sum(path.stat().st_size for path in Path("run/snapshots").rglob("*"))
-with open("results.json", "w") as file:
-    json.dump({"grown": grown, "kept": kept, "threads": threads() - before}, file)
+tell([grown, kept, threads_now() - before])
 """
 
 
-def test_two_hundred_snapshots_leave_no_memory_behind(tmp_path):
-    run_loop(tmp_path, CYCLES, timeout=300)  # half a minute of work on an idle machine
-    found = results(tmp_path)
-    early, late = max(found["grown"][:50]), max(found["grown"][-50:])
-    assert late - early < 8 << 20, f"{(late - early) >> 20} MiB in 150 snapshots of about 1 MiB each"
-    assert found["kept"] < (1 << 18) + 65536, "the limit holds"
-    assert found["threads"] == 0
+def test_a_hundred_snapshots_leave_no_memory_behind(tmp_path):
+    grown, kept, threads = run_loop(tmp_path, CYCLES, timeout=300)
+    early, late = max(grown[:20]), max(grown[-20:])
+    assert late - early < 8 * MIB, f"{(late - early) // MIB} MiB in 60 snapshots of about 1 MiB each"
+    assert kept < (1 << 18) + 65536, "the limit holds"
+    assert threads == 0
 
 
 def test_nothing_is_left_of_a_snapshot_but_its_files(tmp_path):
     """No thread and no change of the environment. Inductor, which torch's own profiler imports, is not loaded."""
-    done = run_loop(
-        tmp_path,
-        """
-        from telemetry.util import threads as own_threads
-        agent, before = start(), dict(os.environ)
-        loop(recorded)
-        assert "telemetry-export" not in own_threads.running()
-        telemetry.stop()
-        assert dict(os.environ) == before
-        assert own_threads.running() in ([], ["telemetry-nvml"])
-        assert "torch._inductor" not in sys.modules
-        """,
-    )
-    assert done.stdout == ""
-
-
-def test_a_folder_that_cannot_be_used_is_told_and_takes_no_requests(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "snapshots").touch()
     run_loop(
         tmp_path,
         """
-        agent = start(log_interval_seconds=0.1)
+        from tests.faults.inside import own_threads
+        start()
+        before = dict(os.environ)
+        loop(recorded)
+        assert "telemetry-export" not in own_threads()
+        telemetry.stop()
+        assert dict(os.environ) == before
+        assert own_threads() == []
+        assert "torch._inductor" not in sys.modules
+        """,
+    )
+
+
+def test_a_folder_that_cannot_be_used_is_told_and_takes_no_requests(tmp_path):
+    write(tmp_path, "run/snapshots", "")
+    run_loop(
+        tmp_path,
+        """
+        from tests.faults.inside import steps
+        start()
         assert telemetry.request_snapshot() is False
-        loop(lambda: agent.accounting.stats.steps > 20)
+        loop(lambda: steps() > 20)
         telemetry.stop()
         """,
     )
-    assert [line["source"] for line in events(tmp_path / "run", "error")].count("snapshot") == 1
+    assert len(told(tmp_path / "run", "snapshot")) == 1
 
 
 def test_training_on_another_thread_is_left_alone(tmp_path):
@@ -110,9 +131,8 @@ def test_training_on_another_thread_is_left_alone(tmp_path):
         tmp_path,
         """
         def train():
-            global agent
-            agent = start()
-            loop(lambda: agent.snapshots.counts["refused"])
+            start()
+            loop(lambda: count("refused"))
             telemetry.stop()
 
         on_thread(train)
@@ -126,7 +146,7 @@ def test_a_run_that_stays_slower_after_a_snapshot_takes_no_more(tmp_path):
     run_loop(
         tmp_path,
         """
-        agent = start(log_interval_seconds=0.1)
+        agent = start()
         began, asked, again = time.monotonic(), False, False
         for step, _ in enumerate(DataLoader(Ones(), batch_size=4)):
             time.sleep(0.02 if recorded() else 0.01)
@@ -134,7 +154,7 @@ def test_a_run_that_stays_slower_after_a_snapshot_takes_no_more(tmp_path):
                 asked = telemetry.request_snapshot()
             if not again and agent.snapshots._trigger.off:
                 again = telemetry.request_snapshot()
-            if agent.snapshots.counts["refused"] or time.monotonic() - began > 60:
+            if count("refused") or time.monotonic() - began > 60:
                 break
         telemetry.stop()
         """,
@@ -142,8 +162,7 @@ def test_a_run_that_stays_slower_after_a_snapshot_takes_no_more(tmp_path):
     recorded, refused = snapshot_lines(tmp_path)
     assert (recorded["result"], refused["result"]) == ("recorded", "refused")
     assert "slower after a snapshot" in refused["why"]
-    told = [line["message"] for line in events(tmp_path / "run", "error") if line["source"] == "snapshot"]
-    assert told == [refused["why"]]
+    assert told(tmp_path / "run", "snapshot") == [refused["why"]]
 
 
 # -- how a run ends ------------------------------------------------------------------------------------------------
@@ -156,11 +175,11 @@ def test_a_run_that_ends_during_a_recording(tmp_path, ending):
         f"""
         from telemetry.agent import agent as agent_thread
         agent_thread._STOP_SECONDS = 100.0  # to finish what it does, however busy the machine is
-        agent = start(snapshot_max_seconds=600)
+        start(snapshot_max_seconds=600)
         loop(recording, steps=50)
         {ending}
         """,
-        status=3 if "3" in ending else 0,
+        code=3 if "3" in ending else 0,
     )
     published = list(tmp_path.glob("run/snapshots/request-step*/*.gz"))
     assert len(published) == ("_exit" not in ending)
@@ -172,11 +191,13 @@ def test_a_run_stopped_by_another_thread_during_a_recording(tmp_path):
     run_loop(
         tmp_path,
         """
-        agent = start(snapshot_max_seconds=600)
+        start(snapshot_max_seconds=600)
         loop(recording, steps=50)
         thread = threading.Thread(target=telemetry.stop)
         thread.start()
-        loop(lambda: not thread.is_alive())
+        for _ in DataLoader(Ones()):
+            if not thread.is_alive():
+                break
         """,
     )
     (line,) = snapshot_lines(tmp_path)
@@ -189,12 +210,14 @@ def test_a_run_stopped_while_its_training_thread_is_busy(tmp_path, then):
     run_loop(
         tmp_path,
         """
-        agent = start(snapshot_max_seconds=600)
+        start(snapshot_max_seconds=600)
         loop(recording, steps=50)
         on_thread(telemetry.stop)
         assert torch.autograd._profiler_enabled(), "it is still on: nobody else may end it"
         if sys.argv[1] == "loop":
-            loop(lambda: not torch.autograd._profiler_enabled())
+            for _ in DataLoader(Ones()):
+                if not torch.autograd._profiler_enabled():
+                    break
             assert not hasattr(torch.utils.data.dataloader._BaseDataLoaderIter.__next__, "__wrapped__")
         """,
         then,
@@ -206,34 +229,33 @@ def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
     """The training thread ends no step meanwhile. So the user's profiler starts first, and ours ends after that."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
         pytest.skip("before torch 2.13 theirs fails after the wait")
-    run_loop(
+    found = run_loop(
         tmp_path,
         """
         from telemetry.snapshot import capture
         capture._GIVE_WAY_SECONDS = 0.05
-
 
         def theirs():
             with profile(activities=[ProfilerActivity.CPU]) as prof:
                 torch.ones(3).sum()
             found.append("aten::sum" in [event.name for event in prof.events()])
 
-
-        agent, found = start(snapshot_max_seconds=600), []
+        found = []
+        start(snapshot_max_seconds=600)
         loop(recording, steps=50)
         on_thread(theirs)
         assert torch.autograd._profiler_enabled()
         if sys.argv[1] == "loop":
             loop(lambda: not torch.autograd._profiler_enabled())
             theirs()
-            while not agent.snapshots.counts["failed"]:
-                agent._thread.join(0.01)
+            until(lambda: count("failed"))
             telemetry.stop()
-        assert all(found)
+        tell(found)
         """,
         then,
-        says="disableProfiler called but no active profiling session found",
+        err=None,
     )
+    assert found == [True] * (1 + (then == "loop"))
 
 
 # -- the thread that exports ---------------------------------------------------------------------------------------
@@ -246,40 +268,31 @@ def refuse(*_):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
+real = own_threads.start_new_thread
 """
 
 
 def test_a_recording_cut_short_by_the_exit_needs_no_new_thread(tmp_path):
-    run_loop(
-        tmp_path,
-        REFUSE
-        + """
-agent = start(snapshot_max_seconds=600)
-loop(recording, steps=50)
-own_threads.start_new_thread = refuse  # as Python 3.12 does once the script has come to its end
-""",
-    )
+    """Python 3.12 starts none once the script has come to its end."""
+    body = "start(snapshot_max_seconds=600)\nloop(recording, steps=50)\nown_threads.start_new_thread = refuse\n"
+    run_loop(tmp_path, REFUSE + body)
     (line,) = snapshot_lines(tmp_path)
     assert line["result"] == "recorded"
     assert whole(tmp_path / "run" / line["path"])
-    assert events(tmp_path / "run", "run_end"), "it does not hold up the end"
+    assert end_of(tmp_path / "run"), "it does not hold up the end"
 
 
 def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_path):
-    done = run_loop(
-        tmp_path,
-        REFUSE
-        + """
-agent = start()
-real, own_threads.start_new_thread = own_threads.start_new_thread, refuse
-loop(lambda: agent.snapshots.counts["refused"])
+    body = """
+start()
+own_threads.start_new_thread = refuse
+loop(lambda: count("refused"))
 own_threads.start_new_thread = real
 loop(recorded)
 telemetry.stop()
-print(own_threads.running())
-""",
-    )
-    assert done.stdout == "[]\n"
+assert own_threads.running() in ([], ["telemetry-nvml"])
+"""
+    run_loop(tmp_path, REFUSE + body)
     refused, recorded = snapshot_lines(tmp_path)
     assert (refused["result"], recorded["result"]) == ("refused", "recorded")
     assert "no thread to save it" in refused["why"]
@@ -288,25 +301,34 @@ print(own_threads.running())
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_the_command_from_another_shell(tmp_path):
-    body = """
-agent = start()
-print("on", flush=True)
-loop(lambda: os.path.exists("stop"))
-"""
-    with WarmChild(write(tmp_path, "script.py", LOOP + body), cwd=tmp_path) as child:
-        child.line()
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """``telemetry snapshot``. Returns its exit status and what it has printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def snapshot(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main(["snapshot", *arguments])
+        except SystemExit as exit:
+            status = exit.code
+        return status, *capsys.readouterr()
+
+    return snapshot
+
+
+def test_the_command_from_another_shell(tmp_path, command):
+    script = write(tmp_path, "script.py", LOOP + "start()\nloop(lambda: os.path.exists('stop'))\n")
+    with WarmChild(script, cwd=tmp_path, env=quiet()) as child:
         wait_for(lambda: list(tmp_path.glob("run/snapshots/request-step*/*.gz")), "the first trace")
-        done = python("-m", "telemetry", "snapshot", "run", "--steps", "3", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert whole(tmp_path / done.stdout.split(": ")[-1].strip())
-        nobody = python("-m", "telemetry", "snapshot", "run", "--rank", "7", "--timeout", "1", cwd=tmp_path)
-        assert (nobody.returncode, nobody.stdout) == (1, "")
-        assert "rank 7 does not answer" in nobody.stderr
+        status, out, err = command("run", "--steps", "3")
+        assert (status, err) == (0, "")
+        assert whole(tmp_path / out.split(": ")[-1].strip())
+        status, out, err = command("run", "--rank", "7", "--timeout", "1")
+        assert (status, out, "rank 7 does not answer" in err) == (1, "", True)
         (tmp_path / "stop").touch()
         child.wait()
-    ended = python("-m", "telemetry", "snapshot", "run", cwd=tmp_path)
-    assert (ended.returncode, "has ended" in ended.stderr) == (1, True)
+    status, _, err = command("run")
+    assert (status, "has ended" in err) == (1, True)
     assert os.listdir(tmp_path / "run" / "snapshots" / ".meeting") != ["request.json"]
 
 
@@ -319,21 +341,211 @@ loop(lambda: os.path.exists("stop"))
         (["nowhere", "--timeout", "soon"], 2, "seconds"),
     ],
 )
-def test_the_command_says_what_is_wrong(tmp_path, arguments, status, words):
-    done = python("-m", "telemetry", "snapshot", *arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-# -- Kineto's lines ------------------------------------------------------------------------------------------------
+def test_the_command_says_what_is_wrong(command, arguments, status, words):
+    found, out, err = command(*arguments)
+    assert (found, out) == (status, "")
+    assert words in err
+    assert err.count("\n") == 1
 
 
 def test_kineto_s_two_lines_are_all_that_a_snapshot_says(tmp_path):
     """Only ``KINETO_LOG_LEVEL`` silences them, which all tests have set."""
-    env = environment()
+    env = quiet()
     del env["KINETO_LOG_LEVEL"]
-    done = python("-c", LOOP + "\nagent = start()\nloop(recorded)\ntelemetry.stop()\n", cwd=tmp_path, env=env)
+    done = python("-c", LOOP + "\nstart()\nloop(recorded)\ntelemetry.stop()\n", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "gpuGetDeviceCount" not in line]  # once, if there is no GPU
     assert [line.split()[-1] for line in said] in ([], ["profiler_start", "profiler_stop"])
+
+
+# -- steps of very many operators ----------------------------------------------------------------------------------
+
+MANY_OPERATORS = """
+import json, sys, torch, telemetry
+from tests.faults.inside import tell
+from torch.utils.data import DataLoader
+
+torch.set_num_threads(1)
+operators, grows_at = int(sys.argv[1]), sys.argv[2]
+agent = telemetry.start("run") if sys.argv[3] == "ours" else None
+
+
+def step(number):
+    first, second = torch.ones(4), torch.ones(4)
+    for _ in range(number):
+        first + second
+
+
+def large():
+    "The steps are large from the one that is counted, or only from the first to record."
+    if agent is None:
+        return True
+    capture, plan = agent.snapshots._capture, agent.snapshots._capture._plan
+    return plan is not None and capture._ended >= plan.first_step - (3 if grows_at == "count" else 1)
+
+
+steps = 0
+for _ in DataLoader(range(100_000)):
+    steps += 1
+    if steps == 10 and agent is not None:
+        telemetry.request_snapshot(steps=3)
+    if agent is not None and sum(agent.snapshots.counts.values()) or agent is None and steps == 3:
+        break
+    step(operators if large() else 300)
+telemetry.stop()
+with open("/proc/self/status") as status:
+    peak, = (int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    step(7)
+assert sum(event.name == "aten::add" for event in profiler.events()) == 7, "the script's own profiler sees its operators"
+tell(peak)
+"""
+
+
+def of_many(tmp_path, operators: int, grows_at: str = "count") -> dict:
+    """The line of the snapshot. It must take little memory, compared with a run without the agent."""
+    arguments = (MANY_OPERATORS, operators, grows_at)
+    bare, ours = (run(tmp_path, *arguments, who, start=warm_python) for who in ("bare", "ours"))
+    assert ours - bare < 256 * MIB
+    (line,) = events(tmp_path / "run", "snapshot")
+    return line
+
+
+@pytest.mark.parametrize(("operators", "steps", "why"), [(300, 3, ""), (25_000, 2, "cut"), (60_000, 1, "cut")])
+def test_of_large_steps_those_are_recorded_that_fit(tmp_path, operators, steps, why):
+    line = of_many(tmp_path, operators)
+    assert line["result"] == "recorded"
+    assert line["last_step"] == line["first_step"] + steps - 1
+    assert "cut short: a step has" in line["why"] if why else line["why"] is None
+
+
+@pytest.mark.parametrize(("operators", "grows_at"), [(200_000, "count"), (200_000, "record"), (1_000_000, "record")])
+def test_steps_of_too_many_operators_are_not_recorded(tmp_path, operators, grows_at):
+    line = of_many(tmp_path, operators, grows_at)
+    assert line["result"] == "refused"
+    assert "1 s (snapshot_pause_seconds)" in line["why"]
+
+
+def test_ranks_share_a_part_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr(budget, "free_memory", lambda: 1 << 30)
+    alone, eight = (budget.Budget.now(256 * MIB, 1.0, ranks=ranks, shapes=False) for ranks in (1, 8))
+    assert (alone.memory_bytes, eight.memory_bytes) == (256 * MIB, 32 * MIB)
+    assert eight.operators == 32 * MIB // 2048 < alone.operators
+    assert "32 MiB of memory, this rank's share of what is free" in eight.why_more(10**6, at_least=False)
+
+
+# -- the export ----------------------------------------------------------------------------------------------------
+
+KILLED = """
+from telemetry.snapshot import capture, store
+
+
+def kill_at(owner, name, *, after=False):
+    original = getattr(owner, name)
+
+    def killed(*arguments):
+        if after:
+            original(*arguments)
+        tell(sorted(map(os.path.basename, glob.glob("run/snapshots/.partial-*/*"))))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, killed)
+
+
+{
+    "saving": lambda: kill_at(capture.RecordedTrace, "save", after=True),
+    "saved": lambda: kill_at(store.TraceStore, "_compress"),
+    "compressed": lambda: kill_at(store, "_unpacked_size"),
+    "verified": lambda: kill_at(store.TraceStore, "_remove_oldest"),
+}[sys.argv[1]]()
+start()
+loop(lambda: count("failed"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "left"), [("saving", ["trace.json"]), ("saved", []), ("compressed", ["packed"]), ("verified", ["packed"])]
+)
+def test_a_kill_at_any_stage_publishes_nothing_and_is_cleared_up(tmp_path, stage, left):
+    assert run_loop(tmp_path, KILLED, stage, code=-9) == left
+    assert not list(tmp_path.glob("run/snapshots/request-step*/*.gz"))
+    run(tmp_path, "import telemetry\ntelemetry.start('run', max_snapshots=0)\ntelemetry.stop()\n")
+    assert not list(tmp_path.glob("run/snapshots/.partial-*"))
+
+
+FULL = """
+import os, shutil
+from pathlib import Path
+from telemetry.snapshot import agree, store
+from tests.faults.inside import tell
+
+store.MIN_FREE_BYTES = -(1 << 40)  # not to be stopped by the look at the free space beforehand
+store._PROBE_BYTES = 1
+here = Path("full/run/snapshots")
+content = b'{"traceEvents": [' + b",".join(b'"%s"' % os.urandom(30).hex().encode() for _ in range(600)) + b"]}"
+
+
+class Trace:
+    def save(self, path):
+        path.write_bytes(content)
+        return 0.0
+
+    def free(self):
+        return 0.0
+
+
+def fill(pages):
+    filler.unlink(missing_ok=True)
+    with open(filler, "wb", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096):
+                pass
+        except OSError:
+            pass
+        file.truncate(max(0, file.tell() - 4096 * pages))
+
+
+filler = Path("full/filler")
+outcomes = []
+request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, 5, "a test")
+plan = agree.Plan(request, None, 5, 9, (0,), "request-step5", 1)
+for pages in range(40):
+    fill(pages)
+    trace_store = store.TraceStore(here, "node", max_bytes=1 << 20, disk_bytes=1 << 20)
+    try:
+        trace_store.publish(Trace(), plan, "rank-0.gz", most_bytes=1 << 20)
+        outcomes.append("kept")
+    except (OSError, store.StoreError) as error:
+        outcomes.append(type(error).__name__)
+    filler.unlink()
+    files = [str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()]
+    assert files == (["request-step5/rank-0.gz"] if outcomes[-1] == "kept" else []), (pages, outcomes[-1], files)
+    assert not [*here.glob(".partial-*")]
+    shutil.rmtree(here, ignore_errors=True)
+tell(outcomes)
+"""
+
+
+def test_a_disk_that_is_full_at_any_stage(tmp_path):
+    """A private file system, filled up to a number of free pages, so that the export fails at each of its stages."""
+    (tmp_path / "full").mkdir()
+    outcomes = run(tmp_path, FULL, start=mounting(tmpfs("full", "size=512k,mode=700")))
+    assert outcomes[0] != "kept"
+    assert outcomes[39] == "kept"
+    assert {"OSError", "kept"} <= set(outcomes)
+
+
+def test_no_room_is_seen_beforehand_and_told(tmp_path):
+    run_loop(
+        tmp_path,
+        """
+        from telemetry.snapshot import store
+        store.MIN_FREE_BYTES = 1 << 60
+        start()
+        loop(lambda: count("failed"))
+        telemetry.stop()
+        """,
+    )
+    (line,) = snapshot_lines(tmp_path)
+    assert (line["result"], line["path"]) == ("failed", None)
+    assert "no room" in line["why"]

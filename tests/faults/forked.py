@@ -1,57 +1,60 @@
-"""Scripts that show what a forked child has of the agent."""
+"""What a child has of the agent: for scripts that fork, and for the workers that a loader starts."""
 
 from __future__ import annotations
 
-# What a child can report: the agent's threads, its sockets and files in the child, and what the hooks would do.
-LOOK = '''
-import json, os, sys, threading
+import json
+import os
+import sys
+import threading
 
 
-def fds():
-    found = {}
+def descriptors() -> list[str]:
+    """What the open ones are."""
+    found = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[name] = os.readlink(f"/proc/self/fd/{name}")
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
         except OSError:
             pass
     return found
 
 
-def listening():
+def sockets(column: int, wanted: str) -> list[str]:
+    """Descriptors of TCP sockets, by the text at the end of a column of the kernel's table: 3 has the state."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as file:
-            inodes |= {line.split()[9] for line in list(file)[1:] if line.split()[3] == "0A"}
-    return [where for where in fds().values() if where.startswith("socket:[") and where[8:-1] in inodes]
+            inodes |= {line.split()[9] for line in list(file)[1:] if line.split()[column].endswith(wanted)}
+    return [where for where in descriptors() if where.startswith("socket:[") and where[8:-1] in inodes]
 
 
-def threads():
-    own = sys.modules.get("telemetry.util.threads")
+def look() -> dict:
+    """Threads of the agent, by Python and by the kernel; its sockets and files; and whether it is thought to run."""
+    own, api = sys.modules.get("telemetry.util.threads"), sys.modules.get("telemetry.api")
     names = [thread.name for thread in threading.enumerate()] + (own.running() if own else [])
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/comm") as comm:
             names.append(comm.read().strip())
-    return [name for name in names if "telemetry" in name]
-
-
-def look():
-    api = sys.modules.get("telemetry.api")
-    agent = api and api._agent
     return {
         "pid": os.getpid(),
-        "threads": threads(),
-        "listening": listening(),
+        "threads": [name for name in names if "telemetry" in name],
+        "listening": sockets(3, "0A"),
         # But for a folder that the agent was reading just when it was forked: nobody can close that for it.
-        "ours": [w for w in fds().values() if ("torch-telemetry" in w or w.endswith(".jsonl")) and not os.path.isdir(w)],
-        "running": bool(agent and agent.running),
-        "inactive": type(api.start("never")).__name__ if api else None,
+        "ours": [w for w in descriptors() if ("torch-telemetry" in w or w.endswith(".jsonl")) and not os.path.isdir(w)],
+        "running": bool(api and api._agent and api._agent.running),
         "finders": [type(finder).__module__ for finder in sys.meta_path if "telemetry" in type(finder).__module__],
     }
 
 
+NOTHING = {"threads": [], "listening": [], "ours": [], "running": False, "finders": []}
+
+
 def in_child(body, seconds=60):
     """Fork; what body() returns in the child, or what went wrong there."""
-    import select, signal, traceback
+    import select
+    import signal
+    import traceback
+
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -62,8 +65,7 @@ def in_child(body, seconds=60):
         os.write(write, json.dumps(answer).encode())
         os._exit(0)
     os.close(write)
-    ready, _, _ = select.select([read], [], [], seconds)
-    if not ready:
+    if not select.select([read], [], [], seconds)[0]:
         os.kill(pid, signal.SIGABRT)
         os.waitpid(pid, 0)
         return {"error": "the child hangs"}
@@ -71,4 +73,3 @@ def in_child(body, seconds=60):
         answer = json.loads(file.read())
     os.waitpid(pid, 0)
     return answer
-'''

@@ -1,18 +1,26 @@
-"""What the agent adds to a process: a few modules, and no change to anything that the script can see."""
+"""What the agent adds to a process: a few modules and threads, and no change to anything that the script can see."""
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 
-from faults.processes import (
-    environment,
+from tests.faults.processes import (
+    Child,
+    both,
+    end_of,
+    fetch,
     log_lines,
-    results,
-    run_script,
+    of_rank,
+    quiet,
+    run,
+    wait_for,
+    with_driver,
     write,
 )
+from tests.free_ports import free_ports
 
 # Everything in the process that the agent must not change, as text.
 STATE = """
@@ -85,11 +93,11 @@ def trained(tmp_path_factory):
     """A process with torch and numpy compares itself before the start, while the agent runs, and after the stop."""
     folder = tmp_path_factory.mktemp("trained")
     write(folder, "state.py", STATE)
-    done = run_script(
-        """
-        import json, sys, threading, warnings
+    source = """
+        import sys, threading, warnings
         import numpy, torch
         from state import state
+        from tests.faults.inside import own_threads, steps, tell, until
         warnings.filterwarnings("error", message="a filter of the script's own")
         torch.manual_seed(3)
         first = threading.Thread(target=int)  # the first thread makes glibc handle a signal of its own
@@ -100,198 +108,149 @@ def trained(tmp_path_factory):
                            torch.utils.data.dataloader._BaseDataLoaderIter.__next__]
         originals = patched()
         import telemetry
-        from telemetry.util import threads as own_threads
         agent = telemetry.start("run", interval_seconds=0.1, log_interval_seconds=0.1, start_line=False)
         started = state()
         while started["gc"] != before["gc"]:  # a thread of ours was at work
             started = state()
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             torch.set_rng_state(torch.get_rng_state())
-        while agent.accounting.stats.steps < 3 or not agent._collectors._pollers["host"].health.up:
-            agent._thread.join(0.01)
-        running = {"ours": own_threads.running(), "modules": sorted(set(sys.modules) - modules),
-                   "known": [t.name for t in threading.enumerate()]}
+        until(lambda: steps() == 3 and '"host"' in agent.event_log.log.file.path.read_text())
+        found = {"ours": own_threads(), "modules": sorted(set(sys.modules) - modules),
+                 "known": [t.name for t in threading.enumerate()]}
         torch.manual_seed(3)
         telemetry.stop()
-        numpy_after = state()
-        running["undone"] = [a is b for a, b in zip(patched(), originals)]
-        running["left"] = [t.name for t in threading.enumerate()] + own_threads.running()
-        running["hooks_left"] = len(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks)
-        with open("results.json", "w") as file:
-            json.dump({"before": before, "started": started, "stopped": numpy_after} | running, file)
-        """,
-        folder,
-        env=environment(PYTHONHASHSEED="0"),
-    )
-    return done, results(folder)
+        found |= {"before": before, "started": started, "stopped": state()}
+        found["undone"] = [a is b for a, b in zip(patched(), originals)]
+        found["left"] = [t.name for t in threading.enumerate()] + own_threads()
+        found["hooks_left"] = len(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks)
+        tell(found)
+        """
+    return run(folder, source, env=quiet(PYTHONHASHSEED="0"))
 
 
-def _differences(one: dict, other: dict, but: tuple[str, ...] = ()) -> dict:
+def differences(one: dict, other: dict, but: tuple[str, ...] = ()) -> dict:
     return {key: (one[key], other[key]) for key in one if one[key] != other[key] and key not in but}
 
 
-def test_the_start_changes_nothing_that_the_script_can_see(trained):
-    done, found = trained
-    assert _differences(found["before"], found["started"], but=("finders", "gc callbacks")) == {}
-    ours = [finder for finder in found["started"]["finders"] if finder not in found["before"]["finders"]]
+def test_the_start_changes_nothing_that_the_script_can_see_and_the_stop_undoes_all(trained):
+    before, started = trained["before"], trained["started"]
+    assert differences(before, started, but=("finders", "gc callbacks")) == {}
+    ours = [finder for finder in started["finders"] if finder not in before["finders"]]
     assert all("telemetry.hooks.patching.ImportWatch" in finder for finder in ours), "waits for two more modules"
-    assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_the_stop_leaves_everything_as_it_was(trained):
-    _, found = trained
-    assert _differences(found["before"], found["stopped"]) == {}
-    assert found["undone"] == [True, True, True]
-    assert [name for name in found["left"] if name != "telemetry-nvml"] == ["MainThread"]
-    assert found["hooks_left"] == 0
+    assert differences(before, trained["stopped"]) == {}
+    assert trained["undone"] == [True, True, True]
+    assert trained["left"] == ["MainThread"]
+    assert trained["hooks_left"] == 0
 
 
 def test_the_threads_of_a_rank_that_serves(trained):
-    _, found = trained
-    ours = found["ours"]
-    # The NVML thread ends by itself if there is no driver.
-    assert set(ours) - {"telemetry-nvml"} == {"telemetry-agent", "telemetry-endpoint"}
-    assert len(ours) == len(set(ours))
-    assert found["known"] == ["MainThread"], "a script that joins all threads waits for none of ours"
+    assert trained["ours"] == ["telemetry-agent", "telemetry-endpoint"]
+    assert trained["known"] == ["MainThread"], "a script that joins all threads waits for none of ours"
 
 
 def test_modules_beyond_torch(trained):
-    _, found = trained
-    roots = {name.split(".")[0] for name in found["modules"]}
+    roots = {name.split(".")[0] for name in trained["modules"]}
     assert roots & set(UNWANTED) <= {"torch"}, "the loop itself may load more of torch"
     assert {"telemetry", "psutil", "msgspec"} <= roots
-    assert "prometheus_client" not in roots
-    assert "structlog" not in roots, "ours is not in the script's way"
+    assert not {"prometheus_client", "structlog"} & roots, "ours is not in the script's way"
     for command in ("telemetry.cli", "telemetry.report", "telemetry.demo", "telemetry.doctor", "argparse"):
-        assert command not in found["modules"]
+        assert command not in trained["modules"]
 
 
-def test_modules_of_a_process_without_torch(tmp_path):
-    """``telemetry run`` leaves importing torch to the script."""
-    run_script(
-        f"""
+@pytest.mark.parametrize("port", ["0", "off"])
+def test_modules_of_a_process_without_torch(port, tmp_path):
+    """``telemetry run`` leaves importing torch to the script. Without a port there is no HTTP server."""
+    source = f"""
         import os, sys
+        from tests.faults.inside import own_threads, steps, until
         before = set(sys.modules)
         import telemetry
-        assert {{n for n in set(sys.modules) - before if n.startswith("telemetry")}} <= {{
-            "telemetry", "telemetry._version", "telemetry.api", "telemetry.config", "telemetry.util", "telemetry.hooks",
-            "telemetry.util.clock", "telemetry.util.errors", "telemetry.util.threads",
-            "telemetry.config", "telemetry.hooks.patching"}}
+        first = {{name for name in set(sys.modules) - before if name.startswith("telemetry")}}
+        assert not first & {{"telemetry.agent", "telemetry.node", "telemetry.sources", "telemetry.records"}}, first
         assert len(os.listdir("/proc/self/task")) == 1
-        agent = telemetry.start("run", interval_seconds=0.1, log_interval_seconds=0.1)
-        list(telemetry.watch([1, 2, 3]))
-        while agent.accounting.stats.steps < 3:
-            agent._thread.join(0.01)
-        telemetry.stop()
-        loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
-        assert not loaded & set({UNWANTED!r}), loaded & set({UNWANTED!r})
-        """,
-        tmp_path,
-    )
-
-
-def test_without_a_port_there_is_no_http_server(tmp_path):
-    run_script(
-        """
-        import os, sys, telemetry
-        agent = telemetry.start("run", port=None, interval_seconds=0.1)
-        pid = os.fork()
-        if not pid:
+        telemetry.start("run")
+        assert own_threads() == ["telemetry-agent"] + ["telemetry-endpoint"] * ({port!r} == "0")
+        if not (pid := os.fork()):
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         list(telemetry.watch([1, 2, 3]))
-        while agent.accounting.stats.steps < 3:
-            agent._thread.join(0.01)
+        until(lambda: steps() == 3)
         telemetry.stop()
-        assert not {"http.server", "prometheus_client"} & set(sys.modules)
-        """,
-        tmp_path,
-    )
+        loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
+        assert not loaded & set({UNWANTED!r}), loaded & set({UNWANTED!r})
+        assert {port!r} == "0" or not {{"http.server", "prometheus_client"}} & set(sys.modules)
+        """
+    run(tmp_path, source, env=quiet(TELEMETRY_PORT=port))
 
 
-def test_packages_that_structlog_would_load_stay_out(tmp_path):
+def test_structlog_and_what_it_would_load_are_the_script_s_own(tmp_path):
     for name in ("rich", "twisted", "better_exceptions"):
         write(tmp_path, f"site/{name}/__init__.py", "import os\nopen('loaded-' + __name__, 'w').close()\n")
     for name in ("console", "traceback", "pretty"):
         write(tmp_path, f"site/rich/{name}.py", "class Console: pass\nclass Traceback: pass\ndef install(): pass\n")
-    env = environment()
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), env["PYTHONPATH"]])
-    done = run_script(
-        """
-        import os, sys, threading, telemetry
-        agent = telemetry.start("run", start_line=False, interval_seconds=0.1, log_interval_seconds=0.1)
-        before = agent.event_log.log.file._size
-        while agent.event_log.log.file._size == before:
-            agent._thread.join(0.01)
+    source = """
+        import os, sys, telemetry
+        from tests.faults.inside import log_file, until
+        def logs():
+            size = log_file().path.stat().st_size
+            until(lambda: log_file().path.stat().st_size > size)
+        telemetry.start("run")
+        logs()
         heavy = ("rich", "twisted", "better_exceptions")
         assert not [name for name in sys.modules if name.split(".")[0] in heavy]
         assert not [name for name in os.listdir() if name.startswith("loaded-")]
-        assert not [finder for finder in sys.meta_path if "jsonl" in type(finder).__module__]
 
         import rich  # nothing of ours is in the way of the script's own imports
         import structlog, structlog.dev
         assert structlog.dev.rich is rich
-        assert structlog is not sys.modules.get("telemetry.agent.log").__dict__.get("structlog")
         structlog.configure(processors=[structlog.processors.JSONRenderer()])
+        before = structlog.get_config()
         structlog.get_logger().info("the script's own", x=1)
         structlog.contextvars.bind_contextvars(theirs=1)
-        size = agent.event_log.log.file._size
-        while agent.event_log.log.file._size == size:
-            agent._thread.join(0.01)
+        logs()
         telemetry.stop()
-        """,
-        tmp_path,
-        env=env,
-    )
-    assert done.stdout == '{"x": 1, "event": "the script\'s own"}\n', "its configuration is its own"
-    assert done.stderr == ""
+        assert structlog.get_config() == before
+        """
+    said = """{"x": 1, "event": "the script's own"}\n"""
+    run(tmp_path, source, env=quiet(path=tmp_path / "site"), out=said)
     lines = log_lines(tmp_path / "run")
     assert not [line for line in lines if "theirs" in line or "x" in line]
     assert lines[-1]["event"] == "run_end"
 
 
 def test_a_structlog_that_the_script_has_set_up_is_left_as_it_is(tmp_path):
-    done = run_script(
-        """
+    source = """
         import structlog, telemetry
         structlog.configure(processors=[structlog.processors.KeyValueRenderer()], cache_logger_on_first_use=True)
         before = structlog.get_config()
-        agent = telemetry.start("run", start_line=False)
+        telemetry.start("run")
         assert structlog.get_config() == before
         structlog.get_logger().info("theirs")
         telemetry.stop()
         assert structlog.get_config() == before
-        """,
-        tmp_path,
-    )
-    assert (done.stdout, done.stderr) == ("event='theirs'\n", "")
-    assert [line["event"] for line in log_lines(tmp_path / "run")][-1] == "run_end"
+        """
+    run(tmp_path, source, out="event='theirs'\n")
+    assert end_of(tmp_path / "run")
 
 
 def test_the_script_s_own_prometheus_client_keeps_its_registry(tmp_path):
-    run_script(
-        """
+    source = """
         import telemetry
-        agent = telemetry.start("run", start_line=False)
+        telemetry.start("run")
         import prometheus_client
         mine = prometheus_client.Counter("training_steps", "A metric of the script's, of the same name.")
         mine.inc()
         text = prometheus_client.generate_latest().decode()
         assert "training_steps_total 1.0" in text
         assert "telemetry_" not in text and "training_time" not in text
-        telemetry.stop()
-        """,
-        tmp_path,
-    )
+        """
+    run(tmp_path, source)
 
 
 def test_a_thread_that_imports_meanwhile_gets_the_real_thing(tmp_path):
     """Another thread imports rich while the agent imports structlog without rich."""
     write(tmp_path, "site/rich/__init__.py", "")
-    env = environment()
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), env["PYTHONPATH"]])
-    run_script(
-        """
+    source = """
         import builtins, threading, telemetry
         errors, done = [], threading.Event()
         def theirs():
@@ -308,11 +267,92 @@ def test_a_thread_that_imports_meanwhile_gets_the_real_thing(tmp_path):
                 thread.join()
             return real(name, *arguments, **named)
         builtins.__import__ = spying
-        telemetry.start("run", start_line=False)
+        telemetry.start("run")
         builtins.__import__ = real
         assert done.is_set(), "structlog does not ask for rich any more"
         assert not errors, errors
-        """,
-        tmp_path,
-        env=env,
-    )
+        """
+    run(tmp_path, source, env=quiet(path=tmp_path / "site"))
+
+
+# -- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
+    source = """
+        import json, sys, telemetry
+        from tests.faults.inside import own_threads
+        agent = telemetry.start("run", run="r")
+        print(json.dumps([agent.metrics_url, own_threads()]), flush=True)
+        sys.stdin.readline()
+        """
+    script, port = write(tmp_path, "script.py", source), str(free_ports())
+    first, second = (Child(script, cwd=tmp_path, env=of_rank(rank, TELEMETRY_PORT=port)) for rank in (0, 1))
+    with first, second:
+        said = [json.loads(child.line()) for child in (first, second)]
+        url = said[0][0]
+        assert sorted(said) == [[url, ["telemetry-agent"]], [url, ["telemetry-agent", "telemetry-endpoint"]]]
+        wait_for(lambda: 'rank="0"' in (page := fetch(url)) and 'rank="1"' in page, "one endpoint for both")
+        for child in (first, second):
+            child.tell()
+            child.ends()
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_the_nvml_thread_is_there_with_a_driver_only(driver, tmp_path):
+    if not driver and os.path.exists("/proc/driver/nvidia"):
+        pytest.skip("this machine has a driver")
+    source = """
+        import sys, telemetry
+        from telemetry.util import threads
+        from tests.faults.inside import page, until
+        telemetry.start("run")
+        up = 'telemetry_collector_up{collector="nvml",rank="0",run="run"} ' + sys.argv[1]
+        until(lambda: up in page() and ("telemetry-nvml" in threads.running()) == (sys.argv[1] == "1.0"))
+        """
+    run(tmp_path, source, "1.0" if driver else "0.0", env=with_driver(tmp_path) if driver else None)
+
+
+THREADS = """
+    import gc, os, sqlite3, threading, time
+    from torch.utils.data import DataLoader
+
+    elsewhere = 0
+
+    class Owner:
+        def __init__(self):
+            self.me, self.thread = self, threading.get_ident()
+            self.base = sqlite3.connect(":memory:")
+        def __del__(self):
+            global elsewhere
+            elsewhere += self.thread != threading.get_ident()
+            self.base.close()  # raises on any other thread than that which has opened it
+
+    def forked():
+        child = os.fork()
+        if not child:
+            os._exit(gc.get_threshold() != (700, 10, 10))
+        return os.waitpid(child, 0)[1]
+
+    gc.set_threshold(700, 10, 10)
+    end, wrong = time.monotonic() + 4, 0
+    while time.monotonic() < end:
+        for number, _ in enumerate(DataLoader(range(200), batch_size=1)):
+            kept = [Owner() for _ in range(3)]
+            time.sleep(0.0005)
+            if number % 50 == 0:
+                wrong += forked()
+    print("finalizers elsewhere:", elsewhere, "children with another threshold:", wrong)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join()
+    while threading.active_count() > 1:
+        time.sleep(0.01)
+    print("alone", gc.get_threshold())
+"""
+
+
+def test_our_threads_run_no_finalizers_and_are_not_joined(tmp_path):
+    bare, ours, _ = both(tmp_path, write(tmp_path, "script.py", THREADS))
+    assert ours == bare
+    assert bare.out == "finalizers elsewhere: 0 children with another threshold: 0\nalone (700, 10, 10)\n"

@@ -1,0 +1,337 @@
+"""The agent is inactive in a forked child and in a worker, whatever its threads did meanwhile. They keep none of its files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+
+from tests.faults.forked import NOTHING
+from tests.faults.processes import (
+    Child,
+    end_of,
+    events,
+    fetch,
+    log_lines,
+    of_rank,
+    ranks_in,
+    run,
+    wait_for,
+    write,
+)
+from tests.free_ports import free_ports
+
+LOCKS = '''
+import _thread, gc, threading, types
+
+_KINDS = (_thread.LockType, _thread.RLock)
+_AROUND = (types.ModuleType, type, types.BuiltinFunctionType, types.FrameType, types.CodeType)
+
+
+def locks_below(*roots):
+    """Every lock that can be reached from our objects, without going into modules, classes or globals."""
+    seen, found, waiting = set(), [], list(roots)
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, _AROUND):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, _KINDS):
+            found.append(thing)
+        elif isinstance(thing, types.FunctionType):
+            waiting += [cell.cell_contents for cell in thing.__closure__ or ()]
+        else:
+            waiting += gc.get_referents(thing)
+    return found
+
+
+class Held:
+    """All of them held by another thread. One that is held already (a thread of ours waits on it) is as good."""
+
+    def __init__(self, locks):
+        self.locks, self.ready, self.release = locks, threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.hold, daemon=True)
+
+    def hold(self):
+        mine = [lock for lock in self.locks if lock.acquire(timeout=0.2)]
+        self.ready.set()
+        self.release.wait()
+        for lock in mine:
+            lock.release()
+
+    def __enter__(self):
+        self.thread.start()
+        assert self.ready.wait(60)
+        return self
+
+    def __exit__(self, *_):
+        self.release.set()
+        self.thread.join()
+'''
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    """A child is forked while other threads hold every lock of the agent."""
+    folder = tmp_path_factory.mktemp("held")
+    write(folder, "locks.py", LOCKS)
+    source = """
+        import os, socket
+        import telemetry, telemetry.api
+        from telemetry.util import threads
+        from locks import Held, locks_below
+        from tests.faults.forked import in_child, look, sockets
+        from tests.faults.inside import own_threads, page, tell, until
+
+        agent = telemetry.start("run", run="r")
+        watched = telemetry.watch(list(range(5)))
+        list(watched)
+        client = socket.create_connection(("127.0.0.1", agent._node.port))  # one connection is open, and not answered
+        until(lambda: agent._node.endpoint._connections)
+        before = agent.tracker.ring.head
+
+        def child():
+            found, head = look(), agent.tracker.ring.head
+            assert list(watched) == [0, 1, 2, 3, 4]
+            with telemetry.step(), telemetry.phase("evaluation"):
+                pass
+            telemetry.stop()
+            found["written"] = agent.tracker.ring.head - head
+            # The server's end of the open connection must be closed here: else a client would wait for us.
+            found["connection"] = sockets(2, f":{client.getsockname()[1]:04X}")
+            mine = telemetry.start("run", run="r")
+            found["started"] = mine.running and mine is not agent
+            found["own threads"] = own_threads()
+            assert list(telemetry.watch([1, 2, 3])) == [1, 2, 3]
+            found["url"] = mine.metrics_url
+            telemetry.stop()
+            return found
+
+        locks = locks_below(agent, telemetry.api._starting, threads._guard)
+        assert telemetry.api._starting in locks
+        assert agent._between_ticks._wake._gate in locks
+        with Held(locks):
+            answer = in_child(child)
+        answer |= {"locks": len(locks), "parent url": agent.metrics_url, "parent": os.getpid()}
+        answer["parent written"] = agent.tracker.ring.head - before
+        client.close()
+        until(lambda: 'training_steps_total{rank="0",run="r"} 5.0' in page())
+        telemetry.stop()
+        tell(answer)
+        """
+    return folder, run(folder, source)
+
+
+def test_a_child_forked_under_every_lock_of_ours_is_inert(held):
+    _, child = held
+    assert "error" not in child, child["error"]
+    assert child["locks"] >= 6
+    assert child | NOTHING == child
+    assert (child["connection"], child["written"]) == ([], 0)
+
+
+def test_such_a_child_can_start_an_agent_of_its_own_and_the_parent_goes_on(held):
+    folder, child = held
+    assert child["started"] is True
+    assert child["own threads"] == ["telemetry-agent"]
+    assert child["url"] == child["parent url"], "the parent serves both"
+    lines = [line for line in log_lines(folder / "run") if line["pid"] == child["pid"]]
+    assert [line["event"] for line in lines if line["event"].startswith("run_")] == ["run_start", "run_end"]
+    assert lines[-1]["steps_total"] == 3
+    assert child["parent written"] == 0
+    assert {line["pid"] for line in events(folder / "run", "run_end")} == {child["pid"], child["parent"]}
+
+
+@pytest.mark.parametrize("moment", ["log", "telemetry-endpoint", "telemetry-agent"])
+def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path):
+    """Another thread starts the agent. The fork happens after it has attached, or listens, but before it returns."""
+    source = """
+        import sys, threading, telemetry, telemetry.agent.agent
+        from telemetry.agent.log import LogFile
+        from telemetry.util import threads
+        from tests.faults.forked import in_child, look
+        from tests.faults.inside import tell
+        moment = sys.argv[1]
+        reached, go_on = threading.Event(), threading.Event()
+
+        def stopped(original, here):
+            def call(*arguments):
+                if here(*arguments):
+                    reached.set()
+                    assert go_on.wait(60)
+                return original(*arguments)
+            return call
+
+        LogFile.write = stopped(LogFile.write, lambda *_: moment == "log")
+        threads.start_new_thread = stopped(threads.start_new_thread, lambda main, _: main.__self__.name == moment)
+        other = threading.Thread(target=telemetry.start, args=("run",))
+        other.start()
+        assert reached.wait(60)
+
+        def child():
+            go_on.set()
+            found = look()
+            found["started"] = telemetry.start("child").running
+            telemetry.stop()
+            return found
+
+        answer = in_child(child)
+        go_on.set()
+        other.join()
+        tell(answer | {"parent": telemetry.start().running})
+        """
+    child = run(tmp_path, source, moment)
+    assert "error" not in child, child["error"]
+    wanted = NOTHING | {"started": True, "parent": True}
+    del wanted["ours"]
+    assert child | wanted == child
+    for folder in ("run", "child"):
+        assert len({line["pid"] for line in log_lines(tmp_path / folder)}) == 1
+
+
+def test_a_child_that_exits_normally_ends_nothing_of_its_parent(tmp_path):
+    source = """
+        import os, sys, telemetry
+        from tests.faults.inside import page
+        telemetry.start("run")
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(9)  # atexit is run, in the child too
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        assert page()
+        """
+    run(tmp_path, source)
+    assert len(events(tmp_path / "run", "run_start")) == len(events(tmp_path / "run", "run_end")) == 1
+
+
+# -- the real DataLoader -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loader_run(tmp_path_factory):
+    """Workers under each start method. ``telemetry.start()`` is unguarded at the top of the script."""
+    source = """
+        import os
+        import torch
+        import telemetry
+        from tests.faults.forked import in_child, look
+        from tests.faults.inside import tell
+        from tests.quick_optimizers import QuickSGD
+
+        agent = telemetry.start("run", run="r")
+
+        class Looking(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                return look() | {"started": type(telemetry.start("never")).__name__}
+
+        def trained(batches):
+            parameter = torch.nn.Parameter(torch.ones(1))
+            optimizer = QuickSGD([parameter], lr=0.1)
+            for _ in batches:
+                parameter.grad = torch.ones(1)
+                optimizer.step()
+
+        if __name__ == "__main__":
+            assert agent.running
+            found = {"pid": os.getpid()}
+            for method in ("fork", "spawn", "forkserver"):
+                loader = torch.utils.data.DataLoader(
+                    Looking(), batch_size=None, num_workers=1, multiprocessing_context=method
+                )
+                found[method] = list(loader)
+
+            def child():
+                loader = torch.utils.data.DataLoader(list(range(6)), batch_size=2)
+                head = agent.tracker.ring.head
+                trained(loader)
+                torch.save({}, os.devnull)
+                written = agent.tracker.ring.head - head
+                telemetry.start("child", run="c")
+                trained(loader)
+                telemetry.stop()
+                return {"written": written}
+
+            found["child"] = in_child(child)
+            telemetry.stop()
+            tell(found)
+        """
+    folder = tmp_path_factory.mktemp("loader")
+    return folder, run(folder, source)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_worker_has_nothing_of_ours(method, loader_run):
+    _, found = loader_run
+    threads = ["telemetry-stacks", "telemetry-stack"]  # our name, and the kernel's
+    assert len(found[method]) == 4
+    for worker in found[method]:
+        assert worker["pid"] != found["pid"]
+        assert worker | NOTHING | {"threads": threads, "started": "InactiveAgent"} == worker
+
+
+def test_an_unguarded_start_logs_for_the_training_process_alone(loader_run):
+    folder, found = loader_run
+    assert {line["pid"] for line in log_lines(folder / "run")} == {found["pid"]}
+    assert not (folder / "never").exists()
+    assert end_of(folder / "run")["steps_total"] == 12
+
+
+def test_hooks_pass_through_in_a_forked_child_until_it_starts_its_own(loader_run):
+    folder, found = loader_run
+    assert found["child"] == {"written": 0}
+    end = end_of(folder / "child")
+    assert end["steps_total"] == 3
+    assert end["pid"] != found["pid"]
+
+
+def test_a_killed_rank_s_port_is_free_while_its_workers_live_on(tmp_path):
+    """The successor serves at the same port. A worker's copy of the listening socket would block the port."""
+    serving = """
+        import os, sys, telemetry
+        agent = telemetry.start("run", run="r")
+        print(agent.metrics_url, flush=True)
+        if "train" in sys.argv:
+            import torch
+            class Blocking(torch.utils.data.Dataset):
+                def __len__(self):
+                    return 2
+                def __getitem__(self, index):
+                    os.write(pipe, b"%d" % os.getpid())
+                    os.read(never, 1)  # for ever: the worker does not see its parent die
+            read, pipe = os.pipe()
+            never, _ = os.pipe()
+            loader = iter(torch.utils.data.DataLoader(Blocking(), batch_size=None, num_workers=1,
+                                                      multiprocessing_context="fork"))
+            print(os.read(read, 16).decode(), flush=True)
+        sys.stdin.readline()
+        """
+    script, port = write(tmp_path, "script.py", serving), free_ports()
+    first = Child(script, "train", cwd=tmp_path, env=of_rank(0, TELEMETRY_PORT=str(port)))
+    with first:
+        url, worker = first.line(), int(first.line())
+        with Child(script, cwd=tmp_path, env=of_rank(1, TELEMETRY_PORT=str(port))) as second:
+            assert second.line() == url == f"http://127.0.0.1:{port}/metrics", "one endpoint for both"
+            wait_for(lambda: len(ranks_in(fetch(url))) == 2, "both ranks")
+            first.send(signal.SIGKILL)
+            assert first.wait() == -signal.SIGKILL
+
+            def taken_over():
+                try:
+                    return ranks_in(fetch(url)).keys() == {"1"}
+                except OSError:
+                    return False
+
+            wait_for(taken_over, "the other rank serves at the same port")
+            os.kill(worker, 0)  # the worker is still alive
+            second.send(signal.SIGKILL)
+            second.wait()
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", port))
+            free.listen()
+        os.kill(worker, 0)
