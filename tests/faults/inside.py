@@ -5,6 +5,7 @@ It imports nothing of the agent before a function needs it: some scripts are abo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -24,6 +25,13 @@ def tell(found: object) -> None:
     """Leave something for the test: what `processes.run` returns."""
     with open("results.json", "w") as file:
         json.dump(found, file)
+
+
+def fill(path, size: int = 512) -> None:
+    """Make a file as large as the file system has room for, in pieces of so many bytes."""
+    with open(path, "ab", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(b"x" * size):
+            pass
 
 
 def agent():

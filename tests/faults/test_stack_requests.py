@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import stat
+import subprocess
 import threading
 from pathlib import Path
 
@@ -16,17 +17,31 @@ from torch.utils.data import DataLoader
 from telemetry.sources.stacks import ask_workers
 from telemetry.util import threads
 from tests.data_sets import Numbers
-from tests.faults.processes import Child, wait_for, write
-from tests.faults.stuck_runs import (
-    Release,
-    in_read,
-    start,
-)
+from tests.faults.processes import wait_for
+
+
+@pytest.fixture
+def workers(start):
+    """Starts an agent, and iterates a loader with one worker. Returns the iterator, its worker and where that is asked."""
+    agent = start(port="off")
+
+    def begin(dataset, **settings):
+        iterator = iter(DataLoader(dataset, **{"batch_size": 1, "num_workers": 1} | settings))
+        count = len(iterator._workers)
+        found = wait_for(lambda: len(found := ports(agent)) == count and found, "the workers are ready")
+        return iterator, iterator._workers[0], found
+
+    return begin
 
 
 def ports(agent) -> dict:
-    (entry,) = agent.tracker.loaders.live()
-    return entry.block.stack_ports()
+    found = agent.tracker.loaders.live()
+    return found[0].block.stack_ports() if found else {}
+
+
+def asked(pid: int, port):
+    (answer,) = ask_workers([(pid, port)])
+    return answer
 
 
 def pipe_of_ours() -> int:
@@ -41,7 +56,7 @@ def pipe_of_ours() -> int:
     raise AssertionError("no pipe of ours")
 
 
-def everything_closed(worker_id: int) -> None:
+def everything_closed(victim, worker_id: int) -> None:
     os.close(pipe_of_ours())
 
 
@@ -49,7 +64,7 @@ def another_file(victim, worker_id: int) -> None:
     os.dup2(os.open(victim, os.O_RDWR), pipe_of_ours())
 
 
-def another_pipe(worker_id: int) -> None:
+def another_pipe(victim, worker_id: int) -> None:
     """What is written into it can be read by the data set."""
     ends = os.pipe2(os.O_NONBLOCK)
     number = pipe_of_ours()
@@ -71,45 +86,17 @@ class Reading(Numbers):
         return index
 
 
-TAKEN = ["everything closed", "another file", "another pipe"]
-
-
-@pytest.mark.parametrize("what", TAKEN)
-def test_a_worker_that_has_taken_our_pipe_away_is_never_hurt(tmp_path, what):
+@pytest.mark.parametrize("what", [everything_closed, another_file, another_pipe], ids=lambda what: what.__name__)
+def test_a_worker_that_has_taken_our_pipe_away_is_never_hurt(tmp_path, workers, what):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
-    init = {
-        "everything closed": everything_closed,
-        "another file": functools.partial(another_file, victim),
-        "another pipe": another_pipe,
-    }[what]
-    agent = start(tmp_path)
-    iterator = iter(DataLoader(Reading(100), batch_size=1, num_workers=1, worker_init_fn=init))
+    iterator, worker, found = workers(Reading(100), worker_init_fn=functools.partial(what, victim))
     next(iterator)
-    (worker,) = iterator._workers
-    port = wait_for(lambda: ports(agent), "the worker is ready")[worker.pid]
     for _ in range(3):
-        (answer,) = ask_workers([(worker.pid, port)])
+        answer = asked(worker.pid, found[worker.pid])
         assert (answer.stack, answer.missing) == ("", "it has closed our pipe")
     assert len([*iterator]) == 99  # the workers are alive and as fast as before
     assert victim.read_bytes() == b"precious"
-
-
-def test_a_child_of_a_worker_neither_answers_nor_takes_the_request(tmp_path):
-    """The child has the pipe, too. It exits as a program does, which ends its threads, and would wait for them."""
-    agent = start(tmp_path)
-    iterator = iter(DataLoader(Forking(20), batch_size=1, num_workers=1))
-    assert int(next(iterator)) == 0
-    (worker,) = iterator._workers
-    port = wait_for(lambda: ports(agent), "the worker is ready")[worker.pid]
-    (child,) = map(int, Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split())
-    for _ in range(20):
-        (answer,) = ask_workers([(worker.pid, port)])
-        assert "_worker_loop" in answer.stack, answer
-        assert "in as_a_child" not in answer.stack
-    (answer,) = ask_workers([(child, port)])
-    assert answer.stack == ""
-    assert len([*iterator]) == 19
 
 
 class Forking(Numbers):
@@ -130,6 +117,19 @@ class Forking(Numbers):
         os.read(self.told, 1)
         tasks = os.listdir("/proc/self/task")
         os._exit(0 if len(tasks) == 1 and threading.active_count() == 1 else 1)
+
+
+def test_a_child_of_a_worker_neither_answers_nor_takes_the_request(workers):
+    """The child has the pipe, too. It exits as a program does, which ends its threads, and would wait for them."""
+    iterator, worker, found = workers(Forking(20))
+    assert int(next(iterator)) == 0
+    (child,) = map(int, Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split())
+    for _ in range(20):
+        answer = asked(worker.pid, found[worker.pid])
+        assert "_worker_loop" in answer.stack, answer
+        assert "in as_a_child" not in answer.stack
+    assert asked(child, found[worker.pid]).stack == ""
+    assert len([*iterator]) == 19
 
 
 class Looking(Numbers):
@@ -157,9 +157,8 @@ class AllOurs(Numbers):
         return threads._FILTER[3].match("a module")
 
 
-def test_python_s_warning_of_forks_knows_the_thread_that_answers(tmp_path):
-    start(tmp_path)
-    assert bool(next(iter(DataLoader(AllOurs(1), num_workers=1))))
+def test_python_s_warning_of_forks_knows_the_thread_that_answers(workers):
+    assert bool(next(workers(AllOurs(1))[0]))
 
 
 def without_batching(batch):
@@ -167,38 +166,32 @@ def without_batching(batch):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_worker_s_own_code_sees_no_thread_and_no_signal_of_ours(tmp_path, context):
+def test_a_worker_s_own_code_sees_no_thread_and_no_signal_of_ours(start, context):
     def seen():
         loader = DataLoader(Looking(1), num_workers=1, collate_fn=without_batching, multiprocessing_context=context)
         return next(iter(loader))
 
     alone = seen()
-    start(tmp_path)
+    start(port="off")
     assert seen() == alone
 
 
-def test_the_thread_that_answers_has_the_signals_blocked(tmp_path):
-    agent = start(tmp_path)
-    iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1))
-    next(iterator)
-    ((pid, port),) = ports(agent).items()
-    with open(f"/proc/{pid}/task/{port.thread}/status") as status:
+def test_the_thread_that_answers_has_the_signals_blocked(workers):
+    _, worker, found = workers(Numbers(100))
+    with open(f"/proc/{worker.pid}/task/{found[worker.pid].thread}/status") as status:
         blocked = int(next(line.split()[1] for line in status if line.startswith("SigBlk:")), 16)
     ours = signal.valid_signals() - {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT")}
     assert all(blocked >> (number - 1) & 1 for number in ours - {signal.SIGKILL, signal.SIGSTOP})
 
 
-def test_who_is_no_worker_of_ours_is_never_asked(tmp_path):
-    agent = start(tmp_path)
-    iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1))
-    next(iterator)
-    (port,) = ports(agent).values()
-    script = write(tmp_path, "sleep.py", "print('ready', flush=True)\nimport time\ntime.sleep(600)")
-    with Child(script, cwd=tmp_path) as child:
-        child.line()
-        answers = ask_workers([(child.pid, port), (os.getpid(), port), (1, port), (2**22 + 5, port)])
+def test_who_is_no_worker_of_ours_is_never_asked(workers):
+    _, worker, found = workers(Numbers(100))
+    port = found[worker.pid]
+    with subprocess.Popen(["sleep", "600"]) as other:
+        answers = ask_workers([(other.pid, port), (os.getpid(), port), (1, port), (2**22 + 5, port)])
         assert [answer.stack for answer in answers] == [""] * 4
-        assert child.process.poll() is None
+        assert other.poll() is None
+        other.kill()
     assert [answer.missing for answer in answers][2:] == [
         "it has ended, and its pid is another process's",
         "it has ended",
@@ -206,33 +199,33 @@ def test_who_is_no_worker_of_ours_is_never_asked(tmp_path):
 
 
 class InTwoPlaces(Numbers):
-    def __init__(self, release) -> None:
+    """Both samples wait for a byte, each in a function of its own."""
+
+    def __init__(self) -> None:
         super().__init__(2)
-        self.release = release
+        self.fifo, self.to_fifo = os.pipe()
 
     def __getitem__(self, index):
         (self.second_place if index else self.first_place)()
         return index
 
     def first_place(self):
-        in_read(self.release)
+        os.read(self.fifo, 1)
 
     def second_place(self):
-        in_read(self.release)
+        os.read(self.fifo, 1)
 
 
-def test_an_answer_is_of_now(tmp_path):
-    release = Release(tmp_path)
-    agent = start(tmp_path)
-    iterator = iter(DataLoader(InTwoPlaces(release), batch_size=1, num_workers=1, multiprocessing_context="fork"))
-    (worker,) = iterator._workers
-    port = wait_for(lambda: ports(agent), "the worker is ready")[worker.pid]
-    wait_for(lambda: "in first_place" in ask_workers([(worker.pid, port)])[0].stack, "it reads")
-    os.write(release.to_fifo, b"done")
+def test_an_answer_is_of_now(workers):
+    dataset = InTwoPlaces()
+    iterator, worker, found = workers(dataset, multiprocessing_context="fork")
+    stack = lambda: asked(worker.pid, found[worker.pid]).stack
+    wait_for(lambda: "in first_place" in stack(), "it reads")
+    os.write(dataset.to_fifo, b"x")
     next(iterator)
-    wait_for(lambda: "in second_place" in (stack := ask_workers([(worker.pid, port)])[0].stack) and stack, "it reads")
-    assert "in first_place" not in ask_workers([(worker.pid, port)])[0].stack
-    os.write(release.to_fifo, b"done")
+    wait_for(lambda: "in second_place" in stack(), "it reads")
+    assert "in first_place" not in stack()
+    os.write(dataset.to_fifo, b"x")
     assert len([*iterator]) == 1
 
 
@@ -255,37 +248,28 @@ class Busy(Numbers):
             deep(number % 50)
 
 
-def test_a_busy_worker_is_asked_again_and_again(tmp_path):
-    agent = start(tmp_path)
-    iterator = iter(DataLoader(Busy(4), batch_size=1, num_workers=1))
+def test_a_busy_worker_is_asked_again_and_again(workers):
+    """Asking changes nothing in the training process."""
+    before = handled_signals()
+    iterator, worker, found = workers(Busy(4))
     next(iterator)
-    (worker,) = iterator._workers
-    port = wait_for(lambda: ports(agent), "the worker is ready")[worker.pid]
-    wait_for(lambda: "deep" in ask_workers([(worker.pid, port)])[0].stack, "it is busy")
-    for _ in range(100):
-        (answer,) = ask_workers([(worker.pid, port)])
+    wait_for(lambda: "deep" in asked(worker.pid, found[worker.pid]).stack, "it is busy")
+    for _ in range(50):
+        answer = asked(worker.pid, found[worker.pid])
         assert "in spin" in answer.stack, answer
         assert "thread Thread-" in answer.stack
     assert worker.is_alive()
     worker.kill()
-
-
-def test_asking_changes_nothing_in_the_training_process(tmp_path):
-    before = handled_signals()
-    test_a_busy_worker_is_asked_again_and_again(tmp_path)
     assert handled_signals() == before
 
 
-def answered(answers):
-    """The answers of the workers, if all of them have answered."""
-    return all(answer.stack for answer in answers) and answers
+def test_all_workers_are_asked_at_once(workers):
+    _, _, everyone = workers(Numbers(600), num_workers=16)
 
+    def answered():
+        answers = ask_workers([*everyone.items()])
+        return all(answer.stack for answer in answers) and answers
 
-def test_all_workers_are_asked_at_once(tmp_path):
-    agent = start(tmp_path)
-    iterator = iter(DataLoader(Numbers(600), batch_size=1, num_workers=16))
-    next(iterator)
-    everyone = wait_for(lambda: (p := ports(agent)) and len(p) == 16 and p, "all are ready")
-    answers = wait_for(lambda: answered(ask_workers([*everyone.items()])), "all answer")
+    answers = wait_for(answered, "all answer")
     assert [answer.pid for answer in answers] == list(everyone)
     assert all("_worker_loop" in answer.stack for answer in answers)
