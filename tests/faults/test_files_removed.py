@@ -1,4 +1,4 @@
-"""Others delete or rename the agent's files and folders during a run; the working folder is removed."""
+"""Others delete or rename the agent's files and folders during a run; the working folder changes, or is removed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from faults.processes import environment, events, log_lines, python, run_script, without_start_line, write
 from telemetry.agent.log import LogFile
+from tests.faults.processes import end_of, environment, log_lines, python, run, told, without_start_line, write
 
 HEAD = b'{"event": "run_start"}\n'
 
@@ -70,97 +70,94 @@ def test_a_folder_that_cannot_be_made_again_is_tried_with_every_line(log):
     assert log.write(b"{}\n")
 
 
-def test_the_log_and_the_target_file_of_a_run_folder_that_is_removed(tmp_path):
-    run_script(
-        """
+def test_a_run_folder_that_is_removed_comes_back(tmp_path):
+    source = """
         import os, shutil, telemetry
         from pathlib import Path
         from telemetry.node import endpoint
+        from tests.faults.inside import until
         endpoint._TARGETS_SECONDS = 0.1
-        agent = telemetry.start("run", run="r", interval_seconds=0.1, log_interval_seconds=0.1, start_line=False)
+        telemetry.start("run", run="r")
         os.rename("run", "gone")  # in one piece: the agent may be about to write a file into it
         shutil.rmtree("gone")
-        while not (list(Path("run").glob("logs/*")) and list(Path("run").glob("targets/*"))):
-            agent._thread.join(0.01)
+        until(lambda: list(Path("run").glob("logs/*")) and list(Path("run").glob("targets/*")))
+        assert list(telemetry.watch([1])) == [1]
         telemetry.stop()
-        """,
-        tmp_path,
-    )
-    lines = log_lines(tmp_path / "run")
-    assert lines[0]["event"] == "run_start"
-    assert lines[0]["continued"] is True
-    (end,) = events(tmp_path / "run", "run_end")
-    (told,) = [line for line in events(tmp_path / "run", "error") if line["source"] == "jsonl"]
-    lost = int(
-        re.fullmatch(r"the log file was deleted by others: a new one begins; (\d+) lines are lost", told["message"])[1]
-    )
-    assert lost > 0
-    assert (end["log_lines_dropped"], end["errors_total"]["jsonl"]) == (lost, lost)
+        """
+    run(tmp_path, source)
+    first = log_lines(tmp_path / "run")[0]
+    assert (first["event"], first["continued"]) == ("run_start", True)
+    (message,) = told(tmp_path / "run", "jsonl")
+    lost = re.fullmatch(r"the log file was deleted by others: a new one begins; (\d+) lines are lost", message)
+    end = end_of(tmp_path / "run")
+    assert end["log_lines_dropped"] == end["errors_total"]["jsonl"] == int(lost[1]) > 0
 
 
-# -- the working folder ------------------------------------------------------------------------------------------
+def test_a_script_that_changes_its_folder_does_not_take_our_files_along(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    source = """
+        import os, telemetry
+        from tests.faults.inside import log_file, until
+        agent = telemetry.start("run", run="r", log_max_bytes=65536, targets_dir="targets")
+        os.chdir("elsewhere")
+        log_file().forget()  # as after a full disk: the next line opens it again
+        until(lambda: log_file().path.exists() and log_file()._file)
+        for _ in range(200):
+            agent.event_log.emit("error", {"source": "test", "message": "x" * 1000})
+        telemetry.stop()
+        assert os.getcwd().endswith("elsewhere")
+        """
+    run(tmp_path, source)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert len(list((tmp_path / "run" / "logs").iterdir())) > 2, "it was rotated in its place"
+    assert list((tmp_path / "targets").iterdir()) == []
 
-SCRIPT = """
-import sys
-import helper
-print(sys.argv, __file__, sys.path[0], helper.__name__)
+
+# -- the working folder is gone ------------------------------------------------------------------------------------
+
+SCRIPT = "import sys\nimport helper\nprint(sys.argv, __file__, sys.path[0], helper.__name__)\n"
+
+LAUNCHER = """
+    import os, subprocess, sys
+    os.rmdir(os.getcwd())
+    sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
 """
-
-IN_A_FOLDER_THAT_IS_GONE = """
-import os, subprocess, sys
-os.rmdir(os.getcwd())
-sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
-"""
-
-
-def without_folder(tmp_path, *arguments, **variables):
-    (tmp_path / "gone").mkdir()
-    variables = {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path / "lib")])} | variables
-    launcher = tmp_path / "launcher.py"
-    return python(launcher, *arguments, cwd=tmp_path / "gone", env=environment(**variables))
 
 
 @pytest.fixture
-def programs(tmp_path):
-    write(tmp_path, "scripts/train.py", SCRIPT)
-    write(tmp_path, "scripts/helper.py", "")
-    write(tmp_path, "lib/module.py", SCRIPT)
-    write(tmp_path, "lib/helper.py", "")
-    write(tmp_path, "launcher.py", IN_A_FOLDER_THAT_IS_GONE)
-    (tmp_path / "link.py").symlink_to(tmp_path / "scripts" / "train.py")
-    return tmp_path
+def homeless(tmp_path):
+    """Runs Python in a working folder that is removed."""
+    for name in ("scripts", "lib"):
+        write(tmp_path, f"{name}/helper.py", "")
+        write(tmp_path, f"{name}/module.py", SCRIPT)
+    (tmp_path / "link.py").symlink_to(tmp_path / "scripts" / "module.py")
+    launcher = write(tmp_path, "launcher.py", LAUNCHER)
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path / "lib")])
+
+    def ran(*arguments, **variables):
+        (tmp_path / "gone").mkdir()
+        arguments = [str(argument).format(tmp_path) for argument in arguments]
+        return python(launcher, *arguments, cwd=tmp_path / "gone", env=environment(PYTHONPATH=path, **variables))
+
+    return ran
 
 
-@pytest.mark.parametrize("target", [["{}/scripts/train.py", "-x"], ["{}/link.py"], ["-m", "module", "--lr", "1"]])
-@pytest.mark.parametrize("run_dir", [True, False])
-def test_a_script_runs_where_the_working_folder_is_gone(target, run_dir, programs):
-    target = [part.format(programs) for part in target]
-    bare = without_folder(programs, *target)
-    option = ["--run-dir", programs / "run"] if run_dir else []
-    ours = without_folder(programs, "-m", "telemetry", "run", *option, *target)
-    assert (ours.returncode, ours.stdout) == (bare.returncode, bare.stdout)
+@pytest.mark.parametrize("target", [["{}/scripts/module.py", "-x"], ["{}/link.py"], ["-m", "module", "--lr", "1"]])
+def test_a_script_runs_where_the_working_folder_is_gone(target, homeless, tmp_path):
+    bare = homeless(*target)
     assert bare.returncode == 0, bare.stderr
-    if run_dir:
-        assert without_start_line(ours.stderr) == ("", 1)
-        assert events(programs / "run", "run_end")
-    else:
-        assert ours.stderr.startswith("telemetry: cannot start (OSError: the working folder has been removed")
+    ours = homeless("-m", "telemetry", "run", "--run-dir", "{}/run", *target)
+    assert (ours.returncode, ours.stdout) == (0, bare.stdout)
+    assert without_start_line(ours.stderr) == ("", 1)
+    assert end_of(tmp_path / "run")
+    for variables in ({}, {"TELEMETRY_RUN_DIR": "run"}):  # a relative one is none
+        ours = homeless("-m", "telemetry", "run", *target, **variables)
+        assert (ours.returncode, ours.stdout) == (0, bare.stdout)
         assert "set run_dir to an absolute path" in ours.stderr
         assert len(ours.stderr.splitlines()) == 1
 
 
-def test_a_relative_script_is_not_found_there_either(programs):
-    bare = without_folder(programs, "train.py")
-    ours = without_folder(programs, "-m", "telemetry", "run", "train.py")
+def test_a_relative_script_is_not_found_there_either(homeless):
+    bare, ours = homeless("module.py"), homeless("-m", "telemetry", "run", "module.py")
     assert bare.returncode == ours.returncode == 2
-    assert ours.stderr == "telemetry: cannot open train.py: No such file or directory\n"
-
-
-def test_a_relative_run_folder_is_none_where_there_is_no_working_folder(programs):
-    ours = without_folder(programs, programs / "scripts" / "train.py", TELEMETRY_RUN_DIR="run")
-    assert ours.returncode == 0
-    ours = without_folder(
-        programs, "-m", "telemetry", "run", programs / "scripts" / "train.py", TELEMETRY_RUN_DIR="run"
-    )
-    assert ours.returncode == 0
-    assert "there is no run: set run_dir to an absolute path" in ours.stderr
+    assert ours.stderr == "telemetry: cannot open module.py: No such file or directory\n"
