@@ -204,8 +204,10 @@ class TopApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """The parts of the screen."""
-        yield Lines(id="frame")
-        yield Lines(id="foot")
+        # Kept: while the screen ends, a query finds none, but the timer may still draw.
+        self._body, self._line = Lines(id="frame"), Lines(id="foot")
+        yield self._body
+        yield self._line
 
     def on_load(self) -> None:
         """End by the loop on a signal, so that the terminal is restored. This runs before Textual changes it."""
@@ -242,11 +244,10 @@ class TopApp(App[None]):
         """Show the newest view."""
         now, view = time.time(), self._reader.view
         self._drawn = view, int(now)
-        frame = self.query_one("#frame", Lines)
-        width, height = frame.size
+        width, height = self._body.size
         lines = self._frame.page(self._page, view, self._choice, self._scrolled, width=width, height=height, now=now)
-        frame.show(lines)
-        self.query_one("#foot", Lines).show([self._foot(width)])
+        self._body.show(lines)
+        self._line.show([self._foot(width)])
 
     def _foot(self, width: int) -> Line:
         if self._asked and self._choice.selected is not None:
