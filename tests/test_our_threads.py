@@ -197,6 +197,7 @@ def test_a_look_at_the_training_frees_nothing_of_it(see):
 AUDITED = """
 import sys, threading
 sys.addaudithook(lambda *_: threading.get_ident())
+sys.path.append("tests")  # as pytest does
 from tests.test_our_threads import all_stacks, look, test_a_look_at_the_training_frees_nothing_of_it as check
 check(look)
 check(lambda training: all_stacks(training.thread.ident, ()))
