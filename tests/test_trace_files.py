@@ -1,11 +1,14 @@
-"""The stream of a trace's JSON: any bytes, cut anywhere, within bounds."""
+"""``telemetry trace`` reads any bytes within bounds: real recordings, damaged and hostile files, folders."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import os
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import msgspec
@@ -13,9 +16,223 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telemetry.cli import main
 from telemetry.trace import files as scanner_module
-from telemetry.trace.files import ReadLimits, Scanner, TraceError, open_stream
+from telemetry.trace.files import FileStream, ReadLimits, Scanner, TraceError
 from telemetry.trace.reader import read_trace
+from tests.trace_files import kernel, write, x
+
+ROOT = Path(__file__).parents[1]
+WORKERS0 = Path(__file__).parent / "traces" / "v100_resnet50_workers0.json.gz"
+WHOLE = WORKERS0.read_bytes()
+Done = namedtuple("Done", "returncode stdout stderr")
+
+
+@pytest.fixture
+def run(capsys):
+    def ran(*arguments):
+        try:
+            status = main(["trace", *map(str, arguments)])
+        except SystemExit as leaving:
+            status = leaving.code
+        return Done(status, *capsys.readouterr())
+
+    return ran
+
+
+@pytest.fixture
+def as_json(run):
+    def read(*arguments):
+        done = run(*arguments, "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    return read
+
+
+def process(*arguments, **variables):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, "-m", "telemetry", "trace", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, errors="replace")
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+# The goldens have its text and its JSON.
+
+
+def test_the_figures_are_one_screen_and_then_come_the_tables(run):
+    screen, _, tables = run(WORKERS0).stdout.partition("\n\nstep ")
+    assert len(screen.splitlines()) <= 30
+    assert "DataLoader      34.6 %    62.5 ms  ##############" in screen
+    assert "HtoD     pageable      6" in tables
+
+
+def test_neither_torch_nor_numpy_is_needed(tmp_path):
+    for name in ("torch", "numpy", "pandas"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not needed')")
+    done = process(WORKERS0, "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_folder_is_a_list_by_rank_and_what_is_no_trace_is_passed_over(tmp_path, run, as_json):
+    (tmp_path / "b.json").write_text(json.dumps({"not": "a trace"}))
+    (tmp_path / "deep").mkdir()
+    for rank in (1, 0):
+        file = write(tmp_path, [x("cpu_op", "a", 1, 2)], f"deep/rank-{rank}.pt.trace.json.gz")
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    assert [trace["rank"] for trace in as_json(tmp_path)] == [0, 1]
+    assert run(tmp_path).stdout.splitlines()[0].split()[:2] == ["rank", "file"]
+
+
+def test_links_in_a_folder_are_not_followed(tmp_path, run, as_json):
+    (tmp_path / "outside").mkdir()
+    secret = tmp_path / "outside" / "secret.json"
+    secret.write_bytes(gzip.decompress(WHOLE))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.json").symlink_to(secret)
+    (folder / "b.json").symlink_to("../outside/secret.json")
+    (folder / "c").symlink_to(tmp_path / "outside")
+    (folder / "d.json").symlink_to("/dev/zero")
+    os.mkfifo(folder / "e.json")
+    os.link(secret, folder / "f.txt")
+    done = run(folder, "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no trace in" in done.stderr
+    assert as_json(folder / "a.json")["rank"] is None  # named by the user: that is no plant
+    with pytest.raises(TraceError, match="cannot be opened"):  # one that was put there after the folder was listed
+        read_trace(folder / "a.json", follow=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"\x00\x01\x02", "is no JSON"),
+        (b'{"traceEvents": [{"ph": "X", "na', "is cut off after 32 bytes"),
+        (WHOLE[:5000], "is cut off after 5000 compressed bytes"),
+        (WHOLE[:5000] + b"\x55" * 3000 + WHOLE[8000:], "is no sound trace: an event"),
+        (b'{"traceEvents": [{"ph": "X" "cat": 1}]}', "an event is no JSON at byte 17"),
+        (b'{"schemaVersion": 1}', "it has no traceEvents"),
+        (b'{"traceEvents": []}', "no operator, runtime call or kernel"),
+        (b"[" * 100_000, "nested more than 64 deep"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path, content, says, run):
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    alone = run(file, "--json")
+    assert (alone.returncode, alone.stdout) == (1, "")
+    assert alone.stderr.startswith(f"telemetry: {file} ")
+    assert says in alone.stderr
+    (tmp_path / "good.json.gz").write_bytes(WHOLE)
+    folder = run(tmp_path, "--json")
+    assert len(json.loads(folder.stdout)) == 1
+    assert folder.returncode == (0 if "no traceEvents" in says or "no operator" in says else 1)
+    assert (says in folder.stderr) == bool(folder.returncode)
+    assert "Traceback" not in folder.stderr
+
+
+def test_what_is_no_file_is_a_clear_error(tmp_path, run):
+    os.mkfifo(tmp_path / "fifo")
+    for path, says in (
+        (tmp_path / "none", "cannot be opened: No such file or directory"),
+        ("/dev/zero", "is no regular file"),
+        ("/proc/self/mem", "cannot be read: Input/output error"),
+        (tmp_path / "fifo", "is no regular file"),
+        (tmp_path, "there is no trace in"),
+    ):
+        done = run(path)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert says in done.stderr
+    assert run(WORKERS0, "--max-bytes", "1000").stderr.count("larger than 1000 bytes uncompressed") == 1
+    assert run(WORKERS0, "--max-bytes", "-1").returncode == 2
+
+
+def test_names_cannot_command_the_terminal(tmp_path, as_json):
+    name = "evil\x1b]0;title\x07\x9b31m\u202e\n"
+    file = write(tmp_path, [x("cpu_op", name, 1, 2), kernel(1, 2, 1, name=name)], "a\x1bb.json")
+    for encoding in ("utf-8", "ascii"):
+        done = process(file, PYTHONIOENCODING=encoding)
+        assert done.returncode == 0
+        assert not {c for c in done.stdout if not c.isprintable()} - {"\n"}
+    assert as_json(file)["operators"][0]["name"] == name
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"'{sys.executable}' -m telemetry trace '{WORKERS0}' --json | head -c 10"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+RECORD = """
+import json, sys, time, torch
+from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        end = time.perf_counter() + 0.004
+        while time.perf_counter() < end:
+            pass
+        return torch.randn(8), index % 2
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    waits, workers = {}, int(sys.argv[2])
+    plan = schedule(wait=0, warmup=1, active=4, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=plan, with_stack=workers > 0) as profiler:
+        loader = iter(DataLoader(Slow(), batch_size=4, num_workers=workers))
+        for step in range(5):
+            start = time.perf_counter()
+            x, y = next(loader)
+            waits[step] = time.perf_counter() - start
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            profiler.step()
+    profiler.export_chrome_trace(sys.argv[1])
+    print(json.dumps(waits))
+"""
+
+
+@pytest.mark.parametrize(("workers", "iterator"), [(0, "SingleProcess"), (2, "MultiProcessing")])
+def test_a_live_recording_of_this_torch_shows_the_data_loader(tmp_path, workers, iterator, as_json):
+    """In traces of newer torch the wait for a batch is an annotation, for which TensorBoard's tool shows 0."""
+    script, file = tmp_path / "train.py", tmp_path / "rank7.pt.trace.json.gz"
+    script.write_text(RECORD)
+    done = subprocess.run(
+        [sys.executable, str(script), str(file), str(workers)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    waits = [e for e in events if e.get("name", "").startswith("enumerate(DataLoader)#")]
+    assert {e["cat"] for e in waits} == {"user_annotation"}
+    assert all(iterator in e["name"] for e in waits)
+    trace = as_json(file)
+    assert [step["step"] for step in trace["steps"]] == [1, 2, 3, 4]
+    assert (trace["rank"], trace["device"]) == (7, None)
+    assert {*trace["gpu"].values(), *trace["temporal"].values()} == {None}
+    for step in trace["steps"]:
+        assert sum(step["categories"].values()) == pytest.approx(step["seconds"])
+        assert step["categories"]["Kernel"] == 0
+    if workers:
+        return
+    measured = json.loads(done.stdout)
+    for step in trace["steps"]:  # what the loop itself saw; its next() does a little more than the annotation
+        assert step["categories"]["DataLoader"] == pytest.approx(measured[str(step["step"])], rel=0.1)
+    assert trace["average"]["categories"]["DataLoader"] > 0.5
+    assert trace["advice"][0]["action"].startswith("load batches in worker processes")
+
+
+# -- the stream of JSON --------------------------------------------------------------------------------------------
 
 
 class Pieces:
@@ -36,8 +253,7 @@ class Pieces:
 
 def read(data: bytes, sizes: list[int] = [7], limits: ReadLimits | None = None):
     scanner = Scanner(Pieces(data, sizes), limits or ReadLimits())
-    events = [event for batch in scanner.batches() for event in batch]
-    return events, scanner
+    return [event for batch in scanner.batches() for event in batch], scanner
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -50,35 +266,31 @@ values = st.recursive(
 )
 events = st.lists(st.dictionaries(texts, values, max_size=5) | values, max_size=12)
 layouts = st.sampled_from([{"indent": None}, {"indent": 2}, {"indent": 0}, {"separators": (",", ":")}])
+pieces = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
 @settings(deadline=None, max_examples=300)
-@given(
-    events, st.dictionaries(texts, values, max_size=3), layouts, st.lists(st.integers(1, 40), min_size=1, max_size=6)
-)
+@given(events, st.dictionaries(texts, values, max_size=3), layouts, pieces)
 def test_any_json_cut_anywhere_is_read_as_a_whole_would_be(trace, head, layout, sizes):
     head = {key: value for key, value in head.items() if key != "traceEvents"}
-    document = {**head, "distributedInfo": {"rank": 3}, "traceEvents": trace, "deviceProperties": [{"id": 0}]}
+    wanted = {"distributedInfo": {"rank": 3}, "deviceProperties": [{"id": 0}]}
     for ascii_only in (True, False):
-        data = json.dumps(document, ensure_ascii=ascii_only, **layout).encode()
-        kept, chunk = scanner_module.CHUNK, sizes[0]
-        scanner_module.CHUNK = chunk
+        data = json.dumps({**head, "traceEvents": trace, **wanted}, ensure_ascii=ascii_only, **layout).encode()
+        kept, scanner_module.CHUNK = scanner_module.CHUNK, sizes[0]
         try:
             found, scanner = read(data, sizes)
         finally:
             scanner_module.CHUNK = kept
         assert found == msgspec.json.decode(data)["traceEvents"]
-        assert scanner.metadata == {"distributedInfo": {"rank": 3}, "deviceProperties": [{"id": 0}]}
-        assert scanner.repaired == 0
+        assert (scanner.metadata, scanner.repaired) == (wanted, 0)
 
 
 @settings(deadline=None, max_examples=100)
 @given(events, st.data())
 def test_a_file_cut_off_anywhere_is_an_error_and_no_trace(trace, data):
     whole = json.dumps({"traceEvents": trace}).encode()
-    cut = data.draw(st.integers(1, len(whole) - 1))
     with pytest.raises(TraceError, match="cut off"):
-        read(whole[:cut])
+        read(whole[: data.draw(st.integers(1, len(whole) - 1))])
 
 
 @settings(deadline=None, max_examples=100)
@@ -109,16 +321,11 @@ def test_bare_words_and_stray_bytes_in_an_event_are_read_all_the_same():
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"PK\x03\x04", "is no JSON"),
-        (b"", "cut off"),
-        (b'{"schemaVersion": 1}', "has no traceEvents"),
         (b'{"traceEvents": 5}', "traceEvents is no list at byte 16"),
-        (b'{"traceEvents": [{"a": }]}', "an event is no JSON at byte 17"),
         (b'{"traceEvents": [{"a": 1]}', "cut off|no JSON"),
         (b'{"traceEvents" [', "a colon is expected at byte 15"),
         (b"{5: 1}", "a name is expected at byte 1"),
         (b'{"traceEvents": [}', "is not expected at byte 17"),
-        (b'{"a": ' + b"[" * 100_000, "nested more than 64 deep"),
         (b'{"traceEvents": [' + b'{"a":' * 100_000, "nested more than 64 deep"),
         (b'{"traceEvents": [{"a": "' + b"x" * 5_000_000, "longer than 1000000 bytes"),
     ],
@@ -128,43 +335,20 @@ def test_what_is_wrong_and_where(data, says):
         read(data, [4096], ReadLimits(max_event_bytes=1_000_000))
 
 
-def source(path: Path, limits: ReadLimits = ReadLimits()) -> bytes:
-    with open_stream(path, limits) as opened:
-        return b"".join(iter(opened.read, b""))
+# -- bounds --------------------------------------------------------------------------------------------------------
 
 
-def test_gzip_of_several_members_with_padding(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_bytes(gzip.compress(b"one ") + gzip.compress(b"") + gzip.compress(b"two") + b"\0" * 100)
-    assert source(file) == b"one two"
+def test_gzip_of_several_members_with_padding_or_cut_off_anywhere(tmp_path):
+    def source(content):
+        (tmp_path / "a.json").write_bytes(content)
+        with contextlib.closing(FileStream(tmp_path / "a.json", ReadLimits())) as opened:
+            return b"".join(iter(opened.read, b""))
 
-
-def test_a_gzip_that_is_cut_off_anywhere(tmp_path):
+    assert source(gzip.compress(b"one ") + gzip.compress(b"") + gzip.compress(b"two") + b"\0" * 100) == b"one two"
     whole = gzip.compress(bytes(range(256)) * 4000)
-    file = tmp_path / "a.json.gz"
     for size in (2, 12, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:size])
         with pytest.raises(TraceError, match="cut off"):
-            source(file)
-
-
-def test_a_link_is_not_opened_where_it_must_not_be_followed(tmp_path):
-    """Also not one that was put there after the folder was listed."""
-    (tmp_path / "a.json").write_bytes(b"{}")
-    (tmp_path / "b.json").symlink_to("a.json")
-    assert source(tmp_path / "b.json") == b"{}"
-    with (
-        pytest.raises(TraceError, match="cannot be opened"),
-        open_stream(tmp_path / "b.json", ReadLimits(), follow=False),
-    ):
-        pass
-
-
-def test_size_is_capped_whatever_the_compression(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_bytes(b" " * 300_000)
-    with pytest.raises(TraceError, match="larger than 200000 bytes.*--max-bytes"):
-        source(file, ReadLimits(max_bytes=200_000))
+            source(whole[:size])
 
 
 BOMB_READER = """
@@ -195,22 +379,18 @@ def test_a_gzip_bomb_is_refused_with_bounded_memory(tmp_path, head, body):
         file.write(gzip.compress(head))
         for _ in range((1 << 30) // len(body) // 256):
             file.write(repeated)
-    done = subprocess.run(
-        [sys.executable, "-c", BOMB_READER, str(tmp_path / "bomb.json.gz")],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", BOMB_READER, str(tmp_path / "bomb.json.gz")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     message, grown_kib = done.stdout.splitlines()
     assert "bomb.json.gz" in message
     assert int(grown_kib) < 100 * 1024
 
 
 def test_the_number_and_the_names_of_events_are_capped(tmp_path):
-    def write(count, name):
-        rows = ({"ph": "X", "cat": "cpu_op", "name": name(i), "ts": i, "dur": 1, "tid": 1} for i in range(count))
-        (tmp_path / "t.json").write_text(json.dumps({"traceEvents": list(rows)}))
-        return tmp_path / "t.json"
+    def many(name):
+        return write(tmp_path, [x("cpu_op", name(i), i, 1) for i in range(1000)])
 
     with pytest.raises(TraceError, match="more than 500 events"):
-        read_trace(write(1000, lambda i: "op"), ReadLimits(max_events=500))
+        read_trace(many(lambda i: "op"), ReadLimits(max_events=500))
     with pytest.raises(TraceError, match="names are longer than 1000 bytes"):
-        read_trace(write(1000, lambda i: f"op {i}"), ReadLimits(max_name_bytes=1000))
+        read_trace(many(lambda i: f"op {i}"), ReadLimits(max_name_bytes=1000))

@@ -77,83 +77,73 @@ class ReadLimits:
 class FileStream:
     """The uncompressed bytes of a file. Its first bytes decide whether it is gzip, not its name.
 
+    Args:
+        path: the file.
+        limits: the limits for reading it.
+        follow: whether it may be a symbolic link.
+
     Attributes:
-        path: the path, for error messages.
         produced: uncompressed bytes that were read so far.
+
+    Raises:
+        TraceError: it cannot be opened, or is not a regular file.
     """
 
-    def __init__(self, file: IO[bytes], path: Path, limits: ReadLimits) -> None:
+    def __init__(self, path: Path, limits: ReadLimits, *, follow: bool = True) -> None:
         self.path = path
         self.produced = 0
-        self._file = file
         self._limits = limits
-        first = self._contained(lambda: file.read(len(_GZIP)))
-        if not first:
-            raise TraceError(f"{path} is empty: the trace was not written, or not yet")
-        file.seek(0)
-        self._plain: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=file, mode="rb") if first == _GZIP else file
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # no wait for a FIFO
+        try:
+            number = os.open(path, flags)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be opened: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            os.close(number)
+            raise TraceError(f"{path} is no regular file: name a trace, or a folder with traces")
+        self._file = os.fdopen(number, "rb")
+        self._plain: IO[bytes] | gzip.GzipFile | None = None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def read(self) -> bytes:
         """The next uncompressed bytes, at most `CHUNK` of them; empty at the end.
 
         Raises:
-            TraceError: the file is damaged, cut off or beyond the limits.
+            TraceError: the file is empty, damaged, cut off or beyond the limits.
         """
-        chunk = self._contained(lambda: self._plain.read(CHUNK))
-        self.produced += len(chunk)
-        if self.produced > self._limits.max_bytes:
-            raise TraceError(
-                f"{self.path} is larger than {self._limits.max_bytes} bytes uncompressed: raise the limit with "
-                "--max-bytes, or record fewer steps"
-            )
-        if self.produced > _RATIO_COUNTS_FROM and self.produced > self._limits.max_ratio * self._file.tell():
-            raise TraceError(
-                f"{self.path} grows more than {self._limits.max_ratio:g}-fold when it is uncompressed: that is no "
-                "trace; uncompress it by hand if you trust it"
-            )
-        return chunk
-
-    def _contained(self, read: Any) -> bytes:
-        """What a call reads; its errors as a `TraceError`."""
+        path, limits = self.path, self._limits
         try:
-            found: bytes = read()
+            if self._plain is None:
+                packed = self._file.peek(len(_GZIP)).startswith(_GZIP)
+                self._plain = gzip.GzipFile(fileobj=self._file, mode="rb") if packed else self._file
+            chunk = self._plain.read(CHUNK)
         except EOFError:
             raise TraceError(
-                f"{self.path} is cut off after {self._file.tell()} compressed bytes: it was not written to its end, "
-                "or not copied whole"
+                f"{path} is cut off after {self._file.tell()} compressed bytes: it was not written to its end, or not "
+                "copied whole"
             ) from None
         except (zlib.error, gzip.BadGzipFile) as error:
             where = f"near byte {self._file.tell()} of the compressed file"
-            raise TraceError(f"{self.path} is damaged {where} ({error}): record the trace again") from None
+            raise TraceError(f"{path} is damaged {where} ({error}): record the trace again") from None
         except OSError as error:
-            raise TraceError(f"{self.path} cannot be read: {error.strerror}") from None
-        return found
-
-
-@contextlib.contextmanager
-def open_stream(path: Path, limits: ReadLimits, *, follow: bool = True) -> Iterator[FileStream]:
-    """Open a trace file.
-
-    Args:
-        path: the file.
-        limits: the limits for reading it.
-        follow: whether it may be a symbolic link. It may not if it was found in a folder.
-
-    Raises:
-        TraceError: it cannot be opened, or is not a regular file.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)  # a FIFO is not waited for
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        raise TraceError(f"{path} cannot be opened: {error.strerror}") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise TraceError(f"{path} is no regular file: name a trace, or a folder with traces")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            yield FileStream(file, path, limits)
-    finally:
-        os.close(descriptor)
+            raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+        if not chunk and not self.produced:
+            raise TraceError(f"{path} is empty: the trace was not written, or not yet")
+        self.produced += len(chunk)
+        if self.produced > limits.max_bytes:
+            raise TraceError(
+                f"{path} is larger than {limits.max_bytes} bytes uncompressed: raise the limit with --max-bytes, or "
+                "record fewer steps"
+            )
+        if self.produced > _RATIO_COUNTS_FROM and self.produced > limits.max_ratio * self._file.tell():
+            raise TraceError(
+                f"{path} grows more than {limits.max_ratio:g}-fold when it is uncompressed: that is no trace; "
+                "uncompress it by hand if you trust it"
+            )
+        return chunk
 
 
 class Scanner:

@@ -5,6 +5,7 @@ It needs neither torch nor numpy. A file is read as a stream, within `ReadLimits
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -16,7 +17,7 @@ from telemetry.trace import flops as counts
 from telemetry.trace import tables
 from telemetry.trace.advice import Advisor, Hardware
 from telemetry.trace.events import TraceEvents
-from telemetry.trace.files import NoTraceError, ReadLimits, Scanner, TraceError, open_stream
+from telemetry.trace.files import FileStream, NoTraceError, ReadLimits, Scanner, TraceError
 from telemetry.trace.records import Average, Trace, TraceStep
 from telemetry.trace.steps import CATEGORIES, SECONDS_PER_US, TraceSteps, breakdown, categorize, find_steps
 
@@ -40,7 +41,7 @@ def read_trace(path: str | os.PathLike[str], limits: ReadLimits | None = None, *
     collecting = gc.isenabled()
     gc.disable()  # batches of dicts are freed by their reference counts; collecting cycles doubles the time
     try:
-        with open_stream(file, limits, follow=follow) as source:
+        with contextlib.closing(FileStream(file, limits, follow=follow)) as source:
             scanner, events = Scanner(source, limits), TraceEvents(limits)
             try:
                 for batch in scanner.batches():
