@@ -16,10 +16,10 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from telemetry.tune.command import settings_text
+from tests.faults.memory_cgroup import limited_group
 from tests.zoo.processes import SCRIPTS
 from tests.zoo.specimens import chosen
 
@@ -101,13 +101,10 @@ def measured(name: str, rounds: int, seconds: float, warm_up: float) -> dict[str
 
 def capped(name: str) -> dict[str, object]:
     """Tune a script whose workers need much memory, in a cgroup with too little for many. Needs root."""
-    group = memory_group(CAPS[name] << 20)
-    try:
+    with limited_group(CAPS[name] << 20) as group:
         inside = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group))
         told = tuned("--seconds", "3", "--warm-up", "1", str(CAPPED), prefix=inside)
         killed = oom_kills(group)
-    finally:
-        remove_group(group)
     return {
         "name": name,
         "megabytes": CAPS[name],
@@ -119,41 +116,6 @@ def capped(name: str) -> dict[str, object]:
         "notes": told["notes"],
         "failed": [trial["failed"] for trial in told["trials"] if trial["failed"]],
     }
-
-
-def memory_group(limit: int) -> Path:
-    """A new cgroup with a memory limit, below this process's own.
-
-    Raises:
-        OSError: this process may not make one.
-    """
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            group, name = (
-                Path("/sys/fs/cgroup/memory") / path.lstrip("/") / f"tune-{os.getpid()}",
-                "memory.limit_in_bytes",
-            )
-            break
-    else:
-        path = Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip()
-        group, name = Path("/sys/fs/cgroup") / path.lstrip("/") / f"tune-{os.getpid()}", "memory.max"
-    group.mkdir()
-    try:
-        (group / name).write_text(str(limit))
-    except OSError:
-        group.rmdir()
-        raise
-    return group
-
-
-def remove_group(group: Path) -> None:
-    """Remove a cgroup, whose last processes may take a moment to end."""
-    for _ in range(100):
-        try:
-            return group.rmdir()
-        except OSError:
-            time.sleep(0.1)
 
 
 def oom_kills(group: Path) -> int:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
-import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from telemetry.hooks.trial import LOADER_SETTINGS, SHARING
 from telemetry.tune.search import GridError, Limits, Search, as_run, is_grid, settings_grid
-from telemetry.tune.trial import Candidate, run_trial, settings_for
+from telemetry.tune.trial import Candidate, TrialFigures, run_trial, settings_for
 from telemetry.util.text import byte_size, complain, milliseconds, rounded_percent, show, show_json, table, warn
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from telemetry.hooks.trial import LoaderFacts
     from telemetry.tune.trial import Settings, Trial
 
 _START_SECONDS: Final = 10.0
@@ -30,7 +28,6 @@ _START_SECONDS: Final = 10.0
 _INTERRUPTED: Final = 130
 _USAGE_ERROR: Final = 2
 
-_REDRAW_SECONDS: Final = 0.5
 _HEADINGS: Final = ("settings", "loading", "training", "steps/s", "predicted", "memory", "trial")
 _BAR: Final = 40
 
@@ -41,6 +38,27 @@ _AS_GOOD: Final = 0.98
 """Of trials whose pace is this close to the fastest, the one with the fewest workers is the best."""
 
 _MUCH_EVALUATION: Final = 0.2
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A line to change: what it should become, and the library that makes the loader, if the script does not."""
+
+    file: str
+    line: int
+    code: str
+    library: str | None
+
+
+class TuneResult(msgspec.Struct, frozen=True):
+    """What ``telemetry tune --json`` prints. ``speedup``: None without two paces. ``stopped``: why there is no more."""
+
+    baseline: TrialFigures
+    best: TrialFigures
+    speedup: float | None
+    trials: list[TrialFigures]
+    changes: list[Change]
+    stopped: str
+    notes: list[str]
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -60,7 +78,7 @@ def tune(options: argparse.Namespace) -> int:
         return _usage_error(str(error))
     options.script = script
     with tempfile.TemporaryDirectory(prefix="telemetry-tune-", ignore_cleanup_errors=True) as folder:
-        return Tuning(options, Path(folder), grid).run()
+        return _Tuning(options, Path(folder), grid).run()
 
 
 def _usage_error(message: str) -> int:
@@ -71,25 +89,17 @@ def _usage_error(message: str) -> int:
 # -- trials ------------------------------------------------------------------------------------------------------
 
 
-class Tuning:
-    """The trials of one command.
-
-    Args:
-        options: the command's options; ``script`` is the script and its arguments.
-        folder: for the files of the trials.
-        grid: the settings to run; empty to let the model choose.
-    """
+class _Tuning:
+    """The trials of one command: those of the grid, or what the model chooses if that is empty."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, grid: Sequence[Settings]) -> None:
         self._options = options
         self._folder = folder
         self._grid = grid
-        self._progress = Progress(1 + len(grid) if grid else options.trials)
         self._trials: list[Trial] = []
         self._notes: list[str] = []
 
     def run(self) -> int:
-        """Run the trials and print the result. Returns the exit status."""
         interrupted = False
         limits = Limits.measured(self._options.memory, self._options.nproc_per_node or 1)
         try:
@@ -119,15 +129,13 @@ class Tuning:
             OSError: it cannot be started.
             KeyboardInterrupt: the user wants no more.
         """
-        wanted, number = candidate.settings, len(self._trials) + 1
+        number, most = len(self._trials) + 1, 1 + len(self._grid) if self._grid else self._options.trials
         folder = self._folder / str(number)
-        name = settings_text(wanted) if wanted else "the script's own settings"
-        self._progress.begin(number, name, _START_SECONDS + self._options.warm_up + self._options.seconds)
-        tuned = self._trials[0].tuned if self._trials else []
-        try:
-            trial = run_trial(self._options, folder, candidate, tuned, self._progress.tick)
-        finally:
-            self._progress.end()
+        took = [trial.seconds for trial in self._trials]
+        each = sum(took) / len(took) if took else _START_SECONDS + self._options.warm_up + self._options.seconds
+        name = settings_text(candidate.settings) if candidate.settings else "the script's own settings"
+        warn(f"trial {number} of at most {most}: {name}; at most {(most - len(took)) * each:.0f} s left\n")
+        trial = run_trial(self._options, folder, candidate, self._trials[0].tuned if self._trials else [])
         self._trials.append(trial)
         shutil.rmtree(folder, ignore_errors=True)
         return trial
@@ -167,16 +175,16 @@ class Tuning:
         first, best = self._trials[0], simplest_of_the_best(self._trials)
         if self._options.json:
             gain = _speedup(first, best)
-            found = {
-                "baseline": first.as_json(),
-                "best": best.as_json(),
-                "speedup": None if gain is None else round(gain, 4),
-                "trials": [trial.as_json() for trial in self._trials],
-                "changes": _changed_lines(first, best) if best is not first else [],
-                "stopped": why,
-                "notes": self._notes,
-            }
-            return show_json(json.dumps(found, indent=2) + "\n")
+            found = TuneResult(
+                first.figures,
+                best.figures,
+                None if gain is None else round(gain, 4),
+                [trial.figures for trial in self._trials],
+                _changes(first, best) if best is not first else [],
+                why,
+                self._notes,
+            )
+            return show_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
         text = _trial_table(self._trials)
         text += "\n" + _bars(self._trials) if self._grid else ""
         text += "\n" + _verdict(first, best, why) + _evaluation_note(first)
@@ -208,53 +216,6 @@ def _explain(trial: Trial) -> None:
         warn("Run it without `telemetry tune` first: `python SCRIPT` must work with the same arguments.\n")
 
 
-class Progress:
-    """Which trial runs, and how long the rest will take, on the standard error.
-
-    One line, rewritten in place on a terminal. Elsewhere there is one line for each trial.
-
-    Args:
-        most_trials: how many trials there are at most.
-    """
-
-    def __init__(self, most_trials: int) -> None:
-        self._most = most_trials
-        self._took: list[float] = []
-        self._began = self._shown = self._expected = 0.0
-        self._name = ""
-        self._in_place = sys.stderr is not None and sys.stderr.isatty()
-
-    def begin(self, number: int, name: str, expected_seconds: float) -> None:
-        """A trial begins. ``expected_seconds``: how long it takes, before any has ended."""
-        self._began = time.monotonic()
-        self._expected = sum(self._took) / len(self._took) if self._took else expected_seconds
-        self._name = f"trial {number} of at most {self._most}: {name}"
-        if not self._in_place:
-            warn(f"{self._name}; {self._left(0.0)}\n")
-
-    def tick(self) -> None:
-        """The trial goes on."""
-        now = time.monotonic()
-        if self._in_place and now - self._shown >= _REDRAW_SECONDS:
-            self._shown = now
-            passed = now - self._began
-            self._draw(f"{self._name}; {passed:.0f} s, {self._left(passed)}")
-
-    def end(self) -> None:
-        """The trial has ended."""
-        self._took.append(time.monotonic() - self._began)
-        if self._in_place:
-            self._draw("")
-
-    def _draw(self, line: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{line}")
-        sys.stderr.flush()
-
-    def _left(self, passed: float) -> str:
-        more = max(0, self._most - len(self._took) - 1)
-        return f"at most {max(0.0, self._expected - passed) + more * self._expected:.0f} s left"
-
-
 # -- text --------------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +232,6 @@ def settings_text(settings: Settings) -> str:
 
 
 def _trial_table(trials: Sequence[Trial]) -> str:
-    """A row for each trial."""
     rows, remarks = [], []
     for trial in trials:
         name, rate = settings_text(trial.settings), trial.steps_per_second
@@ -293,7 +253,6 @@ def _trial_table(trials: Sequence[Trial]) -> str:
 
 
 def _bars(trials: Sequence[Trial]) -> str:
-    """The pace of each trial as a bar."""
     most = max(trial.steps_per_second or 0.0 for trial in trials)
     names = [settings_text(trial.settings) for trial in trials]
     lines = []
@@ -305,18 +264,17 @@ def _bars(trials: Sequence[Trial]) -> str:
 
 
 def _verdict(first: Trial, best: Trial, why: str) -> str:
-    """What to do, in one or a few lines."""
     gain = _speedup(first, best)
     if gain is None:
         return ""
-    changes = _changed_lines(first, best)
+    changes = _changes(first, best)
     if best is first or gain < _SAME or not changes:
         return f"The script's own settings are the best that was found ({why}).\n"
     lines = [f"{gain:.2f} times the steps per second of the script's own settings ({why}). Change:"]
     for change in changes:
-        lines += [f"  {_shown(change['file'])}:{change['line']}", f"    {change['code']}"]
-        if change["library"] is not None:
-            lines.append(f"    {change['library']} makes this loader: use its own options for these settings")
+        lines += [f"  {_shown(change.file)}:{change.line}", f"    {change.code}"]
+        if change.library is not None:
+            lines.append(f"    {change.library} makes this loader: use its own options for these settings")
     return "\n".join(lines) + "\n"
 
 
@@ -326,34 +284,25 @@ def _speedup(first: Trial, best: Trial) -> float | None:
     return after / before if before and after else None
 
 
-def _changed_lines(first: Trial, best: Trial) -> list[dict[str, Any]]:
-    """The lines to change: file, line, code, and the library that makes the loader, if the script does not."""
-    changes: list[dict[str, Any]] = []
+def _changes(first: Trial, best: Trial) -> list[Change]:
+    """The lines to change: the arguments of each loader that differ from the script's own and have a meaning."""
+    changes: list[Change] = []
     for facts in best.tuned:
         before = next((other.applied for other in first.outcome.loaders if other.place == facts.place), {})
-        new = _changed_settings(before, facts)
-        if new:
-            call = ", ".join(f"{name}={value!r}" for name, value in new.items())
-            code = f"DataLoader(..., {call})"
-            changes.append({"file": facts.file, "line": facts.line, "code": code, "library": facts.library})
+        call = [
+            f"{name}={value!r}"
+            for name, value in facts.applied.items()
+            if value is not None
+            and value != before.get(name)
+            and (facts.applied.get("num_workers") or name in {"num_workers", "pin_memory"})
+            and not (name == "prefetch_factor" and value == 2 and before.get(name) is None)
+        ]
+        if call:
+            changes.append(Change(facts.file, facts.line, f"DataLoader(..., {', '.join(call)})", facts.library))
     if SHARING in best.candidate.settings:
         code = f"torch.multiprocessing.set_sharing_strategy({best.candidate.settings[SHARING]!r})"
-        facts = best.tuned[0]
-        changes.append({"file": facts.file, "line": facts.line, "code": code, "library": None})
+        changes.append(Change(best.tuned[0].file, best.tuned[0].line, code, None))
     return changes
-
-
-def _changed_settings(before: Settings, facts: LoaderFacts) -> Settings:
-    """The arguments that differ from the script's own and have a meaning."""
-    workers = facts.applied.get("num_workers")
-    return {
-        name: value
-        for name, value in facts.applied.items()
-        if value is not None
-        and value != before.get(name)
-        and (workers or name in {"num_workers", "pin_memory"})
-        and not (name == "prefetch_factor" and value == 2 and before.get(name) is None)
-    }
 
 
 def _evaluation_note(first: Trial) -> str:

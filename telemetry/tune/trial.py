@@ -23,7 +23,6 @@ from telemetry.sources.cgroup import MemoryLimit, MemoryLimits
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
 
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.hooks.trial import LoaderFacts
@@ -60,6 +59,19 @@ _PATIENCE_SECONDS: Final = 60.0
 _LAST_LINES: Final = 15
 _FIRST_VICTIM: Final = "800"
 """If memory is short nevertheless, the kernel ends a trial before anything else."""
+
+
+class TrialFigures(msgspec.Struct, frozen=True):
+    """A trial in ``telemetry tune --json``; None where it has none, as if it has failed."""
+
+    settings: Settings
+    steps_per_second: float | None
+    predicted_steps_per_second: float | None
+    wait_ratio: float | None
+    memory_bytes: int | None
+    seconds: float
+    steps: int
+    failed: str | None
 
 
 class Candidate(NamedTuple):
@@ -191,18 +203,20 @@ class Trial:
     def _measured(self) -> list[TrialOutcome]:
         return [each for each in self.outcomes if each.steps >= _MIN_STEPS and each.seconds and each.evidence]
 
-    def as_json(self) -> dict[str, Any]:
-        """The fields of a trial in ``tune --json``."""
-        return {
-            "settings": self.settings,
-            "steps_per_second": self.steps_per_second,
-            "predicted_steps_per_second": self.candidate.predicted and round(self.candidate.predicted, 4),
-            "wait_ratio": self.wait_ratio,
-            "memory_bytes": self.memory_bytes or None,
-            "seconds": round(self.seconds, 3),
-            "steps": self.outcome.steps,
-            "failed": self.failed or None,
-        }
+    @property
+    def figures(self) -> TrialFigures:
+        """What ``tune --json`` prints of it."""
+        predicted = self.candidate.predicted
+        return TrialFigures(
+            self.settings,
+            self.steps_per_second,
+            predicted and round(predicted, 4),
+            self.wait_ratio,
+            self.memory_bytes or None,
+            round(self.seconds, 3),
+            self.outcome.steps,
+            self.failed or None,
+        )
 
 
 def _wait_ratio(outcome: TrialOutcome) -> float:
@@ -225,9 +239,7 @@ def is_harmless(name: str, value: Any, max_workers: int) -> bool:
     return (name, value) in {("in_order", True), ("persistent_workers", False)}
 
 
-def run_trial(
-    options: argparse.Namespace, folder: Path, candidate: Candidate, tuned: list[LoaderFacts], tell: Callable[[], None]
-) -> Trial:
+def run_trial(options: argparse.Namespace, folder: Path, candidate: Candidate, tuned: list[LoaderFacts]) -> Trial:
     """Run one trial to its end.
 
     Args:
@@ -235,7 +247,6 @@ def run_trial(
         folder: for the files of the trial. It is made.
         candidate: what is tried.
         tuned: the loaders that get these settings; none in the first trial.
-        tell: called some times a second while the trial runs.
 
     Raises:
         OSError: the trial cannot be started.
@@ -272,7 +283,7 @@ def run_trial(
             )
         with suppress(OSError):
             Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
-        stopped = _wait(process, plan, memory, ranks, tell)
+        stopped = _wait(process, plan, memory, ranks)
     finally:
         _end_all(str(path))
     status = process.wait()
@@ -292,9 +303,7 @@ def run_trial(
     )
 
 
-def _wait(
-    process: subprocess.Popen[bytes], plan: TrialPlan, memory: TrialMemory, ranks: int, tell: Callable[[], None]
-) -> str:
+def _wait(process: subprocess.Popen[bytes], plan: TrialPlan, memory: TrialMemory, ranks: int) -> str:
     """Wait for the end. Returns why it was brought about from here; empty if it was not."""
     until = time.monotonic() + plan.start_seconds + plan.max_seconds + _PATIENCE_SECONDS
     while process.poll() is None:
@@ -305,7 +314,6 @@ def _wait(
             return "it did not end in time"
         if ranks > 1 and len(_outcome_files(plan.folder, ranks)) == ranks:
             return ""  # they end one by one, and torchrun would take the first for a failure
-        tell()
         time.sleep(_POLL_SECONDS)
     return ""
 
