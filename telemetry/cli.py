@@ -97,13 +97,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Asks the ranks of a running job, through its run folder, to trace the same steps.",
     )
     snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
-    snapshot.add_argument("--rank", metavar="all|N", default="all", help="the ranks to record (default: %(default)s)")
     snapshot.add_argument(
-        "--steps", metavar="K", default="5", help="number of steps, from 1 to 50 (default: %(default)s)"
+        "--rank", metavar="all|N", type=_rank, default="all", help="the ranks to record (default: %(default)s)"
+    )
+    snapshot.add_argument(
+        "--steps", metavar="K", type=_steps, default="5", help="number of steps, from 1 to 50 (default: %(default)s)"
     )
     snapshot.add_argument(
         "--timeout",
         metavar="SECONDS",
+        type=_above(0),
         default="300",
         help="maximum time to wait for the traces, in seconds (default: %(default)s)",
     )
@@ -345,11 +348,19 @@ def _bytes(text: str) -> int:
 def _snapshot(options: argparse.Namespace) -> int:
     from telemetry.snapshot import command
 
-    try:
-        wanted = command.SnapshotOptions.parse(options.rank, options.steps, options.timeout)
-    except ValueError as error:
-        return _usage_error(str(error))
-    return command.snapshot(options.run_dir, wanted, lambda line: show(f"{line}\n"))
+    return command.snapshot(options.run_dir, options.rank, options.steps, options.timeout)
+
+
+def _rank(text: str) -> int | None:
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: allowed is all, or the number of a rank")
+    return None if text == "all" else int(text)
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 50:
+        raise argparse.ArgumentTypeError(f"{text}: allowed is a number of steps, from 1 to 50")
+    return int(text)
 
 
 def _demo(options: argparse.Namespace) -> int:

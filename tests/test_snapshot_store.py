@@ -19,9 +19,9 @@ NAME = trace_name(0, "node", 7, 1700000000000)
 MIB = 1 << 20
 
 
-def plan_of(ranks: tuple[int, ...] = (0,), stall: dict | None = None) -> Plan:
+def plan_of(ranks: int = 1, stall: dict | None = None) -> Plan:
     request = Request("1700000000000-a", agree.STALL, "checkpoint", None, 5, "rank 1", stall)
-    return Plan(request, None, 3, 7, ranks, "request-step5", 1)
+    return Plan(request, None, 3, 7, tuple(range(ranks)), "request-step5", 1)
 
 
 class Trace:
@@ -48,126 +48,116 @@ def snapshots(tmp_path):
 
 
 @pytest.fixture
-def trace_store(snapshots):
-    return TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=MIB)
+def publish(snapshots):
+    def published(trace, ranks=1, disk_bytes=MIB, **more):
+        one = TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=disk_bytes)
+        return one.publish(trace, plan_of(ranks), NAME, most_bytes=MIB, **more)
+
+    return published
 
 
 @pytest.fixture
-def free(monkeypatch):
-    """Sets how much is free."""
-    return lambda amount: monkeypatch.setattr(store, "_free_bytes", lambda _: amount)
+def content(snapshots):
+    """What is read from the trace that was published."""
+    return lambda: gzip.decompress((snapshots / "request-step5" / NAME).read_bytes())
 
 
 def tree(path: Path) -> list[str]:
     return sorted(str(found.relative_to(path)) for found in path.rglob("*"))
 
 
-def test_it_is_there_and_nothing_else(trace_store, snapshots):
+def test_it_is_there_and_nothing_else(publish, snapshots, content):
     trace = Trace()
-    stored = trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
+    stored = publish(trace)
     path = snapshots / "request-step5" / NAME
-    assert gzip.decompress(path.read_bytes()) == CONTENT
+    assert content() == CONTENT
     assert (stored.raw_bytes, stored.size, stored.zero_ns) == (len(CONTENT), path.stat().st_size, 1700000000 * 10**9)
     assert stored.held == {"save": 0.001, "free": 0.001}
     assert trace.freed
     assert trace.saved_to.is_relative_to(snapshots), "not in memory, which others need"
     assert tree(snapshots) == ["request-step5", f"request-step5/{NAME}"]
-    for folder in (snapshots, snapshots / "request-step5"):
-        assert folder.stat().st_mode & 0o777 == 0o700
+    assert {folder.stat().st_mode & 0o777 for folder in (snapshots, path.parent)} == {0o700}
 
 
-def test_more_events_come_first(trace_store, snapshots):
+def test_more_events_come_first_where_there_is_a_place_for_them(publish, content):
     events = [{"name": f"number {n}"} for n in range(10_000)]  # more than is read in one go
-    content = b'{"baseTimeNanoseconds": 7, "traceEvents": [\n  ' + json.dumps(events)[1:].encode() + b"}"
-    stored = trace_store.publish(
-        Trace(content), plan_of(), NAME, most_bytes=MIB, extra_events=lambda zero: b'{"name": "at %d"},\n' % zero
-    )
-    text = gzip.decompress((snapshots / "request-step5" / NAME).read_bytes())
-    assert json.loads(text)["traceEvents"] == [{"name": "at 7"}, *events]
-    assert stored.raw_bytes == len(text)
+    whole = b'{"baseTimeNanoseconds": 7, "traceEvents": [\n  ' + json.dumps(events)[1:].encode() + b"}"
+    stored = publish(Trace(whole), extra_events=lambda zero: b'{"name": "at %d"},\n' % zero)
+    assert json.loads(content())["traceEvents"] == [{"name": "at 7"}, *events]
+    assert stored.raw_bytes == len(content())
+    for other in (b'{"traceEvents": [{}]}', b'{"baseTimeNanoseconds": 7, "traceEvents": []}'):
+        publish(Trace(other), extra_events=lambda _: b"{},")
+        assert content() == other
 
 
-@pytest.mark.parametrize("content", [b'{"traceEvents": [{}]}', b'{"baseTimeNanoseconds": 7, "traceEvents": []}'])
-def test_nothing_is_added_where_there_is_no_place_for_it(trace_store, snapshots, content):
-    trace_store.publish(Trace(content), plan_of(), NAME, most_bytes=MIB, extra_events=lambda _: b"{},")
-    assert gzip.decompress((snapshots / "request-step5" / NAME).read_bytes()) == content
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [(CONTENT[:-1], "to its end"), (b"", "to its end"), (b"{" + b" " * MIB + b"}", "snapshot_max_bytes")],
-)
-def test_what_is_not_whole_or_too_large_is_not_published(trace_store, snapshots, content, why):
-    trace = Trace(content)
-    with pytest.raises(StoreError, match=why):
-        trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
-    assert trace.freed
-    assert tree(snapshots) == []
-
-
-def test_what_is_read_back_must_be_what_was_written(trace_store, snapshots, monkeypatch):
+def corrupt(monkeypatch):
     original = store._unpacked_size
 
     def corrupted(path: Path) -> int:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        packed = bytearray(path.read_bytes())
+        packed[len(packed) // 2] ^= 1
+        path.write_bytes(packed)
         return original(path)
 
     monkeypatch.setattr(store, "_unpacked_size", corrupted)
-    with pytest.raises(StoreError, match="read back"):
-        trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
-    assert tree(snapshots) == []
 
 
-def test_a_copy_of_the_raw_trace_in_a_forked_worker_holds_no_disk_space(trace_store, monkeypatch):
-    copies: list[int] = []
-    original = store._deflate
-    monkeypatch.setattr(
-        store, "_deflate", lambda begin, raw, file: copies.append(os.dup(raw)) or original(begin, raw, file)
-    )
-    trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
-    assert os.fstat(copies[0]).st_size == os.fstat(copies[0]).st_blocks == 0
-    os.close(copies[0])
+def little_room(monkeypatch):
+    """Not enough for what it is compressed to."""
+    monkeypatch.setattr(store, "_free_bytes", lambda _: MIN_FREE_BYTES + MIB)
 
 
-# -- room ----------------------------------------------------------------------------------------------------------
-
-
-def test_without_room_nothing_is_written(trace_store, snapshots, free):
-    free(MIN_FREE_BYTES + MIB)  # not for what it is compressed to
-    trace = Trace()
-    with pytest.raises(StoreError, match="no room: it may take 1 MiB, 1024 MiB must stay free, and 1025 MiB are free"):
-        trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
-    assert trace.saved_to is None
-    assert trace.freed
-    assert tree(snapshots) == []
-
-
-def test_there_must_be_room_for_the_traces_of_all_ranks(trace_store, free):
-    free(MIN_FREE_BYTES + 5 * MIB)
-    trace_store.publish(Trace(), plan_of((0, 1, 2, 3)), NAME, most_bytes=MIB)
-    with pytest.raises(StoreError, match="1 MiB, and so may those of 4 other ranks, 1024 MiB must stay free"):
-        trace_store.publish(Trace(), plan_of((0, 1, 2, 3, 4)), NAME, most_bytes=MIB)
-
-
-def test_a_slow_disk_is_not_written_to(trace_store, snapshots, monkeypatch):
+def slow_disk(monkeypatch):
     """torch holds the GIL while it writes, so the training would wait for the disk."""
     clock = iter(range(0, 10**12, 3 * 10**9))
     monkeypatch.setattr(store, "now_ns", lambda: next(clock))
-    trace = Trace()
-    with pytest.raises(StoreError, match="too slow"):
-        trace_store.publish(trace, plan_of(), NAME, most_bytes=MIB)
-    assert trace.saved_to is None
+
+
+@pytest.mark.parametrize(
+    ("content", "broken", "why", "saved"),
+    [
+        (CONTENT[:-1], None, "to its end", True),
+        (b"", None, "to its end", True),
+        (b"{" + b" " * MIB + b"}", None, "snapshot_max_bytes", True),
+        (CONTENT, corrupt, "read back", True),
+        (CONTENT, little_room, "it may take 1 MiB, 1024 MiB must stay free, and 1025 MiB are free", False),
+        (CONTENT, slow_disk, "too slow", False),
+    ],
+)
+def test_what_is_not_whole_or_has_no_place_is_not_published(
+    publish, snapshots, monkeypatch, content, broken, why, saved
+):
+    if broken:
+        broken(monkeypatch)
+    trace = Trace(content)
+    with pytest.raises(StoreError, match=why):
+        publish(trace)
+    assert trace.freed
+    assert (trace.saved_to is not None) == saved
     assert tree(snapshots) == []
 
 
-def test_a_folder_in_memory_has_no_more_than_the_machine_has_to_give(tmp_path, monkeypatch):
+def test_there_must_be_room_for_the_traces_of_all_ranks(publish, monkeypatch):
+    monkeypatch.setattr(store, "_free_bytes", lambda _: MIN_FREE_BYTES + 5 * MIB)
+    publish(Trace(), ranks=4)
+    with pytest.raises(StoreError, match="1 MiB, and so may those of 4 other ranks, 1024 MiB must stay free"):
+        publish(Trace(), ranks=5)
+
+
+def test_a_folder_in_memory_has_no_more_than_the_machine_has_to_give(publish, monkeypatch):
     monkeypatch.setattr(store, "free_memory", lambda: 1234)
-    monkeypatch.setattr(store, "file_system_of", lambda _: "ext4")
-    on_disk = store._free_bytes(tmp_path)
     monkeypatch.setattr(store, "file_system_of", lambda _: "tmpfs")
-    assert store._free_bytes(tmp_path) == min(1234, on_disk)
+    with pytest.raises(StoreError, match="and 0 MiB are free"):
+        publish(Trace())
+
+
+def test_a_copy_of_the_raw_trace_in_a_forked_worker_holds_no_disk_space(publish, monkeypatch):
+    copies: list[int] = []
+    original = os.ftruncate
+    monkeypatch.setattr(store.os, "ftruncate", lambda raw, size: copies.append(os.dup(raw)) or original(raw, size))
+    publish(Trace())
+    assert os.fstat(copies[0]).st_size == os.fstat(copies[0]).st_blocks == 0
+    os.close(copies[0])
 
 
 # -- what is removed -----------------------------------------------------------------------------------------------
@@ -182,35 +172,34 @@ def old(snapshots: Path, name: str, age: int, size: int = 400_000) -> Path:
     return folder
 
 
-def test_the_oldest_go_first(trace_store, snapshots):
+def test_the_oldest_go_first(publish, snapshots):
     newer, oldest, newest = (old(snapshots, f"request-step{n}", age) for n, age in ((2, 20), (1, 30), (3, 1)))
     mine = snapshots / "notes-step9"
     mine.mkdir()
     (mine / "file").write_bytes(b"x" * 1_000_000)
-    trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
+    publish(Trace())
     assert [path.exists() for path in (oldest, newer, newest, mine)] == [False, True, True, True]
 
 
-def test_a_snapshot_larger_than_the_limit_removes_nothing(snapshots):
-    small = TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=300)
+def test_a_snapshot_larger_than_the_limit_removes_nothing(publish, snapshots):
     others = old(snapshots, "request-step5", 0, 250), old(snapshots, "request-step4", 0, 40)
     with pytest.raises(StoreError, match="snapshot_disk_bytes"):
-        small.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
+        publish(Trace(), disk_bytes=300)
     assert all((folder / "x.gz").exists() for folder in others)
 
 
-def test_links_are_not_followed(trace_store, snapshots, tmp_path):
+def test_links_are_not_followed(publish, snapshots, tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_text("x")
     folder = old(snapshots, "request-step1", 50, 2_000_000)
     (folder / "away").symlink_to(tmp_path / "outside")
     (snapshots / "request-step2").symlink_to(tmp_path / "outside")
-    trace_store.publish(Trace(), plan_of(), NAME, most_bytes=MIB)
+    publish(Trace())
     assert not folder.exists()
     assert (tmp_path / "outside" / "precious").read_text() == "x"
 
 
-def test_what_ended_processes_of_the_run_have_left_is_removed(trace_store, snapshots):
+def test_what_ended_processes_of_the_run_have_left_is_removed(snapshots):
     ours, namespace = f"{os.getpid()}-{start_ticks(os.getpid())}", pid_namespace()
     gone = [f"node-{namespace}-{os.getpid()}-1", f"node-{namespace}-{2**22 + 1}-5", "other-1-5-5", "no owner"]
     kept = [f"node-{namespace}-{ours}", "other-1-6-5", f"node-{namespace + 1}-7-7"]
@@ -220,7 +209,7 @@ def test_what_ended_processes_of_the_run_have_left_is_removed(trace_store, snaps
     for owner in gone[2:]:  # of another machine or container: nobody knows, so they are removed after an hour
         os.utime(snapshots / f".partial-{owner}", (1e9, 1e9))
     (snapshots / "kept").mkdir()
-    trace_store.sweep()
+    TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=MIB).sweep()
     assert sorted(os.listdir(snapshots)) == sorted([f".partial-{owner}" for owner in kept] + ["kept"])
 
 
@@ -237,7 +226,7 @@ def part(rank: int, started: int) -> RankPart:
 
 
 def test_a_manifest_has_the_parts_of_all_ranks(snapshots):
-    plan = plan_of((0, 1, 2), {"cause": "checkpoint"})
+    plan = plan_of(3, {"cause": "checkpoint"})
     folder = snapshots / plan.folder
     folder.mkdir(parents=True)
     for rank, second in ((2, 0), (0, 1), (1, 9)):
@@ -246,8 +235,7 @@ def test_a_manifest_has_the_parts_of_all_ranks(snapshots):
     add_to_manifest(snapshots, plan, part(1, 30))
     about = json.loads((folder / "about" / "snapshot.json").read_text())
     assert [each["rank"] for each in about["ranks"]] == [0, 1, 2]
-    assert about["reason"] == "checkpoint"
-    assert about["stall"] == {"cause": "checkpoint"}
+    assert (about["reason"], about["stall"]) == ("checkpoint", {"cause": "checkpoint"})
     assert about["ranks_expected"] == [0, 1, 2]
     assert (about["log_from"], about["log_until"]) == ("2026-01-01T00:00:00.000Z", "2026-01-01T00:00:40.000Z")
     assert about["together"] is False

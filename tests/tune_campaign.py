@@ -18,8 +18,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from telemetry.tune.command import settings_text
 from tests.faults.memory_cgroup import limited_group
+
+from telemetry.tune.command import settings_text
 from tests.zoo.processes import SCRIPTS
 from tests.zoo.specimens import chosen
 

@@ -73,7 +73,9 @@ _MAX_FILE_BYTES: Final = 1 << 20
 
 _ID: Final = r"\d{13}-[0-9a-z]{1,32}"  # milliseconds since 1970, and a random part
 _REASON: Final = "|".join((REQUEST, *CAUSES))
-_FOLDER: Final = rf"({_REASON})-step\d{{1,15}}(\.\d{{1,4}})?"
+FOLDER: Final = rf"({_REASON})-step\d{{1,15}}(\.\d{{1,4}})?"
+"""Matches the name of a snapshot's folder."""
+
 _FILE: Final = re.compile(rf"({_ID})\.(request|plan|(?:answer|result)-\d+)\.json")
 
 _Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
@@ -139,7 +141,7 @@ class Plan(msgspec.Struct, frozen=True):
     first_step: _Steps = 0
     last_step: _Steps = 0
     ranks: tuple[_Rank, ...] = ()
-    folder: Annotated[str, Meta(pattern=rf"^({_FOLDER})?\Z")] = ""
+    folder: Annotated[str, Meta(pattern=rf"^({FOLDER})?\Z")] = ""
     stamp_ms: _Steps = 0
 
 
@@ -162,22 +164,13 @@ def new_id(now: float) -> str:
     return f"{int(now * 1000):013d}-{secrets.token_hex(4)}"
 
 
-def is_snapshot_folder(name: str) -> bool:
-    """Whether this is the name of a snapshot's folder."""
-    return re.fullmatch(_FOLDER, name) is not None
-
-
 def ranks_of(kind: str, names: Iterable[str]) -> set[int]:
     """The ranks that have written a file of this kind, ``answer`` or ``result``, among the files of one request."""
     return {int(name.partition("-")[2]) for name in names if name.startswith(f"{kind}-")}
 
 
 class RequestFolder:
-    """The files of all requests of a run. The ranks and the command use it.
-
-    Args:
-        snapshots: the folder ``RUN_DIR/snapshots``.
-    """
+    """The files of all requests of a run, in ``RUN_DIR/snapshots/.meeting``. The ranks and the command use it."""
 
     def __init__(self, snapshots: Path) -> None:
         self.path = snapshots / ".meeting"
@@ -243,8 +236,8 @@ class Agreement:
     ) -> None:
         self._snapshots = snapshots
         self._files = RequestFolder(snapshots)
-        self._rank = rank
-        self._world = world_size
+        self.rank = rank
+        self.world_size = world_size
         self._tick = tick_seconds
         self._refuses = refuses
         self._far = far
@@ -252,10 +245,6 @@ class Agreement:
         self._done: set[str] = set()  # ids that this rank has dealt with
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
         self._first_seen: dict[str, float] = {}
-
-    def adopt(self, rank: int, world_size: int) -> None:
-        """The rank of this process, or the size of the job, is now known to be another one."""
-        self._rank, self._world = rank, world_size
 
     def ask(self, request: Request) -> None:
         """Write a request for all ranks."""
@@ -289,7 +278,7 @@ class Agreement:
             elif asked < self._began - _CLOCK_SECONDS:
                 self._done.add(id_)  # of an earlier run in the same folder
             elif id_ not in self._done:
-                here = None if step_seconds is None else Answer(self._rank, steps, step_seconds, now, self._hears())
+                here = None if step_seconds is None else Answer(self.rank, steps, step_seconds, now, self._hears())
                 plan = self._follow(id_, names, here, waits=waits)
                 if plan is not None:
                     return plan
@@ -299,7 +288,7 @@ class Agreement:
     def report(self, plan: Plan, result: Result) -> None:
         """Write how a plan ended on this rank. The last rank to do so removes the request and the answers."""
         id_ = plan.request.id
-        self._files.write(id_, f"result-{self._rank}", result)
+        self._files.write(id_, f"result-{self.rank}", result)
         names = self._files.scan().get(id_, set())
         if ranks_of("result", names) >= set(plan.ranks):
             self._files.remove(id_, ["request", *(f"answer-{rank}" for rank in ranks_of("answer", names))])
@@ -309,19 +298,20 @@ class Agreement:
             if "plan" in names:
                 self._done.add(id_)
                 plan = self._files.read(id_, "plan", Plan)
-                return plan if plan.request.rank in {None, self._rank} else None
-            if "request" not in names or here is None:
-                return None
-            return self._answer(id_, names, here, waits=waits)
+                return plan if plan.request.rank in {None, self.rank} else None
+            if "request" in names and here is not None:
+                return self._answer(self._files.read(id_, "request", Request), names, here, waits=waits)
         except FileNotFoundError:
-            return None  # the request has just been withdrawn
+            pass  # the request has just been withdrawn
         except (InvalidMessageError, OSError):
             self._done.add(id_)  # so that the error is reported once
             raise
+        return None
 
-    def _answer(self, id_: str, names: set[str], here: Answer, *, waits: bool) -> Plan | None:
-        request = self._files.read(id_, "request", Request)
-        if here.at - int(id_[:13]) / 1000 > _REQUEST_SECONDS + 2 * _NOTICE_TICKS * here.hears:
+    def _answer(self, request: Request, names: set[str], here: Answer, *, waits: bool) -> Plan | None:
+        """Answer a request, and write the plan if it is this rank's turn."""
+        id_, now = request.id, here.at
+        if now - int(id_[:13]) / 1000 > _REQUEST_SECONDS + 2 * _NOTICE_TICKS * here.hears:
             self._done.add(id_)
             return None
         if waits and request.kind != COMMAND:  # an older request is open, and its snapshot serves both
@@ -329,32 +319,25 @@ class Agreement:
                 self._files.remove(id_, ["request"])
                 self._done.add(id_)
             return None
-        if request.rank not in {None, self._rank}:
+        if request.rank not in {None, self.rank}:
             return None
         answered = ranks_of("answer", names)
-        if self._rank not in answered:
-            self._files.write(id_, f"answer-{self._rank}", here)
-        return self._propose(request, sorted({self._rank, *answered}), here)
-
-    def _propose(self, request: Request, answered: list[int], here: Answer) -> Plan | None:
-        """Write the plan if it is this rank's turn."""
-        now = here.at
-        since = now - self._first_seen.setdefault(request.id, now)
-        expected = 1 if request.rank is not None else self._world
-        turn = answered.index(self._rank)
-        complete = len(answered) >= expected and turn == 0
+        if self.rank not in answered:
+            self._files.write(id_, f"answer-{self.rank}", here)
+        ranks = sorted({self.rank, *answered})
+        turn, since = ranks.index(self.rank), now - self._first_seen.setdefault(id_, now)
+        complete = len(ranks) >= (1 if request.rank is not None else self.world_size) and turn == 0
         if not complete and since < (_NOTICE_TICKS + 2 * turn) * here.hears:
             return None
         refused = self._refuses(request)
-        plan = Plan(request, refused) if refused else self._plan(request, answered, now)
-        if self._files.write(request.id, "plan", plan, first=True):
-            self._done.add(request.id)
+        plan = Plan(request, refused) if refused else self._plan(request, ranks, now)
+        if self._files.write(id_, "plan", plan, first=True):
+            self._done.add(id_)
             return plan
         return None  # another rank was first: its plan is read at the next tick
 
-    def _plan(self, request: Request, answered: list[int], now: float) -> Plan:
-        answers = [self._files.read(request.id, f"answer-{rank}", Answer) for rank in answered]
-        first = first_step(answers, now)
+    def _plan(self, request: Request, ranks: list[int], now: float) -> Plan:
+        first = first_step([self._files.read(request.id, f"answer-{rank}", Answer) for rank in ranks], now)
         name = f"{request.reason}-step{first}"
         names = (name, *(f"{name}.{number}" for number in range(2, 10_000)))
         return Plan(
@@ -362,7 +345,7 @@ class Agreement:
             refused=None,
             first_step=first,
             last_step=first + request.steps - 1,
-            ranks=tuple(answered),
+            ranks=tuple(ranks),
             folder=next(each for each in names if not (self._snapshots / each).exists()),
             stamp_ms=int(now * 1000),
         )

@@ -108,11 +108,6 @@ class Budget:
         trace_bytes = int(operators * times * _OPERATOR_BYTES)
         return cls(memory_bytes, int(operators), trace_bytes, limit, _RECORDED_BYTES * times)
 
-    def why_more(self, found: int, *, at_least: bool) -> str:
-        """Why no more is recorded, if a step has ``found`` operators."""
-        more = "at least " if at_least else ""
-        return f"a step has {more}{found} operators, and {self.too_many}"
-
     @property
     def too_many(self) -> str:
         """Why no more operators are recorded, in words."""

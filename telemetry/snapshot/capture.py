@@ -263,7 +263,7 @@ class Capture:
         self._most_ns = int(max_seconds * NS)
         self.metadata = metadata
         self._plan: Plan | None = None
-        self._watch: BudgetWatch | None = None
+        self._watch: BudgetWatch  # of the plan
         self._last_step = 0  # the last step that fits into the budget
         self._fewer: str | None = None  # why that is not the plan's last step
         self._state = _IDLE
@@ -303,7 +303,7 @@ class Capture:
 
         No profiler sees what this thread of the child does. torch's switch for one session writes a warning.
         """
-        if self._watch is not None:
+        if self._plan is not None:
             self._watch.after_fork_in_child()
         if self._state == _RECORDING:
             sys.modules["torch._C"]._autograd._enable_record_function(False)
@@ -363,7 +363,7 @@ class Capture:
     def _recording(self, plan: Plan, *, opens: bool) -> bool:
         if self._ended >= self._range_step:  # the request that ends an epoch opens no step, so the range stays open
             self._leave_range()
-        if self._ended >= self._last_step or self._exceeded():
+        if self._ended >= self._last_step or self._watch.exceeded():
             return self._end(plan, self._fewer)
         if self._asked:
             return self._end(plan, f"cut short: {self._asked}")
@@ -397,23 +397,20 @@ class Capture:
             atexit.register(self._exit)
             with self._profilers.ours():
                 session.prepare()
-            if self._watch is not None:
-                self._watch.count()
+            self._watch.count()
             self._state = _COUNTING
 
     def _fit(self, plan: Plan) -> None:
         """End the count: record as many of the plan's steps as fit into the budget."""
-        watch, steps = self._watch, plan.last_step - plan.first_step + 1
-        self._fewer = None
-        if watch is not None:
-            operators, more = watch.end_count()
-            why = watch.budget.why_more(operators, at_least=more)
-            fit = 0 if more else min(steps, watch.budget.operators // max(1, operators))
-            if fit == 0:
-                self._end(plan, why, result=REFUSED)
-                return
-            self._fewer, steps = (None if fit == steps else f"cut short: {why}"), fit
-        self._last_step = plan.first_step + steps - 1
+        steps, budget = plan.last_step - plan.first_step + 1, self._watch.budget
+        operators, more = self._watch.end_count()
+        why = f"a step has {'at least ' if more else ''}{operators} operators, and {budget.too_many}"
+        fit = 0 if more else min(steps, budget.operators // max(1, operators))
+        if fit == 0:
+            self._end(plan, why, result=REFUSED)
+            return
+        self._fewer = None if fit == steps else f"cut short: {why}"
+        self._last_step = plan.first_step + fit - 1
         self._state = _PREPARED
 
     def _start(self, plan: Plan, session: Session) -> None:
@@ -424,8 +421,7 @@ class Capture:
             with self._profilers.ours():
                 session.start()
             self._started_ns, self._state = now_ns(), _RECORDING
-            if self._watch is not None:
-                self._watch.record()
+            self._watch.record()
             self._hooks.profiler_ranges.makers += (session.begin_range,)
             self._enter_range(session)
 
@@ -454,7 +450,7 @@ class Capture:
                     if recording:
                         outcome = self._stop(plan, session, why)
                     else:
-                        self._end_watch()
+                        self._watch.end()
                         session.cancel()
                         outcome = Outcome(plan, result, why)
                 self._finish(outcome)
@@ -465,8 +461,8 @@ class Capture:
     def _stop(self, plan: Plan, session: Session, why: str | None) -> Outcome:
         ended_ns, whole = now_ns(), self._ended >= plan.first_step
         self._leave_range()
-        dropped = self._exceeded()
-        self._end_watch()
+        dropped = self._watch.exceeded()
+        self._watch.end()
         if dropped is not None:
             session.discard()
             self._pauses["stop"] = (now_ns() - ended_ns) / NS
@@ -490,7 +486,7 @@ class Capture:
 
     def _end_abandoned(self, plan: Plan, session: Session) -> bool:
         """End our session after theirs has started without waiting any longer. Not while theirs is on: it crashes."""
-        self._end_watch()
+        self._watch.end()
         if self._profilers.at_work():
             try:  # stop it from collecting on this thread
                 autograd: Any = sys.modules["torch.autograd"]
@@ -504,15 +500,8 @@ class Capture:
             self._finish(Outcome(plan, FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary"))
         return True
 
-    def _exceeded(self) -> str | None:
-        return None if self._watch is None else self._watch.exceeded()
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.end()
-
     def _finish(self, outcome: Outcome) -> None:
-        self._end_watch()
+        self._watch.end()
         self._state, self._plan = _IDLE, None
         self._outcome = outcome
         self._hooks.recorder = None
@@ -533,7 +522,7 @@ class Capture:
             yield
         except BaseException as error:
             session, self._range = self._session, None
-            self._end_watch()
+            self._watch.end()
             if session is not None:
                 with self._profilers.ours():
                     session.abort()

@@ -7,22 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import LOG_NAME, RECORDED
 from telemetry.snapshot import agree
-from telemetry.snapshot.agree import (
-    InvalidMessageError,
-    Plan,
-    Request,
-    RequestFolder,
-    Result,
-    ranks_of,
-)
+from telemetry.snapshot.agree import InvalidMessageError, Plan, Request, RequestFolder, Result, ranks_of
 from telemetry.util.files import caches_folders, open_regular, parse_object
-from telemetry.util.text import complain
+from telemetry.util.text import complain, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,115 +27,80 @@ class SnapshotCommandError(Exception):
     """There is no trace; the text says why, and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotOptions:
-    """The options of the command: the rank (None for all), how many steps, and how many seconds to wait."""
+def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
+    """Request a snapshot, wait for it, and print where the traces are. Returns the exit status: 1 without a trace.
 
-    rank: int | None
-    steps: int
-    timeout: float
-
-    @classmethod
-    def parse(cls, rank: str, steps: str, timeout: str) -> SnapshotOptions:
-        """Read the options.
-
-        Raises:
-            ValueError: one is invalid; the text says which, and what is allowed.
-        """
-        if rank != "all" and not rank.isdecimal():
-            raise ValueError(f"--rank {rank}: allowed is all, or the number of a rank")
-        if not steps.isdecimal() or not 1 <= int(steps) <= agree.MAX_STEPS:
-            raise ValueError(f"--steps {steps}: allowed is a number of steps, from 1 to {agree.MAX_STEPS}")
-        try:
-            seconds = float(timeout)
-        except ValueError:
-            seconds = -1.0
-        if not 0 < seconds < 1e6:
-            raise ValueError(f"--timeout {timeout}: allowed is a number of seconds")
-        return cls(None if rank == "all" else int(rank), int(steps), seconds)
-
-
-def snapshot(run_dir: str, wanted: SnapshotOptions, say: Callable[[str], object]) -> int:
-    """Request a snapshot, wait for it, and print where the traces are. Returns the exit status: 1 without a trace."""
+    Args:
+        run_dir: the run folder of the job.
+        rank: the rank to record; None for all.
+        steps: how many steps to record.
+        timeout: how many seconds to wait.
+    """
     try:
-        interval = _interval_of_running(Path(run_dir))
-        results = _Asking(Path(run_dir), wanted, say).results(interval)
+        results = _results(Path(run_dir), rank, steps, timeout)
     except (SnapshotCommandError, InvalidMessageError, OSError) as error:
         complain(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
     for result in results:
+        told = f"{result.result}: {result.why}"
         if result.path is not None:
             cut = f" ({result.why})" if result.why else ""
-            steps = f"steps {result.first_step} to {result.last_step}"
-            say(f"rank {result.rank}: {steps}{cut}: {Path(run_dir, result.path)}")
-        else:
-            say(f"rank {result.rank}: {result.result}: {result.why}")
+            told = f"steps {result.first_step} to {result.last_step}{cut}: {Path(run_dir, result.path)}"
+        show(f"rank {result.rank}: {told}\n")
     return 0 if any(result.result == RECORDED for result in results) else 1
 
 
-class _Asking:
-    """One request, from asking until the results are there."""
+def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> list[Result]:
+    """Ask, and wait until the ranks have agreed on steps and have recorded them."""
+    interval = _interval_of_running(run_dir)
+    snapshots = run_dir / "snapshots"
+    if not snapshots.is_dir():
+        raise SnapshotCommandError(f"there is no {snapshots}: this run takes no snapshots (max_snapshots is 0)")
+    files = RequestFolder(snapshots)
+    who = f"telemetry snapshot, pid {os.getpid()}"
+    request = Request(agree.new_id(time.time()), agree.COMMAND, agree.REQUEST, rank, steps, who)
+    # Ranks on other nodes may answer, agree and record later by this, because they see the folder late.
+    late = 2 * agree.CACHED_SECONDS if caches_folders(snapshots) else 0.0
 
-    def __init__(self, run_dir: Path, wanted: SnapshotOptions, say: Callable[[str], object]) -> None:
-        self._snapshots = run_dir / "snapshots"
-        if not self._snapshots.is_dir():
-            raise SnapshotCommandError(
-                f"there is no {self._snapshots}: this run takes no snapshots (max_snapshots is 0)"
-            )
-        self._files = RequestFolder(self._snapshots)
-        self._wanted = wanted
-        self._say = say
-        who = f"telemetry snapshot, pid {os.getpid()}"
-        self._request = Request(agree.new_id(time.time()), agree.COMMAND, agree.REQUEST, wanted.rank, wanted.steps, who)
-        # Ranks on other nodes may answer, agree and record later by this, because they see the folder late.
-        self._late_seconds = 2 * agree.CACHED_SECONDS if caches_folders(self._snapshots) else 0.0
+    def names() -> set[str]:
+        return files.scan().get(request.id, set())
 
-    def results(self, interval: float) -> list[Result]:
-        """Ask, and wait for the results. ``interval``: how often the ranks poll, in seconds."""
-        self._files.write(self._request.id, "request", self._request)
-        try:
-            plan = self._agreed(interval)
-            if plan.refused is not None:
-                raise SnapshotCommandError(f"refused: {plan.refused}")
-            self._say(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {_listed(plan.ranks)}")
-            return self._recorded(plan)
-        finally:
-            names = self._names()
-            if "plan" not in names:  # withdraw the request: nobody waits for it any more
-                self._files.remove(self._request.id, names)
-
-    def _agreed(self, interval: float) -> Plan:
-        patience = min(self._wanted.timeout, 5 + 10 * interval) + self._late_seconds
-        if not _until(lambda: "plan" in self._names(), patience):
-            answered = ranks_of("answer", self._names())
-            if answered:
-                raise SnapshotCommandError(f"rank {_listed(answered)} answered, but wrote no plan")
-            rank = self._request.rank
-            who = "no rank answers" if rank is None else f"rank {rank} does not answer"
-            raise SnapshotCommandError(
-                f"{who} within {patience:.0f} s: the run makes no steps yet, is taking another snapshot, has another "
-                "run folder, or its processes have ended; `telemetry report` shows the newest lines of its logs"
-            )
-        return self._files.read(self._request.id, "plan", Plan)
-
-    def _recorded(self, plan: Plan) -> list[Result]:
-        timeout = self._wanted.timeout + self._late_seconds
-        whole = _until(lambda: ranks_of("result", self._names()) >= set(plan.ranks), timeout)
-        ranks = sorted(ranks_of("result", self._names()))
-        results = [self._files.read(self._request.id, f"result-{rank}", Result) for rank in ranks]
+    files.write(request.id, "request", request)
+    try:
+        patience = min(timeout, 5 + 10 * interval) + late
+        if not _until(lambda: "plan" in names(), patience):
+            raise SnapshotCommandError(_no_plan(rank, ranks_of("answer", names()), patience))
+        plan = files.read(request.id, "plan", Plan)
+        if plan.refused is not None:
+            raise SnapshotCommandError(f"refused: {plan.refused}")
+        show(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {_listed(plan.ranks)}\n")
+        whole = _until(lambda: ranks_of("result", names()) >= set(plan.ranks), timeout + late)
+        ranks = sorted(ranks_of("result", names()))
+        results = [files.read(request.id, f"result-{each}", Result) for each in ranks]
         if whole:
-            self._files.remove(self._request.id, self._names())
+            files.remove(request.id, names())
         else:
             complain(
                 f"rank {_listed(set(plan.ranks) - set(ranks))} has not reached step {plan.last_step} within "
-                f"{timeout:g} s; when it does, its trace will be in {self._snapshots / plan.folder}"
+                f"{timeout + late:g} s; when it does, its trace will be in {snapshots / plan.folder}"
             )
         return results
+    finally:
+        left = names()
+        if "plan" not in left:  # withdraw the request: nobody waits for it any more
+            files.remove(request.id, left)
 
-    def _names(self) -> set[str]:
-        return self._files.scan().get(self._request.id, set())
+
+def _no_plan(rank: int | None, answered: set[int], patience: float) -> str:
+    if answered:
+        return f"rank {_listed(answered)} answered, but wrote no plan"
+    who = "no rank answers" if rank is None else f"rank {rank} does not answer"
+    return (
+        f"{who} within {patience:.0f} s: the run makes no steps yet, is taking another snapshot, has another "
+        "run folder, or its processes have ended; `telemetry report` shows the newest lines of its logs"
+    )
 
 
 def _listed(ranks: Iterable[int]) -> str:
@@ -162,7 +119,8 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 def _interval_of_running(run_dir: Path) -> float:
     """Check that the run is still going on. Returns how often its ranks poll, in seconds."""
     logs = run_dir / "logs"
-    paths = [path for path in logs.iterdir() if _is_newest_log(path.name)] if logs.is_dir() else []
+    found = ((path, LOG_NAME.fullmatch(path.name)) for path in (logs.iterdir() if logs.is_dir() else ()))
+    paths = [path for path, match in found if match is not None and match["rotated"] is None]
     if not paths:
         raise SnapshotCommandError(f"{run_dir} is not a run folder: there is no log in {logs}")
     read = [ends for path in paths if (ends := _ends_of(path)) is not None]
@@ -175,12 +133,6 @@ def _interval_of_running(run_dir: Path) -> float:
     settings = running[0].get("settings")
     interval = settings.get("interval_seconds") if isinstance(settings, dict) else None
     return float(interval) if isinstance(interval, (int, float)) else 1.0
-
-
-def _is_newest_log(name: str) -> bool:
-    """Whether a file is a log that was not rotated away."""
-    match = LOG_NAME.fullmatch(name)
-    return match is not None and match["rotated"] is None
 
 
 def _ends_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -10,9 +10,8 @@ import os
 import threading
 from array import array
 from collections import deque
-from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from telemetry.node.metrics import SnapshotsView
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS, rounded
@@ -141,8 +140,7 @@ class Trigger:
         self._last = now
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Median step seconds before and after a snapshot; ``slower`` if that is a lasting slowdown."""
 
     before: float
@@ -165,14 +163,12 @@ class StepWatch:
 
     def add(self, seconds: Iterable[float]) -> Comparison | None:
         """Add the seconds of steps that have ended. Returns a comparison once one is complete."""
-        found, added, number = None, [*seconds], self._count
-        self._count += len(added)
+        found, added = None, [*seconds]
         self._recent.extend(added)
-        if self._from is not None:
-            for step in added:
-                number += 1
-                if self._from is not None and number >= self._from:
-                    found = self._after(step) or found
+        for step in added:
+            self._count += 1
+            if self._from is not None and self._count >= self._from:
+                found = self._after(step) or found
         if len(self._recent) > 2 * _KEPT_STEPS:
             del self._recent[:-_KEPT_STEPS]
         if len(added) >= _PACE_STEPS:
@@ -222,7 +218,7 @@ class _Export:
 
     Attributes:
         outcome: how the plan ended on the training thread; None before that.
-        error: why there is no trace, or no manifest of it.
+        stored: the trace that was saved; ``error``: why there is none, or no manifest of it.
         finished: whether the trace was saved, or could not be.
 
     Raises:
@@ -353,7 +349,7 @@ class SnapshotControl:
     def adopt(self, identity: Identity) -> None:
         """Use another rank: the rank of this process has become known or has changed. Called on the agent thread."""
         self._identity = identity
-        self._agreement.adopt(identity.rank, identity.world_size)
+        self._agreement.rank, self._agreement.world_size = identity.rank, identity.world_size
         self._capture.metadata = self._capture.metadata | {"rank": identity.rank, "world_size": identity.world_size}
 
     def request(self, rank: int | None, steps: int | None) -> bool:

@@ -15,6 +15,7 @@ one mebibyte, it would block the training.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import os
@@ -27,14 +28,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from telemetry.snapshot.agree import is_snapshot_folder
+from telemetry.snapshot.agree import FOLDER
 from telemetry.snapshot.budget import free_memory
 from telemetry.util.clock import NS, now_ns, unix_time
 from telemetry.util.files import file_system_of, opened, read_small, replace_file
 from telemetry.util.processes import pid_namespace, start_ticks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from telemetry.hooks.worker_block import WorkerCounters
@@ -170,7 +171,6 @@ class TraceStore:
         return stored
 
     def _check_room(self, most_bytes: int, ranks: int) -> None:
-        """Raise if the disk may not have room for the traces of all ranks at once, and for the compressed files."""
         free = _free_bytes(self._snapshots)
         if ranks * (most_bytes + most_bytes // _MIN_COMPRESSION) + MIN_FREE_BYTES > free:
             many = f", and so may those of {ranks - 1} other ranks" if ranks > 1 else ""
@@ -206,7 +206,10 @@ class TraceStore:
         return raw
 
     def _compress(self, raw: int, extra_events: Callable[[int], bytes]) -> tuple[Path, int, int | None]:
-        """Compress the trace and read it back. Returns the file, its uncompressed size and `StoredTrace.zero_ns`."""
+        """Compress the trace and read it back. Returns the file, its uncompressed size and `StoredTrace.zero_ns`.
+
+        zlib releases the GIL while it works.
+        """
         size = os.fstat(raw).st_size
         if size > self._max_bytes:
             raise StoreError(f"it has {size} bytes, more than snapshot_max_bytes = {self._max_bytes}")
@@ -220,7 +223,11 @@ class TraceStore:
         packed = self._work / "packed"  # not a name that a reader of traces would look for
         file = opened(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            _deflate(begin, raw, file)
+            compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+            _write(file, compressor.compress(begin))
+            while chunk := os.read(raw, _CHUNK):
+                _write(file, compressor.compress(chunk))
+            _write(file, compressor.flush())
             os.fsync(file)
         finally:
             os.close(file)
@@ -233,11 +240,13 @@ class TraceStore:
         total, current_bytes = added, added
         others: list[tuple[float, Path, int]] = []
         for path in self._snapshots.iterdir():
-            if is_snapshot_folder(path.name) and not path.is_symlink():
+            if re.fullmatch(FOLDER, path.name) and not path.is_symlink():
                 try:
-                    changed, size = path.stat().st_mtime, _folder_bytes(path)
+                    inside = [each.lstat() for each in path.rglob("*")]
+                    changed = path.stat().st_mtime
                 except OSError:
                     continue  # another rank has removed it
+                size = sum(each.st_size for each in inside if stat.S_ISREG(each.st_mode))
                 total += size
                 if path.name == current:
                     current_bytes += size
@@ -256,23 +265,8 @@ def _free_bytes(path: Path) -> int:
     """Bytes that can still be written to a folder's file system. If that is in memory, free memory limits it too."""
     found = os.statvfs(path)
     free = found.f_bavail * found.f_frsize
-    in_memory = file_system_of(path) in {"tmpfs", "ramfs"}
-    memory = free_memory() if in_memory else None
+    memory = free_memory() if file_system_of(path) in {"tmpfs", "ramfs"} else None
     return free if memory is None else min(free, memory)
-
-
-def _folder_bytes(folder: Path) -> int:
-    found = [path.lstat() for path in folder.rglob("*")]
-    return sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
-
-
-def _deflate(begin: bytes, raw: int, file: int) -> None:
-    """Compress ``begin`` and the rest of ``raw`` into ``file``, gzip. zlib releases the GIL while it works."""
-    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    _write(file, compressor.compress(begin))
-    while chunk := os.read(raw, _CHUNK):
-        _write(file, compressor.compress(chunk))
-    _write(file, compressor.flush())
 
 
 def _unpacked_size(packed: Path) -> int:
@@ -303,41 +297,24 @@ def worker_tracks(counters: Iterable[WorkerCounters], first_ns: int, last_ns: in
     """The fetches that were in progress during a recording, as events of a Chrome trace: tracks of their own.
 
     The profiler records the training process only. Each worker remembers its newest fetches only.
-
-    Args:
-        counters: the counters of the workers.
-        first_ns: start of the recording, monotonic.
-        last_ns: its end, monotonic.
-        zero_ns: monotonic time from which the trace's microseconds count.
-
-    Returns:
-        JSON objects, a comma after each.
+    All times are monotonic: the start and the end of the recording, and from where the trace's microseconds count.
+    Returns JSON objects, a comma after each.
     """
-    events = (event for worker in counters for event in _worker_track(worker, first_ns, last_ns, zero_ns))
-    return b"".join(msgspec.json.encode(event) + b",\n" for event in events)
-
-
-def _worker_track(worker: WorkerCounters, first_ns: int, last_ns: int, zero_ns: int) -> Iterator[dict[str, Any]]:
-    where = {"pid": worker.pid, "tid": worker.tid}
-    kept = len(worker.recent_finished_ns)
-    named = False
-    for number in range(max(0, worker.ended - kept), worker.ended):
-        began, ended = worker.recent_started_ns[number % kept], worker.recent_finished_ns[number % kept]
-        if not (first_ns <= ended and began <= min(last_ns, ended)):
-            continue
-        if not named:
-            named = True
+    events: list[dict[str, Any]] = []
+    for worker in counters:
+        where = {"pid": worker.pid, "tid": worker.tid}
+        kept = len(worker.recent_finished_ns)
+        fetches = []
+        for number in range(max(0, worker.ended - kept), worker.ended):
+            began, ended = worker.recent_started_ns[number % kept], worker.recent_finished_ns[number % kept]
+            if first_ns <= ended and began <= min(last_ns, ended):
+                times = {"ts": (began - zero_ns) / 1e3, "dur": (ended - began) / 1e3}
+                about = {"worker": worker.worker, "number": number}
+                fetches.append({"ph": "X", "cat": WORKER_CATEGORY, "name": "fetch", **where, **times, "args": about})
+        if fetches:
             name = {"name": f"DataLoader worker {worker.worker}"}
-            yield {"ph": "M", "name": "process_name", "ts": 0, **where, "args": name}
-        yield {
-            "ph": "X",
-            "cat": WORKER_CATEGORY,
-            "name": "fetch",
-            **where,
-            "ts": (began - zero_ns) / 1e3,
-            "dur": (ended - began) / 1e3,
-            "args": {"worker": worker.worker, "number": number},
-        }
+            events += {"ph": "M", "name": "process_name", "ts": 0, **where, "args": name}, *fetches
+    return b"".join(msgspec.json.encode(event) + b",\n" for event in events)
 
 
 # -- the manifest --------------------------------------------------------------------------------------------------
@@ -401,35 +378,28 @@ def add_to_manifest(snapshots: Path, plan: Plan, part: RankPart) -> None:
         paths = sorted(folder.glob("rank-*.json"))
         if paths == written:
             return
-        parts = {each.rank: each for each in (part, *map(_read_part, paths)) if each is not None}
-        _write_json(folder / "snapshot.json", _manifest(plan, [parts[rank] for rank in sorted(parts)]))
+        parts = {part.rank: part}
+        for path in paths:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                other = msgspec.json.decode(read_small(path, _MAX_PART_BYTES), type=RankPart)
+                parts[other.rank] = other
+        started, ended = [each.started for each in parts.values()], [each.ended for each in parts.values()]
+        manifest = Manifest(
+            id=plan.request.id,
+            reason=plan.request.reason,
+            kind=plan.request.kind,
+            asked_by=plan.request.asked_by,
+            stall=plan.request.stall,
+            first_step=plan.first_step,
+            last_step=plan.last_step,
+            ranks_expected=plan.ranks,
+            log_from=min(started),
+            log_until=max(ended),
+            together=max(started) <= min(ended),  # ISO-8601 in one form sorts as text
+            ranks=[parts[rank] for rank in sorted(parts)],
+        )
+        _write_json(folder / "snapshot.json", manifest)
         written = paths
-
-
-def _manifest(plan: Plan, parts: list[RankPart]) -> Manifest:
-    request = plan.request
-    started, ended = [part.started for part in parts], [part.ended for part in parts]
-    return Manifest(
-        id=request.id,
-        reason=request.reason,
-        kind=request.kind,
-        asked_by=request.asked_by,
-        stall=request.stall,
-        first_step=plan.first_step,
-        last_step=plan.last_step,
-        ranks_expected=plan.ranks,
-        log_from=min(started),
-        log_until=max(ended),
-        together=max(started) <= min(ended),  # ISO-8601 in one form sorts as text
-        ranks=parts,
-    )
-
-
-def _read_part(path: Path) -> RankPart | None:
-    try:
-        return msgspec.json.decode(read_small(path, _MAX_PART_BYTES), type=RankPart)
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def _write_json(path: Path, record: msgspec.Struct) -> None:

@@ -338,14 +338,13 @@ def test_the_command_from_another_shell(tmp_path, command):
         (["nowhere"], 1, "not a run folder"),
         (["nowhere", "--rank", "first"], 2, "all, or the number"),
         (["nowhere", "--steps", "0"], 2, "from 1 to 50"),
-        (["nowhere", "--timeout", "soon"], 2, "seconds"),
+        (["nowhere", "--timeout", "soon"], 2, "--timeout"),
     ],
 )
 def test_the_command_says_what_is_wrong(command, arguments, status, words):
     found, out, err = command(*arguments)
     assert (found, out) == (status, "")
-    assert words in err
-    assert err.count("\n") == 1
+    assert words in err.splitlines()[-1]
 
 
 def test_kineto_s_two_lines_are_all_that_a_snapshot_says(tmp_path):
@@ -431,7 +430,7 @@ def test_ranks_share_a_part_of_the_free_memory(monkeypatch):
     alone, eight = (budget.Budget.now(256 * MIB, 1.0, ranks=ranks, shapes=False) for ranks in (1, 8))
     assert (alone.memory_bytes, eight.memory_bytes) == (256 * MIB, 32 * MIB)
     assert eight.operators == 32 * MIB // 2048 < alone.operators
-    assert "32 MiB of memory, this rank's share of what is free" in eight.why_more(10**6, at_least=False)
+    assert "32 MiB of memory, this rank's share of what is free" in eight.too_many
 
 
 # -- the export ----------------------------------------------------------------------------------------------------
