@@ -17,17 +17,18 @@ import tempfile
 import textwrap
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry._version import __version__
 from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, Config, SettingError, disabled, unknown_variables
 from telemetry.util.processes import runs_without_gil
-from telemetry.util.text import binary_size, show
+from telemetry.util.text import binary_size, ranges, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from telemetry.node.endpoint import Address
 
@@ -36,13 +37,16 @@ ABSENT: Final = "--"
 PROBLEM: Final = "!!"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of a check. ``status`` is ``ok``, ``--`` (optional and missing) or ``!!`` (a problem)."""
 
     status: str
     name: str
     text: str
+
+
+Results = Iterator[tuple[str, str]]
+"""What a check finds: status and text. Its name is that of the function."""
 
 
 @dataclass(slots=True)
@@ -75,7 +79,7 @@ def doctor(run_dir: str | None) -> int:
 
 
 def examine(run_dir: str | None) -> list[Finding]:
-    """Run all checks.
+    """Run all checks. One that raises becomes a finding itself.
 
     Args:
         run_dir: the run folder to check; by default that of the settings.
@@ -84,48 +88,36 @@ def examine(run_dir: str | None) -> list[Finding]:
     try:
         place = CheckContext(Config.load(given))
     except SettingError as error:
-        folder = given if _valid(given) else {}
-        place = CheckContext(Config.load(folder, environ={}), error)
-    return [finding for check in CHECKS for finding in _contained(check, place)]
+        try:
+            place = CheckContext(Config.load(given, environ={}), error)
+        except SettingError:
+            place = CheckContext(Config.load({}, environ={}), error)
+    findings: list[Finding] = []
+    for check in CHECKS:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        try:
+            findings += [Finding(status, name, text) for status, text in check(place)]
+        except Exception as error:
+            findings.append(Finding(PROBLEM, name, f"this check failed itself: {type(error).__name__}: {error}"))
+    return findings
 
 
 def render(findings: Sequence[Finding]) -> str:
     """The findings as lines that fit a terminal: at most two lines each, or one if there are many."""
     problems = sum(finding.status == PROBLEM for finding in findings)
-    verdict = (
-        "no problem found" if not problems else f"{problems} problem{'s' * (problems != 1)}, see the lines with !!"
-    )
-    last = f"{verdict}. Lines with -- are optional: the agent works without them."
+    verdict = f"{problems} problem{'s' * (problems != 1)}, see the lines with !!" if problems else "no problem found"
     for most in (2, 1):
         lines = [line for finding in findings for line in _lines(finding, most)]
         if len(lines) < HEIGHT:
             break
-    return "\n".join([*lines[: HEIGHT - 1], last])
+    return "\n".join([*lines[: HEIGHT - 1], f"{verdict}. Lines with -- are optional: the agent works without them."])
 
 
 def _lines(finding: Finding, most: int) -> list[str]:
     text = " ".join(finding.text.split())  # an error message may have several lines
     first = f"{finding.status} {finding.name:<{_NAME_WIDTH}} "
-    width = WIDTH - len(first)
-    wrapped = textwrap.wrap(text, width, max_lines=most, placeholder=" ...") or [""]
+    wrapped = textwrap.wrap(text, WIDTH - len(first), max_lines=most, placeholder=" ...") or [""]
     return [(" " * len(first) if number else first) + line for number, line in enumerate(wrapped)]
-
-
-def _valid(given: dict[str, str]) -> bool:
-    try:
-        Config.load(given, environ={})
-    except SettingError:
-        return False
-    return True
-
-
-def _contained(check: Callable[[CheckContext], Iterable[Finding]], place: CheckContext) -> list[Finding]:
-    """Run a check. If it raises, the error becomes its finding."""
-    try:
-        return list(check(place))
-    except Exception as error:
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        return [Finding(PROBLEM, name, f"this check failed itself: {type(error).__name__}: {error}")]
 
 
 OLDEST_PYTHON: Final = (3, 10)
@@ -133,57 +125,59 @@ OLDEST_TORCH: Final = (2, 4)
 NEEDED: Final = ("structlog", "psutil", "msgspec", "prometheus-client", "nvidia-ml-py")
 
 
-def check_enabled(_place: CheckContext) -> Iterable[Finding]:
+def check_enabled(_place: CheckContext) -> Results:
     """Whether telemetry is turned off."""
     if disabled():
-        text = f"{DISABLED_VARIABLE}={os.environ[DISABLED_VARIABLE]} turns everything off; unset it"
-        yield Finding(PROBLEM, "enabled", text)
+        yield PROBLEM, f"{DISABLED_VARIABLE}={os.environ[DISABLED_VARIABLE]} turns everything off; unset it"
     else:
-        yield Finding(OK, "enabled", f"telemetry is on: {DISABLED_VARIABLE} is not set")
+        yield OK, f"telemetry is on: {DISABLED_VARIABLE} is not set"
 
 
-def check_settings(place: CheckContext) -> Iterable[Finding]:
+def check_settings(place: CheckContext) -> Results:
     """Whether the settings are valid, and which variables name no setting."""
     ignored = unknown_variables()
-    used = [name for name in sorted(os.environ) if name.startswith(ENV_PREFIX) and name not in ignored]
-    used = [name for name in used if name != DISABLED_VARIABLE]
+    no_settings = {DISABLED_VARIABLE, *ignored}
+    used = [name for name in sorted(os.environ) if name.startswith(ENV_PREFIX) and name not in no_settings]
     if place.error is not None:
-        yield Finding(PROBLEM, "settings", f"{place.error}. No run will start; the other checks use the defaults")
+        yield PROBLEM, f"{place.error}. No run will start; the other checks use the defaults"
     else:
-        yield Finding(OK, "settings", f"valid; set by environment variables: {', '.join(used) or 'none'}")
+        yield OK, f"valid; set by environment variables: {', '.join(used) or 'none'}"
     if ignored:
         shown = [f"{name} (did you mean {close}?)" if close else name for name, close in ignored.items()]
-        yield Finding(ABSENT, "settings", f"ignored, because they name no setting: {', '.join(shown)}")
+        yield ABSENT, f"ignored, because they name no setting: {', '.join(shown)}"
 
 
-def check_versions(_place: CheckContext) -> Iterable[Finding]:
+def check_versions(_place: CheckContext) -> Results:
     """Whether the versions of Python and torch are supported."""
-    python, torch = sys.version_info[:2], version_of("torch")
+    torch = version_of("torch")
+    oldest_python, oldest_torch = (".".join(map(str, version)) for version in (OLDEST_PYTHON, OLDEST_TORCH))
     text = f"python {platform.python_version()}, torch {torch or 'missing'}, telemetry {__version__}"
-    if python < OLDEST_PYTHON:
-        yield Finding(PROBLEM, "versions", f"{text}; use Python {_dotted(OLDEST_PYTHON)} or newer")
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        yield PROBLEM, f"{text}; use Python {oldest_python} or newer"
     elif runs_without_gil():
-        yield Finding(PROBLEM, "versions", f"{text}; Python's GIL is off, and no run will start; set PYTHON_GIL=1")
+        yield PROBLEM, f"{text}; Python's GIL is off, and no run will start; set PYTHON_GIL=1"
     elif torch is None:
-        yield Finding(PROBLEM, "versions", f"{text}; run pip install torch")
+        yield PROBLEM, f"{text}; run pip install torch"
     elif _release(torch) < OLDEST_TORCH:
-        yield Finding(PROBLEM, "versions", f"{text}; use torch {_dotted(OLDEST_TORCH)} or newer")
+        yield PROBLEM, f"{text}; use torch {oldest_torch} or newer"
     else:
-        yield Finding(OK, "versions", text)
+        yield OK, text
 
 
-def check_packages(_place: CheckContext) -> Iterable[Finding]:
+def check_packages(_place: CheckContext) -> Results:
     """Whether the packages that the agent needs are installed, and no conflicting package is."""
     found = {package: version_of(package) for package in NEEDED}
     missing = [package for package, version in found.items() if version is None]
     if missing:
-        yield Finding(PROBLEM, "packages", f"missing: {', '.join(missing)}; run pip install {' '.join(missing)}")
+        yield PROBLEM, f"missing: {', '.join(missing)}; run pip install {' '.join(missing)}"
     else:
-        yield Finding(OK, "packages", ", ".join(f"{package} {version}" for package, version in found.items()))
+        yield OK, ", ".join(f"{package} {version}" for package, version in found.items())
     deprecated = version_of("pynvml")
     if deprecated is not None and _release(deprecated) < (12, 0):  # it contains a module of the same name
-        text = f"pynvml {deprecated} overwrites nvidia-ml-py; run pip uninstall pynvml, then reinstall nvidia-ml-py"
-        yield Finding(PROBLEM, "packages", text)
+        yield (
+            PROBLEM,
+            (f"pynvml {deprecated} overwrites nvidia-ml-py; run pip uninstall pynvml, then reinstall nvidia-ml-py"),
+        )
 
 
 def version_of(package: str) -> str | None:
@@ -195,23 +189,26 @@ def version_of(package: str) -> str | None:
         return "of unknown version" if importlib.util.find_spec(package.replace("-", "_")) else None
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
-
-
 def _release(version: str) -> tuple[int, ...]:
     """The first two numbers of a version. A version without numbers counts as new enough."""
     numbers = [part for part in version.split(".")[:2] if part.isdecimal()]
     return tuple(int(number) for number in numbers) if len(numbers) == 2 else (sys.maxsize,)
 
 
+# -- GPUs ----------------------------------------------------------------------------------------------------------
+
 _CUDA_SECONDS: Final = 60.0
 """A wedged driver hangs. But importing torch from a slow disk can take half a minute, too."""
 
 _MAX_GPU_LINES: Final = 4
+_SM_SOURCES: Final = {
+    "gpm": "SM activity is read from hardware counters",
+    "process": "SM activity is estimated by the driver (only Hopper and newer have hardware counters)",
+    None: "SM activity is not available, only utilization",
+}
 
 
-def check_gpu(place: CheckContext) -> Iterable[Finding]:
+def check_gpu(place: CheckContext) -> Results:
     """What NVML reports. Identical GPUs share a line."""
     from telemetry.sources.collector import CollectorError
     from telemetry.sources.nvml import NoGpuError, device_summary
@@ -219,27 +216,22 @@ def check_gpu(place: CheckContext) -> Iterable[Finding]:
     try:
         devices = device_summary()
     except CollectorError as error:
-        harmless = isinstance(error.__cause__, NoGpuError)
-        text = f"{error}: there are no GPU metrics" if harmless else f"{error}; run nvidia-smi, it should fail too"
-        yield Finding(ABSENT if harmless else PROBLEM, "gpu", text)
+        if isinstance(error.__cause__, NoGpuError):
+            yield ABSENT, f"{error}: there are no GPU metrics"
+        else:
+            yield PROBLEM, f"{error}; run nvidia-smi, it should fail too"
         return
     place.gpus = bool(devices)
     alike: dict[tuple[str, str], list[int]] = {}
     for device in devices:
         alike.setdefault(_about(device), []).append(device["index"])
     for (status, text), indexes in list(alike.items())[:_MAX_GPU_LINES]:
-        yield Finding(status, "gpu", f"{_ranges(indexes)}: {text}")
+        shown = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges(indexes))
+        yield status, f"{shown}: {text}"
     if not devices:
-        yield Finding(ABSENT, "gpu", "the NVIDIA driver works, but finds no GPU: there are no GPU metrics")
+        yield ABSENT, "the NVIDIA driver works, but finds no GPU: there are no GPU metrics"
     if len(alike) > _MAX_GPU_LINES:
-        yield Finding(ABSENT, "gpu", f"and {len(alike) - _MAX_GPU_LINES} more kinds of GPU")
-
-
-_SM_SOURCES: Final = {
-    "gpm": "SM activity is read from hardware counters",
-    "process": "SM activity is estimated by the driver (only Hopper and newer have hardware counters)",
-    None: "SM activity is not available, only utilization",
-}
+        yield ABSENT, f"and {len(alike) - _MAX_GPU_LINES} more kinds of GPU"
 
 
 def _about(device: dict[str, Any]) -> tuple[str, str]:
@@ -251,39 +243,26 @@ def _about(device: dict[str, Any]) -> tuple[str, str]:
     return OK if device["sm_source"] else ABSENT, text
 
 
-def _ranges(indexes: Sequence[int]) -> str:
-    """``0-3,6`` for 0, 1, 2, 3, 6."""
-    parts: list[list[int]] = []
-    for index in indexes:
-        if parts and index == parts[-1][-1] + 1:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
-
-
-def check_cuda_events(place: CheckContext) -> Iterable[Finding]:
+def check_cuda_events(place: CheckContext) -> Results:
     """Whether waits can be measured on the GPU. It runs on its own thread, because a wedged driver hangs."""
-    name = "cuda events"
     if place.config.gpu_events == "off":
-        yield Finding(ABSENT, name, "turned off by the setting gpu_events: the exposed wait is not measured on GPUs")
+        yield ABSENT, "turned off by the setting gpu_events: the exposed wait is not measured on GPUs"
         return
     if version_of("torch") is None:
-        yield Finding(ABSENT, name, "torch is not installed")
+        yield ABSENT, "torch is not installed"
         return
-    answers: list[Finding] = []
+    answers: list[tuple[str, str]] = []
 
     def ask() -> None:
         try:
-            status, text = _time_with_events(gpus=place.gpus)
+            answers.append(_time_with_events(gpus=place.gpus))
         except BaseException as error:  # any error is the result of the check
-            status, text = PROBLEM, f"{type(error).__name__}: {error}"
-        answers.append(Finding(status, name, text))
+            answers.append((PROBLEM, f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=ask, name="telemetry-doctor-cuda", daemon=True)
     thread.start()
     thread.join(_CUDA_SECONDS)
-    hung = Finding(PROBLEM, name, f"CUDA has not answered for {_CUDA_SECONDS:g} s; check whether nvidia-smi answers")
+    hung = PROBLEM, f"CUDA has not answered for {_CUDA_SECONDS:g} s; check whether nvidia-smi answers"
     yield answers[0] if answers else hung
 
 
@@ -310,53 +289,41 @@ def _time_with_events(*, gpus: bool) -> tuple[str, str]:
     return OK, f"work on {torch.cuda.get_device_name()}; two events in a row are {apart:.1f} us apart"
 
 
+# -- where metrics and logs go -------------------------------------------------------------------------------------
+
 _BOARD_BYTES: Final = 16 << 20
 _RESOLVER_SECONDS: Final = 5.0
 
 
-def check_endpoint(place: CheckContext) -> Iterable[Finding]:
+def check_endpoint(place: CheckContext) -> Results:
     """Whether the port is free, and if not, which port a run would use."""
-    from telemetry.node.endpoint import PORTS_TRIED, explained
+    from telemetry.node.endpoint import PORTS_TRIED, Lookup, explained, numeric
 
     host, port = place.config.host, place.config.port
     if port is None:
-        yield Finding(ABSENT, "endpoint", "turned off by the setting port: there are no Prometheus metrics")
+        yield ABSENT, "turned off by the setting port: there are no Prometheus metrics"
         return
+    free = None
     try:
-        address = _address_of(host)
+        address = numeric(host)
+        if address is None:
+            lookup = Lookup(host)
+            if not lookup.wait(_RESOLVER_SECONDS):
+                raise socket.gaierror(socket.EAI_AGAIN, f"the resolver did not answer for {_RESOLVER_SECONDS:g} s")
+            address = lookup.result()
         refused = _bind(address, port)
-        free = None
-        if refused is not None and refused.errno == errno.EADDRINUSE:
-            others = range(port + 1, min(port + PORTS_TRIED, 65536)) if port else ()
+        if refused is not None and refused.errno == errno.EADDRINUSE and port:
+            others = range(port + 1, min(port + PORTS_TRIED, 65536))
             free = next((other for other in others if _bind(address, other) is None), None)
     except OSError as error:
-        refused, free = error, None
+        refused = error
     if refused is None:
-        yield Finding(OK, "endpoint", f"port {port} is free on {host}" if port else f"a free port was found on {host}")
+        yield OK, f"port {port} is free on {host}" if port else f"a free port was found on {host}"
     elif free is not None:
-        text = f"port {port} is taken on {host} ({refused.strerror}); a run will use port {free} instead"
-        yield Finding(ABSENT, "endpoint", text)
+        yield ABSENT, f"port {port} is taken on {host} ({refused.strerror}); a run will use port {free} instead"
     else:
         why, remedy = explained(refused, host, port)
-        text = f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)"
-        yield Finding(PROBLEM, "endpoint", text)
-
-
-def _address_of(host: str) -> Address:
-    """The address that a run would listen on.
-
-    Raises:
-        OSError: the name has no address, or the resolver does not answer.
-    """
-    from telemetry.node.endpoint import Lookup, numeric
-
-    address = numeric(host)
-    if address is not None:
-        return address
-    lookup = Lookup(host)
-    if not lookup.wait(_RESOLVER_SECONDS):
-        raise socket.gaierror(socket.EAI_AGAIN, f"the resolver did not answer for {_RESOLVER_SECONDS:g} s")
-    return lookup.result()
+        yield PROBLEM, f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)"
 
 
 def _bind(address: Address, port: int) -> OSError | None:
@@ -370,39 +337,30 @@ def _bind(address: Address, port: int) -> OSError | None:
     return None
 
 
-def check_run_folder(place: CheckContext) -> Iterable[Finding]:
+def check_run_folder(place: CheckContext) -> Results:
     """Whether the run folder is writable, with enough space for the log."""
-    config = place.config
-    folder = (config.run_dir or Path("telemetry-runs")).absolute()
+    folder = there = (place.config.run_dir or Path("telemetry-runs")).absolute()
     try:
-        there = _nearest(folder)
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not there.is_dir():
+            raise OSError(f"{there} is a file")  # noqa: TRY301
         with tempfile.TemporaryFile(dir=there) as trial:
             trial.write(b"x")
         free = shutil.disk_usage(there).free
     except OSError as error:
-        text = f"{folder} is not writable ({error.strerror or error}): there is no log; choose another --run-dir"
-        yield Finding(PROBLEM, "run folder", text)
+        why = error.strerror or error
+        yield PROBLEM, f"{folder} is not writable ({why}): there is no log; choose another --run-dir"
         return
-    logs = config.log_max_bytes * config.log_max_files
+    logs = place.config.log_max_bytes * place.config.log_max_files
     text = f"{folder} {'is writable' if there == folder else 'can be created'}, {binary_size(free)} free"
     if free < logs:
-        yield Finding(
-            PROBLEM, "run folder", f"{text}: the log of one rank can grow to {binary_size(logs)}; free some space"
-        )
+        yield PROBLEM, f"{text}: the log of one rank can grow to {binary_size(logs)}; free some space"
     else:
-        yield Finding(OK, "run folder", text)
+        yield OK, text
 
 
-def _nearest(folder: Path) -> Path:
-    """The folder if it exists, else its nearest existing parent."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir():
-        raise OSError(f"{folder} is a file")
-    return folder
-
-
-def check_board(_place: CheckContext) -> Iterable[Finding]:
+def check_board(_place: CheckContext) -> Results:
     """Whether a board can be created and locked. It is removed again."""
     from telemetry.node.board import Board, board_root
 
@@ -415,59 +373,50 @@ def check_board(_place: CheckContext) -> Iterable[Finding]:
             board.leave()
         free = shutil.disk_usage(root).free
     except OSError as error:
-        yield Finding(
-            PROBLEM,
-            "board",
-            f"the shared folder {root} does not work: there are no metrics; make it writable ({error})",
-        )
+        yield PROBLEM, f"the shared folder {root} does not work: there are no metrics; make it writable ({error})"
         return
-    text = f"the ranks of this node share {root}, {binary_size(free)} free"
-    if board.notice:
-        text += f" ({board.notice.partition(';')[0]})"
+    notice = f" ({board.notice.partition(';')[0]})" if board.notice else ""
+    text = f"the ranks of this node share {root}, {binary_size(free)} free{notice}"
     if free < _BOARD_BYTES:
-        yield Finding(PROBLEM, "board", f"{text}: free some space (for a container, raise --shm-size)")
+        yield PROBLEM, f"{text}: free some space (for a container, raise --shm-size)"
     else:
-        yield Finding(OK, "board", text)
+        yield OK, text
 
 
-def check_workers(_place: CheckContext) -> Iterable[Finding]:
+# -- what the kernel tells -----------------------------------------------------------------------------------------
+
+
+def check_workers(_place: CheckContext) -> Results:
     """How DataLoader workers are started, and on how many cores they may run."""
     import multiprocessing
 
-    method = multiprocessing.get_start_method()
-    cores = len(os.sched_getaffinity(0))
-    yield Finding(
-        OK,
-        "workers",
-        f"DataLoader workers are started by {method}; this process may use {cores} of {os.cpu_count()} cores",
-    )
+    method, cores = multiprocessing.get_start_method(), len(os.sched_getaffinity(0))
+    yield OK, f"DataLoader workers are started by {method}; this process may use {cores} of {os.cpu_count()} cores"
 
 
-def check_schedstat(_place: CheckContext) -> Iterable[Finding]:
+def check_schedstat(_place: CheckContext) -> Results:
     """Whether the kernel reports run-queue delay."""
     from telemetry.sources.proc import read_schedule
 
     schedule = read_schedule(os.getpid(), threading.get_native_id())
     if schedule is None or schedule.run_ns == 0:
-        text = "the kernel reports no run-queue delay (CONFIG_SCHED_INFO is off): causes of slow workers are less exact"
-        yield Finding(ABSENT, "schedstat", text)
+        why = "the kernel reports no run-queue delay (CONFIG_SCHED_INFO is off)"
+        yield ABSENT, f"{why}: causes of slow workers are less exact"
     else:
-        yield Finding(OK, "schedstat", "the kernel tells running, runnable and blocked workers apart")
+        yield OK, "the kernel tells running, runnable and blocked workers apart"
 
 
-def check_pressure(_place: CheckContext) -> Iterable[Finding]:
+def check_pressure(_place: CheckContext) -> Results:
     """Whether the kernel reports pressure (PSI)."""
     folder = Path("/proc/pressure")
     there = [name for name in ("cpu", "io", "memory") if _readable(folder / name)]
     if there:
-        yield Finding(OK, "pressure", f"{folder} reports {', '.join(there)}")
+        yield OK, f"{folder} reports {', '.join(there)}"
     else:
-        yield Finding(
-            ABSENT, "pressure", f"there is no {folder}: the kernel has no PSI, or it is turned off (boot with psi=1)"
-        )
+        yield ABSENT, f"there is no {folder}: the kernel has no PSI, or it is turned off (boot with psi=1)"
 
 
-def check_cgroup(_place: CheckContext) -> Iterable[Finding]:
+def check_cgroup(_place: CheckContext) -> Results:
     """The CPU and memory limits of this process's cgroup."""
     from telemetry.sources.cgroup import PressureSource
     from telemetry.sources.collector import CollectorError
@@ -475,26 +424,27 @@ def check_cgroup(_place: CheckContext) -> Iterable[Finding]:
     try:
         sample = PressureSource().read()
     except CollectorError as error:
-        yield Finding(ABSENT, "cgroup", f"{error}: limits are unknown")
+        yield ABSENT, f"{error}: limits are unknown"
         return
     cpu, memory, used = sample.cgroup_cpu_limit, sample.cgroup_memory_limit_bytes, sample.cgroup_memory_used_bytes
     cores = "no CPU limit" if cpu is None else f"CPU limit {cpu:g} cores"
     of_it = f", {binary_size(used)} used" if used is not None else ""
     room = "no memory limit" if memory is None else f"memory limit {binary_size(memory)}"
-    yield Finding(OK, "cgroup", f"{cores}, {room}{of_it}")
+    yield OK, f"{cores}, {room}{of_it}"
 
 
-def check_memory(_place: CheckContext) -> Iterable[Finding]:
+def check_memory(_place: CheckContext) -> Results:
     """How much memory is left, and whether the kernel tells which pages workers share."""
     from telemetry.sources.memory import MemorySource
 
     available, limit = (sample := MemorySource(tuple).read()).memory_available_bytes, sample.memory_limit_bytes
     left = "unknown" if available is None or limit is None else f"{binary_size(available)} of {binary_size(limit)}"
+    left = f"left for this process: {left}"
     if _readable(Path("/proc/self/smaps_rollup")):
-        yield Finding(OK, "memory", f"left for this process: {left}")
+        yield OK, left
     else:
-        text = "no /proc/PID/smaps_rollup: memory that workers copy on write is seen as growth of no part of the run"
-        yield Finding(ABSENT, "memory", f"left for this process: {left}; {text}")
+        lost = "memory that workers copy on write is seen as growth of no part of the run"
+        yield ABSENT, f"{left}; no /proc/PID/smaps_rollup: {lost}"
 
 
 def _readable(path: Path) -> bool:
@@ -504,7 +454,7 @@ def _readable(path: Path) -> bool:
         return False
 
 
-CHECKS: Final[tuple[Callable[[CheckContext], Iterable[Finding]], ...]] = (
+CHECKS: Final[tuple[Callable[[CheckContext], Results], ...]] = (
     check_enabled,
     check_settings,
     check_versions,

@@ -208,9 +208,9 @@ class TestGpu:
 
         monkeypatch.setattr(torch.version, "cuda", None)
         place = CheckContext(Config.load({}, environ={}), gpus=True)
-        (finding,) = module.check_cuda_events(place)
-        assert finding.status == PROBLEM
-        assert "install a CUDA build" in finding.text
+        ((status, text),) = module.check_cuda_events(place)
+        assert status == PROBLEM
+        assert "install a CUDA build" in text
 
     def test_cuda_that_hangs(self, monkeypatch):
         release = threading.Event()
