@@ -15,7 +15,7 @@ LONG = """
      faults/test_fork_loader frameworks/test_resume frameworks/test_loader_epochs frameworks/
     test_sampling test_benchmarks test_lines_run test_trace_ faults/test_unnoticed
     faults/test_standard_streams test_compare test_descriptor_leaks test_sinks
-    test_run_counts test_terminal
+    test_run_counts test_commands
 """.split()
 """How their paths in this folder begin: 15 s and more where several processes share two cores, about by length."""
 
