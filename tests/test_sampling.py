@@ -274,7 +274,7 @@ def test_threads_that_fetch_are_sampled_as_workers():
         return line_shares(sampler.profiles.get(work.FETCH, StackProfile()), work.FETCH)
 
     try:
-        first = wait_for(lines)[0]
+        first = wait_for(lines, 60)[0]
     finally:
         sampler.want(frozenset())
         over.set()

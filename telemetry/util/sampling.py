@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.util.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclockid, sleep, thread_time_ns
@@ -21,8 +22,6 @@ from telemetry.util.stacks import Spot, Stack, stack_of
 from telemetry.util.threads import OwnThread, rest, work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from telemetry.hooks.worker_block import WorkerBlock
 
 LOADER_CODE: Final = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
@@ -42,17 +41,14 @@ def fetch_part(stack: Stack) -> Stack:
     return ()
 
 
-# -- profiles ------------------------------------------------------------------------------------------------------
+# -- profiles ----------------------------------------------------------------------------------------------------------
 
 MAX_STACKS: Final = 500
 """Maximum different stacks of a profile. The time of others is only summed up."""
 
-_MAX_FILE: Final = 1000
-"""A path that is cut names no file, so only a very long one is cut."""
-
-_MAX_NAME: Final = 200
-_UNREADABLE: Final = {ord(character): "?" for character in "\t\r\n;"}
-"""These separate fields, lines and frames."""
+_SEPARATORS: Final = {ord(character): "?" for character in "\t\r\n;"}
+_OTHER_BYTES: Final = 128
+"""Kept free for the line that sums up what was left out."""
 
 
 class StackTime(NamedTuple):
@@ -120,27 +116,19 @@ class StackProfile:
         """The profile in at most ``most`` bytes. If they are too few, short times are only summed up."""
         stacks = self.longest_first()
         kept = len(stacks)
-        while len(content := self._text(stacks[:kept], stacks[kept:])) > most and kept:
+        while True:
+            files: dict[str, int] = {}
+            spots: dict[Spot, int] = {}
+            numbers = [[spots.setdefault(spot, len(spots)) for spot in stack] for stack, _ in stacks[:kept]]
+            places = [(files.setdefault(spot.file, len(files)), *spot[1:]) for spot in spots]
+            other = self.other_ns + sum(time.wall_ns for _, time in stacks[kept:])
+            other_cpu = self.other_cpu_ns + sum(time.cpu_ns for _, time in stacks[kept:])
+            times = [time for _, time in stacks[:kept]]
+            profile = (self.samples, other, other_cpu, [*files], places, numbers, times)
+            content = json.dumps(profile, separators=(",", ":")).encode()
+            if len(content) <= most or not kept:
+                return content
             kept = kept * 3 // 4
-        return content
-
-    def _text(self, stacks: list[tuple[Stack, StackTime]], others: list[tuple[Stack, StackTime]]) -> bytes:
-        files: dict[str, int] = {}
-        spots: dict[Spot, int] = {}
-        for stack, _ in stacks:
-            for spot in stack:
-                files.setdefault(spot.file, len(files))
-                spots.setdefault(spot, len(spots))
-        other = self.other_ns + sum(time.wall_ns for _, time in others)
-        other_cpu = self.other_cpu_ns + sum(time.cpu_ns for _, time in others)
-        lines = [f"{self.samples} {other} {other_cpu} {len(files)} {len(spots)}"]
-        lines += [_cleaned(file[-_MAX_FILE:]) for file in files]
-        lines += [
-            f"{files[spot.file]}\t{spot.line}\t{_cleaned(spot.function[:_MAX_NAME])}\t{_cleaned(spot.module[-_MAX_NAME:])}"
-            for spot in spots
-        ]
-        lines += [" ".join(map(str, (*time, *(spots[spot] for spot in stack)))) for stack, time in stacks]
-        return "\n".join(lines).encode("utf-8", "backslashreplace")
 
     @classmethod
     def unpacked(cls, content: bytes) -> StackProfile:
@@ -150,18 +138,13 @@ class StackProfile:
             ValueError: the content is damaged.
         """
         profile = cls()
-        head, *lines = content.decode("utf-8", "replace").split("\n")
         try:
-            profile.samples, profile.other_ns, profile.other_cpu_ns, files, places = map(int, head.split(" "))
-            spots = []
-            for place in lines[files : files + places]:
-                file, number, function, module = place.split("\t")
-                spots.append(Spot(lines[int(file)], int(number), function, module))
-            for line in lines[files + places :]:
-                wall, cpu, gil, *numbers = map(int, line.split(" "))
-                profile._count(tuple(spots[number] for number in numbers), StackTime(wall, cpu, gil))
-        except IndexError:
-            raise ValueError("a stack names a place that is not there") from None
+            profile.samples, profile.other_ns, profile.other_cpu_ns, files, places, numbers, times = json.loads(content)
+            spots = [Spot(files[file], *place) for file, *place in places]
+            for stack, time in zip(numbers, times, strict=True):
+                profile._count(tuple(spots[number] for number in stack), StackTime(*time))
+        except (IndexError, TypeError) as error:
+            raise ValueError("not a profile") from error
         return profile
 
     def folded(self, root: str, most: int) -> bytes:
@@ -169,31 +152,20 @@ class StackProfile:
         lines: list[bytes] = []
         size, other = 0, self.other_ns
         for stack, (wall, *_) in self.longest_first():
-            line = ";".join((root, *_frame_names(stack))) + f" {max(1, wall // 1000)}\n"
-            encoded = line.encode("utf-8", "backslashreplace")
-            if size + len(encoded) > most - _HEAD_BYTES:
+            names = (f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})" for spot in reversed(stack))
+            frames = ";".join((root, *(name.translate(_SEPARATORS) for name in names)))
+            line = f"{frames} {max(1, wall // 1000)}\n".encode("utf-8", "backslashreplace")
+            if size + len(line) > most - _OTHER_BYTES:
                 other += wall
                 continue
-            size += len(encoded)
-            lines.append(encoded)
+            size += len(line)
+            lines.append(line)
         if other >= 1000:
             lines.append(f"{root};(other) {other // 1000}\n".encode())
         return b"".join(lines)
 
 
-_HEAD_BYTES: Final = 128
-
-
-def _cleaned(name: str) -> str:
-    return name.translate(_UNREADABLE)
-
-
-def _frame_names(stack: Stack) -> Iterator[str]:
-    for spot in reversed(stack):
-        yield _cleaned(f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})")
-
-
-# -- when ----------------------------------------------------------------------------------------------------------
+# -- when --------------------------------------------------------------------------------------------------------------
 
 _MAX_OWN_SHARE: Final = 0.008
 """The gaps grow until the sampling thread takes at most this share of a core."""
@@ -310,7 +282,7 @@ class SampleBursts:
         self._began_ns = now
 
 
-# -- which line ----------------------------------------------------------------------------------------------------
+# -- which line --------------------------------------------------------------------------------------------------------
 
 LATE_WAITS: Final = 4
 """A thread waits for the GIL in pieces of the switch interval. Python code gives it up after one or two of them."""
@@ -340,8 +312,7 @@ _AS_LATE: Final = 0.5
 """A sample of a call is, in the mean, at least this part as late where another line is seen."""
 
 
-@dataclass(slots=True)
-class _Late:
+class _Late(NamedTuple):
     """Late samples: how many, the time that they stand for, how much of it was on a core, and how late they were."""
 
     samples: int = 0
@@ -349,45 +320,40 @@ class _Late:
     cpu_ns: int = 0
     delay_ns: int = 0
 
-    def add(self, samples: int, wall_ns: int, cpu_ns: int, delay_ns: int) -> None:
-        self.samples += samples
-        self.wall_ns += wall_ns
-        self.cpu_ns += cpu_ns
-        self.delay_ns += delay_ns
+    def plus(self, other: _Late, sign: int = 1) -> _Late:
+        return _Late(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
 
     @property
     def mean_delay_ns(self) -> float:
         return self.delay_ns / max(self.samples, 1)
 
 
+@dataclass(slots=True)
 class _SamplesOfStack:
     """The samples of a stack. Times are in nanoseconds.
 
     Attributes:
         inside, inside_ns, inside_cpu_ns: samples that follow one of the same stack in the same fetch.
         free: samples that did not wait for the GIL. ``turns``: those that did, and were in time.
+        lates: the late ones, by the length of the delay, each about twice the one before.
     """
 
-    __slots__ = (
-        "_late", "cpu_ns", "free", "inside", "inside_cpu_ns", "inside_ns", "turns", "turns_ns", "wall_ns",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.wall_ns = self.cpu_ns = 0
-        self.inside = self.inside_ns = self.inside_cpu_ns = 0
-        self.free = self.turns = self.turns_ns = 0
-        self._late: dict[int, _Late] = {}  # by the length of the delay, each about twice the one before
-
-    def add_late(self, wall_ns: int, cpu_ns: int, delay_ns: int) -> None:
-        """Add a late sample."""
-        self._late.setdefault(delay_ns.bit_length(), _Late()).add(1, wall_ns, cpu_ns, delay_ns)
+    wall_ns: int = 0
+    cpu_ns: int = 0
+    inside: int = 0
+    inside_ns: int = 0
+    inside_cpu_ns: int = 0
+    free: int = 0
+    turns: int = 0
+    turns_ns: int = 0
+    lates: dict[int, _Late] = field(default_factory=dict)
 
     def late(self, least_ns: float = 0.0) -> _Late:
         """The samples that are at least about this late."""
         found = _Late()
-        for each in self._late.values():
+        for each in self.lates.values():
             if each.mean_delay_ns >= least_ns:
-                found.add(each.samples, each.wall_ns, each.cpu_ns, each.delay_ns)
+                found = found.plus(each)
         return found
 
     @property
@@ -414,11 +380,8 @@ class _SamplesOfStack:
         on_core = wall_ns if self.takes_turns else self._clocked(wall_ns, cpu_ns)
         return StackTime(wall_ns, on_core, int(waited * wall_ns) if self._is_on_core else 0)
 
-    def holds_the_gil(self, *, without: _Late | None = None) -> bool:
-        """Whether its late samples are those of a call that holds the GIL. ``without``: late samples of another one."""
-        late = self.late()
-        if without is not None:
-            late.add(-without.samples, -without.wall_ns, -without.cpu_ns, -without.delay_ns)
+    def holds_the_gil(self, late: _Late) -> bool:
+        """Whether these of its late samples are those of a call that holds the GIL."""
         call_ns = 2 * late.mean_delay_ns - _LATE_NS  # late samples are due anywhere before its last 2 ms
         if late.samples < _MIN_LATE or call_ns <= _LATE_NS:
             return False
@@ -487,52 +450,52 @@ class AttributedSamples:
             seen.turns += 1
             seen.turns_ns += wall_ns
         else:
-            seen.add_late(wall_ns, cpu_ns, delay_ns)
+            length = delay_ns.bit_length()
+            seen.lates[length] = seen.lates.get(length, _Late()).plus(_Late(1, wall_ns, cpu_ns, delay_ns))
 
     def profile(self) -> StackProfile:
         """The time of each stack, after all samples so far."""
         profile = StackProfile()
         profile.merge(self._profile)
-        self._count_late(profile)
-        self._count_turns(profile)
+        moved = {stack: StackTime(0, 0) for stack in self._seen}
+        self._count_late(moved)
+        self._count_turns(moved)
         for stack, seen in self._seen.items():
-            wall, cpu, _ = profile.times[stack]
+            wall, cpu, _ = profile.times[stack].plus(moved[stack])
             profile.times[stack] = seen.time(wall, cpu)
         return profile
 
-    def _count_late(self, profile: StackProfile) -> None:
+    def _count_late(self, moved: dict[Stack, StackTime]) -> None:
         """Give late samples back to the calls that hold the GIL, if there are such calls."""
-        holders = {stack: seen for stack, seen in self._seen.items() if seen.holds_the_gil()}
-        holders = {stack: seen for stack, seen in holders.items() if not _is_behind(stack, seen, holders)}
-        held = {stack: seen.late() for stack, seen in holders.items()}
+        holders = {stack: seen for stack, seen in self._seen.items() if seen.holds_the_gil(seen.late())}
+        held = {stack: seen.late() for stack, seen in holders.items() if not _is_behind(stack, seen, holders)}
         held_ns = sum(late.wall_ns for late in held.values())
         if not held_ns:
             return
         least_ns = _AS_LATE * min(late.mean_delay_ns for late in held.values())
-        moved = StackTime(0, 0)
+        wall_ns = cpu_ns = 0
         for stack, seen in self._seen.items():
-            if stack not in held and (late := seen.late(least_ns)).samples:
-                profile.times[stack] = profile.times[stack].plus(StackTime(-late.wall_ns, -late.cpu_ns))
-                moved = moved.plus(StackTime(late.wall_ns, late.cpu_ns))
+            if stack not in held:
+                late = seen.late(least_ns)
+                moved[stack] = moved[stack].plus(StackTime(-late.wall_ns, -late.cpu_ns))
+                wall_ns, cpu_ns = wall_ns + late.wall_ns, cpu_ns + late.cpu_ns
         for stack, late in held.items():
-            more = StackTime(moved.wall_ns * late.wall_ns // held_ns, moved.cpu_ns * late.wall_ns // held_ns)
-            profile.times[stack] = profile.times[stack].plus(more)
+            more = StackTime(wall_ns * late.wall_ns // held_ns, cpu_ns * late.wall_ns // held_ns)
+            moved[stack] = moved[stack].plus(more)
 
-    def _count_turns(self, profile: StackProfile) -> None:
+    def _count_turns(self, moved: dict[Stack, StackTime]) -> None:
         """Give samples that waited at lines that release the GIL back to the code that they waited for."""
-        releasing = {stack: seen for stack, seen in self._seen.items() if seen.releases_the_gil and seen.turns}
+        releasing = {stack: seen.turns_ns for stack, seen in self._seen.items() if seen.releases_the_gil}
         turning = {stack: seen.turns_ns for stack, seen in self._seen.items() if seen.takes_turns}
-        moved = sum(seen.turns_ns for seen in releasing.values())
-        if not moved or not turning:
+        waited, turns = sum(releasing.values()), sum(turning.values())
+        if not waited or not turns:
             return
-        all_turns = sum(turning.values())
-        more = {stack: min(moved * ns // all_turns, int(_MAX_TURNS_BACK * ns)) for stack, ns in turning.items()}
+        more = {stack: min(waited * ns // turns, int(_MAX_TURNS_BACK * ns)) for stack, ns in turning.items()}
         back = sum(more.values())
-        for stack, seen in releasing.items():
-            less = back * seen.turns_ns // moved
-            profile.times[stack] = profile.times[stack].plus(StackTime(-less, 0))
         for stack, more_ns in more.items():
-            profile.times[stack] = profile.times[stack].plus(StackTime(more_ns, 0))
+            moved[stack] = moved[stack].plus(StackTime(more_ns, 0))
+        for stack, ns in releasing.items():
+            moved[stack] = moved[stack].plus(StackTime(-(back * ns // waited), 0))
 
 
 def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _SamplesOfStack]) -> bool:
@@ -543,12 +506,13 @@ def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _Sample
         if same_function and other[0].line < here.line:
             held = call.late()
             behind = seen.late(_AS_LATE * held.mean_delay_ns)
-            if 0 < behind.wall_ns <= _PART * held.wall_ns and not seen.holds_the_gil(without=behind):
+            few = 0 < behind.wall_ns <= _PART * held.wall_ns
+            if few and not seen.holds_the_gil(seen.late().plus(behind, -1)):
                 return True
     return False
 
 
-# -- in a worker ---------------------------------------------------------------------------------------------------
+# -- in a worker -------------------------------------------------------------------------------------------------------
 
 _GAP_SECONDS: Final = 0.008
 """Mean time between samples."""
@@ -611,16 +575,13 @@ class WorkerSampler:
         times = SampleTimes(_GAP_SECONDS)
         cpu_clock = pthread_getcpuclockid(self._fetcher)
         before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
-        write_after = _FIRST_WRITE_NS
-        written_ns = before_ns
+        written_ns, write_after = before_ns, _FIRST_WRITE_NS
         bursts = SampleBursts(times, before_ns, self._fetches)
         while True:
             gap = times.gap()
             waits = thread_waits()
             due = now_ns() + int(gap * NS)
-            rest()
-            sleep(gap)
-            work()
+            _sleep(gap)
             now = now_ns()
             waits = thread_waits() - waits - 1  # for the GIL; one was the sleep
             session, until = self._counters.sample_session, self._counters.sample_until_ns
@@ -634,8 +595,7 @@ class WorkerSampler:
                 wall = times.weight_ns(due, now)
                 on_core = min(1.0, (cpu - cpu_before) / max(1, now - before_ns))
                 delay = times.delay_ns(due, now)
-                cpu_ns = int(wall * on_core)
-                self._samples.add(stack, wall, cpu_ns, delay_ns=delay, waits=waits, fetch=self._fetches)
+                self._samples.add(stack, wall, int(wall * on_core), delay_ns=delay, waits=waits, fetch=self._fetches)
             before_ns, cpu_before = now, cpu
             if now - written_ns >= write_after:
                 written_ns, write_after = now, min(2 * write_after, _WRITE_NS)
@@ -643,8 +603,10 @@ class WorkerSampler:
             times.taken()
             pause = bursts.rest(now_ns())
             if pause is not None:
-                if pause:
-                    _pause(pause)
+                if pause:  # with the switch interval that this process has without samples
+                    restore_switch_interval(_USER)
+                    _sleep(pause)
+                    shorten_switch_interval(_USER)
                     before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
                 bursts.begin(now_ns(), self._fetches)
         self._write()
@@ -655,10 +617,7 @@ class WorkerSampler:
             self._area.write(self._session, self._pid, self._began_ns, content)
 
 
-def _pause(seconds: float) -> None:
-    """Wait, with the switch interval that this process has without samples."""
-    restore_switch_interval(_USER)
+def _sleep(seconds: float) -> None:
     rest()
     sleep(seconds)
     work()
-    shorten_switch_interval(_USER)
