@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.records import CUDA, MEMORY_PARTS, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth
@@ -45,23 +45,15 @@ class ReadingHistory:
         self._max_spacing = max_spacing
         self._merged: list[TimedReading] = []
         self._slot = 0
-        self._sum_seconds = self._sum_values = 0.0
-        self._top = -math.inf
-        self._count = 0
+        self._now: list[TimedReading] = []  # what is to be merged
 
     def add(self, seconds: float, value: float) -> bool:
         """Add a reading. Returns whether `readings` has changed."""
-        slot = int(seconds / self.spacing)
-        changed = False
-        if self._count and slot != self._slot:
+        changed = bool(self._now) and int(seconds / self.spacing) != self._slot
+        if changed:
             self._close_slot()
-            changed = True
-            slot = int(seconds / self.spacing)
-        self._slot = slot
-        self._sum_seconds += seconds
-        self._sum_values += value
-        self._top = max(self._top, value)
-        self._count += 1
+        self._slot = int(seconds / self.spacing)
+        self._now.append(TimedReading(seconds, value))
         return changed
 
     @property
@@ -70,23 +62,19 @@ class ReadingHistory:
         return tuple(self._merged)
 
     def _close_slot(self) -> None:
-        value = self._top if self._highest else self._sum_values / self._count
-        self._merged.append(TimedReading(self._sum_seconds / self._count, value))
-        self._sum_seconds = self._sum_values = 0.0
-        self._top = -math.inf
-        self._count = 0
+        self._merged.append(self._merge(self._now))
+        self._now = []
         if len(self._merged) < MAX_READINGS:
             return
         if 2 * self.spacing > self._max_spacing:
             del self._merged[0]
             return
         self.spacing *= 2
-        pairs = zip(self._merged[::2], self._merged[1::2], strict=True)
-        self._merged = [self._merge(a, b) for a, b in pairs]
+        self._merged = [self._merge(pair) for pair in zip(self._merged[::2], self._merged[1::2], strict=True)]
 
-    def _merge(self, a: TimedReading, b: TimedReading) -> TimedReading:
-        value = max(a.value, b.value) if self._highest else (a.value + b.value) / 2
-        return TimedReading((a.seconds + b.seconds) / 2, value)
+    def _merge(self, readings: Sequence[TimedReading]) -> TimedReading:
+        times, values = zip(*readings, strict=True)
+        return TimedReading(fmean(times), max(values) if self._highest else fmean(values))
 
 
 # -- whether a figure grows for good, and how fast ---------------------------------------------------------------------
@@ -292,33 +280,28 @@ def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
         for part, growth in growths.items()
         if long_enough(now.parts[part])
     }
-    ends = [_end_of_memory(now, growths, at_least)]
-    ends.append(_end_of_part(SHARED_MEMORY, lasting_growth(now.shared_memory_used, at_least), now.free))
-    ends.append(_end_of_part(CUDA, growths.get(CUDA), now.free))
-    known = [end for end in ends if end is not None]
-    if known:
-        end = min(known, key=lambda end: end.seconds)
-        if end.where is not None:  # its growth was seen, even if it is not even enough to be judged by itself
-            rates[end.where] = end.per_second
-        return MemoryGrowth(rates, end.where, end.per_second, end.seconds, end.exhausted, end.copied)
+    ends = (
+        _end_of_memory(now, growths, at_least),
+        _end_of_part(SHARED_MEMORY, lasting_growth(now.shared_memory_used, at_least), now.free),
+        _end_of_part(CUDA, growths.get(CUDA), now.free),
+    )
+    first = min((end for end in ends if end is not None), key=lambda end: end.exhausted_in_seconds or 0, default=None)
+    if first is not None:
+        if first.where is not None:  # its growth was seen, even if it is not even enough to be judged by itself
+            rates[first.where] = first.where_bytes_per_second or 0.0
+        return replace(first, bytes_per_second=rates)
     where = max(rates, key=lambda part: rates[part], default=None)
-    if where is None or rates[where] <= 0 or _levels_off(growths[where], now.free.get(where, now.free.get(MEMORY))):
+    if where is None or rates[where] <= 0:
         return MemoryGrowth(dict.fromkeys(rates, 0.0))
+    growth, free = growths[where], now.free.get(where, now.free.get(MEMORY))
+    if growth is not None and free is not None and growth.seconds_to(free) == math.inf:
+        return MemoryGrowth(dict.fromkeys(rates, 0.0))  # it will have stopped before the memory is used up
     return MemoryGrowth(rates, where, rates[where])
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """One kind of memory is used up."""
-
-    exhausted: str
-    seconds: float
-    where: str | None
-    per_second: float
-    copied: bool = False
-
-
-def _end_of_memory(now: MemoryReadings, growths: Mapping[str, LastingGrowth | None], at_least: float) -> _End | None:
+def _end_of_memory(
+    now: MemoryReadings, growths: Mapping[str, LastingGrowth | None], at_least: float
+) -> MemoryGrowth | None:
     growth, free = lasting_growth(now.used, at_least), now.free.get(MEMORY)
     if growth is None:  # what others use goes up and down, but a part of this run may grow all the same
         own = [growth for part, growth in growths.items() if growth is not None and part != CUDA]
@@ -344,20 +327,15 @@ def _end_of_memory(now: MemoryReadings, growths: Mapping[str, LastingGrowth | No
     seconds = growth.seconds_to(free)
     if seconds > horizon * growth.seconds:
         return None
-    return _End(MEMORY, seconds, where, growth.per_second if where is None else slopes[where], copied)
+    return MemoryGrowth({}, where, growth.per_second if where is None else slopes[where], seconds, MEMORY, copied)
 
 
-def _end_of_part(part: str, growth: LastingGrowth | None, left: Mapping[str, float]) -> _End | None:
+def _end_of_part(part: str, growth: LastingGrowth | None, left: Mapping[str, float]) -> MemoryGrowth | None:
     free = left.get(part)
     if growth is None or free is None:
         return None
     seconds = growth.seconds_to(free)
-    return _End(part, seconds, part, growth.per_second) if seconds <= _HORIZON * growth.seconds else None
-
-
-def _levels_off(growth: LastingGrowth | None, free: float | None) -> bool:
-    """Whether it will have stopped before the memory is used up."""
-    return growth is not None and free is not None and growth.seconds_to(free) == math.inf
+    return MemoryGrowth({}, part, growth.per_second, seconds, part) if seconds <= _HORIZON * growth.seconds else None
 
 
 # -- what to do about memory that grows --------------------------------------------------------------------------------
