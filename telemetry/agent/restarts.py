@@ -14,6 +14,7 @@ import os
 import re
 import statistics
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -248,6 +249,9 @@ class RunSoFar:
     Args:
         folder: of that file and the heartbeats.
         attempt: this one.
+
+    Attributes:
+        samples_before, tokens_before, steps_before: of the attempts before this one.
     """
 
     def __init__(self, folder: Path, attempt: AttemptLog, errors: ErrorLog) -> None:
@@ -256,27 +260,15 @@ class RunSoFar:
         self._errors = errors
         self._rank = 0
         self._state: RunState | None = None
-
-    @property
-    def samples_before(self) -> int:
-        """Samples of the attempts before this one."""
-        return 0 if self._state is None else self._state.samples_before
-
-    @property
-    def tokens_before(self) -> int:
-        """Tokens of the attempts before this one."""
-        return 0 if self._state is None else self._state.tokens_before
-
-    @property
-    def steps_before(self) -> int:
-        """Training steps of the attempts before this one."""
-        return 0 if self._state is None else self._state.steps_before
+        self.samples_before = self.tokens_before = self.steps_before = 0
 
     def tick(self, identity: Identity) -> None:
         """Bring it up to the newest heartbeat. At the first time, read what is there, and write that this one began."""
         if self._state is None or self._rank != identity.rank or self._state.run != identity.run:
             self._rank = identity.rank
-            self._state = self._begin(identity)
+            self._state = begun = self._begin(identity)
+            self.samples_before, self.tokens_before = begun.samples_before, begun.tokens_before
+            self.steps_before = begun.steps_before
             self._write()
         self._state = structs.replace(self._state, newest=self._attempt.newest)
 
@@ -330,48 +322,6 @@ class RunSoFar:
 
 
 # -- this attempt ------------------------------------------------------------------------------------------------------
-
-
-class Heartbeat:
-    """The file with the newest state of this process.
-
-    It is written over in place once a tick: one system call, and no new block on the disk. A process that ends by
-    itself removes it: its log has everything.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: Descriptor | None = None
-
-    def write(self, content: bytes) -> None:
-        """Write the newest state.
-
-        Raises:
-            OSError: it cannot be written.
-            ValueError: it is too long.
-        """
-        if len(content) >= BEAT_BYTES:
-            raise ValueError(f"a heartbeat has at most {BEAT_BYTES - 1} bytes, not {len(content)}")
-        if self._file is None or not self._file.is_in_place():
-            self.forget()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
-        os.pwrite(self._file.number, content.ljust(BEAT_BYTES - 1) + b"\n", 0)
-
-    def end(self) -> None:
-        """The process ends by itself."""
-        if self._file is not None:
-            remove_file(self._path)
-        self.forget()
-
-    def forget(self) -> None:
-        """Close the file: in a forked child, whose copy it is."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError:
-                pass
 
 
 class HangTimes:
@@ -446,7 +396,8 @@ class AttemptLog:
         self._life = life
         self._replay = ReplayWatch()
         self._hangs = HangTimes()
-        self._heartbeat = Heartbeat(run_dir / FOLDER / f"{life}.beat")
+        self._path = run_dir / FOLDER / f"{life}.beat"
+        self._file: Descriptor | None = None
         self._next_beat_ns = 0
         self._told = False
         self._waiting: list[SavedCheckpoint] = []  # whose phase has not come out of the ledger yet
@@ -485,12 +436,27 @@ class AttemptLog:
         if now_ns() < self._next_beat_ns:
             return
         try:
-            self._heartbeat.write(msgspec.json.encode(self.newest))
+            self._write(msgspec.json.encode(self.newest))
         except (OSError, ValueError) as error:
             self._next_beat_ns = now_ns() + _RETRY_SECONDS * NS  # it may last for long, or the disk is full for a while
             if not self._told:
                 self._told = True
                 self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
+
+    def _write(self, content: bytes) -> None:
+        """Write the heartbeat over the one before: one system call, and no new block on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: it is too long.
+        """
+        if len(content) >= BEAT_BYTES:
+            raise ValueError(f"a heartbeat has at most {BEAT_BYTES - 1} bytes, not {len(content)}")
+        if self._file is None or not self._file.is_in_place():
+            self.after_fork_in_child()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
+        os.pwrite(self._file.number, content.ljust(BEAT_BYTES - 1) + b"\n", 0)
 
     def _settle_replay(self, *, ended: bool = False) -> None:
         self._replay.settle(
@@ -506,12 +472,17 @@ class AttemptLog:
         self._accounting.samples.settle(self._replay.batches)
 
     def close(self) -> None:
-        """The process ends by itself, and the log tells all."""
-        self._heartbeat.end()
+        """The process ends by itself: the log tells all, and the heartbeat goes."""
+        if self._file is not None:
+            remove_file(self._path)
+        self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """The file is the parent's."""
-        self._heartbeat.forget()
+        """Close the file: it is the parent's."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
     def head_fields(self) -> dict[str, Any]:
         """For the first line of a log."""
@@ -583,35 +554,47 @@ class AttemptLog:
         pending = [*self._waiting]
         while self._resume.saves:
             pending.append(self._resume.saves.popleft())
-        lines: list[tuple[bool, dict[str, Any]]] = []  # each with whether its phase was short
-        shortest = _shortest_of_line(spans)
+        shortest = _SHORTEST_PHASE_SECONDS
+        if len(spans) > _MAX_PHASE_LINES:
+            shortest = max(shortest, sorted(span.seconds for span in spans)[-_MAX_PHASE_LINES])
+        lines: list[dict[str, Any]] = []
+        newest_short: int | None = None  # its place among the lines
         for span in spans:
-            of_ledger = span.category == CHECKPOINT and span.loop_seconds is not None
-            save = next((each for each in pending if _is_of(each, span)), None) if of_ledger else None
+            line, save = {**phase(span, self._wall.iso(span.start_ns))}, None
+            if span.category == CHECKPOINT and span.loop_seconds is not None:
+                inside = (s for s in pending if not s.background and s.start_ns <= span.start_ns <= s.end_ns)
+                save = next(inside, None)
             if save is not None:
                 pending.remove(save)
-            line = self._line(span) | ({} if save is None else self._of(save, span.loop_seconds))
-            short = span.seconds < shortest
-            if not short or (save is not None and save.complete):
-                lines.append((short, line))
-        newest_short = max((place for place, (short, _) in enumerate(lines) if short), default=None)
-        for place, (short, line) in enumerate(lines):
-            if not short or place == newest_short:
-                yield line
+                line |= self._of(save, span.loop_seconds)
+            if span.seconds >= shortest:
+                lines.append(line)
+            elif save is not None and save.complete:
+                if newest_short is not None:
+                    del lines[newest_short]
+                newest_short = len(lines)
+                lines.append(line)
+        yield from lines
         self._waiting = []
         for save in pending:
             if not (save.background or last or save in self._before_last):
                 self._waiting.append(save)  # its span is still in the ring
                 continue
-            seconds = (save.end_ns - save.start_ns) / NS
-            yield self._line(PhaseSpan(WRITTEN, OTHER, save.start_ns, seconds)) | self._of(save, None)
+            span = PhaseSpan(WRITTEN, OTHER, save.start_ns, (save.end_ns - save.start_ns) / NS)
+            yield {**phase(span, self._wall.iso(span.start_ns))} | self._of(save, None)
         self._before_last = self._waiting
 
-    def _line(self, span: PhaseSpan) -> dict[str, Any]:
-        return {**phase(span, self._wall.iso(span.start_ns))}
-
     def _of(self, save: SavedCheckpoint, loop: tuple[float, float] | None) -> dict[str, Any]:
-        self._count(save, None if loop is None else sum(loop))
+        """What a checkpoint contains. Notes the newest one that can be resumed from."""
+        loop_seconds = None if loop is None else sum(loop)
+        if loop_seconds is not None and not save.complete:
+            self._begun_at = {save.optimizer_steps: loop_seconds}
+        if loop_seconds is None:
+            loop_seconds = self._begun_at.get(save.optimizer_steps, self._kept_seconds)
+        if save.complete and (save.holds_optimizer or not self._holds_optimizer):
+            self._holds_optimizer |= save.holds_optimizer
+            self.saves_completed += 1
+            self._kept_seconds = max(self._kept_seconds, loop_seconds)
         fields: dict[str, Any] = {
             "complete": save.complete,
             "holds_optimizer": save.holds_optimizer,
@@ -621,28 +604,6 @@ class AttemptLog:
         if loop is not None:
             fields["loop_seconds"] = {"data_wait": round(loop[0], 6), "compute": round(loop[1], 6)}
         return fields
-
-    def _count(self, save: SavedCheckpoint, loop_seconds: float | None) -> None:
-        """Note the newest checkpoint that can be resumed from."""
-        if loop_seconds is not None and not save.complete:
-            self._begun_at = {save.optimizer_steps: loop_seconds}
-        if loop_seconds is None:
-            loop_seconds = self._begun_at.get(save.optimizer_steps, self._kept_seconds)
-        if save.complete and (save.holds_optimizer or not self._holds_optimizer):
-            self._holds_optimizer |= save.holds_optimizer
-            self.saves_completed += 1
-            self._kept_seconds = max(self._kept_seconds, loop_seconds)
-
-
-def _shortest_of_line(spans: Sequence[PhaseSpan]) -> float:
-    """The shortest duration in seconds of a phase that has a line of its own."""
-    if len(spans) <= _MAX_PHASE_LINES:
-        return _SHORTEST_PHASE_SECONDS
-    return max(_SHORTEST_PHASE_SECONDS, sorted([span.seconds for span in spans])[-_MAX_PHASE_LINES])
-
-
-def _is_of(save: SavedCheckpoint, span: PhaseSpan) -> bool:
-    return not save.background and save.start_ns <= span.start_ns <= save.end_ns
 
 
 # -- how it ends and how it began -------------------------------------------------------------------------------------
