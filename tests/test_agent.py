@@ -1,9 +1,14 @@
-"""The agent as a whole: what it publishes and logs of a run, and that it ends."""
+"""The agent as a whole: what it publishes and logs of a run and of a stall, and that it ends and leaves nothing behind."""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import pdb  # noqa: T100 - a debugger is what is tested
 import random
+import re
+import signal
 import threading
 import time
 import urllib.request
@@ -12,11 +17,19 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.config import SettingError
-from telemetry.hooks.worker_block import FETCH_BUCKETS
+from telemetry.config import Config, SettingError
+from telemetry.hooks.worker_block import FETCH_BUCKETS, WorkerCounters
+from telemetry.records import GpuSample
 from telemetry.report.logs import load
+from telemetry.sources.cgroup import PressureSource
+from telemetry.sources.collector import CollectorError
+from telemetry.sources.nvml import NvmlSource
+from telemetry.sources.proc import HostSource
+from telemetry.sources.workers import WorkersSource
 from telemetry.util import threads
+from telemetry.util import threads as own_threads
 from tests.data_sets import Numbers
+from tests.full_views import page
 from tests.report_logs import summarize
 from tests.running_agent import log_lines, scrape, wait_for
 
@@ -218,3 +231,328 @@ def test_sampling_at_random_times_keeps_the_training_s_random_state(tmp_path, mo
     wait_for(lambda: len(sampled) >= 5)
     assert random.getstate() == before
     telemetry.stop()
+
+
+# -- no counter goes back; the ring is emptied every second ------------------------------------------------------------
+
+FETCHES = ("training_loader_fetch_duration_seconds_count",)
+ENERGY, NVML_UP = "training_gpu_energy_joules_total", ("telemetry_collector_up", "nvml")
+OVERHEAD = ("telemetry_overhead_seconds_total", "agent")
+
+
+def drained(ring) -> bool:
+    return ring.tail == ring.head
+
+
+def test_the_ring_is_emptied_long_before_the_next_sample(tmp_path):
+    hour = {"interval_seconds": 3600, "stall_window_seconds": 3600}
+    agent = telemetry.start(tmp_path / "run", port="off", start_line=False, **hour)
+    ring = agent.tracker.ring
+    wait_for(lambda: agent.event_log.log.file.path.exists() and agent.overhead.agent_thread_seconds)  # the first sample
+    for round_ in range(3):
+        for _ in telemetry.watch(range(3000)):
+            pass
+        wait_for(lambda: drained(ring))
+        assert agent.accounting.stats.steps >= 3000 * (round_ + 1) - 1
+    telemetry.stop()
+    assert log_lines(agent)[-1]["dropped_steps_total"] == 0
+
+
+def test_the_ring_is_emptied_between_slow_collectors(agent, monkeypatch):
+    """A slow collector delays the next collector, but the accounting does not wait until all of them are read."""
+    ring, pushed, seen = agent.tracker.ring, [], []
+    read_host, read_pressure = HostSource.read, PressureSource.read
+
+    def slow(source):
+        time.sleep(0.6)
+        pushed.append(ring.push(agent.accounting.ledger.at_ns, agent.accounting.ledger.at_ns, 0))
+        return read_host(source)
+
+    def after(source):
+        if pushed:
+            seen.append(drained(ring))
+        return read_pressure(source)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostSource, "read", slow)
+        patched.setattr(PressureSource, "read", after)
+        wait_for(lambda: seen)
+        telemetry.stop()
+    assert seen[0]
+
+
+def test_the_cost_of_an_endpoint_that_was_replaced_stays_counted(agent):
+    first = agent._node.endpoint
+    os.close(first._listening.number)  # as a library that closes all descriptors does
+    first.cpu_seconds += 10
+    wait_for(lambda: agent._node.endpoint not in {None, first})
+    wait_for(lambda: scrape(agent)[OVERHEAD] >= 10)
+    assert agent.overhead.seconds()["agent"] >= 10
+
+
+@pytest.mark.parametrize("way", ["fails", "run ends"])
+def test_the_fetches_of_workers_stay_counted(agent, monkeypatch, way):
+    for _ in DataLoader(Numbers(8), batch_size=1, num_workers=2):
+        pass
+    wait_for(lambda: scrape(agent).get(FETCHES) == 8)
+    published = []
+    original = agent._node.publish
+
+    def publish(rank, view, **more):
+        published.append(page(view))
+        return original(rank, view, **more)
+
+    def fail(source):
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(agent._node, "publish", publish)
+    if way == "fails":
+        monkeypatch.setattr(WorkersSource, "read", fail)
+        wait_for(lambda: scrape(agent).get(("telemetry_collector_up", "workers")) == 0)
+        assert scrape(agent)[FETCHES] == 8
+    telemetry.stop()
+    counts = [line.split()[-1] for line in published[-1].splitlines() if line.startswith(FETCHES[0] + "{")]
+    assert [float(count) for count in counts] == [8]
+
+
+def test_the_energy_of_the_gpu_stays_counted_while_nvml_is_down(agent, monkeypatch):
+    """It is not lower afterwards, and what the GPU used meanwhile is in it."""
+    joules, reading = [1000.0], threading.Event()
+    reading.set()
+
+    def read(source):
+        if not reading.is_set():
+            raise CollectorError("the driver is gone")
+        joules[0] += 1.0
+        return GpuSample(3, "GPU-1", "a GPU", energy_joules=joules[0])
+
+    def counted():
+        found = scrape(agent)
+        return sum(value for key, value in found.items() if key[0] == ENERGY), found.get(NVML_UP)
+
+    monkeypatch.setattr(NvmlSource, "read", read)
+    wait_for(lambda: counted()[0] >= 2)
+    reading.clear()
+    wait_for(lambda: counted()[1] == 0)
+    while_down = counted()[0]
+    assert while_down >= 2
+    assert {key[2:] for key in scrape(agent) if key[0] == ENERGY} == {("3", "GPU-1")}
+    joules[0] += 100.0
+    reading.set()
+    wait_for(lambda: counted()[1] == 1 and counted()[0] >= while_down + 100)
+
+
+def test_another_worker_in_the_same_place_takes_no_fetch_away():
+    """Memory is used again, and so are pids: counters that are smaller than before are another worker's."""
+
+    class Block:
+        def __init__(self) -> None:
+            self.fetches = 0
+
+        def read(self):
+            counts = (self.fetches, *(0,) * len(FETCH_BUCKETS))
+            return (WorkerCounters(pid=1, tid=1, fetches=self.fetches, wall_ns=self.fetches, histogram=counts),)
+
+    source, block = WorkersSource(tuple, tuple), Block()
+    seen = []
+    for fetches in (5, 2, 3):
+        block.fetches = fetches
+        source._count(block)
+        seen.append(sum(source.fetches.counts))
+    assert seen == [5, 7, 8]
+
+
+# -- a stall of a real loop --------------------------------------------------------------------------------------------
+
+HEARD: list[dict] = []
+
+
+def hear(stall: dict) -> None:
+    HEARD.append(stall)
+
+
+def starve(agent, until) -> None:
+    for _ in DataLoader(Numbers(10_000, seconds=0.01), batch_size=1):
+        if until():
+            return
+    raise AssertionError("no stall opened")
+
+
+def start(tmp_path, **settings):
+    defaults = dict(port=0, interval_seconds=0.1, log_interval_seconds=0.2, stall_window_seconds=1, start_line=False)
+    return telemetry.start(tmp_path / "run", **defaults | settings)
+
+
+@pytest.mark.parametrize("callback", [hear, "tests.test_agent.hear"], ids=["function", "dotted name"])
+def test_a_stall_is_told(tmp_path, callback):
+    import tests.test_agent as this
+
+    this.HEARD.clear()
+    HEARD.clear()
+    agent = start(tmp_path, on_stall=callback)
+    starve(agent, lambda: HEARD or this.HEARD)
+    (stall,) = HEARD or this.HEARD
+    assert stall["cause"] == "loader_on_training_thread"
+    assert stall["exposed_wait_ratio"] > 0.9
+    wait_for(lambda: scrape(agent)["training_stall_active", "loader_on_training_thread"] == 1)
+    assert scrape(agent)["training_stalls_total", "loader_on_training_thread"] == 1
+    assert scrape(agent)["training_stall_lost_seconds_total", "loader_on_training_thread"] > 0
+    telemetry.stop()
+    opened, closed = [line for line in log_lines(agent) if line["event"].startswith("stall")]
+    assert (opened["event"], closed["event"]) == ("stall_open", "stall_close")
+    assert opened["opened"] == closed["opened"] < closed["closed"]
+    assert closed["evidence"]["source"] == "training_thread"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), SystemExit(3)], ids=["error", "exit"])
+def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path, error):
+    threads = []
+
+    def fail(stall):
+        threads.append(own_threads.named(threading.get_ident()))
+        raise error
+
+    agent = start(tmp_path, on_stall=fail)
+    starve(agent, lambda: agent.errors.counts.get("on_stall"))
+    assert agent.errors.counts["on_stall"] == 1
+    telemetry.stop()
+    events = [line["event"] for line in log_lines(agent)]
+    assert events.count("stall_open") == 1
+    assert events[-1] == "run_end"
+    assert threads == ["telemetry-on-stall"]
+
+
+@pytest.mark.parametrize("value", ["notdotted", "a b.c", 3, "", "a.b()"])
+def test_what_is_no_callback_is_refused(value):
+    with pytest.raises(SettingError, match="on_stall"):
+        Config.load({"on_stall": value}, {})
+
+
+def slow_start(worker: int) -> None:
+    """Longer than a busy machine takes for anything else here."""
+    time.sleep(0.2)
+
+
+def test_workers_that_are_started_for_every_epoch_are_the_cause(tmp_path):
+    heard: list[dict] = []
+    start(tmp_path, on_stall=heard.append)
+    loader = DataLoader(Numbers(6), batch_size=1, num_workers=2, worker_init_fn=slow_start)
+    for _ in range(400):
+        for _ in loader:
+            pass
+        if heard:
+            break
+    (stall,) = heard
+    evidence = stall["evidence"]
+    assert stall["cause"] == "worker_startup"
+    assert evidence["edges"] >= 2
+    assert 0.5 * evidence["wait_seconds"] < evidence["edge_wait_seconds"] <= evidence["wait_seconds"]
+    assert stall["advice"][0]["setting"] == "persistent_workers"
+
+
+def test_a_debugger_s_pause_in_a_fetch_is_no_stall(tmp_path):
+    """The batch is waited for as long as a person looks at how it is made."""
+    reading, writing = os.pipe()
+    debugger = None
+
+    class Looked(Numbers):
+        def __getitem__(self, index):
+            if index == 200:
+                threading.Timer(3.0, lambda: os.write(writing, b"continue\n")).start()
+                debugger.set_trace()
+            return super().__getitem__(index)
+
+    agent = start(tmp_path, stall_window_seconds=3)
+    with open(reading) as commands, open(os.devnull, "w") as nowhere:
+        debugger = pdb.Pdb(stdin=commands, stdout=nowhere, nosigint=True, readrc=False)
+        debugger.use_rawinput = False
+        for _ in DataLoader(Looked(240), batch_size=1):
+            time.sleep(0.01)
+    os.close(writing)
+    telemetry.stop()
+    assert [line["event"] for line in log_lines(agent) if line["event"].startswith("stall")] == []
+
+
+def test_a_callback_that_hangs_holds_nothing_up(tmp_path):
+    """The stalls that open meanwhile are told to nobody, and are counted; the run ends without it."""
+    release, told = threading.Event(), []
+
+    def hang(stall):
+        told.append(stall)
+        release.wait(60)
+
+    agent = start(tmp_path, on_stall=hang)
+    try:
+        starve(agent, lambda: told)
+        (thread,) = [t for t in own_threads._running.values() if t.name == "telemetry-on-stall"]
+        with open(f"/proc/self/task/{thread.native}/status") as status:
+            (blocked,) = [line.split()[1] for line in status if line.startswith("SigBlk")]
+        assert int(blocked, 16) >> signal.SIGINT - 1 & 1
+        steps, before = agent.accounting.stats.steps, scrape(agent)["training_steps_total",]
+        starve(agent, lambda: scrape(agent)["training_steps_total",] > max(steps, before))
+        for _ in range(2):
+            agent._stall_monitor._callback.tell({"cause": "unknown"})
+        assert agent.errors.counts["on_stall"] == 2
+        telemetry.stop()
+        assert not agent._thread.is_alive()
+        lines = log_lines(agent)
+        *_, end, waited = lines  # the end of the run is in the log before anything is waited for
+        assert (end["event"], end["errors_total"]) == ("run_end", {"on_stall": 2})
+        assert "has not returned" in waited["message"]
+        said = [line["message"] for line in lines if line["event"] == "error" and line["source"] == "on_stall"]
+        assert any("not told of a stall (unknown)" in text for text in said)
+        assert len(told) == 1
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_no_thread_is_made_before_the_first_stall_nor_left_after_the_call(tmp_path):
+    agent = start(tmp_path, on_stall=hear)
+    names = own_threads.running()
+    HEARD.clear()
+    starve(agent, lambda: HEARD)
+    wait_for(lambda: "telemetry-on-stall" not in own_threads.running())
+    assert "telemetry-on-stall" not in names
+    telemetry.stop()
+
+
+# -- what is opened is given back --------------------------------------------------------------------------------------
+
+CYCLES = 8
+
+
+def descriptors() -> list[str]:
+    """What is open in this process: the names of the files, without the numbers in them."""
+    gc.collect()
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{number}")))
+        except OSError:  # that of the listing itself
+            continue
+    return sorted(found)
+
+
+def unusable(tmp_path):
+    (tmp_path / "run").write_text("a file where the folder should be")
+    return {}
+
+
+def no_port(tmp_path):
+    return {"host": "203.0.113.7"}  # an address for documentation: this machine does not have it
+
+
+@pytest.mark.parametrize("trouble", [None, unusable, no_port], ids=["well", "unusable run folder", "no port"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_descriptors_after_many_cycles_are_those_after_two(tmp_path, trouble, workers):
+    settings = trouble(tmp_path) if trouble is not None else {}
+    seen = []
+    for cycle in range(CYCLES):
+        telemetry.start(tmp_path / "run", **{"port": 0, "start_line": False, "interval_seconds": 0.1} | settings)
+        for _ in DataLoader(Numbers(4), batch_size=1, num_workers=workers):
+            pass
+        telemetry.stop()
+        if cycle in {1, CYCLES - 1}:
+            seen.append(descriptors())
+    assert seen[-1] == seen[0]
