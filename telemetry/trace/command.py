@@ -109,21 +109,14 @@ def _dump(value: Trace | list[Trace]) -> int:
 def _several(traces: list[Trace]) -> str:
     if len(traces) == 1:
         return _render(traces[0])
-    rows = (
-        [
-            "-" if trace.rank is None else str(trace.rank),
-            shortened(trace.file.rpartition("/")[2], _NARROW_NAME),
-            str(len(trace.steps)),
-            duration(trace.average.seconds),
-            percent(trace.gpu.utilization_ratio),
-            percent(trace.temporal.idle_ratio),
-            percent(trace.temporal.compute_ratio),
-            percent(trace.overlap_ratio),
-            percent(trace.average.categories["DataLoader"]),
-        ]
+    headings = ["rank", "file", "steps", "step", "GPU busy", "idle", "computing", "overlap", "DataLoader"]
+    overview = _table(headings, (
+        ["-" if trace.rank is None else str(trace.rank), shortened(trace.file.rpartition("/")[2], _NARROW_NAME),
+         str(len(trace.steps)), duration(trace.average.seconds), percent(trace.gpu.utilization_ratio),
+         percent(trace.temporal.idle_ratio), percent(trace.temporal.compute_ratio), percent(trace.overlap_ratio),
+         percent(trace.average.categories["DataLoader"])]
         for trace in traces
-    )
-    overview = _table("rank/file/steps/step/GPU busy/idle/computing/overlap/DataLoader", rows)
+    ))  # fmt: skip
     if len(traces) > _MAX_SHOWN:
         return _joined(overview) + "\nName one of the files to see all of it, or use --json.\n"
     return "\n\n".join([_joined(overview), *map(_render, traces)])
@@ -197,84 +190,48 @@ def _advice(trace: Trace) -> list[str]:
 
 
 def _tables(trace: Trace) -> Iterator[list[str]]:
+    # fmt: off
     if len(trace.steps) > 1:
-        yield _table(
-            "/".join(["step", "", *trace.average.categories]),
-            ([str(e.step), *map(duration, (e.seconds, *e.categories.values()))] for e in trace.steps[:_MAX_STEPS]),
-            f"{len(trace.steps) - _MAX_STEPS} more: --json has all" if len(trace.steps) > _MAX_STEPS else None,
-        )
-    yield _table(
-        "operator/calls/device//host/tensor cores",
-        (
-            [
-                shortened(each.name, _NAME),
-                str(each.calls),
-                duration(each.device_seconds) if each.device_ratio is not None else "-",
-                percent(each.device_ratio),
-                duration(each.host_seconds),
-                percent(each.tensor_core_ratio) if each.tensor_core_eligible else "-",
-            ]
-            for each in trace.operators[:_MAX_ROWS]
-        ),
-    )
-    yield _table(
-        "kernel/calls/device//mean/tensor cores/occupancy",
-        (
-            [
-                shortened(each.name, _NAME),
-                str(each.calls),
-                duration(each.device_seconds),
-                percent(each.device_ratio),
-                duration(each.mean_seconds),
-                "yes" if each.tensor_core else "no",
-                percent(each.occupancy_ratio),
-            ]
-            for each in trace.kernels[:_MAX_ROWS]
-        ),
-    )
-    yield _table(
-        "copy/host memory/calls/time/size/speed",
-        (
-            [
-                each.kind,
-                "-" if each.pageable is None else "pageable" if each.pageable else "pinned",
-                str(each.calls),
-                duration(each.seconds),
-                "-" if each.bytes is None else byte_size(each.bytes),
-                "-" if each.bandwidth_bytes_per_second is None else f"{each.bandwidth_bytes_per_second / 1e9:.1f} GB/s",
-            ]
-            for each in trace.memcpy
-        ),
-    )
-    yield _table(
-        "waits for the GPU/calls/time/in/from",
-        (
-            [
-                each.name,
-                str(each.calls),
-                duration(each.seconds),
-                shortened(each.operator or "-", _NARROW_NAME),
-                shortened(each.call_site or each.within or "-", _NAME),
-            ]
-            for each in trace.synchronizations[:_MAX_ROWS]
-        ),
-    )
-    yield _table(
-        "GPU waits for launches in step/at/for/idle/launches",
-        (
-            [
-                str(each.step),
-                duration(each.offset_seconds),
-                duration(each.seconds),
-                percent(each.idle_ratio),
-                str(each.launches),
-            ]
-            for each in trace.launch_bound[:_MAX_ROWS]
-        ),
-    )
+        more = len(trace.steps) - _MAX_STEPS
+        steps = [
+            [str(each.step), *map(duration, (each.seconds, *each.categories.values()))]
+            for each in trace.steps[:_MAX_STEPS]
+        ]
+        yield [
+            *_table(["step", "", *trace.average.categories], steps),
+            *([f"{more} more: --json has all"] if more > 0 else []),
+        ]
+    yield _table(["operator", "calls", "device", "", "host", "tensor cores"], (
+        [shortened(each.name, _NAME), str(each.calls),
+         duration(each.device_seconds) if each.device_ratio is not None else "-", percent(each.device_ratio),
+         duration(each.host_seconds), percent(each.tensor_core_ratio) if each.tensor_core_eligible else "-"]
+        for each in trace.operators[:_MAX_ROWS]
+    ))
+    yield _table(["kernel", "calls", "device", "", "mean", "tensor cores", "occupancy"], (
+        [shortened(each.name, _NAME), str(each.calls), duration(each.device_seconds), percent(each.device_ratio),
+         duration(each.mean_seconds), "yes" if each.tensor_core else "no", percent(each.occupancy_ratio)]
+        for each in trace.kernels[:_MAX_ROWS]
+    ))
+    yield _table(["copy", "host memory", "calls", "time", "size", "speed"], (
+        [each.kind, "-" if each.pageable is None else "pageable" if each.pageable else "pinned", str(each.calls),
+         duration(each.seconds), "-" if each.bytes is None else byte_size(each.bytes),
+         "-" if each.bandwidth_bytes_per_second is None else f"{each.bandwidth_bytes_per_second / 1e9:.1f} GB/s"]
+        for each in trace.memcpy
+    ))
+    yield _table(["waits for the GPU", "calls", "time", "in", "from"], (
+        [each.name, str(each.calls), duration(each.seconds), shortened(each.operator or "-", _NARROW_NAME),
+         shortened(each.call_site or each.within or "-", _NAME)]
+        for each in trace.synchronizations[:_MAX_ROWS]
+    ))
+    yield _table(["GPU waits for launches in step", "at", "for", "idle", "launches"], (
+        [str(each.step), duration(each.offset_seconds), duration(each.seconds), percent(each.idle_ratio),
+         str(each.launches)]
+        for each in trace.launch_bound[:_MAX_ROWS]
+    ))
+    # fmt: on
 
 
-def _table(headings: str, rows: Iterable[list[str]], more: str | None = None) -> list[str]:
-    """The lines of a table, with a last line of more; none without rows. ``headings``: with slashes between them."""
+def _table(headings: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """The lines of a table; none without rows."""
     cells = list(rows)
-    return [*table(headings.split("/"), cells, names_first=True), *([more] if more else [])] if cells else []
+    return table(headings, cells, names_first=True) if cells else []
