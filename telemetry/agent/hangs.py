@@ -127,7 +127,7 @@ class HangMonitor:
 
         kind = self._watch.update(moment, step_times)
         self._left_seconds += seconds
-        if self._left_seconds > _LEFT_SECONDS:
+        if self._left_seconds > _LEFT_SECONDS or accounting.steps_total > self._steps_before:
             self.left = None
         if kind == "opened":
             self.fetch = None
