@@ -264,11 +264,18 @@ def mounting(*mounts: str):
 def log_lines(run_dir: Path, *, running: bool = False) -> list[dict]:
     """Every line of a run's logs. Fails on a line that is not a JSON object.
 
-    While the run is ``running``, there may be no log yet, and the newest line may be incomplete: it is left out.
+    While the run is ``running``, there may be no log yet, or one that is just being made, and the newest line may be
+    incomplete: it is left out.
     """
     lines = []
-    for path in [] if running and not (run_dir / "logs").exists() else sorted((run_dir / "logs").iterdir()):
-        for raw in path.read_bytes().splitlines(keepends=True):
+    for path in sorted((run_dir / "logs").glob("*") if running else (run_dir / "logs").iterdir()):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            if running:
+                continue
+            raise
+        for raw in content.splitlines(keepends=True):
             if running and not raw.endswith(b"\n"):
                 continue
             line = json.loads(raw)
@@ -337,13 +344,3 @@ def ranks_in(text: str, name: str = "training_steps_total") -> dict[str, float]:
     by_rank = {labels["rank"]: value for labels, value in found}
     assert len(by_rank) == len(found), found
     return by_rank
-
-
-def run_script(source, folder, *arguments, env=None, ok=True, run=python):
-    done = run(write(folder, "script.py", source), *arguments, cwd=folder, env=env)
-    assert not ok or done.returncode == 0, done.stderr
-    return done
-
-
-def results(folder):
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import json
 import os
 import re
 import socket
@@ -14,12 +15,14 @@ import time
 
 import pytest
 
-from faults.processes import HANG, fetch, results, run_script, wait_for
 from telemetry.node import endpoint as module
-from telemetry.node.endpoint import MAX_CONNECTIONS, Endpoint, HostNames, numeric
-from telemetry.node.prometheus import Page
+from telemetry.node.board import Board
+from telemetry.node.endpoint import MAX_CONNECTIONS, Endpoint, HostNames, NodeService, numeric
+from telemetry.node.prometheus import Page, TargetFile
 from telemetry.util import threads
 from telemetry.util.errors import ErrorLog
+from tests.faults.processes import HANG, end_of, fetch, quiet, run, told, value, wait_for
+from tests.free_ports import free_ports
 
 PAGE = b'# HELP x X.\n# TYPE x gauge\nx{rank="0"} 1.0\n'
 GOOD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -192,10 +195,10 @@ def test_a_page_that_rebinds_its_name_to_us_is_not_answered(host, expected, endp
 
 
 def test_a_scraper_gets_the_format_and_the_encoding_that_it_accepts(tmp_path):
-    run_script(
-        """
-        import json, telemetry, urllib.request
-        agent = telemetry.start("run", port=0, start_line=False)
+    source = """
+        import telemetry, urllib.request
+        from tests.faults.inside import tell
+        agent = telemetry.start("run")
         found = []
         for headers in (
             {},
@@ -206,13 +209,9 @@ def test_a_scraper_gets_the_format_and_the_encoding_that_it_accepts(tmp_path):
             body = answer.read()
             assert int(answer.headers["Content-Length"]) == len(body)
             found.append([answer.headers["Content-Type"], answer.headers["Content-Encoding"], body.decode("latin-1")])
-        telemetry.stop()
-        with open("results.json", "w") as file:
-            json.dump(found, file)
-        """,
-        tmp_path,
-    )
-    (kind, encoding, text), (open_kind, _, open_text), (_, zipped, packed) = results(tmp_path)
+        tell(found)
+        """
+    (kind, encoding, text), (open_kind, _, open_text), (_, zipped, packed) = run(tmp_path, source)
     assert (kind, encoding) == ("text/plain; version=0.0.4; charset=utf-8", None)
     assert open_kind.startswith("application/openmetrics-text; version=1.0.0")
     assert open_text.endswith("# EOF\n")
@@ -421,3 +420,290 @@ def test_a_connection_that_cannot_be_accepted_is_retried_with_a_pause(monkeypatc
     with serving() as made:
         assert fetch(f"http://127.0.0.1:{made.port}/metrics") == PAGE.decode()
     assert all(later - earlier > 0.05 for earlier, later in zip(tried[:3], tried[1:4], strict=True))
+
+
+# -- the setting `host`: an unusable value delays nothing, and one message says what to do ---------------------------
+
+S = 10**9
+
+
+class Service:
+    """A node's service with one rank, and a clock that is set by hand."""
+
+    def __init__(self, folder, **settings) -> None:
+        self.now = 1000 * S
+        self.errors = ErrorLog(lambda: self.now)
+        self.targets = TargetFile(folder / "targets", "r", "n")
+        self.board = Board("r", "scope", "n", root=folder / "boards")
+        self.service = NodeService(
+            self.board,
+            self.targets,
+            **({"run": "r", "port": 0, "node": "n"} | settings),
+            errors=self.errors,
+            mono_ns=lambda: self.now,
+        )
+
+    def told(self) -> list[str]:
+        """The messages for the user since the last call."""
+        return [line["message"] for line in self.errors.take_lines()]
+
+    def tick(self, seconds: float = 1.0) -> str:
+        """Call it once. Returns what it raised, as text."""
+        self.now += int(seconds * S)
+        try:
+            self.service.lead_if_vacant()
+        except OSError as error:
+            return str(error)
+        return ""
+
+
+@pytest.fixture
+def service(tmp_path):
+    made = []
+
+    def make(**settings):
+        made.append(Service(tmp_path, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.service.leave()
+
+
+@pytest.fixture
+def lookups(monkeypatch):
+    """A fake resolver: the answer for each name. By default a name does not exist."""
+    asked: list[str] = []
+    answers: dict[str, object] = {}
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host, port, *args, flags=0, **kwargs):
+        try:
+            return real(host, port, *args, flags=flags | socket.AI_NUMERICHOST, **kwargs)
+        except socket.gaierror:
+            if flags & socket.AI_NUMERICHOST:
+                raise
+        asked.append(host)
+        answer = answers.get(host)
+        if isinstance(answer, threading.Event):
+            answer.wait(60)
+        elif isinstance(answer, str):
+            return real(answer, port, *args, flags=socket.AI_NUMERICHOST, **kwargs)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield asked, answers
+    wait_for(lambda: "telemetry-resolver" not in threads.running(), "its thread is gone")
+
+
+@pytest.fixture
+def binds(monkeypatch):
+    """The addresses that were tried."""
+    tried: list[tuple] = []
+    real = socket.socket.bind
+
+    def bind(self, where):
+        tried.append(where)
+        return real(self, where)
+
+    monkeypatch.setattr(module.socket.socket, "bind", bind)
+    return tried
+
+
+def test_an_address_that_is_not_ours_is_tried_once_and_then_rarely(service, binds):
+    one = service(host="192.0.2.1", port=9464)
+    said = [one.tick() for _ in range(300)]
+    assert [text for text in said if text] == [said[0]]
+    assert "192.0.2.1 cannot be listened on (Cannot assign requested address)" in said[0]
+    assert "set host to an address of this machine, such as 127.0.0.1" in said[0]
+    assert one.told() == []
+    assert {port for _, port in binds} == {9464}, "another port would fail alike"
+    assert 5 <= len(binds) <= 11, "after 1, 2, 4 ... seconds, and at last once a minute"
+
+
+def test_a_name_nobody_knows_is_asked_for_once_at_a_time(service, lookups):
+    asked, _ = lookups
+    one = service(host="no-such-host.invalid")
+    said = []
+    for _ in range(100):
+        said.append(one.tick())
+        if one.service._lookup is not None:
+            assert one.service._lookup.wait(60)
+    (told,) = [text for text in said if text]
+    assert "no-such-host.invalid cannot be resolved (Name or service not known)" in told
+    assert "set host to an address of this machine" in told
+    assert asked == ["no-such-host.invalid"] * len(asked)
+    assert len(asked) <= 8
+
+
+def test_a_name_is_served_at_its_address_and_asked_for_once(service, lookups):
+    asked, answers = lookups
+    answers["node-a.example"] = "127.0.0.2"
+    one = service(host="node-a.example")
+    one.tick(0)
+    assert asked == ["node-a.example"]
+    wait_for(lambda: one.tick() or one.service.endpoint, "it serves")
+    assert "x" not in fetch(f"http://127.0.0.2:{one.service.port}/metrics")
+    assert asked == ["node-a.example"]
+    (target,) = json.loads(one.targets.path.read_text())[0]["targets"]
+    assert target == f"node-a.example:{one.service.port}"
+
+
+def test_a_silent_resolver_is_waited_for_on_a_thread_of_its_own(service, lookups):
+    asked, answers = lookups
+    answers["slow.example"] = release = threading.Event()
+    one = service(host="slow.example")
+    try:
+        for _ in range(20):
+            assert one.tick() == ""
+            assert one.service.trouble == "the name slow.example is still being looked up"
+        wait_for(lambda: asked, "the resolver is asked")
+        assert asked == ["slow.example"]
+        (told,) = one.told()
+        assert told.endswith("set host to an address instead of a name")
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "LOCALHOST", "0.0.0.0", "::"])  # noqa: S104
+def test_an_address_needs_no_resolver(host, service, lookups):
+    asked, _ = lookups
+    one = service(host=host)
+    assert one.tick() == ""
+    assert one.service.endpoint is not None
+    assert asked == []
+
+
+def test_only_a_port_that_is_taken_leads_to_the_next(service, monkeypatch):
+    tried = []
+
+    def bind(_, where):
+        tried.append(where[1])
+        raise OSError(errno.EADDRINUSE if where[1] < 9466 else errno.EACCES, "refused")
+
+    monkeypatch.setattr(module.socket.socket, "bind", bind)
+    assert "refused" in service(host="127.0.0.1", port=9464).tick()
+    assert tried == [9464, 9465, 9466]
+
+
+def test_a_port_for_root_alone_says_what_to_do():
+    error = PermissionError(errno.EACCES, "Permission denied")
+    assert module.explained(error, "127.0.0.1", 80)[1] == "set port to one above 1023"
+
+
+RESOLVER = """
+    import socket, threading, telemetry
+    from telemetry.util.threads import named
+    from tests.faults.inside import agent, page, steps, tell, until
+
+    real, asked_on = socket.getaddrinfo, []
+
+    def getaddrinfo(host, port, *args, flags=0, **kwargs):
+        if flags & socket.AI_NUMERICHOST or host != "node.example":
+            return real(host, port, *args, flags=flags, **kwargs)
+        asked_on.append(named(threading.get_ident()))
+        return answer(port, *args, flags=flags, **kwargs)
+
+    socket.getaddrinfo = getaddrinfo
+"""
+
+
+def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
+    """The resolver never answers. The script ends before it could have answered."""
+    source = """
+    answer = lambda *_, **__: threading.Event().wait(300)
+    telemetry.start("run", host="node.example", port=9464)
+    until(lambda: any(agent()._node.board.path.glob("rank-0.*")))
+    for _ in telemetry.watch(range(100)):
+        pass
+    until(lambda: steps() >= 99)
+    tell([asked_on, agent().metrics_url])
+    telemetry.stop()
+"""
+    assert run(tmp_path, RESOLVER + source) == [["telemetry-resolver"], None]
+    assert end_of(tmp_path / "run")["steps_total"] == 100
+
+
+def test_a_host_that_is_only_looked_up_is_scraped_by_that_name(tmp_path):
+    source = """
+    answer = lambda port, *args, **more: real("127.0.0.1", port, *args, **more)
+    telemetry.start("run", host="node.example")
+    tell([until(lambda: agent().metrics_url).partition("/metrics")[0].rpartition(":")[0], agent()._node.port])
+    import urllib.request
+    urllib.request.socket.getaddrinfo = getaddrinfo
+    assert "training_run_ended" in page()
+"""
+    url, _ = run(tmp_path, RESOLVER + source)
+    assert url == "http://node.example"
+
+
+def test_a_bad_host_is_one_line_in_the_log(tmp_path):
+    source = """
+        import telemetry
+        from tests.faults.inside import agent, errors, until
+        telemetry.start("run", host="192.0.2.1", port=9464)
+        until(lambda: errors("endpoint") and agent()._node._pause >= 4)
+        telemetry.stop()
+        """
+    said = "telemetry: run run, rank 0: no metrics endpoint (192.0.2.1 cannot be listened on (Cannot assign requested address))"
+    run(tmp_path, source, env=quiet(TELEMETRY_START_LINE="on"), err=f"{said}, logs in {tmp_path}/run/logs\n")
+    (message,) = told(tmp_path / "run", "endpoint")
+    assert "192.0.2.1 cannot be listened on" in message
+    assert "set host to" in message
+
+
+def test_a_port_that_another_program_has(tmp_path):
+    port = free_ports()
+    source = """
+        import telemetry
+        from tests.faults.inside import agent, page, tell
+        telemetry.start("run")
+        (target,) = agent().run_dir.glob("targets/*.json")
+        tell([agent().metrics_url, target.read_text(), page()])
+        telemetry.stop()
+        """
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        url, target, page = run(tmp_path, source, env=quiet(TELEMETRY_PORT=str(port)))
+    found = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/metrics", url)[1])
+    assert port < found <= port + 63
+    assert json.loads(target)[0]["targets"] == [f"127.0.0.1:{found}"]
+    assert told(tmp_path / "run", "endpoint") == [f"port {port} is taken; the metrics of this run are at port {found}"]
+    assert value(page, "telemetry_errors_total", source="endpoint") is None, "a notice is no error"
+
+
+@pytest.fixture
+def etc(tmp_path):
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost evil.alias\n10.0.0.7 n1.dc.example n1 n1-ib # n1.comment\n")
+    (tmp_path / "resolv.conf").write_text("nameserver 10.0.0.1\nsearch dc2.example. cluster.local\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("header", "known"),
+    [
+        ("n1", True),
+        ("N1.:9464", True),
+        ("n1.dc.example:9464", True),
+        ("n1.dc2.example", True),
+        ("n1.cluster.local", True),
+        ("metrics.example:80", True),
+        ("localhost", True),
+        ("10.9.8.7", True),
+        ("[fe80::1%eth0]:9464", True),
+        ("n1.evil.com", False),
+        ("n1.comment", False),
+        ("n1.dc.example.evil.com", False),
+        ("evil.alias", False),
+        ("n2.dc.example", False),
+        ("localhost.cluster.local", False),
+        ("[n1]", False),
+        ("n1:port", False),
+        ("", False),
+        (".", False),
+    ],
+)
+def test_names_of_a_node_are_exact(header, known, etc):
+    assert HostNames(["metrics.example", "n1"], etc).knows(header) is known

@@ -106,7 +106,7 @@ def named(tmp_path_factory):
     folder = outside / "a" / "b"
     folder.mkdir(parents=True)
     source = f"""
-        import telemetry
+        import telemetry, time
         from tests.faults.inside import page, steps, tell, until
         found = {{}}
         for kind, name in {NAMES!r}.items():
@@ -117,7 +117,7 @@ def named(tmp_path_factory):
                 continue
             list(telemetry.watch([1, 2, 3]))
             with telemetry.phase(name):
-                pass
+                time.sleep(0.002)  # shorter ones are not logged
             agent.errors.note("config", name)
             until(lambda: steps() == 3)
             targets = [path.name for path in (agent.run_dir / "targets").iterdir()]

@@ -12,22 +12,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.processes import Child, environment, events, fetch, samples, wait_for, write
 from telemetry.node.board import STILL_SECONDS, Board, ServerLock
 from telemetry.node.endpoint import PORTS_TRIED
 from telemetry.util.processes import identify
 from tests.faults.memory_group import LIMIT, limited_group
+from tests.faults.processes import Child, fetch, of_rank, ranks_in, samples, told, wait_for, write
 from tests.free_ports import free_ports
 
 NS = 10**9
 
 RANK = """
 import ctypes, sys
-from pathlib import Path
-if len(sys.argv) > 2:
-    (Path(sys.argv[2]) / "cgroup.procs").write_text("0")
+from tests.faults.memory_group import enter
+for group in sys.argv[2:]:
+    enter(group)
 import telemetry
-agent = telemetry.start("run", run=sys.argv[1], start_line=False, interval_seconds=0.2, log_interval_seconds=0.5)
+telemetry.start("run", run=sys.argv[1], interval_seconds=0.2, log_interval_seconds=0.5)
 source = telemetry.watch(iter(lambda: 1, 0))
 for _ in range(5):
     next(source)
@@ -51,12 +51,12 @@ class Job:
             self.add(rank, ranks, run, *([groups[rank]] if groups and rank in groups else []))
 
     def add(self, rank: int, ranks: int, run: str = "r", *group: Path) -> None:
-        env = environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), TELEMETRY_PORT=str(self.port))
+        env = of_rank(rank, ranks, TELEMETRY_PORT=str(self.port))
         self.ranks.append(Child(self.folder / "rank.py", run, *group, cwd=self.folder, env=env))
         assert self.ranks[-1].line() == "ready"
 
     def stop(self, rank: int, signum: int = signal.SIGSTOP) -> None:
-        os.kill(self.ranks[rank].pid, signum)
+        self.ranks[rank].send(signum)
 
     def target(self) -> str:
         """Where the node is served, according to the target file."""
@@ -109,7 +109,7 @@ def job(tmp_path):
 
 def steps_of(page):
     """The ranks whose steps are shown."""
-    return {labels["rank"] for labels, _ in samples(page or "").get("training_last_step_timestamp_seconds", ())}
+    return ranks_in(page or "", "training_last_step_timestamp_seconds").keys()
 
 
 def read_page(job, target, *ranks):
@@ -138,7 +138,7 @@ def test_the_machine_is_shown_once_however_many_ranks_and_runs_are_on_it(job):
     first, second = job(3), job(2, "another", run="s")
     page = read_page(first, f"127.0.0.1:{first.port}", "0", "1", "2")
     assert_machine_once(page, "r")
-    assert {labels["rank"] for labels, _ in samples(page)["training_process_threads"]} == {"0", "1", "2"}
+    assert ranks_in(page, "training_process_threads").keys() == {"0", "1", "2"}
     assert_machine_once(read_page(second, f"127.0.0.1:{second.port}", "0", "1"), "s")
 
     at = first.target()
@@ -186,10 +186,8 @@ def test_another_rank_serves_while_the_first_one_does_not_answer(how, job, tmp_p
     wait_for(lambda: job.page(second) is None, "the second one serves no more")
     assert steps_of(job.page(first)) == {"0", "1"}
     job.end()
-    errors = [line for line in events(tmp_path / "run", "error") if line["source"] == "endpoint"]
-    said = [line["message"] for line in errors if line["rank"] == 1]
     held = "is still held by a rank that does not answer, or by another program; until it is free"
-    assert said == [
+    assert told(tmp_path / "run", "endpoint") == [
         f"port {job.port}, at which this node was served, {held}, the metrics of this run are at port {second[10:]}",
         f"the metrics of this run are at port {job.port} again",
     ]
@@ -203,7 +201,7 @@ def test_a_stopped_leader_that_is_killed_is_followed_at_its_port(job):
     job.moved_from(first)
     job.ranks[0].process.kill()
     job.returned_to(first)
-    assert {labels["rank"] for labels, _ in samples(job.page(first))["training_steps_total"]} == {"1"}
+    assert ranks_in(job.page(first)).keys() == {"1"}
     job.end()
 
 
@@ -215,8 +213,7 @@ def test_two_ranks_may_be_stopped(job):
     server = next(r for r in (1, 2) if _listens(job.ranks[r].pid, int(second.rpartition(":")[2])))
     job.stop(server)
     third = job.moved_from(first, second)
-    page = job.page(third)
-    assert {labels["rank"] for labels, _ in samples(page)["training_steps_total"]} == {"0", "1", "2"}
+    assert ranks_in(job.page(third)).keys() == {"0", "1", "2"}
     job.stop(server, signal.SIGCONT)
     job.stop(0, signal.SIGCONT)
     job.returned_to(first)
@@ -243,8 +240,7 @@ def test_ranks_meet_again_on_a_board_that_was_removed(job, tmp_path):
     wait_for(lambda: steps_of(job.page(first)) == {"1", "2"}, "another one serves at the same port")
     assert len(job.serving()) == 1
     job.end()
-    said = {line["message"] for line in events(tmp_path / "run", "error") if line["source"] == "endpoint"}
-    assert said == set()
+    assert told(tmp_path / "run", "endpoint") == []
     assert not board.exists()
 
 
@@ -268,14 +264,6 @@ for line in sys.stdin:
 """
 
 
-class Other(Child):
-    """Another process that may hold the lock."""
-
-    def ask(self, what: object) -> str:
-        self.tell(str(what))
-        return self.line()
-
-
 @pytest.fixture
 def lock(tmp_path):
     return tmp_path / "lock"
@@ -283,7 +271,8 @@ def lock(tmp_path):
 
 @pytest.fixture
 def other(tmp_path, lock):
-    with Other(write(tmp_path, "holder.py", HOLDER), lock, cwd=tmp_path) as child:
+    """Another process that may hold the lock."""
+    with Child(write(tmp_path, "holder.py", HOLDER), lock, cwd=tmp_path) as child:
         yield child
 
 
