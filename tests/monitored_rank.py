@@ -23,7 +23,7 @@ FETCHING = dict(workers=1, training_workers=1, busy_ratio=1.0, blocked_ratio=1.0
 class FakeAccounting(SimpleNamespace):
     """As much of `Accounting` as is read."""
 
-    dropped_steps = unseen_steps = optimizer_steps = updated_ns = 0
+    unseen_steps = updated_ns = 0
 
     @property
     def steps_total(self) -> int:

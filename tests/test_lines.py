@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from telemetry.agent.lines import MAX_BYTES, MAX_FILES, ProfileFolder
+from telemetry.agent.lines import MAX_BYTES, MAX_FILES, write_profile
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.worker_block import SharedArea
@@ -165,11 +165,11 @@ def test_of_a_wait_for_workers_only_the_sampler_counts():
 
 
 def test_the_folder_keeps_the_newest_profiles_of_a_rank(tmp_path):
-    folder = ProfileFolder(tmp_path / "profiles", 5)
+    folder = tmp_path / "profiles"
     for number in range(MAX_FILES + 3):
-        folder.write(0, number, "workers_cpu_bound", b"a;b 1\n" * 100_000)
+        write_profile(folder, f"rank-0.5.stall-{number}.workers_cpu_bound.folded", b"a;b 1\n" * 100_000)
         os.utime(tmp_path / "profiles" / f"rank-0.5.stall-{number}.workers_cpu_bound.folded", (number, number))
-    folder.write(1, 0, "unknown", b"a 1\n")
+    write_profile(folder, "rank-1.5.stall-0.unknown.folded", b"a 1\n")
     names = {path.name for path in (tmp_path / "profiles").iterdir()}
     assert len(names) == MAX_FILES + 1
     assert "rank-1.5.stall-0.unknown.folded" in names

@@ -637,16 +637,6 @@ class Accounting:
         return self.stats.steps + self.ledger.dropped_steps
 
     @property
-    def dropped_steps(self) -> int:
-        """Steps that were dropped because the ring was full."""
-        return self.ledger.dropped_steps
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Steps of optimizers."""
-        return self._tracker.optimizer_steps
-
-    @property
     def no_batch_seen(self) -> bool:
         """Whether the hooks have seen no batch request at all. Then nothing is known about waiting."""
         return 0 < self.unseen_steps >= self.steps_total

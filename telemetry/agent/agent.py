@@ -524,7 +524,7 @@ class Agent:
     def _tick_or_skip(self) -> None:
         self.accounting.update()
         with self.errors.contained("heartbeat"):
-            self.attempt.tick(self._stall_monitor.stuck_for_seconds, self._stall_monitor.stuck_in)
+            self.attempt.tick(*self._stall_monitor.stuck)
         # A tick that did not publish is followed by one that does, and so is a skipped one.
         busy = self._stall_monitor.active_cause is not None or not self._published
         if not self._tick_pace.skips(busy=busy, wanted=self.event_log.is_due):

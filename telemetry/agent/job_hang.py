@@ -96,7 +96,7 @@ class OwnState:
     def read(self, identity: Identity) -> HangState:
         """The state at this moment. Takes about a tenth of a millisecond."""
         tracker, stalls = self._tracker, self._stalls
-        hang, fetch = stalls.hang, stalls.fetch
+        hang, fetch = stalls.hang, stalls.hangs.fetch
         stack = stack_of(tracker.thread)
         recorded = self._flight_recorder.read()
         self.recorder_is_off = recorded is not None and recorded.recorder == OFF
@@ -118,7 +118,7 @@ class OwnState:
             doing=doing,
             process=ALIVE,
             stuck=hang is not None,
-            seconds=round(max(stalls.still_seconds, hang.seconds if hang is not None else 0.0), 1),
+            seconds=round(max(stalls.hangs.still_seconds, hang.seconds if hang is not None else 0.0), 1),
             waits=waits,
             where=at.where,
             call=at.call,

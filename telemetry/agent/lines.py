@@ -35,34 +35,24 @@ MAX_FILES: Final = 20
 """Maximum number of files of a rank, over all attempts of the run. The oldest are removed."""
 
 
-class ProfileFolder:
-    """Writes the profiles of one process.
+def write_profile(folder: Path, name: str, content: bytes) -> None:
+    """Write the profile of a stall over the one before, and remove the oldest of the rank if there are too many.
 
     Args:
-        path: the folder; made with the first profile.
-        pid: pid of the process.
+        folder: of the profiles; made with the first.
+        name: ``rank-RANK.PID.stall-NUMBER.CAUSE.folded``.
+        content: its beginning is written if it is too large.
+
+    Raises:
+        OSError: it cannot be written.
     """
-
-    def __init__(self, path: Path, pid: int) -> None:
-        self._path = path
-        self._pid = pid
-
-    def write(self, rank: int, number: int, cause: str, content: bytes) -> None:
-        """Write the profile of a stall over the one before. ``number``: of the stall in this process.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        self._path.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path / f"rank-{rank}.{self._pid}.stall-{number}.{cause}.folded", content[:MAX_BYTES], 0o644)
-        self._remove_oldest(rank)
-
-    def _remove_oldest(self, rank: int) -> None:
-        name = re.compile(rf"rank-{rank}\.\d+\.stall-\d+\.\w+\.folded")
-        own = [entry for entry in os.scandir(self._path) if name.fullmatch(entry.name)]
-        if len(own) > MAX_FILES:
-            for entry in sorted(own, key=lambda entry: entry.stat().st_mtime_ns)[:-MAX_FILES]:
-                remove_file(entry.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / name, content[:MAX_BYTES], 0o644)
+    of_rank = re.compile(rf"{name.partition('.')[0]}\.\d+\.stall-\d+\.\w+\.folded")
+    own = [entry for entry in os.scandir(folder) if of_rank.fullmatch(entry.name)]
+    if len(own) > MAX_FILES:
+        for entry in sorted(own, key=lambda entry: entry.stat().st_mtime_ns)[:-MAX_FILES]:
+            remove_file(entry.path)
 
 
 # -- follows which lines of the user's code a stall spends its time in -------------------------------------------------
@@ -129,7 +119,7 @@ class LineMonitor:
     def __init__(self, tracker: StepTracker, folder: Path, errors: ErrorLog, event_log: EventLog) -> None:
         self.sampler = LineSampler(tracker)
         self._tracker = tracker
-        self._files = ProfileFolder(folder, event_log.identity.pid)
+        self._folder = folder
         self._errors = errors
         self._event_log = event_log
         self._session = 0
@@ -225,8 +215,10 @@ class LineMonitor:
 
     def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
         with self._errors.contained("profiles"):
-            content = profile.folded(f"rank {self._event_log.identity.rank} {kind}", MAX_BYTES)
-            self._files.write(self._event_log.identity.rank, self._number, cause, content)
+            identity = self._event_log.identity
+            content = profile.folded(f"rank {identity.rank} {kind}", MAX_BYTES)
+            name = f"rank-{identity.rank}.{identity.pid}.stall-{self._number}.{cause}.folded"
+            write_profile(self._folder, name, content)
 
     def _begin(self, *, slow: bool) -> None:
         self._forget()

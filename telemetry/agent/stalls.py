@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.stragglers import Straggler
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import Advice, RankPace, Totals
-    from telemetry.sources.stacks import StuckPlace
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
 
@@ -158,17 +157,7 @@ def _also(other: CauseShare, stall: Stall) -> dict[str, Any]:
 
 
 def _advice_fields(advice: Sequence[Advice]) -> list[dict[str, Any]]:
-    return [
-        {
-            "action": a.action,
-            "setting": a.setting,
-            "value": a.value,
-            "predicted_speedup": a.predicted_speedup,
-            "predicted_low": a.predicted_low,
-            "because": a.because,
-        }
-        for a in advice
-    ]
+    return [asdict(each) for each in advice]
 
 
 def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:
@@ -209,6 +198,8 @@ class StallMonitor:
         sinks: are told of stalls that open.
 
     Attributes:
+        hangs: knows what the training thread does while it is stuck.
+        waits_to_time: how many of the next batches to time in parts: more if waits matter.
         costliest: the fields of the closed stall that has cost most. ``closed_hang``: of the newest hang that closed.
     """
 
@@ -227,7 +218,7 @@ class StallMonitor:
         self._detector = StallDetector(
             config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, event_log.identity.rank
         )
-        self._hang_monitor = HangMonitor(config, tracker)
+        self.hangs = HangMonitor(config, tracker)
         self._hang: Hang | None = None
         self._phase: str | None = None
         self._stuck_setting = config.stuck_seconds
@@ -236,7 +227,6 @@ class StallMonitor:
         self._one_is_slow = self._peer_is_stuck = False
         self._last = Tick()
         self._last_step = Tick()  # the newest tick in which a step has ended
-        self._waits_matter = False
         self._interval = config.interval_seconds
         self._errors = errors
         self._callback = StallCallback(config.on_stall, errors)
@@ -246,6 +236,7 @@ class StallMonitor:
         self._lines = lines
         self._opened = ""
         self._counts = counts
+        self.waits_to_time = 1
         self.costliest: dict[str, Any] | None = None
         self.closed_hang: dict[str, Any] | None = None
 
@@ -259,15 +250,16 @@ class StallMonitor:
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         peer_phase = None if added.steps or did_not_run else self._phase_of(peers)
         if not added.steps and not did_not_run:
-            debugged = self._hang_monitor.in_debugger()
+            debugged = self.hangs.in_debugger()
             did_not_run = debugged or any(peer.phase == DEBUGGED for peer in peers)
             self._phase = DEBUGGED if debugged else self._phase
         self._last = tick
         if added.steps:
             self._last_step = tick
             self._longest_phase, self._phase_waited_for = max(self._longest_phase, self._phase_waited_for), 0.0
-        self._waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
-        hang = self._hang = self._hang_monitor.tick(
+        waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
+        self.waits_to_time = _TIMED_WAITS if waits_matter else 1
+        hang = self._hang = self.hangs.tick(
             0.0 if did_not_run else added.loop_seconds,
             tick.conditions.source,
             accounting,
@@ -284,19 +276,9 @@ class StallMonitor:
         self._one_is_slow = "straggler" in {self.active_cause, *(peer.cause for peer in peers)}
 
     @property
-    def waits_to_time(self) -> int:
-        """How many of the next batches to time in parts: more if waits matter."""
-        return _TIMED_WAITS if self._waits_matter else 1
-
-    @property
-    def stuck_for_seconds(self) -> float:
-        """For how long the run has been stuck now; 0 if it is not."""
-        return 0.0 if self._hang is None else self._hang.seconds
-
-    @property
-    def stuck_in(self) -> str | None:
-        """The category of the ledger in which it is stuck, or was until now; None if it is not."""
-        return None if self._hang is None else self._hang.category
+    def stuck(self) -> tuple[float, str | None]:
+        """For how long the run is stuck, or was until now, and in which category; 0 and None if it is not."""
+        return (0.0, None) if self._hang is None else (self._hang.seconds, self._hang.category)
 
     @property
     def sample_seconds(self) -> float:
@@ -319,16 +301,6 @@ class StallMonitor:
     def job_hangs(self) -> bool:
         """Whether this rank or one of its peers hangs."""
         return self._peer_is_stuck or self.hang is not None
-
-    @property
-    def still_seconds(self) -> float:
-        """Since the hooks last saw the training thread go on."""
-        return self._hang_monitor.still_seconds
-
-    @property
-    def fetch(self) -> StuckPlace | None:
-        """Where the worker of this rank stands that has been in a fetch for longest; None without one."""
-        return self._hang_monitor.fetch
 
     def _phase_of(self, peers: Sequence[RankPace]) -> str | None:
         """Whether a peer evaluates or writes a checkpoint, and whether it may still make progress."""
@@ -380,7 +352,7 @@ class StallMonitor:
         named = hang.cause != "unknown" or self._phase is not None
         missing = held_up_by(pace, tick.conditions.peers) if pace is not None and not named else None
         if missing is not None:
-            hang = self._hang = self._hang_monitor.blame(hang, missing)
+            hang = self._hang = self.hangs.blame(hang, missing)
         stall = self._detector.open_hang(hang.cause, hang.seconds, tick)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
@@ -415,7 +387,7 @@ class StallMonitor:
             phase=self._phase,
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
             stuck=self.hang is not None,
-            still_seconds=round(self._hang_monitor.still_seconds, 1),
+            still_seconds=round(self.hangs.still_seconds, 1),
             **self._of_run(now),
             waits_for_ranks=self._waits_for_ranks(),
         )
@@ -438,11 +410,16 @@ class StallMonitor:
 
     def hang_at_end(self, steps: int) -> Hang | None:
         """The hang in which the run ends, after so many steps; None if a step has ended since it began."""
-        return (self.hang or self._hang_monitor.left) if steps == self._last_step.totals.steps else None
+        return (self.hang or self.hangs.left) if steps == self._last_step.totals.steps else None
+
+    @property
+    def open_stall(self) -> Stall | None:
+        """The open stall; None without one."""
+        return self._detector.stall
 
     @property
     def active_cause(self) -> str | None:
-        """The cause of the open stall; None without one."""
+        """Its cause."""
         return None if self._detector.stall is None else self._detector.stall.cause
 
     def view(self) -> StallView:
@@ -450,11 +427,6 @@ class StallMonitor:
         stall, cause = self._detector.stall, self.active_cause
         slow = None if stall is None else slow_rank(stall, self._hang)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
-
-    @property
-    def open_stall(self) -> Stall | None:
-        """The open stall; None without one."""
-        return self._detector.stall
 
     @property
     def holds_others_up(self) -> bool:
@@ -488,7 +460,7 @@ class StallMonitor:
         fields = stall_fields(stall, self._hang, self._event_log.identity.node) | {"opened": self._opened}
         if with_stacks:
             with self._errors.contained("stacks"):
-                fields["evidence"]["stacks"] = self._hang_monitor.stacks()
+                fields["evidence"]["stacks"] = self.hangs.stacks()
         if self._sinks is not None:
             self._sinks.stall_opened(fields)
         self._event_log.emit("stall_open", fields)
