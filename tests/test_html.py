@@ -178,7 +178,8 @@ def test_only_the_page_imports_the_library(tmp_path):
     short_run(tmp_path)
     code = (
         "import sys; from telemetry.cli import main; status = main(sys.argv[1:]);"
-        "print(status, *sorted({'bokeh', 'jinja2', 'numpy', 'torch'} & set(sys.modules)))"
+        "never = {'torch', 'structlog', 'prometheus_client', 'psutil'};"
+        "print(status, *sorted({'bokeh', 'jinja2', 'numpy', *never} & set(sys.modules)))"
     )
     told = [
         subprocess.run(
@@ -234,22 +235,6 @@ def test_the_last_window_of_a_killed_process_counts(tmp_path, last):
     assert recorder.grid.sums("compute").sum() == pytest.approx(last, abs=0.3)
 
 
-def test_a_torn_sample_is_counted_though_samples_are_skipped(tmp_path):
-    path = write(tmp_path, 0, line("run_start", **START), *[line("gpu", name="g")] * 5)
-    path.write_bytes(path.read_bytes()[:-20] + b"\n")
-    (log,) = load(tmp_path)
-    assert log.torn_lines == 1 and log.environment["gpu"] == "g"
-
-
-def test_memory_is_bounded_by_bins_not_by_time(tmp_path):
-    recorder = RunRecorder()
-    recorder.begin(4)
-    bins = recorder.grid.bins
-    for at in (0, 10, 10**4, 10**6, 10**8):
-        recorder.grid.spread(0, 1.7e9, 1.7e9 + at + 1, {"compute": 1.0})
-    assert recorder.grid.used <= bins
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_bins_that_merge_lose_nothing(seed):
     draw = random.Random(seed)
@@ -268,12 +253,8 @@ def test_bins_that_merge_lose_nothing(seed):
         counts[grid.bin_of(time) - grid.bin_of(grid.begins()[0])] += 1
     assert grid.sums("x").sum() == pytest.approx(total, rel=1e-4)
     assert list(grid.sums("n")[1]) == counts
+    assert grid.used <= 16
     assert [0 if sketch is None else sketch.total for sketch in grid.sketches("s")] == counts
-
-
-def test_a_run_without_a_window_has_a_page(tmp_path):
-    write(tmp_path, 0, line("run_start", **START))
-    assert "No step yet" in Page(page_of(tmp_path)).text
 
 
 def test_damaged_logs_have_a_page(tmp_path):
@@ -292,12 +273,6 @@ def test_damaged_logs_have_a_page(tmp_path):
     path = next((tmp_path / "logs").iterdir())
     path.write_bytes(path.read_bytes() + b'{"time":"2026-01-01T00:00:40.000Z","event":"gpu","pow')
     assert Page(page_of(tmp_path)).text
-
-
-def test_html_and_json_exclude_each_other(tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        main_of("report", tmp_path, "--json", "--html", "x")
-    assert ended.value.code == 2
 
 
 def two_runs(folder: Path, *, ranks: int) -> None:

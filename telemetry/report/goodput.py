@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import asdict
+
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.report.attempts import (
     ASSUMED,
@@ -226,7 +228,7 @@ def job_of(processes: Sequence[ProcessLog], goodput: Goodput) -> Job:
     newest = goodput.courses[-1].attempt.ranks if goodput.courses else 0
     wall, seconds = goodput.wall_seconds, goodput.seconds
     lost = sum(seconds[category] for category in LOST)
-    advised = goodput.experience.advised()
+    advised, digits = goodput.experience.advised(), {"checkpoint_seconds": 3, "predicted_ettr_ratio": 4}
     return Job(
         nodes=sorted({str(process.head.get("node")) for process in processes}),
         ranks=newest,
@@ -238,13 +240,7 @@ def job_of(processes: Sequence[ProcessLog], goodput: Goodput) -> Job:
             seconds={category: round(seconds[category], 3) for category in SECONDS},
         ),
         checkpoint_interval=advised
-        and CheckpointInterval(
-            checkpoint_seconds=round(advised.checkpoint_seconds, 3),
-            interval_seconds=round(advised.interval_seconds, 1),
-            failure_seconds=round(advised.failure_seconds, 1),
-            best_interval_seconds=round(advised.best_interval_seconds, 1),
-            predicted_ettr_ratio=round(advised.predicted_ettr_ratio, 4),
-        ),
+        and CheckpointInterval(**{name: round(value, digits.get(name, 1)) for name, value in asdict(advised).items()}),
     )
 
 
