@@ -1,0 +1,477 @@
+"""What is polled: the machine, cgroups, memory, child processes, the flight recorder of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from telemetry.diagnosis.hangs import Collective
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
+from telemetry.records import HostSample, ProcessSample
+from telemetry.sources import memory
+from telemetry.sources.cgroup import MemoryLimits, OomCounter, PressureSource, group_id
+from telemetry.sources.flight_recorder import FlightRecorder
+from telemetry.sources.memory import MemorySource, shared_bytes
+from telemetry.sources.proc import HostSource, ProcessSource
+from tests.monitored_rank import Run
+
+# -- the machine -------------------------------------------------------------------------------------
+
+
+def times(user: float, idle: float, iowait: float) -> SimpleNamespace:
+    return SimpleNamespace(user=user, nice=1.0, system=20.0, idle=idle, iowait=iowait, irq=6.0, softirq=7.0, steal=3.0)
+
+
+def test_the_use_of_the_cores_between_two_readings(monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times(user=100.0, idle=400.0, iowait=50.0))
+    source = HostSource()
+    assert source.read().cpu_ratio is None
+    monkeypatch.setattr(psutil, "cpu_times", lambda: times(user=130.0, idle=400.0, iowait=120.0))
+    assert source.read().cpu_ratio == pytest.approx(30 / 100)
+
+
+def test_memory_in_use_is_what_is_not_available(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=600))
+    sample = HostSource().read()
+    assert (sample.memory_used_bytes, sample.memory_total_bytes) == (400, 1000)
+
+
+# -- cgroups, as the kernel has them -----------------------------------------------------------------------------------
+
+MIB = 1 << 20
+FOLDERS = ("", "job", "job/step")
+
+
+def cgroup(tmp_path, version: int, controller: str, files):
+    """A machine, and the groups of a process in ``job/step``: /proc, the mount, and the root of the controller.
+
+    ``files``: gives the names and contents of the files of a folder.
+    """
+    proc, mount = tmp_path / "proc", tmp_path / "cgroup"
+    for folder in ("self", "pressure", "sys/kernel/random"):
+        (proc / folder).mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 16000 kB\nMemFree: 5 kB\nMemAvailable: 8000 kB\n")
+    (proc / "sys/kernel/random/boot_id").write_text("0123abcd-4567-89ab-cdef-0123456789ab\n")
+    (proc / "self/cgroup").write_text("0::/job/step\n" if version == 2 else f"4:{controller}:/job/step\n")
+    root = mount if version == 2 else mount / controller
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        if folder or version == 1:  # the root of version 2 has no such files
+            for name, text in files(folder).items():
+                (root / folder / name).write_text(f"{text}\n")
+    return proc, mount, root
+
+
+def pressure(tmp_path, version: int, quotas: dict[str, str]):
+    """``quotas``: microseconds in 100 ms, by folder."""
+
+    def files(folder):
+        quota, stat = quotas.get(folder), {"cpu.stat": "nr_periods 0\nnr_throttled 0"}
+        if version == 2:
+            return stat | {"cpu.max": f"{quota or 'max'} 100000"}
+        return stat | {"cpu.cfs_quota_us": quota or -1, "cpu.cfs_period_us": 100000}
+
+    proc, mount, root = cgroup(tmp_path, version, "cpu", files)
+    return PressureSource(proc, mount), root
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("limits", "cores"),
+    [
+        ({}, None),
+        ({"job/step": "150000"}, 1.5),
+        ({"job": "200000"}, 2.0),  # ours says nothing: the one above it does
+        ({"job": "200000", "job/step": "400000"}, 2.0),
+    ],
+)
+def test_the_least_quota_of_all_groups_above_is_the_limit(tmp_path, version, limits, cores):
+    source, _ = pressure(tmp_path, version, limits)
+    assert source.read().cgroup_cpu_limit == cores
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_how_often_the_quota_was_used_up_is_told_by_the_group_that_has_it(tmp_path, version):
+    source, root = pressure(tmp_path, version, {"job": "200000"})
+    source.read()
+    (root / "job" / "cpu.stat").write_text("nr_periods 40\nnr_throttled 30\nthrottled_usec 5\n")
+    assert source.read().cgroup_throttled_ratio == 0.75
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_all_of_the_group_has_used_of_its_quota(tmp_path, version, monkeypatch):
+    """Other ranks of a pod share it: two cores of three, over ten seconds."""
+    source, root = pressure(tmp_path, version, {"job": "300000"})
+    now = [1_000_000_000]
+    monkeypatch.setattr("telemetry.sources.cgroup.now_ns", lambda: now[0])
+
+    def use(seconds):
+        if version == 2:
+            (root / "job" / "cpu.stat").write_text(f"usage_usec {seconds * 10**6}\nnr_periods 0\nnr_throttled 0\n")
+        else:
+            (root / "job" / "cpuacct.usage").write_text(f"{seconds * 10**9}\n")
+
+    use(5)
+    assert source.read().cgroup_cpu_used is None
+    use(25)
+    now[0] += 10_000_000_000
+    assert source.read().cgroup_cpu_used == 2.0
+
+
+def memory_limits(tmp_path, version: int, limits) -> MemoryLimits:
+    """``limits``: bytes of limit, use, file cache and shmem, by folder."""
+
+    def files(folder):
+        limit, used, cache, shmem = limits.get(folder, (None, 0, 0, 0))
+        if version == 2:
+            stat = f"anon 1\nshmem {shmem}\ninactive_file {cache}\nslab_reclaimable 0"
+            return {"memory.max": "max" if limit is None else limit, "memory.current": used, "memory.stat": stat}
+        none = 9223372036854771712
+        return {
+            "memory.limit_in_bytes": none if limit is None else limit,
+            "memory.usage_in_bytes": used,
+            "memory.stat": f"shmem 1\ninactive_file 1\ntotal_shmem {shmem}\ntotal_inactive_file {cache}",
+        }
+
+    return MemoryLimits(*cgroup(tmp_path, version, "memory", files)[:2])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, (8000 * 1024, 16000 * 1024)),  # the machine's
+        ({"job/step": (10 * MIB, 9 * MIB, 0, 0)}, (1 * MIB, 10 * MIB)),
+        ({"job/step": (10 * MIB, 9 * MIB, 5 * MIB, 0)}, (6 * MIB, 10 * MIB)),  # page cache is given back
+        ({"job": (6 * MIB, 4 * MIB, 0, 0), "job/step": (10 * MIB, 4 * MIB, 0, 0)}, (2 * MIB, 6 * MIB)),
+        ({"job/step": (99 * MIB, 1 * MIB, 0, 0)}, (8000 * 1024, 16000 * 1024)),  # more than the machine has
+    ],
+)
+def test_the_limit_that_leaves_least_counts(tmp_path, version, limits, expected):
+    assert memory_limits(tmp_path, version, limits).tightest() == expected
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_shared_memory_is_that_of_the_own_group(tmp_path, version):
+    limits = memory_limits(tmp_path, version, {"job/step": (None, 9 * MIB, 0, 3 * MIB)})
+    assert limits.shared_memory() == 3 * MIB
+
+
+def test_without_any_limit_that_can_be_read_nothing_is_said(tmp_path):
+    limits = MemoryLimits(tmp_path / "proc", tmp_path / "cgroup")
+    assert (limits.tightest(), limits.shared_memory()) == (None, None)
+    sample = MemorySource(tuple, proc=tmp_path / "proc", cgroups=tmp_path, shared_memory=str(tmp_path / "no")).read()
+    assert sample.training_bytes > MIB
+    assert {
+        sample.memory_available_bytes, sample.memory_limit_bytes, sample.shared_memory_bytes, sample.workers_bytes,
+        sample.shared_memory_free_bytes,
+    } == {None}  # fmt: skip
+
+
+def rollup(**lines):
+    return b"55-7f [rollup]\n" + b"".join(f"{name}:   {kib} kB\n".encode() for name, kib in lines.items())
+
+
+@pytest.mark.parametrize(
+    ("lines", "kib"),
+    [
+        ({"Anonymous": 100, "Private_Dirty": 30, "Pss_Anon": 65}, 70),
+        ({"Anonymous": 100, "Private_Dirty": 130, "Pss_Anon": 100}, 0),  # it maps 30 KiB of shared memory alone
+        ({"Anonymous": 100, "Private_Dirty": 30}, 70),  # kernels before 5.4 have no Pss_Anon
+        ({}, 0),
+    ],
+)
+def test_shared_pages_from_a_rollup(lines, kib):
+    assert shared_bytes(rollup(**lines)) == kib * 1024
+
+
+class Forked:
+    """A child that copies some of its parent's memory, or takes some of its own, when it is told to."""
+
+    def __init__(self, inherited: bytearray):
+        ask, self._tell = os.pipe()
+        self._done, said = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            kept = []
+            while order := os.read(ask, 1):
+                if order == b"c":
+                    inherited[::4096] = bytes(len(inherited[::4096]))
+                else:
+                    kept.append(b"x" * 32 * MIB)
+                os.write(said, b".")
+            os._exit(0)
+
+    def does(self, order: bytes) -> None:
+        os.write(self._tell, order)
+        assert os.read(self._done, 1) == b"."
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def read_at_once(monkeypatch):
+    for name in ("READ_SECONDS", "_AGE_RATIO", "_MIN_PROBE_SECONDS"):
+        monkeypatch.setattr(memory, name, 0.0)
+    monkeypatch.setattr(memory, "_MAX_PROBE_RATIO", 1e9)
+
+
+def test_workers_that_copy_on_write_and_that_take_memory(read_at_once):
+    inherited = bytearray(b"x" * 48 * MIB)
+    workers = [Forked(inherited) for _ in range(2)]
+    try:
+        source = MemorySource(lambda: [worker.pid for worker in workers])
+
+        def read():
+            for _ in workers:
+                sample = source.read()
+            return sample
+
+        before = read()
+        assert before.workers_shared_bytes > 2 * 48 * MIB
+        workers[0].does(b"c")
+        copied = read()
+        assert copied.workers_bytes - before.workers_bytes == pytest.approx(48 * MIB, rel=0.1)
+        assert before.workers_shared_bytes - copied.workers_shared_bytes == pytest.approx(48 * MIB, rel=0.1)
+        workers[1].does(b"t")
+        taken = read()
+        assert taken.workers_bytes - copied.workers_bytes == pytest.approx(32 * MIB, rel=0.1)
+        assert taken.workers_shared_bytes == pytest.approx(copied.workers_shared_bytes, rel=0.05)
+        assert taken.training_bytes == pytest.approx(before.training_bytes, abs=8 * MIB)
+    finally:
+        for worker in workers:
+            worker.end()
+    assert source.read().workers_bytes is None, "there are none any more"
+
+
+def test_the_costly_file_is_read_of_workers_alone_and_seldom(monkeypatch):
+    read = []
+
+    def slow(path):
+        read.append(path)
+        for _ in range(200_000):  # on this thread's clock
+            pass
+        return rollup(Anonymous=100, Private_Dirty=30)
+
+    monkeypatch.setattr(memory, "read_small", slow)
+    monkeypatch.setattr(memory, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(memory, "_AGE_RATIO", 0.0)
+    worker = Forked(bytearray(MIB))
+    try:
+        source = MemorySource(lambda: [worker.pid])
+        for _ in range(20):
+            source.read()
+    finally:
+        worker.end()
+    assert read == [f"/proc/{worker.pid}/smaps_rollup"], "the next one is due when the first was worth its time"
+
+
+def test_a_reading_is_kept_until_the_next_is_due():
+    source = MemorySource(tuple)
+    assert source.read() is source.read()
+
+
+# -- the counter of the OOM killer -------------------------------------------------------------------------------------
+
+
+def oom_counter(tmp_path, version: int, groups: dict[str, tuple[str, int]]):
+    """``groups``: limit and kills by folder."""
+
+    def files(folder):
+        limit, kills = groups.get(folder, ("max", 0))
+        if version == 1:
+            return {"memory.oom_control": f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}"}
+        return {"memory.max": limit, "memory.events": f"low 0\nhigh 0\nmax 7\noom 2\noom_kill {kills}"}
+
+    proc, mount, root = cgroup(tmp_path, version, "memory", files)
+    return OomCounter(proc, mount), root
+
+
+@pytest.mark.parametrize(
+    ("version", "groups", "of", "kills"),
+    [
+        (2, {"job/step": ("max", 3)}, "job/step/memory.events", 3),
+        (2, {"job/step": ("max", 1), "job": ("1000", 4)}, "job/memory.events", 4),  # the tasks of a job share the limit
+        (2, {"job/step": ("900", 1), "job": ("1000", 4)}, "job/step/memory.events", 1),
+        (1, {"job/step": ("max", 3), "job": ("1000", 0)}, "job/step/memory.oom_control", 3),
+    ],
+)
+def test_the_group_whose_counter_tells(tmp_path, version, groups, of, kills):
+    counter, root = oom_counter(tmp_path, version, groups)
+    assert counter.path == str(root / of)
+    assert counter.count() == kills
+    assert counter.group == f"0123abcd-{(root / of).parent.stat().st_ino:x}"
+
+
+def test_the_counter_is_read_again_each_time(tmp_path):
+    counter, root = oom_counter(tmp_path, 2, {})
+    (root / "job/step/memory.events").write_text("oom 1\noom_kill 1\n")
+    assert counter.count() == 1
+    (root / "job/step/memory.events").unlink()
+    assert counter.count() is None
+
+
+def test_a_kernel_that_does_not_count_gives_no_figure(tmp_path):
+    counter, _ = oom_counter(tmp_path, 2, {})
+    assert counter.head_fields()
+    for path in (tmp_path / "cgroup").rglob("memory.events"):
+        path.write_text("oom 1\n")
+    without = OomCounter(tmp_path / "proc", tmp_path / "cgroup")
+    assert (without.count(), without.head_fields()) == (None, {})
+
+
+def test_a_group_of_the_same_name_on_another_boot_is_another_group(tmp_path):
+    counter, root = oom_counter(tmp_path, 2, {})
+    (tmp_path / "proc/sys/kernel/random/boot_id").write_text("ffffffff-4567\n")
+    assert group_id(root / "job/step", tmp_path / "proc") != counter.group
+
+
+# -- CPU time of a run's own short processes, such as a decoder for each sample: it is not that of other programs ------
+
+
+BURN = "import time\nwhile time.process_time() < 0.2:\n    pass"
+
+
+def test_a_child_that_has_ended_is_read():
+    source = ProcessSource(threading.get_native_id)
+    before = source.read()
+    subprocess.run([sys.executable, "-c", BURN], check=True)
+    after = source.read()
+    assert after.children_cpu_seconds - before.children_cpu_seconds > 0.1  # in ticks of 10 ms
+    assert after.runnable_seconds is not None
+    assert after.running_seconds is not None
+
+
+@pytest.fixture
+def run():
+    return Run(StepTracker(Ring()))
+
+
+@pytest.mark.parametrize(
+    ("children", "used", "others"),
+    [
+        (lambda second: 1.0 * second, 1.5, 0.5),
+        (lambda second: 5.0 * second, 0.5, 1.5),  # no second has so much: they lived for longer
+        (lambda second: 3.0 * second, 2.0, 0.0),  # more than is in use
+        (lambda second: 1000.0, 0.5, 1.5),  # before the agent began
+    ],
+)
+def test_children_that_have_ended_are_no_other_programs(run, children, used, others):
+    """Such as a decoder that the training thread starts for each sample."""
+    run.samples["host"] = HostSample(0.5, 4, 0, 0)
+    for second in range(1, 11):
+        run.samples["process"] = ProcessSample(second / 2, 0, 1, children_cpu_seconds=children(second))
+        run.request(second - 0.5, second - 0.1)
+        run.tick(second, cpu_ratio=0.0)
+    cpu = run.builder.totals.sampled.cpu
+    assert cpu.used_cores.mean == pytest.approx(used, rel=0.12)
+    assert cpu.other_cores.mean == pytest.approx(others, rel=0.12, abs=0.2)
+
+
+# -- the newest collective of a process, from torch's flight recorder --------------------------------------------------
+
+
+def entry(number: int, name: str = "gloo:all_reduce", *, retired: bool = False, **fields) -> dict:
+    told = dict(
+        collective_seq_id=number, p2p_seq_id=0, is_p2p=False, profiling_name=name, process_group=["0", "default_pg"]
+    )
+    return told | dict(input_sizes=[[4, 8]], input_dtypes=["Float"], retired=retired) | fields
+
+
+def status(enqueued: int, completed: int) -> dict:
+    return {"last_enqueued_collective": str(enqueued), "last_completed_collective": str(completed)}
+
+
+class Torch:
+    """Stands in for torch.distributed, whose recorder has these contents."""
+
+    def __init__(self, monkeypatch, pg_status=None, entries=(), *, backend="gloo", has_recorder=True, count=7) -> None:
+        self.asked: list[tuple[bool, bool]] = []
+        self.content = {"pg_status": pg_status or {}, "entries": list(entries)}
+        world = SimpleNamespace(_get_sequence_number_for_group=lambda: count)
+        dist = SimpleNamespace(
+            is_available=lambda: True, is_initialized=lambda: True, get_backend=lambda: backend,
+            group=SimpleNamespace(WORLD=world),
+        )  # fmt: skip
+        name = "_dump_nccl_trace_json" if "nccl" in backend else "_dump_fr_trace_json"
+        c10d = SimpleNamespace(**{name: self.dump} if has_recorder else {})
+        monkeypatch.setitem(sys.modules, "torch.distributed", dist)
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)
+
+    def dump(self, collectives: bool, only_active: bool) -> bytes:
+        self.asked.append((collectives, only_active))
+        shown = self.content if collectives else {"pg_status": self.content["pg_status"]}
+        return json.dumps(shown, separators=(",", ":")).encode()
+
+
+def test_the_collective_that_has_not_ended_is_the_oldest_of_those(monkeypatch):
+    Torch(monkeypatch, {"0": status(9, 7)}, [entry(7, retired=True), entry(8, "gloo:broadcast"), entry(9)])
+    read = FlightRecorder().read()
+    assert read.newest == Collective("broadcast", 8, "0", "4x8 Float")
+    assert (read.pending, read.recorder) == (True, "on")
+
+
+def test_the_list_is_read_once_for_each_newest_collective(monkeypatch):
+    torch = Torch(monkeypatch, {"0": status(9, 9)}, [entry(9, retired=True)])
+    recorder = FlightRecorder()
+    assert recorder.read().newest == Collective("", 9, "0")
+    assert recorder.read().pending is False
+    assert torch.asked == [(False, False)] * 2
+    torch.content = {"pg_status": {"0": status(10, 9)}, "entries": [entry(10)]}
+    for _ in range(3):
+        assert recorder.read().newest.name == "all_reduce"
+    assert torch.asked.count((True, False)) == 1
+
+
+def test_of_nccl_only_the_state_of_the_groups_is_read(monkeypatch):
+    torch = Torch(monkeypatch, {"0": status(12, 9)}, [entry(10)], backend="cpu:gloo,cuda:nccl")
+    read = FlightRecorder().read()
+    assert read.newest == Collective("", 10, "0"), "the first that has not ended"
+    assert read.pending
+    assert torch.asked == [(False, False)], "the list would ask CUDA for the state of events"
+
+
+def test_of_several_groups_the_one_that_waits_counts(monkeypatch):
+    Torch(monkeypatch, {"0": status(500, 500), "1": status(3, 2)}, [entry(3, process_group=["dp", "x"])])
+    assert FlightRecorder().read().newest == Collective("all_reduce", 3, "dp", "4x8 Float")
+
+
+def test_point_to_point_has_numbers_of_its_own(monkeypatch):
+    sent = entry(4, "gloo:recv 0<-1", is_p2p=True, p2p_seq_id=11, input_sizes=[[], [2]], input_dtypes=["Int", "Int"])
+    Torch(monkeypatch, {"0": status(4, 3)}, [sent])
+    assert FlightRecorder().read().newest == Collective("recv 0<-1", 11, "0", "scalar Int and 1 more")
+
+
+@pytest.mark.parametrize(("has_recorder", "said"), [(True, "off"), (False, "absent")])
+def test_without_a_recorder_torch_counts_all_the_same(monkeypatch, has_recorder, said):
+    Torch(monkeypatch, has_recorder=has_recorder)
+    read = FlightRecorder().read()
+    assert (read.newest, read.pending, read.recorder) == (Collective("", 7), None, said)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"pg_status":{"0":{"last_enqueued_collective":"x"}}}', b'{"pg_status":1}']
+)
+def test_whatever_torch_answers_nothing_is_raised(monkeypatch, content):
+    torch = Torch(monkeypatch)
+    torch.dump = None
+    monkeypatch.setitem(
+        sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=lambda *_: content)
+    )
+    assert FlightRecorder().read() is None
+
+
+def test_without_torch_distributed_there_is_nothing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    assert FlightRecorder().read() is None
