@@ -6,9 +6,10 @@ import dataclasses
 
 from hypothesis import strategies as st
 
+from telemetry.diagnosis.advice import advise
 from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.records import CAUSES, Histogram, RankPace, WorkersSample
-from tests.slices import Slice
+from tests.slices import Slice, evidence_over
 
 IDLE = WorkersSample(
     workers=4, training_workers=4, resident_memory_bytes=1, ready_batches=0, fetching_seconds=0.0, fetches_total=0, fetch_duration=None,
@@ -143,3 +144,8 @@ slices = st.builds(
     transfer_wait_long=amount, matched=st.integers(0, 10**6), from_busy=st.integers(0, 10**6), transfer_wait_busy=amount, left=st.integers(0, 100),
     host_cores=st.integers(0, 512), quota=st.none() | st.floats(0.01, 512), quota_used=st.none() | amount,
 )  # fmt: skip
+
+
+def first(cause: str, part: Slice):
+    """The first advice for a slice."""
+    return advise(cause, evidence_over([part]))[0]

@@ -207,7 +207,7 @@ def test_temperature_comes_from_its_heir_where_the_old_function_is_gone(state):
 
 
 def test_no_reading_at_all_is_no_sample(state):
-    names = [name.removeprefix("_") for name in dir(fake.FakeLibrary) if name.startswith("_nvmlDeviceGet")]
+    names = [name for name in fake.FUNCTIONS if name.startswith("nvmlDeviceGet")]
     identity = {"Count_v2", "HandleByIndex_v2", "HandleByUUID", "UUID", "Name", "Index", "MigMode"}
     state.errors = {name: fake.UNKNOWN for name in names if name.removeprefix("nvmlDeviceGet") not in identity}
     with source(state) as made:
@@ -433,7 +433,7 @@ def test_an_index_beside_a_partitioned_gpu_is_not_guessed(state):
         reason(made, "not known before CUDA is initialised")
 
 
-# -- sM activity of the NVML source: hardware counters, the process statistics, or none --------------------------------
+# -- SM activity of the NVML source: hardware counters, the process statistics, or none --------------------------------
 
 
 # --- how busy the SMs are, and who says so

@@ -1,28 +1,22 @@
-"""What is polled: the machine, cgroups, memory, child processes, the flight recorder of torch."""
+"""What is polled: the machine, cgroups, memory, the flight recorder of torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from telemetry.diagnosis.hangs import Collective
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.records import HostSample, ProcessSample
 from telemetry.sources import memory
-from telemetry.sources.cgroup import MemoryLimits, OomCounter, PressureSource, group_id
+from telemetry.sources.cgroup import MemoryLimits, PressureSource
 from telemetry.sources.flight_recorder import FlightRecorder
 from telemetry.sources.memory import MemorySource, shared_bytes
-from telemetry.sources.proc import HostSource, ProcessSource
-from tests.monitored_rank import Run
+from telemetry.sources.proc import HostSource
 
 # -- the machine -------------------------------------------------------------------------------------
 
@@ -280,103 +274,6 @@ def test_the_costly_file_is_read_of_workers_alone_and_seldom(monkeypatch):
 def test_a_reading_is_kept_until_the_next_is_due():
     source = MemorySource(tuple)
     assert source.read() is source.read()
-
-
-# -- the counter of the OOM killer -------------------------------------------------------------------------------------
-
-
-def oom_counter(tmp_path, version: int, groups: dict[str, tuple[str, int]]):
-    """``groups``: limit and kills by folder."""
-
-    def files(folder):
-        limit, kills = groups.get(folder, ("max", 0))
-        if version == 1:
-            return {"memory.oom_control": f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}"}
-        return {"memory.max": limit, "memory.events": f"low 0\nhigh 0\nmax 7\noom 2\noom_kill {kills}"}
-
-    proc, mount, root = cgroup(tmp_path, version, "memory", files)
-    return OomCounter(proc, mount), root
-
-
-@pytest.mark.parametrize(
-    ("version", "groups", "of", "kills"),
-    [
-        (2, {"job/step": ("max", 3)}, "job/step/memory.events", 3),
-        (2, {"job/step": ("max", 1), "job": ("1000", 4)}, "job/memory.events", 4),  # the tasks of a job share the limit
-        (2, {"job/step": ("900", 1), "job": ("1000", 4)}, "job/step/memory.events", 1),
-        (1, {"job/step": ("max", 3), "job": ("1000", 0)}, "job/step/memory.oom_control", 3),
-    ],
-)
-def test_the_group_whose_counter_tells(tmp_path, version, groups, of, kills):
-    counter, root = oom_counter(tmp_path, version, groups)
-    assert counter.path == str(root / of)
-    assert counter.count() == kills
-    assert counter.group == f"0123abcd-{(root / of).parent.stat().st_ino:x}"
-
-
-def test_the_counter_is_read_again_each_time(tmp_path):
-    counter, root = oom_counter(tmp_path, 2, {})
-    (root / "job/step/memory.events").write_text("oom 1\noom_kill 1\n")
-    assert counter.count() == 1
-    (root / "job/step/memory.events").unlink()
-    assert counter.count() is None
-
-
-def test_a_kernel_that_does_not_count_gives_no_figure(tmp_path):
-    counter, _ = oom_counter(tmp_path, 2, {})
-    assert counter.head_fields()
-    for path in (tmp_path / "cgroup").rglob("memory.events"):
-        path.write_text("oom 1\n")
-    without = OomCounter(tmp_path / "proc", tmp_path / "cgroup")
-    assert (without.count(), without.head_fields()) == (None, {})
-
-
-def test_a_group_of_the_same_name_on_another_boot_is_another_group(tmp_path):
-    counter, root = oom_counter(tmp_path, 2, {})
-    (tmp_path / "proc/sys/kernel/random/boot_id").write_text("ffffffff-4567\n")
-    assert group_id(root / "job/step", tmp_path / "proc") != counter.group
-
-
-# -- CPU time of a run's own short processes, such as a decoder for each sample: it is not that of other programs ------
-
-
-BURN = "import time\nwhile time.process_time() < 0.2:\n    pass"
-
-
-def test_a_child_that_has_ended_is_read():
-    source = ProcessSource(threading.get_native_id)
-    before = source.read()
-    subprocess.run([sys.executable, "-c", BURN], check=True)
-    after = source.read()
-    assert after.children_cpu_seconds - before.children_cpu_seconds > 0.1  # in ticks of 10 ms
-    assert after.runnable_seconds is not None
-    assert after.running_seconds is not None
-
-
-@pytest.fixture
-def run():
-    return Run(StepTracker(Ring()))
-
-
-@pytest.mark.parametrize(
-    ("children", "used", "others"),
-    [
-        (lambda second: 1.0 * second, 1.5, 0.5),
-        (lambda second: 5.0 * second, 0.5, 1.5),  # no second has so much: they lived for longer
-        (lambda second: 3.0 * second, 2.0, 0.0),  # more than is in use
-        (lambda second: 1000.0, 0.5, 1.5),  # before the agent began
-    ],
-)
-def test_children_that_have_ended_are_no_other_programs(run, children, used, others):
-    """Such as a decoder that the training thread starts for each sample."""
-    run.samples["host"] = HostSample(0.5, 4, 0, 0)
-    for second in range(1, 11):
-        run.samples["process"] = ProcessSample(second / 2, 0, 1, children_cpu_seconds=children(second))
-        run.request(second - 0.5, second - 0.1)
-        run.tick(second, cpu_ratio=0.0)
-    cpu = run.builder.totals.sampled.cpu
-    assert cpu.used_cores.mean == pytest.approx(used, rel=0.12)
-    assert cpu.other_cores.mean == pytest.approx(others, rel=0.12, abs=0.2)
 
 
 # -- the newest collective of a process, from torch's flight recorder --------------------------------------------------

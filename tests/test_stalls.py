@@ -23,10 +23,9 @@ from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import CAUSES, Advice, Deliveries, ProcessSample, RankPace
 from telemetry.report.logs import load
-from tests.advice_cases import first
 from tests.monitored_rank import Run
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
-from tests.slice_cases import CASES, STARVED, a_slice, pace, slices, with_workers
+from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
 from tests.slices import Detector, evidence_over
 from tests.zoo.test_replay import RECORDED, evidence_of
 

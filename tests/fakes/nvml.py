@@ -15,66 +15,418 @@ on every call. For a subprocess the state is a JSON file, read anew at each call
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
 import os
+import threading
 import time
-from dataclasses import asdict, fields
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from fakes.nvml_library import FakeLibrary
-from fakes.nvml_state import (
-    DRIVER_NOT_LOADED,
-    FUNCTION_NOT_FOUND,
-    GPU_IS_LOST,
-    INSUFFICIENT_SIZE,
-    INVALID_ARGUMENT,
-    NO_PERMISSION,
-    NOT_FOUND,
-    NOT_SUPPORTED,
-    STATE_VARIABLE,
-    SUCCESS,
-    UNINITIALIZED,
-    UNKNOWN,
-    Gpu,
-    Mig,
-    Process,
-    State,
-)
+import msgspec
 
-__all__ = [
-    "DRIVER_NOT_LOADED",
-    "FUNCTION_NOT_FOUND",
-    "FakeLibrary",
-    "GPU_IS_LOST",
-    "Gpu",
-    "INSUFFICIENT_SIZE",
-    "INVALID_ARGUMENT",
-    "Mig",
-    "NOT_FOUND",
-    "NOT_SUPPORTED",
-    "NO_PERMISSION",
-    "Process",
-    "STATE_VARIABLE",
-    "SUCCESS",
-    "State",
-    "UNINITIALIZED",
-    "UNKNOWN",
-    "install",
-    "installed",
-    "no_driver",
-    "subprocess_environment",
-    "write_state",
-]
+from telemetry.util.threads import named
+
+SUCCESS = 0
+UNINITIALIZED = 1
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+NOT_FOUND = 6
+INSUFFICIENT_SIZE = 7
+DRIVER_NOT_LOADED = 9
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+UNKNOWN = 999
+
+STATE_VARIABLE = "FAKE_NVML_STATE"
+
+_GPU_HANDLE = 0x1000
+_MIG_HANDLE = 0x2000
+_MIG_PER_GPU = 0x10
+
+
+# -- the machine: its GPUs, its errors, and what the driver has been asked ---------------------------------------------
+
+
+@dataclass
+class Mig:
+    uuid: str = "MIG-11111111-2222-3333-4444-555555555555"
+    name: str = "NVIDIA Fake MIG 1g.10gb"
+    gpu_instance: int = 7
+    compute_instance: int = 0
+    memory_total: int = 10 << 30
+    memory_used: int = 1 << 30
+
+
+@dataclass
+class Process:
+    """A process that used the GPU since the last call. ``pid`` None: the process that has loaded the driver."""
+
+    pid: int | None = None
+    sm: int = 50
+    age_seconds: float = 0.2
+
+
+@dataclass
+class Gpu:
+    """Values as NVML gives them: percent, bytes, milliwatts, millijoules, degrees, megahertz, bits."""
+
+    uuid: str = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+    name: str = "NVIDIA Fake H100"
+    utilization: int = 80
+    memory_total: int = 80 << 30
+    memory_used: int = 20 << 30
+    memory_reserved: int = 1 << 30
+    power: int = 350_500
+    energy: int = 9_000_000_500
+    temperature: int = 61
+    sm_clock: int = 1_980
+    sm_clock_max: int = 1_980
+    throttle: int = 0
+    gpm: bool = False
+    gpm_values: dict[int, float] = field(default_factory=lambda: {2: 62.5, 3: 25.0, 5: 12.5, 10: 40.0})
+    gpm_returns: dict[int, int] = field(default_factory=dict)
+    processes: list[Process] = field(default_factory=list)
+    mig_enabled: bool = False
+    mig: list[Mig] = field(default_factory=list)
+    lost: bool = False
+
+
+@dataclass
+class State:
+    """The machine.
+
+    ``errors`` gives return codes by function; ``hang`` names functions that do not return while they stand there.
+    The rest is what the driver has seen: functions that hang right now, calls by function, the arguments of the last
+    one, live GPM buffers, initialisations not yet given back, and the threads that called.
+    """
+
+    gpus: list[Gpu] = field(default_factory=lambda: [Gpu()])
+    driver_version: str = "570.00"
+    errors: dict[str, int] = field(default_factory=dict)
+    hang: dict[str, threading.Event] = field(default_factory=dict)
+    hanging: set[str] = field(default_factory=set)
+    calls: Counter = field(default_factory=Counter)
+    arguments: dict[str, tuple] = field(default_factory=dict)
+    gpm_buffers: dict[int, tuple[float, object]] = field(default_factory=dict)
+    gpm_allocated: int = 0
+    initialised: int = 0
+    callers: set[str | None] = field(default_factory=set)
+
+    def hang_in(self, function: str) -> threading.Event:
+        """From now on this function hangs, until the returned event is set."""
+        self.hang[function] = threading.Event()
+        return self.hang[function]
+
+
+class _File(msgspec.Struct):
+    """A machine in a file. ``hang``: functions that do not return while they stand there."""
+
+    gpus: list[Gpu] = msgspec.field(default_factory=lambda: [Gpu()])
+    errors: dict[str, int] = {}
+    driver_version: str = "570.00"
+    hang: list[str] = []
+
+
+# -- the C functions, as Python functions ------------------------------------------------------------------------------
+
+
+class _Failed(Exception):
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class FakeLibrary:
+    """Replaces the loaded library in the binding: its attributes are the C functions."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def __getattr__(self, function: str):
+        if function.startswith("__"):
+            raise AttributeError(function)
+
+        def call(*args):  # a plain function, because the binding sets attributes (restype) on it
+            return self._call(function, args)
+
+        return call
+
+    def _call(self, function, args):
+        state = self.state
+        state.calls[function] += 1
+        state.arguments[function] = args
+        state.callers.add(named(threading.get_ident()))
+        self._hang(function)
+        if function in state.errors:
+            return state.errors[function]
+        run = getattr(type(self), "_" + function, None)
+        if run is None and function not in _NUMBERS:
+            return FUNCTION_NOT_FOUND
+        if not state.initialised and function not in ("nvmlInitWithFlags", "nvmlErrorString"):
+            return UNINITIALIZED
+        try:
+            if run is None:
+                handle, *_, number = args
+                number._obj.value = _NUMBERS[function](self._gpu(handle))
+                return SUCCESS
+            return run(self, *args) or SUCCESS
+        except _Failed as failed:
+            return failed.code
+
+    def _hang(self, function):
+        release = self.state.hang.get(function)
+        if release is not None:
+            self.state.hanging.add(function)
+            release.wait()
+            self.state.hang.pop(function, None)
+            self.state.hanging.discard(function)
+
+    # --- the library and its devices
+
+    def _nvmlInitWithFlags(self, _flags):
+        self.state.initialised += 1
+
+    def _nvmlShutdown(self):
+        self.state.initialised -= 1
+
+    def _nvmlErrorString(self, code):
+        return f"fake error {getattr(code, 'value', code)}".encode()
+
+    def _nvmlSystemGetDriverVersion(self, buffer, _size):
+        buffer.value = self.state.driver_version.encode()
+
+    def _nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = len(self.state.gpus)
+
+    def _nvmlDeviceGetHandleByIndex_v2(self, index, device):
+        if index.value >= len(self.state.gpus):
+            return INVALID_ARGUMENT
+        _alive(self.state.gpus[index.value])
+        return _point(device, _GPU_HANDLE + index.value)
+
+    def _nvmlDeviceGetHandleByUUID(self, uuid, device):
+        wanted = uuid.value.decode()
+        for index, gpu in enumerate(self.state.gpus):
+            if gpu.uuid == wanted:
+                _alive(gpu)
+                return _point(device, _GPU_HANDLE + index)
+            for slot, mig in enumerate(gpu.mig):
+                if mig.uuid == wanted:
+                    return _point(device, _MIG_HANDLE + index * _MIG_PER_GPU + slot)
+        return NOT_FOUND
+
+    def _nvmlDeviceGetUUID(self, handle, buffer, _size):
+        gpu, mig = self._found(handle)
+        buffer.value = (mig or gpu).uuid.encode()
+
+    def _nvmlDeviceGetName(self, handle, buffer, _size):
+        gpu, mig = self._found(handle)
+        buffer.value = (mig or gpu).name.encode()
+
+    def _nvmlDeviceGetIndex(self, handle, index):
+        index._obj.value = self.state.gpus.index(self._gpu(handle))
+
+    # --- MIG
+
+    def _nvmlDeviceGetMigMode(self, handle, current, pending):
+        current._obj.value = pending._obj.value = int(self._gpu(handle).mig_enabled)
+
+    def _nvmlDeviceGetMigDeviceHandleByIndex(self, handle, slot, device):
+        gpu = self._gpu(handle)
+        if slot.value >= len(gpu.mig):
+            return NOT_FOUND
+        return _point(device, _MIG_HANDLE + self.state.gpus.index(gpu) * _MIG_PER_GPU + slot.value)
+
+    def _nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle, device):
+        gpu, _mig = self._found(handle)
+        return _point(device, _GPU_HANDLE + self.state.gpus.index(gpu))
+
+    def _nvmlDeviceGetGpuInstanceId(self, handle, number):
+        number._obj.value = self._mig(handle).gpu_instance
+
+    def _nvmlDeviceGetComputeInstanceId(self, handle, number):
+        number._obj.value = self._mig(handle).compute_instance
+
+    # --- readings; those of one number are in `_NUMBERS`
+
+    def _nvmlDeviceGetUtilizationRates(self, handle, rates):
+        gpu = self._gpu(handle)
+        if gpu.mig_enabled:
+            return NOT_SUPPORTED
+        rates._obj.gpu = gpu.utilization
+
+    def _nvmlDeviceGetMemoryInfo_v2(self, handle, memory):
+        gpu, mig = self._found(handle)
+        memory._obj.total = (mig or gpu).memory_total
+        memory._obj.used = (mig or gpu).memory_used
+
+    def _nvmlDeviceGetMemoryInfo(self, handle, memory):
+        """Version 1: reserved memory counts as used."""
+        self._nvmlDeviceGetMemoryInfo_v2(handle, memory)
+        gpu, mig = self._found(handle)
+        memory._obj.used += 0 if mig else gpu.memory_reserved
+
+    def _nvmlDeviceGetTemperatureV(self, handle, temperature):
+        temperature._obj.temperature = self._gpu(handle).temperature
+
+    def _nvmlDeviceGetProcessUtilization(self, handle, samples, count, since):
+        gpu = self._gpu(handle)
+        if gpu.mig_enabled:
+            return NOT_SUPPORTED
+        now_us = time.time_ns() // 1000
+        stamped = [(now_us - int(process.age_seconds * 1e6), process) for process in gpu.processes]
+        recent = [(stamp, process) for stamp, process in stamped if stamp > since.value]
+        if not recent:
+            return NOT_FOUND
+        if samples is None:
+            count._obj.value = len(recent)
+            return INSUFFICIENT_SIZE
+        for entry, (stamp, process) in zip(samples, recent):
+            entry.pid = os.getpid() if process.pid is None else process.pid
+            entry.timeStamp = stamp
+            entry.smUtil = process.sm
+
+    # --- GPM: handles are numbers of buffers; taking a sample stamps the buffer
+
+    def _nvmlGpmQueryDeviceSupport(self, handle, support):
+        support._obj.isSupportedDevice = int(self._gpu(handle).gpm)
+
+    def _nvmlGpmSampleAlloc(self, sample):
+        self.state.gpm_allocated += 1
+        self.state.gpm_buffers[self.state.gpm_allocated] = (0.0, None)
+        return _point(sample, self.state.gpm_allocated)
+
+    def _nvmlGpmSampleFree(self, sample):
+        return SUCCESS if self.state.gpm_buffers.pop(_number(sample), None) else INVALID_ARGUMENT
+
+    def _nvmlGpmSampleGet(self, handle, sample):
+        return self._stamp(sample, self._gpu(handle))
+
+    def _nvmlGpmMigSampleGet(self, handle, gpu_instance, sample):
+        gpu = self._gpu(handle)
+        known = gpu_instance in [mig.gpu_instance for mig in gpu.mig]
+        return self._stamp(sample, gpu) if known else INVALID_ARGUMENT
+
+    def _stamp(self, sample, gpu):
+        if not gpu.gpm:
+            return NOT_SUPPORTED
+        if _number(sample) not in self.state.gpm_buffers:
+            return INVALID_ARGUMENT
+        self.state.gpm_buffers[_number(sample)] = (time.monotonic_ns(), gpu)
+
+    def _nvmlGpmMetricsGet(self, request):
+        request = request._obj
+        older, gpu = self.state.gpm_buffers.get(_number(request.sample1), (0.0, None))
+        newer, same = self.state.gpm_buffers.get(_number(request.sample2), (0.0, None))
+        if gpu is None or gpu is not same or not older < newer:
+            return INVALID_ARGUMENT
+        for slot in range(request.numMetrics):
+            metric = request.metrics[slot]
+            metric.nvmlReturn = gpu.gpm_returns.get(metric.metricId, SUCCESS)
+            metric.value = gpu.gpm_values.get(metric.metricId, float("nan"))
+
+    # --- handles
+
+    def _found(self, handle):
+        """The GPU of a handle, and its MIG device if it has one."""
+        number = _number(handle)
+        if number >= _MIG_HANDLE:
+            index, slot = divmod(number - _MIG_HANDLE, _MIG_PER_GPU)
+            gpu = self.state.gpus[index]
+            return _alive(gpu), gpu.mig[slot]
+        return _alive(self.state.gpus[number - _GPU_HANDLE]), None
+
+    def _gpu(self, handle):
+        """A physical GPU. Readings of physical GPUs only are not supported for a MIG device."""
+        gpu, mig = self._found(handle)
+        if mig is not None:
+            raise _Failed(NOT_SUPPORTED)
+        return gpu
+
+    def _mig(self, handle):
+        _gpu, mig = self._found(handle)
+        if mig is None:
+            raise _Failed(NOT_SUPPORTED)
+        return mig
+
+
+_NUMBERS = {
+    "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
+    "nvmlDeviceGetPowerUsage": lambda gpu: gpu.power,
+    "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: gpu.energy,
+    "nvmlDeviceGetTemperature": lambda gpu: gpu.temperature,
+    "nvmlDeviceGetClockInfo": lambda gpu: gpu.sm_clock,
+    "nvmlDeviceGetMaxClockInfo": lambda gpu: gpu.sm_clock_max,
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: gpu.throttle,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: gpu.throttle,
+}
+FUNCTIONS = (*(name[1:] for name in vars(FakeLibrary) if name.startswith("_nvml")), *_NUMBERS)
+"""All that the driver has."""
+
+
+def _alive(gpu: Gpu) -> Gpu:
+    if gpu.lost:
+        raise _Failed(GPU_IS_LOST)
+    return gpu
+
+
+def _point(reference, number: int) -> int:
+    """Set the pointer behind ``byref`` to a number."""
+    ctypes.c_void_p.from_buffer(reference._obj).value = number
+    return SUCCESS
+
+
+def _number(pointer) -> int:
+    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
+class _FileLibrary(FakeLibrary):
+    """Takes GPUs, errors and hangs from a file; what the driver saw stays in this process."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(State())
+        self._path = path
+        self._hangs: list[str] = []
+        self._text = b""
+
+    def _call(self, function, args):
+        self._reload()
+        return super()._call(function, args)
+
+    def _reload(self):
+        text, state = self._path.read_bytes(), self.state
+        if text == self._text:
+            return
+        content, self._text = msgspec.json.decode(text, type=_File), text
+        if [gpu.uuid for gpu in content.gpus] == [gpu.uuid for gpu in state.gpus]:
+            for old, new in zip(state.gpus, content.gpus):  # keep the Gpu objects: GPM buffers remember theirs
+                old.__dict__.update(new.__dict__)
+        else:
+            state.gpus = content.gpus
+        state.errors, state.driver_version, self._hangs = content.errors, content.driver_version, content.hang
+
+    def _hang(self, function):
+        while function in self._hangs:
+            time.sleep(0.02)
+            self._reload()
+
+
+# -- installing it -----------------------------------------------------------------------------------------------------
 
 
 def install(state: State | str | os.PathLike) -> State:
     """Make the binding use the fake from now on. A path is a JSON state file, read again at each call."""
+    library = FakeLibrary(state) if isinstance(state, State) else _FileLibrary(Path(state))
+    _replace(library)
+    return library.state
+
+
+def _replace(library, loader=None) -> None:
     import pynvml
 
-    library = FakeLibrary(state) if isinstance(state, State) else _FileLibrary(Path(state))
-    pynvml.nvmlLib = library
+    pynvml.nvmlLib, pynvml.CDLL = library, loader or pynvml.CDLL
     pynvml._nvmlGetFunctionPointer_cache.clear()
-    return library.state
 
 
 @contextlib.contextmanager
@@ -86,8 +438,7 @@ def installed(state: State):
     try:
         yield install(state)
     finally:
-        pynvml.nvmlLib = before
-        pynvml._nvmlGetFunctionPointer_cache.clear()
+        _replace(before)
 
 
 @contextlib.contextmanager
@@ -99,63 +450,18 @@ def no_driver():
         raise OSError(f"{name}: cannot open shared object file")
 
     before, loader = pynvml.nvmlLib, pynvml.CDLL
-    pynvml.nvmlLib, pynvml.CDLL = None, missing
-    pynvml._nvmlGetFunctionPointer_cache.clear()
+    _replace(None, missing)
     try:
         yield
     finally:
-        pynvml.nvmlLib, pynvml.CDLL = before, loader
-        pynvml._nvmlGetFunctionPointer_cache.clear()
-
-
-class _FileLibrary(FakeLibrary):
-    """Takes GPUs, errors and hangs from a file; what the driver saw stays in this process."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(State())
-        self._path = path
-        self._hangs: list[str] = []
-        self._text = ""
-
-    def _call(self, function, args):
-        self._reload()
-        return super()._call(function, args)
-
-    def _reload(self):
-        text = self._path.read_text(encoding="utf-8")
-        if text == self._text:  # keep the Gpu objects: GPM buffers remember theirs
-            return
-        content, self._text = json.loads(text), text
-        gpus = [_gpu(gpu) for gpu in content.get("gpus", [{}])]
-        if self._same_gpus(gpus):
-            for old, new in zip(self.state.gpus, gpus):
-                old.__dict__.update(new.__dict__)
-        else:
-            self.state.gpus = gpus
-        self.state.errors = content.get("errors", {})
-        self.state.driver_version = content.get("driver_version", self.state.driver_version)
-        self._hangs = content.get("hang", [])
-
-    def _same_gpus(self, gpus):
-        return [gpu.uuid for gpu in gpus] == [gpu.uuid for gpu in self.state.gpus]
-
-    def _hang(self, function):
-        while function in self._hangs:
-            time.sleep(0.02)
-            self._reload()
+        _replace(before, loader)
 
 
 def write_state(path: Path, state: State | None = None, *, hang: tuple[str, ...] = ()) -> None:
     """Write the JSON file that ``install`` reads. In one go, so that a reader never sees half of it."""
     state = state or State()
-    content = {
-        "gpus": [asdict(gpu) for gpu in state.gpus],
-        "errors": state.errors,
-        "driver_version": state.driver_version,
-        "hang": list(hang),
-    }
     whole = path.with_name(path.name + ".new")
-    whole.write_text(json.dumps(content), encoding="utf-8")
+    whole.write_bytes(msgspec.json.encode(_File(state.gpus, state.errors, state.driver_version, list(hang))))
     whole.replace(path)
 
 
@@ -167,21 +473,8 @@ def subprocess_environment(folder: Path, state: State | None = None, *, hang: tu
     """
     path = folder / "nvml.json"
     write_state(path, state, hang=hang)
-    tests = Path(__file__).resolve().parent.parent
     (folder / "sitecustomize.py").write_text(
-        f"import os\nimport fakes.nvml\nfakes.nvml.install(os.environ[{STATE_VARIABLE!r}])\n",
-        encoding="utf-8",
+        f"import os\nimport fakes.nvml\nfakes.nvml.install(os.environ[{STATE_VARIABLE!r}])\n", encoding="utf-8"
     )
-    inherited = os.environ.get("PYTHONPATH")
-    search = [str(folder), str(tests), *([inherited] if inherited else [])]
-    return {"PYTHONPATH": os.pathsep.join(search), STATE_VARIABLE: str(path)}
-
-
-def _gpu(content: dict) -> Gpu:
-    known = {name.name for name in fields(Gpu)}
-    gpu = Gpu(**{name: value for name, value in content.items() if name in known})
-    gpu.gpm_values = {int(metric): value for metric, value in gpu.gpm_values.items()}
-    gpu.gpm_returns = {int(metric): code for metric, code in gpu.gpm_returns.items()}
-    gpu.processes = [Process(**process) for process in content.get("processes", [])]
-    gpu.mig = [Mig(**mig) for mig in content.get("mig", [])]
-    return gpu
+    search = [str(folder), str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, search)), STATE_VARIABLE: str(path)}
