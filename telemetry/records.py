@@ -42,22 +42,10 @@ def stuck_in_words(category: str) -> str:
 
 
 CAUSES: Final = (
-    "loader_on_training_thread",
-    "workers_cpu_bound",
-    "workers_io_bound",
-    "workers_throttled",
-    "worker_startup",
-    "uneven_batches",
-    "batch_transfer",
-    "worker_stuck",
-    "source_slow",
-    "straggler",
-    "checkpoint",
-    "gc_pause",
-    "host_bound",
-    "gpu_throttled",
-    "unknown",
-)
+    "loader_on_training_thread", "workers_cpu_bound", "workers_io_bound", "workers_throttled", "worker_startup",
+    "uneven_batches", "batch_transfer", "worker_stuck", "source_slow", "straggler", "checkpoint", "gc_pause",
+    "host_bound", "gpu_throttled", "unknown",
+)  # fmt: skip
 """Why a run loses time: the values of the ``cause`` label."""
 
 RECORDED: Final = "recorded"
@@ -70,16 +58,11 @@ SNAPSHOT_RESULTS: Final = (RECORDED, REFUSED, FAILED, SKIPPED)
 of another profiler or a limit; it failed; or this rank did not reach its steps."""
 
 THROTTLE_REASONS: Final = (
-    "sw_power_cap",
-    "hw_slowdown",
-    "sw_thermal",
-    "hw_thermal",
-    "hw_power_brake",
-    "sync_boost",
-    "applications_clocks",
+    "sw_power_cap", "hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake", "sync_boost", "applications_clocks",
     "display_clocks",
-)
+)  # fmt: skip
 """Why a GPU's clocks are reduced: the values of the ``reason`` label. The low clock of an idle GPU does not count."""
+
 SLOWER: Final = "slower"
 
 SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
@@ -199,9 +182,6 @@ LOG_KIND: Final = "log"
 
 If a field names no kind, a number is averaged; of everything else the newest value is written.
 """
-
-MEAN: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "mean"})
-"""The mean of the samples: a state, such as a ratio or a size."""
 
 NEWEST: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "newest"})
 """The newest value that is known: a counter over the run, or a number whose mean makes no sense (a worker's number)."""
@@ -392,7 +372,7 @@ class WorkersSample:
     training_workers: int
     resident_memory_bytes: int
     ready_batches: int | None
-    fetching_seconds: float = field(metadata=MEAN)
+    fetching_seconds: float
     fetches_total: int = field(metadata=NEWEST)
     fetch_duration: Histogram | None = field(metadata=SKIP)
     cpu_ratio: float | None
@@ -400,7 +380,7 @@ class WorkersSample:
     runnable_ratio: float | None
     blocked_ratio: float | None
     read_bytes_per_second: float | None
-    slack_seconds: float | None = field(default=None, metadata=MEAN)
+    slack_seconds: float | None = None
     deliveries: Deliveries = field(default=Deliveries(), metadata=NEWEST)
     head_of_line_batches: int = 0
     head_of_line_worker: int | None = field(default=None, metadata=NEWEST)
