@@ -54,22 +54,21 @@ class _Parser(argparse.ArgumentParser):
             warn(message)
 
 
+# fmt: off
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="telemetry", description="An always-on agent inside a PyTorch training process.")
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     _add_run(commands)
-
     _add_top(commands)
 
     report = commands.add_parser("report", help="show where the time of a run went, from its run folder")
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
     output = report.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument(
-        "--html", metavar="FILE", default=None, help="write one HTML page instead, which needs no network"
-    )
+    output.add_argument("--html", metavar="FILE", default=None,
+                        help="write one HTML page instead, which needs no network")
     report.set_defaults(command=_report)
 
     _add_compare(commands)
@@ -79,16 +78,10 @@ def _parser() -> argparse.ArgumentParser:
         "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
     )
     trace.add_argument("path", metavar="FILE_OR_DIR", help="a .json or .json.gz trace, or a folder of them")
-    trace.add_argument(
-        "--json", action="store_true", help="print JSON instead of text: an object for a file, a list for a folder"
-    )
-    trace.add_argument(
-        "--max-bytes",
-        metavar="N",
-        type=_bytes,
-        default=None,
-        help="maximum size of a file, uncompressed (default: 4 GiB)",
-    )
+    trace.add_argument("--json", action="store_true",
+                       help="print JSON instead of text: an object for a file, a list for a folder")
+    trace.add_argument("--max-bytes", metavar="N", type=_size, default=None,
+                       help="maximum size of a file, uncompressed (default: 4 GiB)")
     trace.set_defaults(command=_trace)
 
     snapshot = commands.add_parser(
@@ -97,27 +90,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Asks the ranks of a running job, through its run folder, to trace the same steps.",
     )
     snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
-    snapshot.add_argument(
-        "--rank", metavar="all|N", type=_rank, default="all", help="the ranks to record (default: %(default)s)"
-    )
-    snapshot.add_argument(
-        "--steps", metavar="K", type=_steps, default="5", help="number of steps, from 1 to 50 (default: %(default)s)"
-    )
-    snapshot.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=_above(0),
-        default="300",
-        help="maximum time to wait for the traces, in seconds (default: %(default)s)",
-    )
+    snapshot.add_argument("--rank", metavar="all|N", type=_rank, default="all",
+                          help="the ranks to record (default: %(default)s)")
+    snapshot.add_argument("--steps", metavar="K", type=_steps, default="5",
+                          help="number of steps, from 1 to 50 (default: %(default)s)")
+    snapshot.add_argument("--timeout", metavar="SECONDS", type=_above(0), default="300",
+                          help="maximum time to wait for the traces, in seconds (default: %(default)s)")
     snapshot.set_defaults(command=_snapshot)
 
     demo = commands.add_parser(
         "demo", help="train a small network whose data loader is too slow, and show the findings (90 s)"
     )
-    demo.add_argument(
-        "--run-dir", metavar="DIR", default="demo-run", help="run folder of the demo (default: %(default)s)"
-    )
+    demo.add_argument("--run-dir", metavar="DIR", default="demo-run",
+                      help="run folder of the demo (default: %(default)s)")
     demo.set_defaults(command=_demo)
 
     doctor = commands.add_parser("doctor", help="check what works on this machine, and what to do about the rest")
@@ -172,23 +157,13 @@ def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     compare.add_argument("run_a", metavar="RUN_A", help="the run folder that the other one is compared with")
     compare.add_argument("run_b", metavar="RUN_B", help="the other run folder")
-    compare.add_argument(
-        "--again",
-        nargs=2,
-        metavar=("RUN_A", "RUN_B"),
-        action="append",
-        default=[],
-        help="another pair of runs of the same two versions, A first whichever ran first, for a shorter interval; may "
-        "be given several times",
-    )
+    compare.add_argument("--again", nargs=2, metavar=("RUN_A", "RUN_B"), action="append", default=[],
+                         help="another pair of runs of the same two versions, A first whichever ran first, for a "
+                         "shorter interval; may be given several times")
     compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    compare.add_argument(
-        "--fail-over",
-        metavar="PERCENT",
-        type=_percent,
-        default=None,
-        help="end with status 1 if B is slower by more than PERCENT: the whole 95%% interval must say so",
-    )
+    compare.add_argument("--fail-over", metavar="PERCENT", type=_percent, default=None,
+                         help="end with status 1 if B is slower by more than PERCENT: the whole 95%% interval must "
+                         "say so")
     compare.set_defaults(command=_compare)
 
 
@@ -211,13 +186,9 @@ def _add_tune(commands: Any) -> None:
     _add(length, "--start-seconds", "S", _above(0.0), 600.0, "maximum time until the first step has ended")
     search = tune.add_argument_group("search", "which settings are tried")
     _add(search, "--trials", "N", _whole, 5, "maximum number of trials, that of the script as it is included")
-    search.add_argument(
-        "--grid",
-        metavar="NAME=V,V",
-        action="append",
-        default=[],
-        help="try all combinations instead, such as num_workers=0,2,4 prefetch_factor=2,4; may be repeated",
-    )
+    search.add_argument("--grid", metavar="NAME=V,V", action="append", default=[],
+                        help="try all combinations instead, such as num_workers=0,2,4 prefetch_factor=2,4; may be "
+                        "repeated")
     _add(search, "--memory", "BYTES", _size, None, "maximum memory of a trial, such as 8G (default: what there is)")
     _add(search, "--nproc-per-node", "N", _whole, None, "start N ranks with torchrun, and tune all")
     files = tune.add_argument_group("files", "what a trial writes")
@@ -229,6 +200,7 @@ def _add_tune(commands: Any) -> None:
     tune.set_defaults(command=_tune)
 
 
+# fmt: on
 def _add(  # noqa: PLR0917 - a row of the tables above
     group: Any, name: str, metavar: str, kind: Callable[[str], Any], default: Any, text: str
 ) -> None:
@@ -336,13 +308,6 @@ def _trace(options: argparse.Namespace) -> int:
     from telemetry.trace import command
 
     return command.trace(options.path, as_json=options.json, max_bytes=options.max_bytes)
-
-
-def _bytes(text: str) -> int:
-    number = int(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
 
 
 def _snapshot(options: argparse.Namespace) -> int:

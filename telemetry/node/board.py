@@ -227,13 +227,6 @@ class Board:
         _own_folder(self._root)
         _own_folder(self.path)
 
-    def _replace(self, path: Path, content: bytes) -> None:
-        try:
-            replace_file(path, content)
-        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
-            self._make()
-            replace_file(path, content)
-
     # -- a rank's state ----------------------------------------------------------------------------------------
 
     def publish(self, rank: int, numbers: Numbers, *, pace: RankPace | None = None, ended: bool = False) -> None:
@@ -258,7 +251,7 @@ class Board:
         path = self.path / f"rank-{rank}.{pid}"
         self._mine, self._own = path, RankState(head, numbers)
         try:
-            self._replace(path, _content(head, numbers))
+            self.put(path.name, _content(head, numbers))
         except OSError:
             remove_file(path)  # makes the room that is needed now
             values = {name: value for name, value in numbers.values.items() if name == _LASTING}
@@ -345,17 +338,20 @@ class Board:
     def _others(self) -> list[tuple[str, RankHead]]:
         """The files of other living processes."""
         own = f".{os.getpid()}"
-        heads = ((entry, _head(entry)) for entry in self._entries() if not entry.endswith(own))
-        return [(entry, head) for entry, head in heads if head is not None and head.lives]
+        return [(entry, head) for entry, head in self._living() if not entry.endswith(own)]
 
     def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
         """The paces of the living ranks, without rank ``but``."""
-        heads = [head for entry in self._entries() if (head := _head(entry)) is not None and head.lives]
-        return tuple(head.pace for head in heads if head.pace is not None and head.pace.rank != but)
+        paces = [head.pace for _, head in self._living()]
+        return tuple(pace for pace in paces if pace is not None and pace.rank != but)
 
     def live_ranks(self, but: Path | None = None) -> int:
         """How many living processes publish here. The file ``but`` does not count."""
-        return sum(1 for entry in self._entries() if entry != str(but) and _alive(entry))
+        return sum(1 for entry, _ in self._living() if entry != str(but))
+
+    def _living(self) -> list[tuple[str, RankHead]]:
+        heads = ((entry, _head(entry)) for entry in self._entries())
+        return [(entry, head) for entry, head in heads if head is not None and head.lives]
 
     def _entries(self) -> list[str]:
         try:
@@ -372,7 +368,11 @@ class Board:
         Raises:
             OSError: it cannot be written.
         """
-        replace_file(self.path / name, content)
+        try:
+            replace_file(self.path / name, content)
+        except FileNotFoundError:  # the folder was removed, as systemd's RemoveIPC does at a logout
+            self._make()
+            replace_file(self.path / name, content)
 
     def get(self, name: str) -> bytes | None:
         """Read a file that a rank of this node has written; else None."""
@@ -411,7 +411,7 @@ class Board:
         """
         content = msgspec.json.encode(Announcement(port, first))
         if self.get(_ENDPOINT) != content:
-            self._replace(self.path / _ENDPOINT, content)
+            self.put(_ENDPOINT, content)
 
     def announced(self) -> Announcement | None:
         """What the rank that serves, or has served last, has announced; None if nothing is known."""
@@ -444,18 +444,13 @@ class Board:
                     if board.path == str(self.path) or not board.is_dir(follow_symlinks=False):
                         continue
                     old = unix_time() - board.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
-                    if old and not any(_alive(e.path) for e in os.scandir(board.path) if e.name.startswith("rank-")):
+                    heads = [_head(e.path) for e in os.scandir(board.path) if e.name.startswith("rank-")] if old else []
+                    if old and not any(head is not None and head.lives for head in heads):
                         shutil.rmtree(board.path, ignore_errors=True)
                         removed += 1
                 except OSError:
                     continue
         return removed
-
-
-def _alive(entry: str) -> bool:
-    """Whether the process that wrote a file is alive and has not ended its part."""
-    head = _head(entry)
-    return head is not None and head.lives
 
 
 class ServerLock:
