@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from telemetry import api
 from telemetry.integrations import marked_phase
 from telemetry.integrations.accelerate_helper import AccelerateTelemetry
 from telemetry.integrations.marked_phase import MarkedPhase, prefixed
+from tests.faults.processes import events
 
 
 class Accelerator:
@@ -25,20 +24,6 @@ class Accelerator:
     def save_state(self, folder, **options):
         self.saved.append((folder, options))
         return folder
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False)
-    yield tmp_path / "run"
-    telemetry.stop()
-
-
-def phases(run_dir) -> list:
-    telemetry.stop()
-    (log,) = (run_dir / "logs").iterdir()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [line["name"] for line in lines if line["event"] == "phase"]
 
 
 def test_without_an_agent_nothing_is_logged_and_calls_go_through():
@@ -56,7 +41,7 @@ def test_without_an_agent_nothing_is_logged_and_calls_go_through():
     assert prefixed() == {}
 
 
-def test_figures_come_at_the_interval(run_dir):
+def test_figures_come_at_the_interval(agent):
     accelerator = Accelerator()
     helper = AccelerateTelemetry(accelerator, every_steps=3)
     for step in range(1, 8):
@@ -111,6 +96,8 @@ def test_a_phase_ends_when_the_next_begins(monkeypatch):
     assert seen == ["evaluation begins", "evaluation ends", "checkpoint begins", "checkpoint ends"]
 
 
-def test_save_state_is_one_checkpoint(run_dir):
+def test_save_state_is_one_checkpoint(agent):
     AccelerateTelemetry(Accelerator()).save_state("folder")
-    assert phases(run_dir) == ["checkpoint"]
+    run_dir = agent.run_dir
+    telemetry.stop()
+    assert [line["name"] for line in events(run_dir, "phase")] == ["checkpoint"]

@@ -135,20 +135,24 @@ def _character_columns(character: str) -> int:
 
 
 class Column(NamedTuple):
-    """One column of the table: its heading, its least width, whether it is set to the right, and the text of a row."""
+    """One column of the table.
+
+    Attributes:
+        name: its heading. ``width``: its least width. ``right``: whether it is set to the right.
+        text: of a row.
+        gpu: whether it needs the figures of a GPU. ``wide``: whether it needs a wide terminal.
+    """
 
     name: str
     width: int
     right: bool
     text: Callable[[RankRow], str]
+    gpu: bool = False
+    wide: bool = False
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{100 * min(value, 1.0):.0f}%"
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * min(ratio, 1.0):.0f}%"
 
 
 def _rate(row: RankRow) -> str:
@@ -158,12 +162,11 @@ def _rate(row: RankRow) -> str:
 
 def _memory_used(row: RankRow) -> str:
     used, total = row.figures.get("memory_used_bytes"), row.figures.get("memory_total_bytes")
-    return _ratio(used / total if used is not None and total else None)
+    return _percent(used / total if used is not None and total else None)
 
 
-def _resident(row: RankRow) -> str:
-    resident = row.figures.get("process_resident_memory_bytes")
-    return "-" if resident is None else byte_size(resident)
+def _figure(row: RankRow, name: str, shown: Callable[[float], str] = "{:.0f}".format) -> str:
+    return "-" if row.figures.get(name) is None else shown(row.figures[name])
 
 
 _COLUMNS: Final = (
@@ -172,24 +175,19 @@ _COLUMNS: Final = (
     Column("state", 18, False, lambda row: row.finding),
     Column("now", 10, False, lambda row: SHORT.get(row.now_in, "-")),
     Column("step/s", 6, True, _rate),
-    Column("wait", 4, True, lambda row: _ratio(row.wait_ratio)),
+    Column("wait", 4, True, lambda row: _percent(row.wait_ratio)),
+    Column("gpu", 4, True, lambda row: _figure(row, "utilization_ratio", _percent), gpu=True),
+    Column("mem", 4, True, _memory_used, gpu=True),
+    Column("watt", 4, True, lambda row: _figure(row, "power_watts"), gpu=True, wide=True),
+    Column("C", 3, True, lambda row: _figure(row, "temperature_celsius"), gpu=True, wide=True),
+    Column("rss", 7, True, lambda row: _figure(row, "process_resident_memory_bytes", byte_size), wide=True),
 )
-_GPU_COLUMNS: Final = (
-    Column("gpu", 4, True, lambda row: _ratio(row.figures.get("utilization_ratio"))),
-    Column("mem", 4, True, _memory_used),
-)
-_WIDE_GPU_COLUMNS: Final = (
-    Column("watt", 4, True, lambda row: _whole(row.figures.get("power_watts"))),
-    Column("C", 3, True, lambda row: _whole(row.figures.get("temperature_celsius"))),
-)
-_WIDE: Final = (Column("rss", 7, True, _resident),)
 
 
 def _columns(width: int, rows: Sequence[RankRow]) -> list[Column]:
     """The columns that fit. GPU columns are left out if no rank has a figure for them."""
     gpu, wide = any("utilization_ratio" in row.figures for row in rows), width >= _WIDE_COLUMNS
-    found = [*_COLUMNS, *(_GPU_COLUMNS if gpu else ()), *(_WIDE_GPU_COLUMNS if gpu and wide else ())]
-    found += _WIDE if wide else ()
+    found = [column for column in _COLUMNS if (gpu or not column.gpu) and (wide or not column.wide)]
     found[0] = found[0]._replace(width=max(4, len(str(max((row.rank for row in rows), default=0)))))
     spare = width - 1 - sum(column.width + 1 for column in found) - _BAR_COLUMNS[0]
     for place, longest, room in (
