@@ -183,6 +183,9 @@ LOG_KIND: Final = "log"
 If a field names no kind, a number is averaged; of everything else the newest value is written.
 """
 
+MEAN: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "mean"})
+"""The mean of the samples, said of a duration: its name does not tell it from a counter."""
+
 NEWEST: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "newest"})
 """The newest value that is known: a counter over the run, or a number whose mean makes no sense (a worker's number)."""
 
@@ -372,7 +375,7 @@ class WorkersSample:
     training_workers: int
     resident_memory_bytes: int
     ready_batches: int | None
-    fetching_seconds: float
+    fetching_seconds: float = field(metadata=MEAN)
     fetches_total: int = field(metadata=NEWEST)
     fetch_duration: Histogram | None = field(metadata=SKIP)
     cpu_ratio: float | None
@@ -380,7 +383,7 @@ class WorkersSample:
     runnable_ratio: float | None
     blocked_ratio: float | None
     read_bytes_per_second: float | None
-    slack_seconds: float | None = None
+    slack_seconds: float | None = field(default=None, metadata=MEAN)
     deliveries: Deliveries = field(default=Deliveries(), metadata=NEWEST)
     head_of_line_batches: int = 0
     head_of_line_worker: int | None = field(default=None, metadata=NEWEST)
