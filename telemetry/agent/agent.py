@@ -32,7 +32,7 @@ from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.node.board import Board, Membership
-from telemetry.node.endpoint import EndpointAddress, NodeService
+from telemetry.node.endpoint import NodeService
 from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
@@ -250,7 +250,7 @@ class Agent:
         trial: the trial of ``telemetry tune`` that this process is; None in any other run.
     """
 
-    def __init__(self, config: Config) -> None:  # noqa: PLR0915 - a statement for each part
+    def __init__(self, config: Config) -> None:
         start_ns = now_ns()
         self.config = config
         self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
@@ -275,7 +275,6 @@ class Agent:
         self.accounting = Accounting(self.tracker, self.attachment, config, self.errors, start_ns)
         self._tick_pace = TickPace(config, self.accounting)
         self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
-        self._address = EndpointAddress(config, self.identity.node, self._node)
         life = secrets.token_hex(8)
         self.attempt = AttemptLog(
             self.run_dir,
@@ -310,7 +309,7 @@ class Agent:
             attempt=self.attempt,
             life=life,
             tracker=self.tracker,
-            address=self._address,
+            node=self._node,
             collectors=self._collectors,
             memory=self._memory,
             stall_counts=stall_counts,
@@ -484,7 +483,7 @@ class Agent:
     @property
     def metrics_url(self) -> str | None:
         """The URL of this node's metrics; None without an endpoint."""
-        return self._address.url
+        return None if self._node is None else self._node.url
 
     # -- the agent thread --------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.node.endpoint import EndpointAddress
+    from telemetry.node.endpoint import NodeService
     from telemetry.records import Percentiles
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
@@ -425,7 +425,7 @@ class EventLog:
         attempt: AttemptLog,
         life: str,
         tracker: StepTracker,
-        address: EndpointAddress,
+        node: NodeService | None,
         collectors: CollectorPoller,
         memory: MemoryWatch,
         stall_counts: StallCounts,
@@ -442,7 +442,7 @@ class EventLog:
         self._wall = wall
         self._builder = builder
         self._attempt = attempt
-        self._address = address
+        self._node = node
         self._stall_counts = stall_counts
         self.log = JsonLog(
             run_dir / "logs",
@@ -573,7 +573,7 @@ class EventLog:
             "telemetry_version": __version__,
             "python_version": platform.python_version(),
             "cpu_count": os.cpu_count(),
-            "metrics_url": self._address.url,
+            "metrics_url": None if self._node is None else self._node.url,
         }
         step, wait = self._accounting.stats.run_step, self._accounting.stats.run_wait
         if step.total:

@@ -25,7 +25,6 @@ from telemetry.util.threads import OwnThread, Wake, rest, work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.config import Config
     from telemetry.node.board import Board, ServerLock
     from telemetry.node.metrics import RunView
     from telemetry.node.prometheus import TargetFile
@@ -538,6 +537,8 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 _TARGETS_SECONDS: Final = 10.0
 """How often the agent checks that the target file exists and names the right port."""
 
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
+
 
 class NodeService:
     """This rank's part in serving its node.
@@ -642,6 +643,16 @@ class NodeService:
             return self.endpoint.port
         announced = self.board.announced()
         return None if announced is None else announced.port
+
+    @property
+    def url(self) -> str | None:
+        """The URL of the metrics; None with port ``off``, or before any rank serves them."""
+        port = None if self._port is None else self.port
+        if port is None:
+            return None
+        host = self._host
+        shown = self._node if host in _EVERYWHERE else f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{port}/metrics"
 
     @property
     def cpu_seconds(self) -> float:
@@ -767,32 +778,3 @@ class NodeService:
     def _reachable_host(self) -> str:
         address = numeric(self._host)
         return self._node if address is not None and address.is_any else self._host
-
-
-_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
-
-
-class EndpointAddress:
-    """Follows the endpoint: another rank of the node may serve it, and on another port than was asked for.
-
-    Args:
-        config: host and port.
-        node_name: name of the node.
-        node: the rank's part in the endpoint. It serves, or knows which rank does; None without a board.
-    """
-
-    def __init__(self, config: Config, node_name: str, node: NodeService | None) -> None:
-        self._host = config.host
-        self._off = config.port is None
-        self._node_name = node_name
-        self._node = node
-
-    @property
-    def url(self) -> str | None:
-        """The URL of the metrics; None without an endpoint, or before any rank serves it."""
-        port = None if self._node is None or self._off else self._node.port
-        if port is None:
-            return None
-        host = self._host
-        shown = self._node_name if host in _EVERYWHERE else f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{port}/metrics"
