@@ -190,11 +190,14 @@ def evidence_over(slices, *, rank=0, cause=None, **recurring: float) -> Evidence
 
 
 class Detector:
-    """A `StallDetector` that gets slices."""
+    """A `StallDetector` that gets slices instead of ticks."""
 
-    def __init__(self, *settings: float) -> None:
-        self._detector = StallDetector(*settings)
+    def __init__(self, window: float = 10, enter: float = 0.2, leave: float = 0.1) -> None:
+        self._detector = StallDetector(window, enter, leave)
         self._totals = Totals()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._detector, name)
 
     def _tick(self, part: Slice) -> Tick:
         tick = next_tick(self._totals, part)
@@ -204,6 +207,10 @@ class Detector:
     def update(self, part: Slice) -> StallUpdate | None:
         return self._detector.update(self._tick(part))
 
+    def play(self, *parts: Slice) -> list[str]:
+        """What becomes of the stall with each of these slices, where there is one."""
+        return [change.kind for part in parts if (change := self.update(part)) is not None]
+
     def skip(self, part: Slice) -> None:
         self._detector.skip(self._tick(part))
 
@@ -212,14 +219,3 @@ class Detector:
 
     def close_hang(self, part: Slice) -> None:
         self._detector.close_hang(self._tick(part))
-
-    def last(self) -> StallUpdate | None:
-        return self._detector.last()
-
-    @property
-    def may_have_straggler(self) -> bool:
-        return self._detector.may_have_straggler
-
-    @property
-    def stall(self) -> Stall | None:
-        return self._detector.stall

@@ -31,26 +31,13 @@ from tests.zoo.test_replay import RECORDED, evidence_of
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_cause_is_named_by_its_evidence(case):
-    lost = costs(evidence_over([CASES[case]]))
-    cause = case.partition(",")[0]
+def test_a_stall_opens_and_closes_with_the_cause_that_its_evidence_shows(case):
+    cause, lost = case.partition(",")[0], costs(evidence_over([CASES[case]]))
     assert max(lost, key=lost.get) == cause
-    assert cause in CAUSES
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_stall_opens_and_closes_with_its_cause(case):
-    cause = case.partition(",")[0]
-    machine = Detector(30, 0.2, 0.1)
-    opened = None
-    for _ in range(40):
-        change = machine.update(CASES[case])
-        if change is not None and change.kind == "opened":
-            opened = change
-    assert opened is not None
+    machine = Detector(30)
+    assert machine.play(*[CASES[case]] * 40).count("opened") == 1
     assert machine.stall.cause == cause
-    changes = [machine.update(a_slice()) for _ in range(40)]
-    assert [c.kind for c in changes if c is not None and c.kind == "closed"] == ["closed"]
+    assert machine.play(*[a_slice()] * 40)[-1] == "closed"
     assert machine.stall is None
 
 
@@ -96,32 +83,19 @@ QUIET = {
 
 @pytest.mark.parametrize("what", QUIET)
 def test_what_is_no_stall(what):
-    machine = Detector(30, 0.2, 0.1)
-    assert [machine.update(QUIET[what]) for _ in range(100)] == [None] * 100
+    assert Detector(30).play(*[QUIET[what]] * 100) == []
 
 
 def test_the_first_batch_and_the_end_of_an_epoch_are_no_stall():
-    machine = Detector(30, 0.2, 0.1)
     first = a_slice(wait=12.0, compute=0.2, steps=1, boundary_wait=12.0, boundaries=1)
-    changes = [machine.update(part) for part in (first, *[a_slice() for _ in range(60)])]
-    assert [c for c in changes if c is not None] == []
     end = a_slice(wait=4.0, compute=0.0, steps=0, boundary_wait=4.0, boundaries=1)
-    changes = [machine.update(part) for part in (end, *[a_slice() for _ in range(60)])]
-    assert [c for c in changes if c is not None] == []
+    assert Detector(30).play(first, *[a_slice()] * 60, end, *[a_slice()] * 60) == []
 
 
 SHARED = with_workers(
-    busy=0.4,
-    cpu=0.4,
-    ready=3,
-    fetch_wait=0.5,
-    transfer_wait=0.5,
-    outlier_wait=0.1,
-    boundary_wait=0.1,
-    boundaries=2,
-    wait=0.3,
-    compute=0.7,
-)
+    busy=0.4, cpu=0.4, ready=3, fetch_wait=0.5, transfer_wait=0.5, outlier_wait=0.1, boundary_wait=0.1, boundaries=2,
+    wait=0.3, compute=0.7,
+)  # fmt: skip
 """A starving run: a tenth of it each for workers to start, for fetches, and for transfers."""
 
 
@@ -129,40 +103,33 @@ def test_waits_of_several_causes_are_one_stall():
     lost = costs(evidence_over([SHARED]))
     assert len(lost) == 3
     assert max(lost.values()) < 0.2 < sum(lost.values())
-    machine = Detector(10, 0.2, 0.1)
-    changes = [machine.update(SHARED) for _ in range(12)]
-    assert [c.kind for c in changes if c is not None][0] == "opened"
+    machine = Detector()
+    assert machine.play(*[SHARED] * 12)[0] == "opened"
     fewer = dataclasses.replace(SHARED, wait=0.15, exposed=0.15, boundary_wait=0.05, compute=0.85)
-    assert all(machine.update(fewer).kind == "held" for _ in range(30))  # none of the three costs a tenth any more
-    changes = [machine.update(a_slice()) for _ in range(12)]
-    assert "closed" in [c.kind for c in changes if c is not None]
+    assert machine.play(*[fewer] * 30) == ["held"] * 30, "none of the three costs a tenth any more"
+    assert "closed" in machine.play(*[a_slice()] * 12)
 
 
 def test_a_stall_closes_at_a_lower_share_than_it_opens_at():
     fifteen = a_slice(source="training_thread", wait=0.15, compute=0.85)
-    machine = Detector(10, 0.2, 0.1)
-    assert [machine.update(fifteen) for _ in range(30)] == [None] * 30
-    for _ in range(12):
-        machine.update(CASES["loader_on_training_thread"])
-    assert all(machine.update(fifteen).kind == "held" for _ in range(30))
-    changes = [machine.update(a_slice(source="training_thread", wait=0.05, compute=0.95)) for _ in range(12)]
-    assert "closed" in [c.kind for c in changes if c is not None]
+    machine = Detector()
+    assert machine.play(*[fifteen] * 30) == []
+    machine.play(*[CASES["loader_on_training_thread"]] * 12)
+    assert machine.play(*[fifteen] * 30) == ["held"] * 30
+    assert "closed" in machine.play(*[a_slice(source="training_thread", wait=0.05, compute=0.95)] * 12)
 
 
 def test_a_stall_has_the_name_of_what_cost_most_of_it():
-    machine = Detector(10, 0.2, 0.1)
-    for _ in range(12):
-        machine.update(CASES["workers_io_bound"])
-    changes = [machine.update(CASES["workers_cpu_bound"]) for _ in range(40)]
-    assert [c.kind for c in changes].count("renamed") == 1
+    machine = Detector()
+    machine.play(*[CASES["workers_io_bound"]] * 12)
+    assert machine.play(*[CASES["workers_cpu_bound"]] * 40).count("renamed") == 1
     assert machine.stall.cause == "workers_cpu_bound"
 
 
 def test_a_stall_that_closes_still_has_the_evidence_it_had():
     """What to change is not read from the window in which the run has recovered."""
-    machine = Detector(10, 0.2, 0.1)
-    for _ in range(12):
-        machine.update(CASES["loader_on_training_thread"])
+    machine = Detector()
+    machine.play(*[CASES["loader_on_training_thread"]] * 12)
     closed = next(c for _ in range(12) if (c := machine.update(a_slice(source="training_thread"))).kind == "closed")
     assert closed.stall.evidence.wait_seconds >= 0.2 * closed.stall.evidence.loop_seconds
 
@@ -171,27 +138,22 @@ def test_steps_of_many_seconds_are_judged_as_others_are():
     """A step of 20 s, half of it waiting, in slices of a second: a window of 30 s never holds five of them."""
     waiting = a_slice(source="training_thread", wait=1.0, compute=0.0, steps=0)
     computing = [a_slice(source="training_thread", steps=int(last)) for last in [*[False] * 9, True]]
-    machine = Detector(30, 0.2, 0.1)
-    changes = [machine.update(part) for _ in range(12) for part in (*[waiting] * 10, *computing)]
-    assert "opened" in [c.kind for c in changes if c is not None]
+    machine = Detector(30)
+    assert "opened" in machine.play(*[*[waiting] * 10, *computing] * 12)
     assert machine.stall.cause == "loader_on_training_thread"
     assert machine.stall.evidence.steps >= 9
 
 
-def test_a_checkpoint_costs_what_it_takes_of_the_time_between_two():
+@pytest.mark.parametrize(("between", "opened"), [(1800, 0), (60, 1)])
+def test_a_checkpoint_costs_what_it_takes_of_the_time_between_two(between, opened):
     writing = a_slice(compute=0.0, checkpoint=1.0, steps=0)
-    for between, kinds in ((1800, []), (60, ["opened"])):
-        machine = Detector(30, 0.2, 0.1)
-        changes = []
-        for _ in range(3):
-            changes += [machine.update(a_slice()) for _ in range(between)]
-            changes += [machine.update(writing) for _ in range(45)]
-        assert [c.kind for c in changes if c is not None and c.kind == "opened"][:1] == kinds, between
+    kinds = Detector(30).play(*[*[a_slice()] * between, *[writing] * 45] * 3)
+    assert ("opened" in kinds) is bool(opened)
 
 
 def test_what_the_first_checkpoints_of_a_run_took_is_remembered():
     """The first two take a second each, the others 0.4 s."""
-    machine = Detector(30, 0.2, 0.1)
+    machine = Detector(30)
     for number in range(60):
         took = 1.0 if number < 2 else 0.4
         machine.update(a_slice(seconds=1 + took, compute=1.0, checkpoint=took, steps=10, checkpoint_steps=1))
@@ -203,11 +165,10 @@ def test_what_the_first_checkpoints_of_a_run_took_is_remembered():
 
 def test_a_tick_that_is_skipped_is_in_no_window():
     """A process that was stopped for 20 s in the middle of a stall: it goes on as if nothing had been."""
-    stopped = a_slice(source="training_thread", wait=0.0, compute=20.0, steps=0)
-    with_it, without = Detector(10, 0.2, 0.1), Detector(10, 0.2, 0.1)
+    with_it, without = Detector(), Detector()
     for second in range(20):
         if second == 12:
-            with_it.skip(stopped)
+            with_it.skip(a_slice(source="training_thread", wait=0.0, compute=20.0, steps=0))
         for machine in (with_it, without):
             machine.update(CASES["loader_on_training_thread"])
     assert with_it.stall.lost_seconds == pytest.approx(without.stall.lost_seconds)
@@ -216,38 +177,34 @@ def test_a_tick_that_is_skipped_is_in_no_window():
 
 
 def test_it_takes_enough_of_a_window():
-    machine = Detector(30, 0.2, 0.1)
-    for number in range(14):
-        assert machine.update(a_slice(**STARVED)) is None, number
-    assert machine.update(a_slice(**STARVED)).kind == "opened"
+    machine = Detector(30)
+    assert machine.play(*[a_slice(**STARVED)] * 14) == []
+    assert machine.play(a_slice(**STARVED)) == ["opened"]
 
 
-def test_a_run_that_ends_early_is_judged_by_what_there_is_of_it():
-    machine = Detector(30, 0.2, 0.1)
-    for _ in range(5):
-        assert machine.update(CASES["workers_io_bound"]) is None
+SLOW_READS = CASES["workers_io_bound"]
+
+
+@pytest.mark.parametrize(
+    ("window", "parts", "cause"),
+    [
+        pytest.param(30, [SLOW_READS] * 5, "workers_io_bound", id="judged by what there is of it"),
+        pytest.param(30, [SLOW_READS, *[a_slice()] * 5], None, id="too little of it"),
+        pytest.param(30, [a_slice(**STARVED, steps=40)], None, id="too short"),
+        pytest.param(10, [*[SLOW_READS] * 12, *[a_slice()] * 12, *[SLOW_READS] * 3], None, id="closed before"),
+    ],
+)
+def test_a_run_that_ends_early(window, parts, cause):
+    machine = Detector(window)
+    machine.play(*parts)
     change = machine.last()
-    assert (change.kind, change.stall.cause) == ("opened", "workers_io_bound")
-    for healthy in (CASES["workers_io_bound"], *[a_slice() for _ in range(5)]), (a_slice(**STARVED, steps=40),):
-        machine = Detector(30, 0.2, 0.1)
-        for part in healthy:
-            machine.update(part)
-        assert machine.last() is None  # too little of it, or too short
-
-
-def test_a_run_whose_stall_has_closed_is_not_judged_again_at_its_end():
-    machine = Detector(10, 0.2, 0.1)
-    for part in [*[CASES["workers_io_bound"]] * 12, *[a_slice()] * 12, *[CASES["workers_io_bound"]] * 3]:
-        machine.update(part)
-    assert machine.stall is None
-    assert machine.last() is None
+    assert (change and (change.kind, change.stall.cause)) == (cause and ("opened", cause))
 
 
 def test_peers_that_cannot_be_read_for_a_moment_do_not_end_a_stall():
-    machine = Detector(10, 0.2, 0.1)
-    for _ in range(12):
-        machine.update(CASES["straggler"])
-    assert machine.update(a_slice()).kind == "held"
+    machine = Detector()
+    machine.play(*[CASES["straggler"]] * 12)
+    assert machine.play(a_slice()) == ["held"]
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -256,7 +213,7 @@ def test_what_may_be_chance_in_the_samples_opens_no_stall(samples, opens, at_end
     """Of this rank's samples 30 % are in synchronisation, of the other's 8 %: that is 22 %, more than 20 %."""
     peer = RankPace(1, 10.0, 100, 10.0, 0.0, 0.0, samples=10 * samples, in_sync_samples=round(0.8 * samples))
     part = a_slice(steps=10, samples=samples, in_sync=round(0.3 * samples), peers=(peer,))
-    machine = Detector(30 if at_end else 10, 0.2, 0.1)
+    machine = Detector(30 if at_end else 10)
     opened = [change for _ in range(12) if (change := machine.update(part)) is not None and change.kind == "opened"]
     assert machine.may_have_straggler, "so more samples are taken"
     opened += [machine.last()] if at_end else []
@@ -264,9 +221,8 @@ def test_what_may_be_chance_in_the_samples_opens_no_stall(samples, opens, at_end
 
 
 def test_the_ratio_is_that_of_the_stall():
-    machine = Detector(10, 0.2, 0.1)
-    for _ in range(50):
-        machine.update(CASES["workers_io_bound"])
+    machine = Detector()
+    machine.play(*[SLOW_READS] * 50)
     assert machine.stall.exposed_ratio == pytest.approx(0.6)
     assert machine.stall.opened_step == 0
     assert machine.stall.lost_seconds["workers_io_bound"] == pytest.approx(0.6 * 50, rel=0.1)
@@ -284,7 +240,7 @@ def test_a_share_that_rounds_below_zero_is_zero():
 @given(st.lists(slices, min_size=1, max_size=20))
 @settings(max_examples=300, deadline=None)
 def test_no_input_crashes_anything(pieces):
-    machine = Detector(30, 0.2, 0.1)
+    machine = Detector(30)
     for part in pieces:
         change = machine.update(part)
         if change is not None:
@@ -350,13 +306,11 @@ def test_nor_does_more_of_what_else_a_cause_is_told_by(cause, pieces, more):
 
 @given(st.floats(0.01, 0.99), st.floats(0.0, 0.5))
 def test_more_waiting_never_closes_a_stall(share, more):
-    machine = Detector(30, 0.2, 0.1)
-    for _ in range(40):
-        machine.update(a_slice(source="training_thread", wait=share, compute=1 - share))
+    machine = Detector(30)
+    machine.play(*[a_slice(source="training_thread", wait=share, compute=1 - share)] * 40)
     was_open = machine.stall is not None
     worse = min(0.99, share + more)
-    for _ in range(40):
-        machine.update(a_slice(source="training_thread", wait=worse, compute=1 - worse))
+    machine.play(*[a_slice(source="training_thread", wait=worse, compute=1 - worse)] * 40)
     assert not was_open or machine.stall is not None
 
 
