@@ -327,3 +327,14 @@ def test_nothing_is_written_to_the_run_folder(run):
     for _ in range(3):
         run.view(6.0)
     assert sorted((str(path), path.stat().st_mtime_ns) for path in run.path.rglob("*")) == before
+
+
+def test_the_memory_of_the_machine_is_not_that_of_the_gpu(run):
+    run.add(
+        start(NOW - 3),
+        log_line("gpu", NOW - 2, memory_used_bytes=1, memory_total_bytes=2),
+        log_line("host", NOW - 1, memory_used_bytes=30, memory_total_bytes=40, process_resident_memory_bytes=5),
+    )
+    figures = run.row().figures
+    assert (figures["memory_used_bytes"], figures["memory_total_bytes"]) == (1, 2)
+    assert figures["process_resident_memory_bytes"] == 5

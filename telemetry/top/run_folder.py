@@ -305,8 +305,10 @@ class RunFolder:
             extras.recent.add(line)
             extras.step_seconds = line.get("step_seconds", extras.step_seconds)
             extras.now_in = most_time(extras.recent.newest().get("ledger_total_seconds", {})) or extras.now_in
-        elif event in {"gpu", "host"}:
+        elif event == "gpu":
             extras.figures |= line
+        elif event == "host":  # its memory_used_bytes is the machine's, and not the GPU's
+            extras.figures["process_resident_memory_bytes"] = line.get("process_resident_memory_bytes")
 
     def _beats(self, logs: Iterable[ProcessLog], here: float) -> None:
         take_heartbeats(self._path / "attempts", logs)
