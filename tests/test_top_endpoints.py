@@ -47,7 +47,7 @@ def test_a_stall_has_a_cause_and_where_to_look():
         exposition(100, wait=1), exposition(110, wait=2, cause="gc_pause"), exposition(120, wait=3)
     )
     assert stalled.rows[0].finding == "gc_pause"
-    assert "run telemetry report or top on the run folder" in stalled.newest_stall()[1]["advice"][0]["action"]
+    assert "run telemetry report or top on the run folder" in stalled.newest_stall()[1].advice[0].action
     assert over.rows[0].state == "ok"
 
 

@@ -7,15 +7,17 @@ import queue
 import signal
 from dataclasses import replace
 
+import msgspec
 import pytest
 from top_screens import ADVICE, FRAME, NOW, text_of
 
+from telemetry.report.contract import Advice, Stall
 from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
 from telemetry.top.view import BAD, Choice, Headline, JobView, RankRow
 from telemetry.util.text import rough_duration
 
-STALL = {"rank": 3, "cause": "gc_pause", "opened": "2027-01-15T07:59:00.000Z", "closed": None, "evidence": {},
-         "advice": [ADVICE]}  # fmt: skip
+STALL = Stall(rank=3, cause="gc_pause", opened="2027-01-15T07:59:00.000Z", first_step=None, last_step=None,
+              exposed_wait_ratio=None, closed=None, evidence={}, advice=[Advice(**ADVICE)])  # fmt: skip
 
 
 def row(rank=0, state="ok", finding="", **more) -> RankRow:
@@ -83,8 +85,9 @@ def test_columns_for_the_gpu_appear_with_figures():
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J\x1b]0;title\x07", "a\nb\rc", "\u202egnp.exe", "\udcff\u2028x", "\x9b31m"])
 def test_hostile_texts_reach_no_terminal(hostile):
-    stall = STALL | {"cause": hostile, "advice": [{"action": hostile, "because": hostile}],
-                     "evidence": {"stacks": [hostile], "line_verdict": hostile}}  # fmt: skip
+    advice = Advice(**ADVICE | {"action": hostile, "because": hostile})
+    evidence = {"stacks": [hostile], "line_verdict": hostile}
+    stall = msgspec.structs.replace(STALL, cause=hostile, advice=[advice], evidence=evidence)
     bad = row(0, "stalled", hostile, node=hostile, where=hostile, now_in="compute", stalls=(stall,),
               figures={"name": hostile, "utilization_ratio": 0.5})  # fmt: skip
     shown = replace(view(bad, text=hostile, notes=(hostile,)), run=hostile)
