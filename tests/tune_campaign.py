@@ -31,6 +31,8 @@ CAPPED = ROOT / "tests" / "tune_scripts" / "hungry_workers.py"
 
 GOAL = 0.95
 MAX_TRIALS = 5
+ROUNDS = 2
+"""How often the best of both are run in turn."""
 
 GRIDS = {
     "main-jpeg": ["num_workers=0,1,2,4"],
@@ -46,32 +48,27 @@ GRIDS = {
 }
 """Ten specimens of the zoo, each with a script of its own, and the grid of each: small, for a machine with two cores."""
 
-
 CAPS = {"memory-700": 700, "memory-1400": 1400}
 """Memory limits in MiB."""
 
 
 def tuned(*command: str, prefix: tuple[str, ...] = ()) -> dict:
     """What ``telemetry tune --json`` prints."""
-    found = subprocess.run(
-        [*prefix, sys.executable, "-m", "telemetry", "tune", "--json", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    command = (*prefix, sys.executable, "-m", "telemetry", "tune", "--json", *command)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if found.returncode:
         raise SystemExit(f"tune ended with {found.returncode}: {found.stderr[-2000:]}")
     return json.loads(found.stdout)
 
 
-def measured(name: str, rounds: int, seconds: float, warm_up: float) -> dict[str, object]:
+def measured(name: str) -> dict[str, object]:
     """One script. Rates are in steps per second; ``spread``: the largest difference of two runs with equal settings."""
     (specimen,) = chosen([name])
     if specimen.cores is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: specimen.cores])
     script = [str(SCRIPTS / f"{specimen.script}.py"), "--seconds", "100000", *specimen.arguments]
-    length = ["--seconds", str(seconds), "--warm-up", str(warm_up), "--trials", str(MAX_TRIALS)]
+    length = ["--seconds", "4", "--warm-up", "2", "--trials", str(MAX_TRIALS)]
     whole = tuned(*length, "--grid", *GRIDS[name], *script)
     search = tuned(*length, *script)
     best = {
@@ -79,7 +76,7 @@ def measured(name: str, rounds: int, seconds: float, warm_up: float) -> dict[str
         "tune": search["best"]["settings"],
     }
     rates: dict[str, list[float]] = {"grid": [], "tune": []}
-    for number in range(rounds):
+    for number in range(ROUNDS):
         for which in ("grid", "tune") if number % 2 else ("tune", "grid"):
             if which == "grid" or best["tune"] != best["grid"]:
                 grid = [f"{setting}={value}" for setting, value in best[which].items() if value is not None]
@@ -169,9 +166,6 @@ def page(results: list[dict], caps: list[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[""], help="prefixes of names")
-    parser.add_argument("--rounds", type=int, default=2, help="how often the best of both are run in turn")
-    parser.add_argument("--seconds", type=float, default=4.0, help="measured in a trial")
-    parser.add_argument("--warm-up", type=float, default=2.0, help="not measured, in seconds")
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results/")
     options = parser.parse_args()
     cores = os.sched_getaffinity(0)
@@ -179,8 +173,7 @@ def main() -> int:
     for name in [*GRIDS, *CAPS]:
         if name.startswith(tuple(options.only)):
             os.sched_setaffinity(0, cores)
-            capping = name in CAPS
-            found.append(capped(name) if capping else measured(name, options.rounds, options.seconds, options.warm_up))
+            found.append(capped(name) if name in CAPS else measured(name))
             print(json.dumps(found[-1]), flush=True)
     results, caps = [one for one in found if "ratio" in one], [one for one in found if "megabytes" in one]
     print(page(results, caps))

@@ -163,9 +163,9 @@ class _Tuning:
     def _search(self, limits: Limits) -> str:
         """Run trials until no improvement is in sight. Returns why it stopped."""
         search = Search(limits)
-        self._notes = search.notes
         while len(self._trials) < self._options.trials:
             found = search.next(self._trials)
+            self._notes = search.notes
             if isinstance(found, str):
                 return found
             self._run_trial(found)

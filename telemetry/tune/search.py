@@ -40,7 +40,6 @@ _NOT_FAR_BELOW: Final = 0.9
 """A neighbour is left out if it is predicted to have less than this share of the best pace."""
 
 _WITHOUT_CORE: Final = 0.35
-_NOT_TRIED: Final = "not tried"
 _DEFAULT_PREFETCH: Final = 2
 _MAX_PREFETCH: Final = 64
 
@@ -196,23 +195,22 @@ class Limits:
 
 
 class Search:
-    """The search for the best settings.
-
-    Args:
-        limits: what the machine can hold.
-
-    Attributes:
-        notes: what a person should know of settings that were not tried.
-    """
+    """The search for the best settings, within what the machine can hold."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.notes: list[str] = []
+        self._left_alone: dict[str, None] = {}
+        self._too_much = ""  # why the first candidate that the machine cannot hold was not tried
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of settings that were not tried."""
+        return [*self._left_alone, *([f"not tried: {self._too_much}"] if self._too_much else [])]
 
     def next(self, trials: Sequence[Trial]) -> Candidate | str:
         """The next trial, or why there is no other. The first trial is the script as it is."""
         best = max(trials, key=lambda trial: trial.steps_per_second or 0.0)
-        self.notes[:] = [note for note in self.notes if not note.startswith(_NOT_TRIED)]  # more may be known by now
+        self._too_much = ""  # more may be known by now
         if best.evidence is None or best.steps_per_second is None:
             return "no trial has a pace"
         evidence, rate = best.evidence, best.steps_per_second
@@ -238,7 +236,7 @@ class Search:
         for _, advice in loader_advice(evidence):
             if advice.setting != "num_workers" and advice.setting is not None and advice.value is not None:
                 gain = advice.predicted_speedup
-                changed = present | {advice.setting: _parsed(advice.value)}
+                changed = present | {advice.setting: _value(advice.setting, advice.value)}
                 found.append(Candidate(changed, None if gain is None else rate * gain))
         if wants_shared_files(evidence) and SHARING not in present:
             step = (evidence.loop_seconds - evidence.transfer_wait_seconds) / evidence.steps
@@ -274,25 +272,19 @@ class Search:
         for name, value in wanted.items():
             reason = _refusal(best, name)
             if reason and value != present.get(name) and not is_harmless(name, value, most):
-                self._note(f"{name} is left alone: {reason}")
+                self._left_alone[f"{name} is left alone: {reason}"] = None
                 return False
         workers = int(wanted.get("num_workers") or 0)
         with_workers = [trial for trial in trials if _workers(trial)]
         broken = any(trial.failed and not trial.short for trial in with_workers)
         if workers and broken and all(trial.failed for trial in with_workers):
-            self._note("num_workers is left alone: the script fails with workers, see the trial above")
+            self._left_alone["num_workers is left alone: the script fails with workers, see the trial above"] = None
             return False
         if any(trial.short and _workers(trial) <= workers for trial in with_workers):
             return False  # the row of that trial says so
         reason = self._limits.against(wanted, best, trials)
-        if reason:
-            self._note(f"{_NOT_TRIED}: {reason}")
+        self._too_much = self._too_much or reason
         return not reason
-
-    def _note(self, text: str) -> None:
-        first_of_its_kind = not (text.startswith(_NOT_TRIED) and any(n.startswith(_NOT_TRIED) for n in self.notes))
-        if text not in self.notes and first_of_its_kind:
-            self.notes.append(text)
 
 
 def _refusal(best: Trial, name: str) -> str:
@@ -311,9 +303,3 @@ def _workers(trial: Trial) -> int:
 
 def _is_crowded(evidence: Evidence) -> bool:
     return (evidence.worker_runnable_ratio or 0.0) >= _WITHOUT_CORE
-
-
-def _parsed(text: str) -> Any:
-    if text in {"True", "False"}:
-        return text == "True"
-    return int(text) if text.isdigit() else text
