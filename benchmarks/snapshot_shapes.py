@@ -25,6 +25,7 @@ def measure(*, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
 
     from telemetry.snapshot import agree
     from telemetry.snapshot.capture import Session
+    from telemetry.util.processes import Identity
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -44,6 +45,7 @@ def measure(*, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
         step()
     request = agree.Request("1-a", agree.API, agree.REQUEST, None, steps, "a measurement")
     plan = agree.Plan(request, None, 1, steps, (0,), "x-step1", 1)
+    identity = Identity("a measurement", 0, 0, 1, "n", 1, "plain")
     found: dict[str, Any] = {mode: {"step": [], "stop": [], "save": [], "bytes": []} for mode in _MODES}
     for number in range(rounds):
         for mode in _MODES[number % 3 :] + _MODES[: number % 3]:
@@ -51,7 +53,7 @@ def measure(*, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
             if mode == "off":
                 rows["step"] += [step() for _ in range(steps)]
                 continue
-            session = Session(plan, {"rank": 0, "world_size": 1}, shapes=mode == "shapes")
+            session = Session(plan, identity, shapes=mode == "shapes")
             session.prepare()
             session.start()
             rows["step"] += [step() for _ in range(steps)]

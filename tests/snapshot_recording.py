@@ -8,10 +8,14 @@ import torch
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
+from telemetry.config import Config
 from telemetry.snapshot import agree
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
+from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
+
+ME = Identity("a run", 3, 3, 4, "n", 1, "plain")
 
 
 def plan(first: int, last: int) -> agree.Plan:
@@ -26,16 +30,11 @@ class Taken:
         self.observed = observed
         self.path = tmp_path / "trace.json"
         profilers = observed.attachment.profilers
-        self.capture = Capture(
-            observed.tracker,
-            profilers=profilers,
-            max_seconds=30,
-            metadata={"run": "a run", "rank": 3, "world_size": 4},
-        )
+        self.capture = Capture(observed.tracker, profilers, Config(snapshot_max_seconds=30), ME)
         profilers.before_theirs = self.capture.give_way
 
     def arm(self, first: int, last: int) -> None:
-        self.watch = BudgetWatch(Budget.now(256 << 20, 1.0, ranks=1, shapes=False))
+        self.watch = BudgetWatch(Budget.now(Config(), 1))
         self.capture.arm(plan(first, last), self.watch)
 
     def outcome(self):

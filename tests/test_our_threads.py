@@ -275,7 +275,7 @@ written = []
 sys.addaudithook(lambda event, _: written.append(event) if event in {"os.putenv", "os.unsetenv"} else None)
 plan = SimpleNamespace(request=SimpleNamespace(reason="test"), first_step=1, last_step=2)
 for _ in range(2):
-    session = Session(plan, {"rank": 0, "world_size": 1})
+    session = Session(plan, SimpleNamespace(run="r", rank=0, world_size=1))
     session.prepare()
     session.start()
     torch.ones(3)

@@ -14,12 +14,14 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
+from telemetry.config import Config
 from telemetry.records import RECORDED
 from telemetry.snapshot import agree, command, control
 from telemetry.snapshot.agree import Agreement, Answer, InvalidMessageError, Plan, Request, Result
 from telemetry.snapshot.command import snapshot
 from telemetry.snapshot.control import StepWatch, Trigger
 from telemetry.util import files
+from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
 from tests.snapshot_recording import mark, marks
 
@@ -58,7 +60,8 @@ class Ranks:
     def rank(self, rank: int, folder=None, far: bool = False) -> Agreement:
         refuses = lambda _: self.refuses.get(rank)
         where = folder or self.folder
-        return Agreement(where, rank=rank, world_size=self.count, tick_seconds=1.0, refuses=refuses, far=lambda: far)
+        identity = Identity("r", rank, rank, self.count, "n", 1, "plain")
+        return Agreement(where, identity, 1.0, refuses=refuses, far=lambda: far)
 
     def ask(self, by: int = 0, kind: str = agree.COMMAND, rank: int | None = None, steps: int = 5) -> Request:
         self.clock.now += 0.001
@@ -336,7 +339,7 @@ CAUSE = "uneven_batches"
 
 
 def trigger(most: int = 3) -> Trigger:
-    return Trigger(settle_seconds=10, cooldown_seconds=100, max_snapshots=most)
+    return Trigger(Config(snapshot_settle_seconds=10, snapshot_cooldown_seconds=100, max_snapshots=most))
 
 
 def fired(one: Trigger, until: int, cause: str | None = CAUSE, since: int = 0) -> list[int]:

@@ -13,11 +13,12 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
+from telemetry.config import Config
 from telemetry.records import FAILED, OTHER, RECORDED, REFUSED, SKIPPED
 from telemetry.snapshot.budget import Budget
 from telemetry.snapshot.capture import Session
 from tests.data_sets import Numbers
-from tests.snapshot_recording import mark, marks, plan, train
+from tests.snapshot_recording import ME, mark, marks, plan, train
 
 CPU = [ProfilerActivity.CPU]
 
@@ -193,12 +194,12 @@ def lists_of_tensors() -> None:
 @pytest.mark.parametrize("work", [operators, lists_of_tensors])
 def test_a_trace_is_smaller_than_the_memory_that_its_budget_counts(tmp_path, work, shapes):
     """There must be room on the disk for that."""
-    session = Session(plan(1, 2), {"run": "a run", "rank": 0, "world_size": 1}, shapes=shapes)
+    session = Session(plan(1, 2), ME, shapes=shapes)
     session.prepare()
     session.start()
     work()
     session.stop().save(tmp_path / "trace.json")
-    budget = Budget.now(256 << 20, 1.0, ranks=1, shapes=shapes)
+    budget = Budget.now(Config(snapshot_shapes=shapes), 1)
     events = len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
     assert events >= 1000
     assert (tmp_path / "trace.json").stat().st_size < events * budget.trace_bytes / budget.operators

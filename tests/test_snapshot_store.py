@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from telemetry.config import Config
 from telemetry.snapshot import agree, store
 from telemetry.snapshot.agree import Plan, Request
 from telemetry.snapshot.store import MIN_FREE_BYTES, RankPart, StoreError, TraceStore, add_to_manifest, trace_name
@@ -50,7 +51,7 @@ def snapshots(tmp_path):
 @pytest.fixture
 def publish(snapshots):
     def published(trace, ranks=1, disk_bytes=MIB, **more):
-        one = TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=disk_bytes)
+        one = TraceStore(snapshots, "node", Config(snapshot_max_bytes=MIB, snapshot_disk_bytes=disk_bytes))
         return one.publish(trace, plan_of(ranks), NAME, most_bytes=MIB, **more)
 
     return published
@@ -209,7 +210,7 @@ def test_what_ended_processes_of_the_run_have_left_is_removed(snapshots):
     for owner in gone[2:]:  # of another machine or container: nobody knows, so they are removed after an hour
         os.utime(snapshots / f".partial-{owner}", (1e9, 1e9))
     (snapshots / "kept").mkdir()
-    TraceStore(snapshots, "node", max_bytes=MIB, disk_bytes=MIB).sweep()
+    TraceStore(snapshots, "node", Config()).sweep()
     assert sorted(os.listdir(snapshots)) == sorted([f".partial-{owner}" for owner in kept] + ["kept"])
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from telemetry.util.processes import Identity
+
 REQUEST: Final = "request"
 """The reason of a snapshot that a person requested. Otherwise the reason is the cause of a stall."""
 
@@ -115,7 +117,7 @@ class Answer(msgspec.Struct, frozen=True):
         steps: how many steps had ended.
         step_seconds: how long one step takes.
         at: when that was, Unix time.
-        hears: how late the rank may see a file, seconds.
+        hears: how late the rank may see a file, seconds. It needs three times this as notice.
     """
 
     rank: _Rank
@@ -227,17 +229,15 @@ class Agreement:
     def __init__(
         self,
         snapshots: Path,
-        *,
-        rank: int,
-        world_size: int,
+        identity: Identity,
         tick_seconds: float,
+        *,
         refuses: Callable[[Request], str | None],
         far: Callable[[], bool] = lambda: False,
     ) -> None:
         self._snapshots = snapshots
         self._files = RequestFolder(snapshots)
-        self.rank = rank
-        self.world_size = world_size
+        self.identity = identity
         self._tick = tick_seconds
         self._refuses = refuses
         self._far = far
@@ -278,7 +278,7 @@ class Agreement:
             elif asked < self._began - _CLOCK_SECONDS:
                 self._done.add(id_)  # of an earlier run in the same folder
             elif id_ not in self._done:
-                here = None if step_seconds is None else Answer(self.rank, steps, step_seconds, now, self._hears())
+                here = None if step_seconds is None else self._here(steps, step_seconds, now)
                 plan = self._follow(id_, names, here, waits=waits)
                 if plan is not None:
                     return plan
@@ -288,7 +288,7 @@ class Agreement:
     def report(self, plan: Plan, result: Result) -> None:
         """Write how a plan ended on this rank. The last rank to do so removes the request and the answers."""
         id_ = plan.request.id
-        self._files.write(id_, f"result-{self.rank}", result)
+        self._files.write(id_, f"result-{self.identity.rank}", result)
         names = self._files.scan().get(id_, set())
         if ranks_of("result", names) >= set(plan.ranks):
             self._files.remove(id_, ["request", *(f"answer-{rank}" for rank in ranks_of("answer", names))])
@@ -298,7 +298,7 @@ class Agreement:
             if "plan" in names:
                 self._done.add(id_)
                 plan = self._files.read(id_, "plan", Plan)
-                return plan if plan.request.rank in {None, self.rank} else None
+                return plan if plan.request.rank in {None, self.identity.rank} else None
             if "request" in names and here is not None:
                 return self._answer(self._files.read(id_, "request", Request), names, here, waits=waits)
         except FileNotFoundError:
@@ -319,14 +319,14 @@ class Agreement:
                 self._files.remove(id_, ["request"])
                 self._done.add(id_)
             return None
-        if request.rank not in {None, self.rank}:
+        if request.rank not in {None, self.identity.rank}:
             return None
         answered = ranks_of("answer", names)
-        if self.rank not in answered:
-            self._files.write(id_, f"answer-{self.rank}", here)
-        ranks = sorted({self.rank, *answered})
-        turn, since = ranks.index(self.rank), now - self._first_seen.setdefault(id_, now)
-        complete = len(ranks) >= (1 if request.rank is not None else self.world_size) and turn == 0
+        if self.identity.rank not in answered:
+            self._files.write(id_, f"answer-{self.identity.rank}", here)
+        ranks = sorted({self.identity.rank, *answered})
+        turn, since = ranks.index(self.identity.rank), now - self._first_seen.setdefault(id_, now)
+        complete = len(ranks) >= (1 if request.rank is not None else self.identity.world_size) and turn == 0
         if not complete and since < (_NOTICE_TICKS + 2 * turn) * here.hears:
             return None
         refused = self._refuses(request)
@@ -350,9 +350,9 @@ class Agreement:
             stamp_ms=int(now * 1000),
         )
 
-    def _hears(self) -> float:
-        """Seconds after which this rank has seen a new file. It needs three times this as notice."""
-        return max(self._tick, CACHED_SECONDS / _NOTICE_TICKS) if self._far() else self._tick
+    def _here(self, steps: int, step_seconds: float, now: float) -> Answer:
+        hears = max(self._tick, CACHED_SECONDS / _NOTICE_TICKS) if self._far() else self._tick
+        return Answer(self.identity.rank, steps, step_seconds, now, hears)
 
 
 def first_step(answers: list[Answer], now: float) -> int:

@@ -24,12 +24,15 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.sources.cgroup import MemoryLimits
 from telemetry.util.clock import NS, process_time_ns, thread_time
 from telemetry.util.files import read_small
 from telemetry.util.threads import Wake
+
+if TYPE_CHECKING:
+    from telemetry.config import Config
 
 _OPERATOR_BYTES: Final = 2048
 """Memory of an operator that is recorded, expanded and saved. Measured (`benchmarks.snapshot_budget`): 1.8 kB."""
@@ -86,16 +89,10 @@ class Budget:
     recorded_bytes: float
 
     @classmethod
-    def now(cls, memory_bytes: int, pause_seconds: float, *, ranks: int, shapes: bool) -> Budget:
-        """The budget by two settings and the memory that is free now.
-
-        Args:
-            memory_bytes: the setting ``snapshot_memory_bytes``.
-            pause_seconds: the setting ``snapshot_pause_seconds``.
-            ranks: ranks of this node, which record at the same time.
-            shapes: whether the shapes of inputs are recorded.
-        """
-        times = (_TIMES_WITH_SHAPES if shapes else 1.0) * (_TIMES_ON_GPU if on_gpu() else 1.0)
+    def now(cls, config: Config, ranks: int) -> Budget:
+        """The budget by the settings and the memory that is free now, for so many ranks of this node at once."""
+        memory_bytes, pause_seconds = config.snapshot_memory_bytes, config.snapshot_pause_seconds
+        times = (_TIMES_WITH_SHAPES if config.snapshot_shapes else 1.0) * (_TIMES_ON_GPU if on_gpu() else 1.0)
         limit = "(snapshot_memory_bytes)"
         free = free_memory()
         if free is not None and free // (_SHARE * ranks) < memory_bytes:

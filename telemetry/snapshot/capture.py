@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from telemetry.config import Config
     from telemetry.hooks.profilers import ProfilerWatch
     from telemetry.hooks.tracker import StepTracker
     from telemetry.snapshot.agree import Plan
     from telemetry.snapshot.budget import BudgetWatch
+    from telemetry.util.processes import Identity
 
 _PLAIN: Final = dict.fromkeys(range(32), " ") | {ord('"'): "'", ord("\\"): "/"}
 """Torch writes the names of ranges into its JSON as they are (2.13): a quotation mark made the file unreadable."""
@@ -104,12 +106,12 @@ class Session:
 
     Args:
         plan: which steps are recorded, and why.
-        metadata: written into the trace; it has at least ``rank`` and ``world_size``.
+        identity: of this rank; written into the trace.
         shapes: whether the shapes of the operators' inputs are recorded. Floating-point operations are counted from
             them; torch's own count (``with_flops``) is not in the file that it exports.
     """
 
-    def __init__(self, plan: Plan, metadata: dict[str, Any], *, shapes: bool = False) -> None:
+    def __init__(self, plan: Plan, identity: Identity, *, shapes: bool = False) -> None:
         from torch.profiler import ProfilerActivity
         from torch.profiler.profiler import _KinetoProfile
 
@@ -122,10 +124,11 @@ class Session:
         self._start_imports_inductor = not hasattr(self._profiler, "has_cudagraphs")
         self._may_be_prepared = False  # and not started
         if self._profiler._get_distributed_info() is None:  # without a process group torch does not name the rank
-            ranks = {"backend": "none", "rank": metadata["rank"], "world_size": metadata["world_size"]}
+            ranks = {"backend": "none", "rank": identity.rank, "world_size": identity.world_size}
             self._profiler.preset_metadata_json("distributedInfo", json.dumps(ranks))
+        about = {"run": identity.run, "rank": identity.rank, "world_size": identity.world_size}
         steps = {"reason": plan.request.reason, "first_step": plan.first_step, "last_step": plan.last_step}
-        self._profiler.preset_metadata_json("telemetry", json.dumps(metadata | steps))
+        self._profiler.preset_metadata_json("telemetry", json.dumps(about | steps))
 
     def prepare(self) -> None:
         """Do the slow part of a start. It is slowest on a GPU, where tracing has to warm up."""
@@ -239,29 +242,16 @@ class Capture:
     The agent thread calls `arm`, `hold`, `take`, `end` and `drop`. The training thread calls `boundary` and
     `interrupt`. The thread that starts a profiler of the user's calls `give_way`.
 
-    Args:
-        max_seconds: a recording that takes longer is stopped at the next boundary.
-        metadata: written into each trace; it has at least ``rank`` and ``world_size``.
-        shapes: see `Session`.
-
     Attributes:
-        metadata: as above; replaced as a whole if the rank becomes known later.
+        identity: of this rank; replaced if the rank becomes known later.
         when_over: called once, on the training thread, after a session that outlived the agent has ended.
         abandoned: whether a session of ours could not be ended. Then no other is started.
     """
 
-    def __init__(
-        self,
-        hooks: StepTracker,
-        *,
-        profilers: ProfilerWatch,
-        max_seconds: float,
-        metadata: dict[str, Any],
-        shapes: bool = False,
-    ) -> None:
-        self._hooks, self._profilers, self._shapes = hooks, profilers, shapes
-        self._most_ns = int(max_seconds * NS)
-        self.metadata = metadata
+    def __init__(self, hooks: StepTracker, profilers: ProfilerWatch, config: Config, identity: Identity) -> None:
+        self._hooks, self._profilers, self._shapes = hooks, profilers, config.snapshot_shapes
+        self._most_ns = int(config.snapshot_max_seconds * NS)
+        self.identity = identity
         self._plan: Plan | None = None
         self._watch: BudgetWatch  # of the plan
         self._last_step = 0  # the last step that fits into the budget
@@ -393,7 +383,7 @@ class Capture:
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
-            session = self._session = Session(plan, self.metadata, shapes=self._shapes)
+            session = self._session = Session(plan, self.identity, shapes=self._shapes)
             atexit.register(self._exit)
             with self._profilers.ours():
                 session.prepare()

@@ -79,20 +79,13 @@ _LONG_SECONDS: Final = 3600.0
 class Trigger:
     """One rank's policy. It reads no clock.
 
-    Args:
-        settle_seconds: how long a stall must last before it triggers a snapshot.
-        cooldown_seconds: least time between two snapshots that stalls trigger.
-        max_snapshots: how many one run may take.
-
     Attributes:
         taken: snapshots so far, with those that failed on this rank.
         off: why this run takes no more snapshots; None if it may.
     """
 
-    def __init__(self, *, settle_seconds: float, cooldown_seconds: float, max_snapshots: int) -> None:
-        self._settle = settle_seconds
-        self._cooldown = cooldown_seconds
-        self._max = max_snapshots
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._stall_since: float | None = None
         self._fired = False
         self._last: float | None = None
@@ -116,7 +109,7 @@ class Trigger:
             self._stall_since = now
         held = now - self._stall_since
         # A rank that waits for a straggler waits longer: the straggler's own snapshot shows the reason.
-        settle = self._settle * (2 if cause == "straggler" else 1)
+        settle = self._config.snapshot_settle_seconds * (2 if cause == "straggler" else 1)
         if self._fired or held < settle or self.refuses(now, agree.STALL) is not None:
             return False
         self._fired = True
@@ -126,11 +119,12 @@ class Trigger:
         """Why a request is refused; None if it is not. The cooldown holds for stalls, not for a person's request."""
         if self.off is not None:
             return self.off
-        if self.taken >= self._max:
-            return f"this run has taken its max_snapshots = {self._max}"
-        if kind == agree.STALL and self._last is not None and now - self._last < self._cooldown:
-            left = self._cooldown - (now - self._last)
-            return f"the cooldown since the last snapshot has {left:.0f} s to go"
+        if self.taken >= self._config.max_snapshots:
+            return f"this run has taken its max_snapshots = {self._config.max_snapshots}"
+        if kind == agree.STALL and self._last is not None:
+            left = self._last + self._config.snapshot_cooldown_seconds - now
+            if left > 0:
+                return f"the cooldown since the last snapshot has {left:.0f} s to go"
         return None
 
     def took(self, now: float) -> None:
@@ -299,34 +293,18 @@ class SnapshotControl:
         self._board = board
         self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
         self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
-        self._trigger = Trigger(
-            settle_seconds=config.snapshot_settle_seconds,
-            cooldown_seconds=config.snapshot_cooldown_seconds,
-            max_snapshots=config.max_snapshots,
-        )
+        self._trigger = Trigger(config)
         self._watch = StepWatch()
         self._agreement = Agreement(
             self._folder,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            tick_seconds=config.interval_seconds,
+            identity,
+            config.interval_seconds,
             refuses=lambda request: self._trigger.refuses(now_ns() / NS, request.kind),
             far=lambda: ranks_elsewhere() and caches_folders(self._folder),
         )
-        self._capture = Capture(
-            tracker,
-            profilers=profilers,
-            max_seconds=config.snapshot_max_seconds,
-            metadata={"run": identity.run, "rank": identity.rank, "world_size": identity.world_size},
-            shapes=config.snapshot_shapes,
-        )
+        self._capture = Capture(tracker, profilers, config, identity)
         profilers.before_theirs = self._capture.give_way
-        self._store = TraceStore(
-            self._folder,
-            slug(identity.node),
-            max_bytes=config.snapshot_max_bytes,
-            disk_bytes=config.snapshot_disk_bytes,
-        )
+        self._store = TraceStore(self._folder, slug(identity.node), config)
         self._export: _Export | None = None  # from a plan until its outcome is counted
         self._usable = False
 
@@ -348,9 +326,7 @@ class SnapshotControl:
 
     def adopt(self, identity: Identity) -> None:
         """Use another rank: the rank of this process has become known or has changed. Called on the agent thread."""
-        self._identity = identity
-        self._agreement.rank, self._agreement.world_size = identity.rank, identity.world_size
-        self._capture.metadata = self._capture.metadata | {"rank": identity.rank, "world_size": identity.world_size}
+        self._identity = self._agreement.identity = self._capture.identity = identity
 
     def request(self, rank: int | None, steps: int | None) -> bool:
         """Request a snapshot from this process. Can be called on any thread; the next tick handles it."""
@@ -446,14 +422,8 @@ class SnapshotControl:
         elif self._capture.abandoned:
             self._conclude(Outcome(plan, REFUSED, "a recording could not be ended; there will be no other one"))
         else:
-            config = self._config
-            budget = Budget.now(
-                config.snapshot_memory_bytes,
-                config.snapshot_pause_seconds,
-                ranks=max(1, self._board.live_ranks()) if self._board is not None else 1,
-                shapes=config.snapshot_shapes,
-            )
-            watch = BudgetWatch(budget)
+            ranks = max(1, self._board.live_ranks()) if self._board is not None else 1
+            watch = BudgetWatch(Budget.now(self._config, ranks))
             try:
                 self._export = _Export(self, watch)
             except RuntimeError as error:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from telemetry.config import Config
     from telemetry.hooks.worker_block import WorkerCounters
     from telemetry.snapshot.agree import Plan
     from telemetry.snapshot.capture import RecordedTrace
@@ -100,14 +101,12 @@ class TraceStore:
     Args:
         snapshots: the folder ``RUN_DIR/snapshots``.
         host: name of the node, as it may stand in the name of a file.
-        max_bytes: limit of one trace, uncompressed.
-        disk_bytes: limit of all snapshots of the run, on disk.
     """
 
-    def __init__(self, snapshots: Path, host: str, *, max_bytes: int, disk_bytes: int) -> None:
+    def __init__(self, snapshots: Path, host: str, config: Config) -> None:
         self._snapshots = snapshots
-        self._max_bytes = max_bytes
-        self._disk_bytes = disk_bytes
+        self._max_bytes = config.snapshot_max_bytes
+        self._disk_bytes = config.snapshot_disk_bytes
         # Two containers on a node may both have a process 7, and a later process may have the same pid.
         namespace, pid = pid_namespace(), os.getpid()
         self._work = snapshots / f"{_PARTIAL}{host}-{namespace}-{pid}-{start_ticks(pid)}"

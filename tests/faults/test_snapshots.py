@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from telemetry.cli import main
+from telemetry.config import Config
 from telemetry.snapshot import budget
 from tests.faults.memory_group import MIB
 from tests.faults.processes import end_of, events, mounting, python, quiet, run, tmpfs, told, wait_for, write
@@ -37,10 +38,12 @@ def whole(path) -> bool:
 
 CYCLES = """
 from torch import nn
+from telemetry.config import Config
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.util import threads as own_threads
+from telemetry.util.processes import Identity
 from telemetry.snapshot import agree
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
@@ -49,8 +52,9 @@ from telemetry.snapshot.store import TraceStore
 tracker = StepTracker(Ring())
 attachment = Attachment(tracker, print)
 attachment.attach()
-capture = Capture(tracker, profilers=attachment.profilers, max_seconds=9, metadata={"rank": 0, "world_size": 1})
-trace_store = TraceStore(Path("run/snapshots"), "node", max_bytes=1 << 28, disk_bytes=1 << 18)
+config = Config(snapshot_disk_bytes=1 << 18)
+capture = Capture(tracker, attachment.profilers, config, Identity("r", 0, 0, 1, "n", 1, "plain"))
+trace_store = TraceStore(Path("run/snapshots"), "node", config)
 layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
 iterator = iter(DataLoader(Ones(), batch_size=4))
 
@@ -68,7 +72,7 @@ grown, before = [], threads_now()
 for cycle in range(100):
     now = tracker.ring.closed
     request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, 3, "a test")
-    watch = BudgetWatch(Budget.now(256 << 20, 1.0, ranks=1, shapes=False))
+    watch = BudgetWatch(Budget.now(config, 1))
     capture.arm(agree.Plan(request, None, now + 4, now + 6, (0,), f"request-step{now + 4}", 1), watch)
     for _ in range(8):
         layers(next(iterator)).sum().backward()
@@ -427,7 +431,7 @@ def test_steps_of_too_many_operators_are_not_recorded(tmp_path, operators, grows
 
 def test_ranks_share_a_part_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(budget, "free_memory", lambda: 1 << 30)
-    alone, eight = (budget.Budget.now(256 * MIB, 1.0, ranks=ranks, shapes=False) for ranks in (1, 8))
+    alone, eight = (budget.Budget.now(Config(), ranks) for ranks in (1, 8))
     assert (alone.memory_bytes, eight.memory_bytes) == (256 * MIB, 32 * MIB)
     assert eight.operators == 32 * MIB // 2048 < alone.operators
     assert "32 MiB of memory, this rank's share of what is free" in eight.too_many
@@ -475,6 +479,7 @@ def test_a_kill_at_any_stage_publishes_nothing_and_is_cleared_up(tmp_path, stage
 FULL = """
 import os, shutil
 from pathlib import Path
+from telemetry.config import Config
 from telemetry.snapshot import agree, store
 from tests.faults.inside import tell
 
@@ -510,7 +515,7 @@ request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, 5, "a
 plan = agree.Plan(request, None, 5, 9, (0,), "request-step5", 1)
 for pages in range(40):
     fill(pages)
-    trace_store = store.TraceStore(here, "node", max_bytes=1 << 20, disk_bytes=1 << 20)
+    trace_store = store.TraceStore(here, "node", Config(snapshot_max_bytes=1 << 20, snapshot_disk_bytes=1 << 20))
     try:
         trace_store.publish(Trace(), plan, "rank-0.gz", most_bytes=1 << 20)
         outcomes.append("kept")
