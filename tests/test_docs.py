@@ -280,6 +280,11 @@ def test_the_cost_of_snapshots():
     assert f"takes {shapes.split()[0]} instead of {recorded.split(' (')[0]}" in page
 
 
+def test_the_series_of_a_node():
+    ((*_, note),) = rows("overhead-amd-epyc-2-cores", "| GET /metrics |")
+    assert f"{int(note.split()[0]):,} series for 8 ranks" in said("docs/production.md")
+
+
 def test_the_cost_of_the_html_report():
     (path,) = RESULTS.glob("html-report-*.json")
     week = [row for row in json.loads(text_of(path))["rows"] if row["section"] == "a week of 64 ranks"]
