@@ -36,7 +36,7 @@ def busy(rounds: int) -> int:
 
 
 class Kind(Dataset):  # type: ignore[misc]
-    """Batches of `item`. Each is (seconds of the hot line, seconds of all, seconds of the second line)."""
+    """Batches of a hot line and the rest. Each is (seconds of the hot line, of all, of the second line)."""
 
     workers = 1
     start_method = "fork"
@@ -53,67 +53,54 @@ class Kind(Dataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> torch.Tensor:
         began = clock()
-        spent = self.item(index)
+        if not self.without:
+            self.hot()
+        spent = clock() - began
+        self.rest()
         return torch.tensor([spent, clock() - began, self.second], dtype=torch.float64)
 
-    def item(self, index: int) -> float:
-        """Make a batch. Returns the seconds of the hot line."""
-        raise NotImplementedError
+    def hot(self) -> None:
+        """The hot line."""
+
+    def rest(self) -> None:
+        """The rest of a batch."""
+        quiet(15)
 
 
 class PythonLoop(Kind):
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            sum(number * number % 7 for number in range(600_000))  # hot: python_loop
-        spent = clock() - began
-        quiet(15)
-        return spent
+    def hot(self) -> None:
+        sum(number * number % 7 for number in range(600_000))  # hot: python_loop
 
 
 class Spawned(Kind):
     start_method = "spawn"
 
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            sum(number * number % 7 for number in range(600_000))  # hot: spawn
-        spent = clock() - began
-        quiet(15)
-        return spent
+    def hot(self) -> None:
+        sum(number * number % 7 for number in range(600_000))  # hot: spawn
 
 
 class ForkServer(Kind):
     start_method = "forkserver"
 
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            sorted(NUMBERS)  # hot: forkserver
-        spent = clock() - began
-        quiet(15)
-        return spent
+    def hot(self) -> None:
+        sorted(NUMBERS)  # hot: forkserver
 
 
 class HoldsTheGil(Kind):
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            sorted(NUMBERS)  # hot: c_holds_gil
-        spent = clock() - began
+    def hot(self) -> None:
+        sorted(NUMBERS)  # hot: c_holds_gil
+
+    def rest(self) -> None:
         busy(200_000)
         quiet(5)
-        return spent
 
 
 class ReleasesTheGil(Kind):
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            zlib.compress(NOISE, 6)  # hot: c_releases_gil
-        spent = clock() - began
+    def hot(self) -> None:
+        zlib.compress(NOISE, 6)  # hot: c_releases_gil
+
+    def rest(self) -> None:
         busy(200_000)
-        return spent
 
 
 def _storage(connection: Any) -> None:
@@ -129,15 +116,12 @@ class BlockingRead(Kind):
         self.near, far = multiprocessing.Pipe()
         multiprocessing.Process(target=_storage, args=(far,), daemon=True).start()
 
-    def item(self, index: int) -> float:
-        if not self.without:
-            self.near.send(index)
-        began = clock()
-        if not self.without:
-            self.near.recv()  # hot: read
-        spent = clock() - began
+    def hot(self) -> None:
+        self.near.send(0)
+        self.near.recv()  # hot: read
+
+    def rest(self) -> None:
         busy(120_000)
-        return spent
 
 
 def _holder(lock: Any) -> None:
@@ -153,24 +137,17 @@ class Locked(Kind):
         self.lock = multiprocessing.Lock()
         multiprocessing.Process(target=_holder, args=(self.lock,), daemon=True).start()
 
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            self.lock.acquire()  # hot: lock
-            self.lock.release()
-        spent = clock() - began
+    def hot(self) -> None:
+        self.lock.acquire()  # hot: lock
+        self.lock.release()
+
+    def rest(self) -> None:
         busy(80_000)
-        return spent
 
 
 class Helper(Kind):
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            hot_helpers.prepare(NOISE)
-        spent = clock() - began
-        quiet(15)
-        return spent
+    def hot(self) -> None:
+        hot_helpers.prepare(NOISE)
 
 
 def slow_collate(items: list[torch.Tensor]) -> torch.Tensor:
@@ -188,9 +165,8 @@ class Collate(Kind):
     batch_size = 4
     collate = staticmethod(slow_collate)
 
-    def item(self, index: int) -> float:
+    def rest(self) -> None:
         busy(50_000)
-        return 0.0
 
 
 class MainCollate(Collate):
@@ -200,25 +176,18 @@ class MainCollate(Collate):
 class MainProcess(Kind):
     workers = 0
 
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            sum(number * number % 7 for number in range(600_000))  # hot: main_process
-        spent = clock() - began
-        quiet(15)
-        return spent
+    def hot(self) -> None:
+        sum(number * number % 7 for number in range(600_000))  # hot: main_process
 
 
 class MainRead(Kind):
     workers = 0
 
-    def item(self, index: int) -> float:
-        began = clock()
-        if not self.without:
-            time.sleep(0.03)  # hot: main_wait
-        spent = clock() - began
+    def hot(self) -> None:
+        time.sleep(0.03)  # hot: main_wait
+
+    def rest(self) -> None:
         busy(120_000)
-        return spent
 
 
 class Split(Kind):
@@ -227,18 +196,17 @@ class Split(Kind):
     packed = zlib.compress(NOISE[:140_000])
     picture = torch.rand(3, 200, 200)
 
-    def item(self, index: int) -> float:
-        torch.set_num_threads(1)
-        began = clock()
-        end = began if self.without else began + 0.028
+    def hot(self) -> None:
+        end = clock() + 0.028
         while clock() < end:
             zlib.decompress(self.packed)  # hot: split
-        spent = clock() - began
-        end = clock() + 0.012
-        while clock() < end:
+
+    def rest(self) -> None:
+        torch.set_num_threads(1)
+        began = clock()
+        while clock() < began + 0.012:
             self.picture.flip(-1)  # second: split
-        self.second = clock() - began - spent
-        return spent
+        self.second = clock() - began
 
 
 class SlowSampler(Sampler):  # type: ignore[misc]
@@ -262,17 +230,12 @@ class SlowSampler(Sampler):  # type: ignore[misc]
 
 
 class Sampled(Kind):
-    workers = 1
-
-    def item(self, index: int) -> float:
-        return 0.0
+    def rest(self) -> None:
+        pass
 
 
-class Stepping(Kind):
+class Stepping(Sampled):
     workers = 0
-
-    def item(self, index: int) -> float:
-        return 0.0
 
 
 KINDS: dict[str, type[Kind]] = {
