@@ -315,34 +315,42 @@ def sampled(*lines: tuple[int, int, int, int]) -> dict[int, int]:
     return {spot.line: wall // MS for (spot,), (wall, *_) in profile.times.items()}
 
 
-def test_a_line_that_waits_gives_late_samples_back_to_the_call():
-    """A call of 24 ms, and then 15 ms of sleep. Another thread got the GIL first in a third of the cases."""
-    assert sampled((1, 10, 100, 13), (2, 90, 50, 13)) == {1: 10 * 10 + 150 * 23, 2: 900}
+# The call of line 1 takes 24 ms. Late samples of other lines count for it where they may have waited for it.
+LATE = {
+    "a line that waits, 15 ms: another thread got the GIL first in a third of the cases": (
+        ((1, 10, 100, 13), (2, 90, 50, 13)),
+        {1: 10 * 10 + 150 * 23, 2: 900},
+    ),
+    "two calls get their parts": (
+        ((1, 5, 60, 13), (2, 3, 30, 13), (3, 200, 30, 13)),
+        {1: 50 + 80 * 23, 2: 30 + 40 * 23, 3: 2000},
+    ),
+    "the next line of the function: the first at which Python looks whether another thread waits": (
+        ((1, 5, 100, 13), (2, 1, 20, 13), (3, 50, 0, 0)),
+        {1: 50 + 120 * 23, 2: 10, 3: 500},
+    ),
+    "the next line is a shorter call": (
+        ((1, 5, 100, 13), (2, 10, 20, 4)),
+        {1: 50 + 100 * 23, 2: 100 + 20 * 14},
+    ),
+    "the next line is mostly a little late, and at times as late as the call": (
+        ((1, 1, 60, 18), (2, 2, 2, 18), (2, 0, 4, 2)),
+        {1: 10 + 62 * 28, 2: 20 + 4 * 12},
+    ),
+    "the next line is a shorter call, some of whose samples are as late: nothing tells whose they are": (
+        ((1, 1, 60, 18), (2, 1, 2, 18), (2, 0, 20, 6)),
+        {1: 10 + 60 * 28, 2: 10 + 2 * 28 + 20 * 16},
+    ),
+    "Python code that is late since others wait, too": (
+        ((1, 5, 60, 13), (2, 100, 30, 2)),
+        {1: 50 + 60 * 23, 2: 1000 + 30 * 12},
+    ),
+}  # fmt: skip
 
 
-def test_two_calls_that_hold_the_gil_get_their_parts():
-    assert sampled((1, 5, 60, 13), (2, 3, 30, 13), (3, 200, 30, 13)) == {1: 50 + 80 * 23, 2: 30 + 40 * 23, 3: 2000}
-
-
-def test_the_next_line_of_the_function_is_no_call_that_holds_it():
-    """It is the first at which Python looks whether another thread waits."""
-    assert sampled((1, 5, 100, 13), (2, 1, 20, 13), (3, 50, 0, 0)) == {1: 50 + 120 * 23, 2: 10, 3: 500}
-    shorter_call = ((1, 5, 100, 13), (2, 10, 20, 4))
-    assert sampled(*shorter_call) == {1: 50 + 100 * 23, 2: 100 + 20 * 14}
-
-
-def test_the_next_line_may_have_waited_for_others_as_well():
-    """Most of its late samples are a little late, and some as late as the call."""
-    assert sampled((1, 1, 60, 18), (2, 2, 2, 18), (2, 0, 4, 2)) == {1: 10 + 62 * 28, 2: 20 + 4 * 12}
-
-
-def test_the_next_line_may_be_a_shorter_call():
-    """Then its longest samples stay there: nothing tells whose they are."""
-    assert sampled((1, 1, 60, 18), (2, 1, 2, 18), (2, 0, 20, 6)) == {1: 10 + 60 * 28, 2: 10 + 2 * 28 + 20 * 16}
-
-
-def test_python_code_that_is_late_since_others_wait_too_keeps_its_samples():
-    assert sampled((1, 5, 60, 13), (2, 100, 30, 2)) == {1: 50 + 60 * 23, 2: 1000 + 30 * 12}
+@pytest.mark.parametrize(("lines", "expected"), LATE.values(), ids=LATE)
+def test_late_samples_count_for_the_call_that_held_the_gil(lines, expected):
+    assert sampled(*lines) == expected
 
 
 @pytest.mark.parametrize("lines", [((1, 100, 20, 5), (2, 90, 50, 13)), ((1, 100, 0, 0), (2, 90, 2, 13))])
@@ -388,29 +396,25 @@ def in_turns(*lines: tuple[int, int, int], on_core: float = 0.5) -> dict[int, in
     return {spot.line: wall // MS for (spot,), (wall, *_) in samples.profile().times.items()}
 
 
-def test_samples_that_waited_count_for_the_code_that_made_them_wait():
-    """Lines 1 and 2 are Python code, line 3 is a read behind them."""
-    assert in_turns((1, 0, 30), (2, 1, 10), (3, 100, 8)) == {1: 300 + 60, 2: 110 + 20, 3: 1000}
+# Line 1 is Python code, the last line a read behind it.
+TURNS = {
+    "for the code that made them wait": (((1, 0, 30), (2, 1, 10), (3, 100, 8)), {1: 300 + 60, 2: 110 + 20, 3: 1000}),
+    "at most half of its time": (((1, 0, 10), (2, 100, 20)), {1: 150, 2: 1150}),
+    "at most half of its time, of each": (((1, 0, 10), (2, 0, 90), (3, 400, 90)), {1: 150, 2: 1350, 3: 4900 - 500}),
+    "not if both hold the GIL at times": (((1, 0, 30), (2, 100, 40)), {1: 300, 2: 1400}),
+    "not if neither holds it most of the time": (((1, 20, 10), (2, 100, 8)), {1: 300, 2: 1080}),
+    "not from too few samples": (((1, 0, 3), (2, 100, 8)), {1: 30, 2: 1080}),
+}
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [((1, 0, 30), (2, 100, 40)), ((1, 20, 10), (2, 100, 8)), ((1, 0, 3), (2, 100, 8))],
-    ids=["both hold the GIL at times", "neither holds it most of the time", "too few samples"],
-)
-def test_else_samples_that_waited_stay_where_they_are(lines):
-    assert in_turns(*lines) == {line: GAP_MS * (free + waited) for line, free, waited in lines}
+@pytest.mark.parametrize(("lines", "expected"), TURNS.values(), ids=TURNS)
+def test_samples_that_waited_their_turn_count(lines, expected):
+    assert in_turns(*lines) == expected
 
 
 def test_code_that_is_not_on_a_core_does_not_hold_the_gil():
     """It waits, perhaps for the thread that does."""
     assert in_turns((1, 0, 30), (2, 100, 8), on_core=0.1) == {1: 300, 2: 1080}
-
-
-def test_code_gets_at_most_half_of_its_time_back():
-    """Then another thread may be what the samples waited for."""
-    assert in_turns((1, 0, 10), (2, 100, 20)) == {1: 150, 2: 1150}
-    assert in_turns((1, 0, 10), (2, 0, 90), (3, 400, 90)) == {1: 150, 2: 1350, 3: 4900 - 500}
 
 
 def test_a_line_that_waits_for_who_holds_the_gil_does_not_hold_it():

@@ -5,13 +5,13 @@ The agent thread takes the samples. One of the training thread holds the GIL for
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
 from telemetry.sources.proc import is_running
+from telemetry.sources.stacks import collective_in, in_backward
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.gil import restore_switch_interval, shorten_switch_interval
 from telemetry.util.sampling import SampleTimes, StackProfile, fetch_part
@@ -98,15 +98,6 @@ class LineSampler:
             self.profiles.setdefault(kind, StackProfile()).add(stack, wall_ns, wall_ns, samples)
 
 
-_BACKWARD: Final = f"{os.sep}torch{os.sep}autograd{os.sep}graph.py"
-_TOGETHER: Final = (
-    f"{os.sep}torch{os.sep}distributed{os.sep}",
-    f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}distributed.py",
-    _BACKWARD,
-)
-"""Innermost frames in which ranks wait for one another: a collective, DDP, or the backward pass, which reduces."""
-
-
 @dataclass(frozen=True, slots=True)
 class ThreadSamples:
     """The samples since the last call.
@@ -140,8 +131,8 @@ class ThreadSampler:
         if not stack:
             return
         self._samples += 1
-        file = stack[0].file
-        if any(part in file for part in _TOGETHER) and not (_BACKWARD in file and _is_on_a_core(tracker)):
+        # In a collective, DDP, or the backward pass, which reduces, ranks wait for one another.
+        if collective_in(stack) is not None and not (in_backward(stack) and _is_on_a_core(tracker)):
             self._in_sync += 1
             return
         own = users_spot(stack)
