@@ -133,10 +133,10 @@ def test_a_checkpoint_step_begun_before_the_window_is_not_compared():
 def test_a_rare_checkpoint_takes_what_the_first_ones_did():
     """0.3 s each, five to a second of compute: 29 times less often they take a twentieth, if they take no longer."""
     part = a_slice(seconds=2.5, compute=1.0, checkpoint=1.5, steps=50, checkpoint_steps=5)
-    alike = advise("checkpoint", evidence_over([part], first_checkpoint_seconds=0.3))[0]
+    alike = advise("checkpoint", evidence_over([part], early_checkpoint_seconds=0.3))[0]
     assert alike.predicted_speedup == pytest.approx(2.5 / (1 + 1.5 / 29), rel=0.01)
     assert "first of them" not in alike.because
-    longer = advise("checkpoint", evidence_over([part], first_checkpoint_seconds=1.2))[0]
+    longer = advise("checkpoint", evidence_over([part], early_checkpoint_seconds=1.2))[0]
     assert (longer.value, longer.action) == (alike.value, alike.action)
     assert longer.predicted_speedup == pytest.approx(2.5 / (1 + 5 * 1.2 / 29), rel=0.01)
     assert "the first of them took 1.2 s each" in longer.because

@@ -269,12 +269,12 @@ def test_a_sampler_at_epoch_starts_is_judged_from_one_to_the_next():
         for part in (boundary, a_slice(compute=1.0)):
             tick = next_tick(tick.totals, part)
             recurring.add(tick)
-    ratios = {"boundary_ratio": pytest.approx(0.45), "sampler_boundary_ratio": pytest.approx(0.4)}
+    ratios = {"edge_share": pytest.approx(0.45), "edge_share_of_sampler": pytest.approx(0.4)}
     assert {name: getattr(recurring.costs, name) for name in ratios} == ratios
     evidence = evidence_over(
         [with_workers(compute=1.0, **IDLE_WORKERS)],
-        boundary_ratio=recurring.costs.boundary_ratio,
-        sampler_boundary_ratio=0.4,
+        edge_share=recurring.costs.edge_share,
+        edge_share_of_sampler=0.4,
     )
     assert costs(evidence) == {
         "loader_on_training_thread": pytest.approx(0.4),

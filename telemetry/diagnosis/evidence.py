@@ -250,16 +250,16 @@ class RecurringCosts:
     Attributes:
         checkpoint_interval_seconds: training time, with checkpoints, between the newest checkpoint and the one before
             it, or the start.
-        first_checkpoint_seconds: mean time of the first checkpoints; 0.0 before there are any.
-        boundary_ratio: share of the loop spent in waits at epoch boundaries: the lower value of the newest two epochs.
+        early_checkpoint_seconds: mean time of the first checkpoints; 0.0 before there are any.
+        edge_share: share of the loop spent in waits at epoch boundaries: the lower value of the newest two epochs.
             0.0 before two epochs have ended, and if the current epoch is much longer than they were.
-        sampler_boundary_ratio: the part of it that the training thread has spent in the sampler.
+        edge_share_of_sampler: the part of it that the training thread has spent in the sampler.
     """
 
     checkpoint_interval_seconds: float = 0.0
-    first_checkpoint_seconds: float = 0.0
-    boundary_ratio: float = 0.0
-    sampler_boundary_ratio: float = 0.0
+    early_checkpoint_seconds: float = 0.0
+    edge_share: float = 0.0
+    edge_share_of_sampler: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,11 +397,11 @@ def aggregate(
         edge_wait_seconds=epochs.boundary_wait_seconds,
         # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
         around_edges_seconds=max(0.0, min(mid_epoch, epochs.near_boundary_wait_seconds)),
-        edge_share=recurring.boundary_ratio,
+        edge_share=recurring.edge_share,
         checkpoint_seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),
         checkpoints=checkpoints,
         checkpoint_interval_seconds=recurring.checkpoint_interval_seconds if checkpoints < 2 else 0.0,
-        early_checkpoint_seconds=recurring.first_checkpoint_seconds,
+        early_checkpoint_seconds=recurring.early_checkpoint_seconds,
         around_checkpoints_seconds=around_checkpoints,
         garbage_seconds=garbage.seconds,
         garbage_wait_seconds=garbage.wait_seconds,
@@ -422,7 +422,7 @@ def aggregate(
         slack_seconds=workers.slack_seconds.mean,
         sampler_seconds=sampler,
         edge_sampler_seconds=timed.boundary_seconds,
-        edge_share_of_sampler=recurring.sampler_boundary_ratio,
+        edge_share_of_sampler=recurring.edge_share_of_sampler,
         sampler_cpu_ratio=_share(sampler_on_core, sampler_seconds),
         # Not the maximum: workers of an ended epoch may still exist when those of the next have begun.
         workers=max(by_count, key=lambda count: (by_count[count], count), default=0),
