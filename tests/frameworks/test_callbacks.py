@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
 from datetime import datetime
 
 import pytest
 
-from tests.frameworks.test_frameworks import REQUIRED, SCRIPTS, environment, result
+from tests.faults.processes import log_lines
+from tests.frameworks.test_frameworks import SCRIPTS, needs, result, start
 
 pytestmark = pytest.mark.frameworks
 
@@ -25,16 +22,6 @@ SANITY = {"lightning": 1, "pytorch_lightning": 1}
 """Evaluations of two batches before the training: 0.16 s."""
 
 
-def begin(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment() | {"TELEMETRY_LOG_INTERVAL_SECONDS": "0.2"},
-    )
-
-
 def at_time(text: str) -> datetime:
     return datetime.fromisoformat(text.removesuffix("Z"))
 
@@ -42,12 +29,11 @@ def at_time(text: str) -> datetime:
 @pytest.mark.parametrize("name", CASES)
 def test_callback(tmp_path, name):
     package, script, argument = CASES[name]
-    if importlib.util.find_spec(package) is None:
-        text = f"{package} is not installed: make test-frameworks installs it"
-        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    needs(package)
     command = [str(SCRIPTS / f"{script}.py"), argument]
-    attached = begin(["-m", "telemetry", "run", "--run-dir", str(tmp_path / "run"), *command])
-    bare = begin(command)
+    quick = {"TELEMETRY_LOG_INTERVAL_SECONDS": "0.2"}
+    attached = start(["-m", "telemetry", "run", "--run-dir", str(tmp_path / "run"), *command], **quick)
+    bare = start(command, **quick)
     seen, expected = result(attached), result(bare)
     assert seen["steps"] == expected["steps"] == STEPS
     with_figures = [row for row in seen["rows"] if "telemetry/steps_total" in row]
@@ -63,8 +49,7 @@ def test_callback(tmp_path, name):
         sorted(row) for row in expected["rows"] if row.keys() - {"step"}
     ], "the rows of the script are the same"
 
-    (log,) = (tmp_path / "run" / "logs").iterdir()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = log_lines(tmp_path / "run")
     (end,) = [line for line in lines if line["event"] == "run_end"]
     assert end["steps_total"] == STEPS, "no batch of an evaluation is taken for a step"
     assert end["samples_total"] == SAMPLES

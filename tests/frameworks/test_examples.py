@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from .test_frameworks import JUDGED, REQUIRED, ROOT
+from .test_frameworks import JUDGED, ROOT, needs
 
 OWN = {"loader_on_training_thread"}
 WORKERS = {"workers_cpu_bound", "workers_throttled", "worker_startup", "uneven_batches", "batch_transfer"}
@@ -48,9 +47,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_report_counts_what_the_script_counts(tmp_path, name):
     example = EXAMPLES[name]
-    if importlib.util.find_spec(example.package) is None:
-        text = f"{example.package} is not installed: make test-frameworks installs it"
-        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    needs(example.package)
     script = str(ROOT / "examples" / f"{name}.py")
     done = telemetry(tmp_path, "run", "--run-dir", "run", script, *example.arguments)
     steps, samples = map(int, re.search(r"^(\d+) steps, (\d+) samples$", done.stdout, re.MULTILINE).groups())

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import processes as faults
+
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("TELEMETRY_TEST_REQUIRE_FRAMEWORKS") == "1"
@@ -63,21 +65,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_framework(tmp_path, name):
     case = CASES[name]
-    if importlib.util.find_spec(case.package) is None:
-        text = f"{case.package} is not installed: make test-frameworks installs it"
-        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    needs(case.package)
     script = [str(SCRIPTS / f"{case.script}.py"), str(case.workers)]
     attached = start(["-m", "telemetry", "run", "--run-dir", str(tmp_path / "run"), *script])
     bare = start(script)
     seen, expected = result(attached), result(bare)
-    report = json.loads(
-        subprocess.run(
-            [sys.executable, "-m", "telemetry", "report", str(tmp_path / "run"), "--json"],
-            capture_output=True,
-            check=True,
-            env=environment(),
-        ).stdout
-    )
+    report = faults.report(tmp_path / "run")
     (rank,) = report["ranks"]
     assert seen == expected, "what the loop is given is the same, and nothing is left open from epoch to epoch"
     assert seen["steps"] == len(seen["batches"])
@@ -93,23 +86,23 @@ def test_framework(tmp_path, name):
     assert max(lost, key=lost.get) == case.cause, (report["verdict"], lost)
 
 
-def environment() -> dict[str, str]:
-    settings = {
-        "TELEMETRY_PORT": "off",
-        "TELEMETRY_INTERVAL_SECONDS": "0.1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    return os.environ | settings
+def needs(*packages: str) -> None:
+    """Skip the test without these packages, or fail it where none may be skipped."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        text = f"{', '.join(missing)}: make test-frameworks installs it"
+        pytest.fail(text) if REQUIRED else pytest.skip(text)
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
+def environment(**more: str) -> dict[str, str]:
+    settings = {"TELEMETRY_PORT": "off", "TELEMETRY_INTERVAL_SECONDS": "0.1", "OMP_NUM_THREADS": "1"}
+    return os.environ | settings | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | more
+
+
+def start(arguments: list[str], **variables: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
+        [sys.executable, *arguments], stdout=pipe, stderr=pipe, text=True, env=environment(**variables)
     )
 
 

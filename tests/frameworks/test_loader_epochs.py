@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
-from tests.frameworks.test_frameworks import REQUIRED
+from tests.frameworks.test_frameworks import needs
 from tests.loaders.framework_cases import CASES, PACKAGES
 from tests.loaders.observations import ATTACHED, BARE, observed
 
@@ -19,12 +17,6 @@ def observations(tmp_path_factory):
     return observed([GROUP], tmp_path_factory.mktemp("epochs"))
 
 
-def needs(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        text = f"{package} is not installed: make test-frameworks installs it"
-        pytest.fail(text) if REQUIRED else pytest.skip(text)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_loop_sees_the_same_in_every_epoch(case, request):
     needs(PACKAGES[CASES[case]])
@@ -35,8 +27,7 @@ def test_a_loop_sees_the_same_in_every_epoch(case, request):
 
 
 def test_nothing_fails_inside_and_stop_leaves_nothing(request):
-    for package in PACKAGES.values():
-        needs(package)
+    needs(*PACKAGES.values())
     observations = request.getfixturevalue("observations")
     bare, attached = (observations[GROUP, disabled] for disabled in (BARE, ATTACHED))
     assert attached["batches"] > 1000 > bare["batches"] == 0, "with the agent, and without it"

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-
 import pytest
 
-from .test_frameworks import REQUIRED, SCRIPTS, environment
+from tests.faults.processes import report
+
+from .test_frameworks import SCRIPTS, needs, start
 
 SAVED, LAST = 8, 16
 AHEAD = 1
 """accelerate reads one batch ahead. It is not trained if the loop ends before the loader does."""
-
-
-def run(*arguments: str, fails: bool = False) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment(), timeout=300)
-    assert (done.returncode != 0) == fails, done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.mark.frameworks
@@ -35,15 +26,14 @@ def run(*arguments: str, fails: bool = False) -> str:
     ids=["lightning", "transformers", "transformers, a stream", "accelerate", "safetensors"],
 )
 def test_a_framework_resumes_from_its_checkpoint(tmp_path, package, arguments, replays, ahead):
-    if importlib.util.find_spec(package) is None:
-        text = f"{package} is not installed: make test-frameworks installs it"
-        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    needs(package)
     run_dir, script = str(tmp_path / "run"), str(SCRIPTS / f"{package}_resume.py")
     command = ("-m", "telemetry", "run", "--run-dir", run_dir, script, str(tmp_path), *arguments)
-    run(*command, fails=True)
-    run(*command)
-    report = json.loads(run("-m", "telemetry", "report", run_dir, "--json"))
-    job = report["job"]
+    for status in (1, 0):
+        done = start([*command])
+        _, err = done.communicate(timeout=300)
+        assert done.returncode == status, err[-4000:]
+    job = report(tmp_path / "run")["job"]
     assert [(each["end"], each["reason"]) for each in job["attempts"]] == [("failed", "ValueError"), ("finished", None)]
     first, second = job["attempts"]
     assert (second["resumed_from_step"], second["resumed_from"]) == (SAVED, "optimizer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import struct
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from telemetry.records import SinkItem
-from tests.frameworks.test_frameworks import REQUIRED, SCRIPTS, environment
+from tests.faults.processes import events, log_lines
+from tests.frameworks.test_frameworks import SCRIPTS, needs, start
 
 pytestmark = pytest.mark.frameworks
 
@@ -24,10 +24,7 @@ ROWS = [step for step in range(STEPS) if step % EVERY == 0]
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A run with all sinks, and the same script without telemetry."""
-    missing = [name for name in ("tensorboard", "wandb", "mlflow") if importlib.util.find_spec(name) is None]
-    if missing:
-        text = f"{', '.join(missing)}: make test-frameworks installs it"
-        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    needs("tensorboard", "wandb", "mlflow")
     folder = tmp_path_factory.mktemp("sinks")
     settings = {
         "TELEMETRY_SINKS": "tensorboard,wandb,mlflow",
@@ -41,16 +38,7 @@ def done(tmp_path_factory):
         "bare": [script, str(folder / "bare")],
         "run": ["-m", "telemetry", "run", "--run-dir", str(folder / "run"), script, str(folder)],
     }
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment() | settings,
-        )
-        for name, command in commands.items()
-    }
+    processes = {name: start(command, **settings) for name, command in commands.items()}
     found = {"folder": folder}
     for name, process in processes.items():
         out, err = process.communicate(timeout=300)
@@ -58,8 +46,7 @@ def done(tmp_path_factory):
         (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
         found[name] = json.loads(line.removeprefix("RESULT "))
         found[f"{name} err"] = err
-    (log,) = (folder / "run" / "logs").iterdir()
-    found["log"] = [json.loads(line) for line in log.read_text().splitlines()]
+    found["log"] = log_lines(folder / "run")
     return found
 
 
@@ -82,17 +69,17 @@ def test_tensorboard_reads_every_window(done):
     (folder,) = (done["folder"] / "run" / "tensorboard").iterdir()
     assert folder.name == "rank-0"
     assert len(list(folder.iterdir())) == 1, "the forked child has written no file of its own"
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    steps = events.Scalars("telemetry/steps_total")
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    steps = shown.Scalars("telemetry/steps_total")
     assert [event.step for event in steps] == [line["steps_total"] for line in windows(done)]
     assert [event.value for event in steps] == [line["steps_total"] for line in windows(done)]
-    waits = [event.value for event in events.Scalars("telemetry/exposed_wait_ratio")]
+    waits = [event.value for event in shown.Scalars("telemetry/exposed_wait_ratio")]
     logged = [line["exposed_wait_ratio"] for line in windows(done) if line["exposed_wait_ratio"] is not None]
     assert waits == pytest.approx(logged, abs=1e-5), "what was not measured is absent"
-    assert {f"telemetry/{name}" for name in done["run"]["figures"]} <= set(events.Tags()["scalars"])
+    assert {f"telemetry/{name}" for name in done["run"]["figures"]} <= set(shown.Tags()["scalars"])
     stalls = [line for line in done["log"] if line["event"] == "stall_open"]
-    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("telemetry/stalls")]
+    texts = [event.tensor_proto.string_val[0].decode() for event in shown.Tensors("telemetry/stalls")]
     assert [text.split()[1] for text in texts] == [line["cause"] for line in stalls] != []
 
 
@@ -200,14 +187,12 @@ def test_service_that_is_down(tmp_path, done):
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert float(result.stdout.split()[-1]) < 10
-    (log,) = (tmp_path / "run" / "logs").iterdir()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    failed = [line for line in lines if line["event"] == "error" and line["source"] == "sinks"]
+    failed = events(tmp_path / "run", "error", source="sinks")
     assert 1 <= failed[-1]["errors_total"] <= 3, "it is tried again after seconds, not with every window"
     assert any("mlflow: " in line["message"] for line in failed)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "rank-0"))
-    events.Reload()
-    assert events.Scalars("telemetry/steps_total")[-1].value == 100
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "rank-0"))
+    shown.Reload()
+    assert shown.Scalars("telemetry/steps_total")[-1].value == 100
 
 
 # -- TensorBoard's file -------------------------------------------------------------------------------------------------
@@ -215,9 +200,7 @@ def test_service_that_is_down(tmp_path, done):
 
 @pytest.fixture
 def tensorboard_sink(tmp_path):
-    if importlib.util.find_spec("tensorboard") is None:
-        text = "tensorboard is not installed: make test-frameworks installs it"
-        pytest.fail(text) if REQUIRED else pytest.skip(text)
+    needs("tensorboard")
     from telemetry.sinks.tensorboard import TensorBoardSink
 
     return TensorBoardSink(tmp_path / "tensorboard")

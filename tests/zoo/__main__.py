@@ -14,8 +14,7 @@ from benchmarks import machine
 
 from . import runner, score, table, traceml
 from .journal import Journal
-from .specimen import Specimen
-from .specimens import ALL, chosen
+from .specimens import ALL, Specimen, chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

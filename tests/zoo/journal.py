@@ -14,7 +14,7 @@ from . import processes
 from .judgement import Advised, Result
 
 if TYPE_CHECKING:
-    from .specimen import Specimen
+    from .specimens import Specimen
 
 _AGENT: Final = Path(__file__).resolve().parents[2] / "telemetry"
 _JUDGES: Final = ("agent", "diagnosis", "hooks", "report", "sources", "util")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from .specimen import Specimen
+    from .specimens import Specimen
 
 _NAMED: Final = re.compile(r"Cause: (\w+)")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .specimen import Specimen
+    from .specimens import Specimen
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SCRIPTS: Final = Path(__file__).resolve().parent / "scripts"

@@ -16,7 +16,7 @@ from .load import Load
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .specimen import Specimen
+    from .specimens import Specimen
 
 
 _MAX_TRIES: Final = 6

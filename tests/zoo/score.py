@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .judgement import Result
-    from .specimen import Specimen
+    from .specimens import Specimen
 
 MIN_RIGHT: Final = 0.95
 """Share of the runs in which the cause named first must be right."""

@@ -11,8 +11,7 @@ from tests.zoo.zoo_results import STARVED, more_workers, stall
 
 from . import judgement, processes, score, table, traceml
 from .judgement import Advised, Result
-from .specimen import Specimen
-from .specimens import ALL
+from .specimens import ALL, Specimen
 
 CALM = Specimen("calm", "x", (), "")
 

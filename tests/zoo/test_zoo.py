@@ -19,8 +19,7 @@ from . import journal, processes, runner, score
 from .journal import Journal
 from .judgement import Advised, Result
 from .load import Load
-from .specimen import Specimen
-from .specimens import ALL, CONTROLS, STALLS, chosen
+from .specimens import ALL, CONTROLS, STALLS, Specimen, chosen
 
 QUICK = {"TELEMETRY_STALL_WINDOW_SECONDS": "4"}
 SECONDS = 6.0

@@ -21,7 +21,7 @@ from benchmarks.tool_environment import ToolError
 from . import processes
 
 if TYPE_CHECKING:
-    from .specimen import Specimen
+    from .specimens import Specimen
 
 __all__ = ["ToolError", "python", "rewritten", "verdict"]
 

@@ -1,6 +1,6 @@
 """Results of specimens for the tests of the zoo."""
 
-from .specimen import Specimen
+from .specimens import Specimen
 
 # -- the judgement ---------------------------------------------------------------------------------------------
 

@@ -1,22 +1,12 @@
 """transformers' Trainer with the callback: what a logger of ``report_to`` gets, and what is marked."""
 
 import json
-import os
 import tempfile
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-import common
-import torch
 import transformers
+from sentences import BY_EPOCH, Sentences, arguments, network
 
 from telemetry.integrations.transformers_callback import TelemetryTrainerCallback
-
-
-class Sentences(common.Slow):
-    def __getitem__(self, index):
-        super().__getitem__(index)
-        return {"input_ids": torch.full((8,), index % 30 + 1), "labels": torch.tensor(index % 2)}
 
 
 class Logger(transformers.TrainerCallback):
@@ -29,30 +19,12 @@ class Logger(transformers.TrainerCallback):
 
 
 def main():
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
     with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            folder,
-            num_train_epochs=2,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=4,
-            eval_strategy="epoch",
-            save_strategy="epoch",
-            logging_steps=5,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            include_num_input_tokens_seen=True,
+        settings = arguments(
+            folder, num_train_epochs=2, logging_steps=5, include_num_input_tokens_seen=True, **BY_EPOCH
         )
-        trainer = transformers.Trainer(
-            transformers.BertForSequenceClassification(config),
-            arguments,
-            train_dataset=Sentences(160),
-            eval_dataset=Sentences(40),
-            callbacks=[Logger()],
-        )
+        data = {"train_dataset": Sentences(160), "eval_dataset": Sentences(40)}
+        trainer = transformers.Trainer(network(), settings, callbacks=[Logger()], **data)
         TelemetryTrainerCallback.add_to(trainer)
         trainer.train()
     found = {"rows": Logger.rows, "steps": trainer.state.global_step, "tokens": trainer.state.num_input_tokens_seen}

@@ -3,22 +3,12 @@
 From a stream, batches that were trained before are drawn once more and thrown away. A data set is asked from there on.
 """
 
-import os
 import sys
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-import common
-import torch
 import transformers
 from resuming import AGAIN, FOLDER, LAST, SAVED, trains
+from sentences import Sentences, arguments, network
 from torch.utils.data import IterableDataset
-
-
-class Sentences(common.Slow):
-    def __getitem__(self, index):
-        super().__getitem__(index)
-        return {"input_ids": torch.full((8,), index % 30 + 1), "labels": torch.tensor(index % 2)}
 
 
 class Stream(IterableDataset):
@@ -32,25 +22,9 @@ class Trains(transformers.TrainerCallback):
 
 
 def main():
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    arguments = transformers.TrainingArguments(
-        str(FOLDER / "out"),
-        max_steps=LAST,
-        per_device_train_batch_size=4,
-        save_strategy="steps",
-        save_steps=SAVED,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(
-        transformers.BertForSequenceClassification(config),
-        arguments,
-        train_dataset=Stream() if sys.argv[2:] == ["stream"] else Sentences(80),
-        callbacks=[Trains()],
-    )
+    settings = arguments(FOLDER / "out", max_steps=LAST, save_strategy="steps", save_steps=SAVED)
+    data = Stream() if sys.argv[2:] == ["stream"] else Sentences(80)
+    trainer = transformers.Trainer(network(), settings, train_dataset=data, callbacks=[Trains()])
     trainer.train(resume_from_checkpoint=AGAIN)
 
 
