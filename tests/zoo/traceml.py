@@ -1,8 +1,8 @@
 """TraceML's verdict on the same scripts, with the calls that its documentation recommends for a custom loop.
 
 These are ``init(mode="auto")`` at the start, ``trace_step(model)`` around the body of each training step, and
-``wrap_dataloader_fetch`` around a source that is not a DataLoader. Every script has its step in a function
-``train_step``. So the calls are inserted into its syntax tree, and nothing else changes.
+``wrap_dataloader_fetch`` around a source that is not a DataLoader. Every step is in a function ``train_step``, of the
+script or of what all scripts share. So the calls are inserted into the syntax tree, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def verdict(interpreter: Path, specimen: Specimen) -> str:
     with tempfile.TemporaryDirectory(prefix=f"zoo-traceml-{specimen.name}-") as name:
         folder = Path(name)
         script = folder / f"{specimen.script}.py"
-        script.write_text(rewritten((processes.SCRIPTS / script.name).read_text(encoding="utf-8")), encoding="utf-8")
+        for name in (script.name, "common.py"):
+            source = (processes.SCRIPTS / name).read_text(encoding="utf-8")
+            (folder / name).write_text(rewritten(source), encoding="utf-8")
         (folder / "telemetry.py").write_text(_INSTEAD_OF_TELEMETRY, encoding="utf-8")
         ports = ["--aggregator-port", str(benchmarked._free_port()), "--master-port", str(benchmarked._free_port())]
         command = [str(interpreter), "-m", "traceml_ai.launcher.cli", "run", str(script), "--logs-dir", "logs"]

@@ -13,7 +13,6 @@ from pathlib import Path
 import common
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import telemetry
@@ -32,13 +31,6 @@ def save(state: dict, folder: Path, how: str) -> None:
         (folder / "writing.pt").replace(folder / "newest.pt")
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--how", choices=("torch", "dcp", "pickle"), default="torch")
@@ -55,7 +47,7 @@ def main() -> None:
         step = 0
         while True:
             for pictures, labels in loader:
-                train_step(model, optimizer, pictures, labels)
+                common.train_step(model, optimizer, pictures, labels)
                 step += 1
                 if step % options.checkpoint_every == 0:
                     save({"model": model.state_dict(), "step": torch.tensor(step)}, Path(folder), options.how)

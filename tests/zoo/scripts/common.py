@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,28 @@ def picture_network(width: int, classes: int = 10) -> nn.Module:
         layers += [nn.Conv2d(channels, wider, 3, stride=2, padding=1), nn.BatchNorm2d(wider), nn.ReLU()]
         channels = wider
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pictures: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """One update of a classifier."""
+    loss = nn.functional.cross_entropy(model(pictures), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def train(loader: Iterable[tuple[torch.Tensor, torch.Tensor]], options: argparse.Namespace) -> None:
+    """Train a picture network until the time is over."""
+    model = picture_network(options.width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pace = Pace(options)
+    while True:
+        for pictures, labels in loader:
+            train_step(model, optimizer, pictures, labels)
+            if pace.step():
+                return
 
 
 class TextNetwork(nn.Module):

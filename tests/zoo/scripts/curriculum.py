@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import common
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 
@@ -12,13 +11,6 @@ def choose(dataset: Dataset, epoch: int, count: int) -> Subset:
     """The samples of an epoch: every time other ones."""
     generator = torch.Generator().manual_seed(epoch)
     return Subset(dataset, torch.randperm(len(dataset), generator=generator)[:count].tolist())
-
-
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def main() -> None:
@@ -33,7 +25,7 @@ def main() -> None:
         chosen = choose(dataset, epoch, options.samples)
         loader = DataLoader(chosen, options.batch_size, shuffle=True, **common.loader_settings(options))
         for pictures, labels in loader:
-            train_step(model, optimizer, pictures, labels)
+            common.train_step(model, optimizer, pictures, labels)
             if pace.step():
                 return
 

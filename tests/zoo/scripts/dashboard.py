@@ -5,15 +5,7 @@ from __future__ import annotations
 import common
 import torch
 from store_server import Behaviour, Client, remote_store
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def main() -> None:
@@ -34,7 +26,7 @@ def main() -> None:
         step = 0
         while True:
             for pictures, labels in loader:
-                train_step(model, optimizer, pictures, labels)
+                common.train_step(model, optimizer, pictures, labels)
                 step += 1
                 client.get(step)
                 if pace.step():

@@ -11,7 +11,6 @@ from pathlib import Path
 import common
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 ROWS = 300
@@ -45,13 +44,6 @@ class Records(Dataset):
         return pixels, record["label"]
 
 
-def train_step(model, optimizer, pixels, labels):
-    loss = nn.functional.cross_entropy(model(pixels), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     options = common.arguments(__doc__, batch_size=32).parse_args()
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
@@ -60,14 +52,7 @@ def main() -> None:
         loader = DataLoader(
             Records(path), batch_size=options.batch_size, shuffle=True, **common.loader_settings(options)
         )
-        model = common.picture_network(options.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        pace = common.Pace(options)
-        for _epoch in range(100):
-            for pixels, labels in loader:
-                train_step(model, optimizer, pixels, labels)
-                if pace.step():
-                    return
+        common.train(loader, options)
 
 
 if __name__ == "__main__":

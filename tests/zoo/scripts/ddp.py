@@ -31,13 +31,6 @@ class Pictures(Dataset):
         return self.pictures[index % len(self.pictures)], index % 10
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def keep_books(model: nn.Module, pictures: torch.Tensor) -> float:
     """Statistics of the activations for a dashboard, by one rank for all."""
     with torch.no_grad():
@@ -81,7 +74,7 @@ def main() -> None:
         if slow == "hang" and time.monotonic() - began > options.hang_after:
             slow = "nothing"
             time.sleep(options.hang_seconds)
-        train_step(model, optimizer, pictures, labels)
+        common.train_step(model, optimizer, pictures, labels)
         if slow == "books":
             keep_books(network, pictures)
         if agreed(pace.step()):

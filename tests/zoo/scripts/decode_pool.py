@@ -17,7 +17,6 @@ import numpy as np
 import samples
 import torch
 from PIL import Image
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -62,13 +61,6 @@ class Unpacked(Dataset):
         return torch.from_numpy(frames[index % 8, :, ::2, ::2] / np.float32(24)), index % 10
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__, num_workers=1)
     parser.add_argument("--how", choices=("threads", "program"), default="threads")
@@ -77,13 +69,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         dataset = Pooled(Path(folder), options.threads) if options.how == "threads" else Unpacked(Path(folder))
         loader = DataLoader(dataset, options.batch_size, shuffle=True, **common.loader_settings(options))
-        model = common.picture_network(options.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        pace = common.Pace(options)
-        for pictures, labels in loader:
-            train_step(model, optimizer, pictures, labels)
-            if pace.step():
-                break
+        common.train(loader, options)
 
 
 if __name__ == "__main__":

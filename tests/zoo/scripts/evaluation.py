@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import common
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
@@ -21,13 +20,6 @@ class HeldOut(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         time.sleep(0.003)
         return torch.full((3, 64, 64), index / self.length), index % 10
-
-
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def evaluate(model, loader) -> float:
@@ -55,7 +47,7 @@ def main() -> None:
     pace = common.Pace(options)
     while True:
         for pictures, labels in loader:
-            train_step(model, optimizer, pictures, labels)
+            common.train_step(model, optimizer, pictures, labels)
             if pace.step():
                 return
         with torch.inference_mode() if options.around == "function" else nullcontext():

@@ -52,14 +52,6 @@ class Bucket(io.BytesIO):
         return super().write(data)
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    time.sleep(ACCELERATOR_SECONDS)
-
-
 def throttled() -> None:
     time.sleep(0.06)
 
@@ -112,7 +104,8 @@ def main() -> None:
         step += 1
         if slow in {"compute", "node"}:
             throttled()
-        train_step(model, optimizer, pictures, labels)
+        common.train_step(model, optimizer, pictures, labels)
+        time.sleep(ACCELERATOR_SECONDS)
         if slow == "evaluation" and step % 10 == 0:
             evaluate(network, Pictures(0.012))
         if slow == "checkpoint" and step % 10 == 0:

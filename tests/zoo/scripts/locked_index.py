@@ -11,7 +11,6 @@ from pathlib import Path
 import common
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 REBUILD = """
@@ -37,13 +36,6 @@ class Locked(Dataset):
         return torch.from_numpy(np.random.default_rng(seed).random((3, 64, 64), dtype=np.float32)), number % 10
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__, num_workers=2)
     parser.add_argument("--rebuild-after", type=float, default=12.0)
@@ -55,13 +47,7 @@ def main() -> None:
         times = [str(options.rebuild_after), str(options.rebuild_seconds)]
         with subprocess.Popen([sys.executable, "-c", REBUILD, str(index), *times]):
             loader = DataLoader(Locked(index), batch_size=options.batch_size, **common.loader_settings(options))
-            model = common.picture_network(options.width)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            pace = common.Pace(options)
-            for pictures, labels in loader:
-                train_step(model, optimizer, pictures, labels)
-                if pace.step():
-                    break
+            common.train(loader, options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Any
 
 import common
 import torch
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 
@@ -44,13 +43,6 @@ class Tidy(BatchSampler):
             if number % self.collect_every == 0:
                 gc.collect()
             yield batch
-
-
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def collect_now_and_then(seconds: float, over: threading.Event) -> None:
@@ -88,7 +80,7 @@ def main() -> None:
     step = 0
     while True:
         for pictures, labels in loader:
-            train_step(model, optimizer, pictures, labels)
+            common.train_step(model, optimizer, pictures, labels)
             step += 1
             in_loop = options.timer is None and not options.in_sampler
             if in_loop and step % options.collect_every == 0:

@@ -6,7 +6,6 @@ import common
 import numpy as np
 import torch
 from store_server import Behaviour, Client, remote_store
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -21,14 +20,6 @@ class Objects(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         content = np.frombuffer(self.client.get(index)[:12288], dtype=np.uint8).reshape(3, 64, 64)
         return torch.from_numpy(content / np.float32(255)), index % 10
-
-
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def main() -> None:
@@ -57,16 +48,7 @@ def main() -> None:
             shuffle=True,
             **common.loader_settings(options),
         )
-        model = common.picture_network(options.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        pace = common.Pace(options)
-        losses = []
-        for pictures, labels in loader:
-            losses.append(train_step(model, optimizer, pictures, labels))
-            if len(losses) % 50 == 0:
-                print(f"step {len(losses)}: loss {torch.stack(losses[-50:]).mean():.3f}", flush=True)
-            if pace.step():
-                break
+        common.train(loader, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import numpy as np
 import samples
 import torch
 from PIL import Image, ImageEnhance
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 
@@ -33,13 +32,6 @@ class PictureFolder(Dataset):
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255, index % 10
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--picture-width", type=int, default=640)
@@ -50,13 +42,7 @@ def main() -> None:
         dataset = PictureFolder(paths, options.size)
         sampler = RandomSampler(dataset, replacement=True, num_samples=1_000_000)
         loader = DataLoader(dataset, batch_size=options.batch_size, sampler=sampler, **common.loader_settings(options))
-        model = common.picture_network(options.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        pace = common.Pace(options)
-        for pictures, labels in loader:
-            train_step(model, optimizer, pictures, labels)
-            if pace.step():
-                break
+        common.train(loader, options)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import time
 
 import common
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -36,23 +35,10 @@ class Prefetcher:
             yield self.ready.get()
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     options = common.arguments(__doc__).parse_args()
     loader = DataLoader(RemotePictures(), options.batch_size, shuffle=True, **common.loader_settings(options))
-    model = common.picture_network(options.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    pace = common.Pace(options)
-    for pictures, labels in Prefetcher(loader, 4):
-        train_step(model, optimizer, pictures, labels)
-        if pace.step():
-            break
+    common.train(Prefetcher(loader, 4), options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import common
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
@@ -31,12 +30,6 @@ class Reshuffled(IterableDataset):
             yield torch.full((3, 64, 64), entry["value"]), entry["label"]
 
 
-def train_step(model, optimizer, pictures, labels):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(pictures), labels).backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__, num_workers=2, persistent_workers=True)
     parser.add_argument("--samples", type=int, default=320, help="of an epoch")
@@ -47,14 +40,7 @@ def main() -> None:
         index.write_text(json.dumps([{"value": n / 1e6, "label": n % 10} for n in range(options.index_entries)]))
         dataset = Reshuffled(index, options.samples)
         loader = DataLoader(dataset, options.batch_size, **common.loader_settings(options))
-        model = common.picture_network(options.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        pace = common.Pace(options)
-        while True:
-            for pictures, labels in loader:
-                train_step(model, optimizer, pictures, labels)
-                if pace.step():
-                    return
+        common.train(loader, options)
 
 
 if __name__ == "__main__":

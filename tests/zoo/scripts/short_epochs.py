@@ -8,7 +8,6 @@ from pathlib import Path
 
 import common
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -27,13 +26,6 @@ class Indexed(Dataset):
         entry = self.index[number % len(self.index)]
         generator = torch.Generator().manual_seed(entry["seed"])
         return torch.rand(3, 64, 64, generator=generator), entry["label"]
-
-
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 @torch.no_grad()
@@ -63,7 +55,7 @@ def main() -> None:
         over = False
         while not over:
             for pictures, labels in loader:
-                train_step(model, optimizer, pictures, labels)
+                common.train_step(model, optimizer, pictures, labels)
                 over = pace.step()
                 if over:
                     break

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 
 import common
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 
@@ -34,13 +33,6 @@ class Balanced(Sampler):
             yield chosen
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__, num_workers=2)
     parser.add_argument("--samples", type=int, default=200_000)
@@ -57,13 +49,7 @@ def main() -> None:
         batch_sampler=batches,
         **common.loader_settings(options),
     )
-    model = common.picture_network(options.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    pace = common.Pace(options)
-    for batch in loader:
-        train_step(model, optimizer, *batch)
-        if pace.step():
-            break
+    common.train(loader, options)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import numpy as np
 import samples
 import torch
 from PIL import Image
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
@@ -69,13 +68,6 @@ def write_shards(folder: Path, shards: int, pictures: int, width: int) -> list[P
     return paths
 
 
-def train_step(model, optimizer, pictures, labels):
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--picture-width", type=int, default=640)
@@ -87,13 +79,7 @@ def main() -> None:
         paths = write_shards(Path(folder), 8, options.shard_pictures, options.picture_width)
         dataset = Shards(paths, 64, options.listing_seconds, options.open_seconds)
         loader = DataLoader(dataset, batch_size=options.batch_size, **common.loader_settings(options))
-        model = common.picture_network(options.width)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        pace = common.Pace(options)
-        for pictures, labels in loader:
-            train_step(model, optimizer, pictures, labels)
-            if pace.step():
-                break
+        common.train(loader, options)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,6 @@ def checkpoint(model: nn.Module, folder: Path, upload_ms: float) -> None:
         time.sleep(upload_ms / 1e3)  # an upload
 
 
-def train_step(model, optimizer, pictures, labels):
-    loss = nn.functional.cross_entropy(model(pictures), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--read-ms", type=float, default=4.0, help="per sample")
@@ -54,7 +47,7 @@ def main() -> None:
     pace = common.Pace(options)
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         for step, (pictures, labels) in enumerate(loader, 1):
-            train_step(model, optimizer, pictures, labels)
+            common.train_step(model, optimizer, pictures, labels)
             if step % options.checkpoint_every == 0:
                 checkpoint(model, Path(folder), options.upload_ms)
             if pace.step():
