@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import nvml
 
 import telemetry
 
@@ -69,6 +68,8 @@ def of_rank(rank: int, ranks: int = 2, **variables: str) -> dict[str, str]:
 
 def with_driver(folder: Path, **more: Any) -> dict[str, str]:
     """`quiet` for a machine with a GPU: a fake driver is below the real binding. ``hang``: functions that hang in it."""
+    from fakes import nvml
+
     fake = nvml.subprocess_environment(folder, **more)
     return quiet(path=folder, FAKE_NVML_STATE=fake["FAKE_NVML_STATE"])
 

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -18,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.node.board import Board
 from telemetry.util.processes import identify
+from tests.faults.processes import log_lines, report, report_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train_ddp.py")
@@ -80,12 +79,7 @@ class Job:
         return "".join(path.read_text() for path in sorted(self.run_dir.parent.glob(f"{self.run_dir.name}*.stderr")))
 
     def logs(self):
-        """Whole lines of all logs, as objects."""
-        lines = []
-        for path in sorted(self.run_dir.glob("logs/rank-*.jsonl")):
-            for line in path.read_bytes().split(b"\n")[:-1]:
-                lines.append(json.loads(line))
-        return lines
+        return log_lines(self.run_dir, running=True)
 
     def pids(self):
         """Process ids by rank."""
@@ -125,20 +119,10 @@ class Job:
         return None
 
     def report(self):
-        out = subprocess.run(
-            [sys.executable, "-m", "telemetry", "report", str(self.run_dir), "--json"],
-            env=environment(), cwd=self.run_dir.parent, capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
-        assert out.returncode == 0, out.stderr
-        return json.loads(out.stdout)
+        return report(self.run_dir)
 
     def report_text(self):
-        out = subprocess.run(
-            [sys.executable, "-m", "telemetry", "report", str(self.run_dir)],
-            env=environment(), cwd=self.run_dir.parent, capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
-        assert out.returncode == 0, out.stderr
-        return out.stdout
+        return report_text(self.run_dir)
 
 
 def environment(**more):
@@ -147,11 +131,6 @@ def environment(**more):
     kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
-
-
-def read_samples(vector):
-    """``{(label values): value}`` of an instant vector is what a test compares; keyed by rank."""
-    return {int(series["metric"]["rank"]): float(series["value"][1]) for series in vector}
 
 
 class Prometheus:
@@ -168,7 +147,8 @@ class Prometheus:
             raise ValueError(error.read().decode()) from None
 
     def by_rank(self, expression):
-        return read_samples(self.query(expression))
+        """The values of an instant vector, by rank."""
+        return {int(series["metric"]["rank"]): float(series["value"][1]) for series in self.query(expression)}
 
 
 def must_have(command):

@@ -1,10 +1,8 @@
 """A job that Slurm requeues: one run of two attempts, under the labels of its job."""
 
 import getpass
-import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +10,9 @@ import pytest
 
 from stack.cluster import shipped
 from stack.cluster.slurm import NODES
-from stack.jobs import environment, wait_for
+from stack.jobs import wait_for
 from telemetry.node.board import Board
+from tests.faults.processes import report
 from tests.faults.restart_campaign import FINISHED, KILLED, SCRIPT, Attempt, process_of, stamps_of, true_books
 
 pytestmark = pytest.mark.stack
@@ -50,12 +49,6 @@ class RequeuedJob:
         ways = (KILLED, FINISHED)
         return [Attempt([process_of(self.folder, self.run_dir, n, rank) for rank in (0, 1)], ways[n]) for n in (0, 1)]
 
-    def report(self):
-        command = [sys.executable, "-m", "telemetry", "report", str(self.run_dir), "--json"]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr + self.said()
-        return json.loads(done.stdout)
-
 
 @pytest.fixture(scope="module")
 def job(slurm, monitoring):
@@ -81,7 +74,7 @@ def job(slurm, monitoring):
 
 
 def test_a_requeued_job_is_one_run_of_two_attempts(job):
-    attempts = job.report()["job"]["attempts"]
+    attempts = report(job.run_dir)["job"]["attempts"]
     assert [each["end"] for each in attempts] == ["killed", "finished"]
     assert [each["ranks"] for each in attempts] == [2, 2]
     first, second = job.attempts()
@@ -92,7 +85,7 @@ def test_a_requeued_job_is_one_run_of_two_attempts(job):
 
 def test_each_second_is_where_the_stamps_of_the_script_have_it(job):
     """The time in the queue is down, and the steps after the checkpoint are redone."""
-    goodput = job.report()["job"]["goodput"]
+    goodput = report(job.run_dir)["job"]["goodput"]
     seconds, wall = goodput["seconds"], goodput["wall_seconds"]
     books = true_books(job.attempts(), stuck_seconds=30.0)
     assert sum(books.values()) == pytest.approx(wall, rel=0.01)

@@ -1,6 +1,5 @@
 """A Slurm job on two nodes in which one rank is slow, and then hangs: both nodes say which one, where, and why."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from stack.cluster.slurm import NODES, SlurmJob
 from stack.jobs import SCRIPT, wait_for
 from telemetry.node.board import Board
+from tests.faults.processes import events
 
 pytestmark = pytest.mark.stack
 
@@ -27,8 +27,7 @@ class Troubled(SlurmJob):
     def logged(self, event):
         """The lines of all ranks so far."""
         assert self.slurm.state(self.number) in {"PENDING", "CONFIGURING", "RUNNING"}, self.said()
-        texts = [path.read_bytes().split(b"\n")[:-1] for path in sorted(self.run_dir.glob("logs/rank-*.jsonl"))]
-        return [line for text in texts for line in map(json.loads, text) if line["event"] == event]
+        return events(self.run_dir, event, running=True)
 
     def node_of(self, rank):
         return next(line["node"] for line in self.logged("run_start") if line["rank"] == rank)
