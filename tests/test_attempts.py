@@ -199,8 +199,19 @@ def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
     assert next_attempt(tmp_path).view().number == (0 if name == "rank-0.json" else 1)
 
 
+@pytest.mark.parametrize("wrong", [{"unix_seconds": 5.0}, {"life": "other"}], ids=["older", "of another life"])
+def test_a_heartbeat_that_is_not_newer_leaves_the_state(tmp_path, wrong):
+    left(tmp_path, beat(samples_total=8), beat(unix_seconds=9.0, samples_total=5))
+    (tmp_path / "ab.beat").write_bytes(msgspec.json.encode(replace(beat(samples_total=8), **wrong)))
+    assert next_attempt(tmp_path).samples_before == 5
+
+
 def test_an_agent_started_again_in_its_process_is_the_same_attempt(tmp_path, monkeypatch):
-    start(tmp_path / "run")
+    age = start(tmp_path / "run").attempt.seconds_before
+    telemetry.stop()
+    agent = start(tmp_path / "run")
+    wait_for(agent._run_so_far.view)
+    assert agent.attempt.seconds_before < age, "the time before the first agent is booked"
     telemetry.stop()
     real = processes.unix_time
     for stepped in (0, 3600):  # also after the clock was stepped
