@@ -130,6 +130,8 @@ def test_nothing_is_said_of_ranks_that_are_not_known():
     assert "Healthy: rank 0 lost 1.0 % of its training loop" in said(CALM, world_size=8)
     unknown = structs.replace(peer(1, 90.0), run_exposed_seconds=None)
     assert "Healthy: rank 0 lost 1.0 %" in said(CALM, peers=(unknown,), world_size=2)
+    unmeasured = said(replace(CALM, exposed_seconds=None), peers=(peer(1, 0.5),), world_size=2)
+    assert "Healthy: rank 1 lost 0.5 %" in unmeasured
     assert "every rank" not in said(OWN, peers=(peer(1, 80.0),), world_size=8)
     known = said(CALM, peers=(peer(1, 0.5),), world_size=2)
     assert "Healthy: no rank lost more than 1.0 % of its training loop" in known

@@ -473,7 +473,7 @@ class Agent:
         self.snapshots.after_fork_in_child()
         self.event_log.log.file.forget()
         self.figures.after_fork_in_child()
-        self.attempt.after_fork_in_child()
+        self.attempt.forget()
         if self._node is not None:
             self._node.after_fork_in_child()
         if self._job is not None:

@@ -453,7 +453,7 @@ class AttemptLog:
         if len(content) >= BEAT_BYTES:
             raise ValueError(f"a heartbeat has at most {BEAT_BYTES - 1} bytes, not {len(content)}")
         if self._file is None or not self._file.is_in_place():
-            self.after_fork_in_child()
+            self.forget()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
         os.pwrite(self._file.number, content.ljust(BEAT_BYTES - 1) + b"\n", 0)
@@ -475,10 +475,10 @@ class AttemptLog:
         """The process ends by itself: the log tells all, and the heartbeat goes."""
         if self._file is not None:
             remove_file(self._path)
-        self.after_fork_in_child()
+        self.forget()
 
-    def after_fork_in_child(self) -> None:
-        """Close the file: it is the parent's."""
+    def forget(self) -> None:
+        """Close the file of the heartbeat: in a forked child, whose copy it is."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):

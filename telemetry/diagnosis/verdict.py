@@ -256,7 +256,7 @@ def judge(
         text = f"Not starved, but rank {rank} stalled.{_why(rank, stalls)}"
     else:
         ratio, after = healthy_share(worst)
-        who = "no rank lost more than" if len(ranks) >= world_size else f"rank {worst.rank} lost"
+        who = "no rank lost more than" if finding.measured >= world_size else f"rank {worst.rank} lost"
         lost = f"{rounded_percent(ratio)} of its training loop waiting for data{after}"
         text = f"Healthy: {who} {lost}.{other_time}"
     return Verdict(finding.kind, text, finding)
