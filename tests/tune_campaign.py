@@ -18,9 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults.memory_cgroup import limited_group
-
 from telemetry.tune.command import settings_text
+from tests.faults.memory_group import limited_group
 from tests.zoo.processes import SCRIPTS
 from tests.zoo.specimens import chosen
 
@@ -100,9 +99,9 @@ def measured(name: str) -> dict[str, object]:
 def capped(name: str) -> dict[str, object]:
     """Tune a script whose workers need much memory, in a cgroup with too little for many. Needs root."""
     with limited_group(CAPS[name] << 20) as group:
-        inside = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group))
+        inside = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group.folder))
         told = tuned("--seconds", "3", "--warm-up", "1", str(CAPPED), prefix=inside)
-        killed = oom_kills(group)
+        killed = group.kills()
     return {
         "name": name,
         "megabytes": CAPS[name],
@@ -114,15 +113,6 @@ def capped(name: str) -> dict[str, object]:
         "notes": told["notes"],
         "failed": [trial["failed"] for trial in told["trials"] if trial["failed"]],
     }
-
-
-def oom_kills(group: Path) -> int:
-    """How many processes of the cgroup the kernel has killed for memory."""
-    for name in ("memory.oom_control", "memory.events"):
-        if (group / name).exists():
-            fields = dict(line.split() for line in (group / name).read_text().splitlines())
-            return int(fields["oom_kill"])
-    raise OSError("this cgroup does not count kills")
 
 
 def page(results: list[dict], caps: list[dict]) -> str:
