@@ -1,14 +1,34 @@
-"""Exposed wait by event pairs, with events that follow a simulated GPU."""
+"""Exposed wait on a device's own clock: a simulated GPU, stand-ins for other devices, a real GPU; and forks beside it."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
+import telemetry
 from telemetry.hooks import dataloader, state, tracker
 from telemetry.hooks import device as gpu_clock
-from telemetry.hooks.device import BUDGET_RATIO, DeviceStream, GpuClock
+from telemetry.hooks.device import BUDGET_RATIO, DeviceStream, GpuClock, device_in_use
+from telemetry.report.logs import load
 from tests.data_sets import Numbers
+from tests.fakes.device import Device, Event
+from tests.report_logs import summarize
+from tests.running_agent import log_lines, wait_for
+
+# -- exposed wait on a device's own clock: a simulated GPU, stand-ins for other devices, and a real GPU ----------------
+
+
+# -- exposed wait by event pairs, with events that follow a simulated GPU ----------------------------------------------
+
 
 MS = 1_000_000
 
@@ -251,3 +271,442 @@ def test_requests_without_an_arrival_do_not_pile_up_events(gpu):
     for _ in range(100):
         clock.epoch_boundary()
     assert gpu.events <= 2
+
+
+# -- exposed wait on devices other than CUDA, with stand-ins for their torch modules -----------------------------------
+
+
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # imports what it needs before parts of torch are replaced
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """An XPU that is in use."""
+    made = Device()
+    monkeypatch.setattr(Event, "made", 0)
+    monkeypatch.setattr(torch, "Event", Event)
+    for name in ("is_initialized", "current_stream", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.xpu, name, getattr(made, name), raising=False)
+    return made
+
+
+def train(parameter, steps: int = 30) -> None:
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in DataLoader(Numbers(steps, seconds=0.01), batch_size=1):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def wait_until(agent, source: str | None) -> None:
+    assert wait_for(lambda: agent.accounting.exposed_source == source)
+
+
+def finished(agent):
+    """The last line of the log, and the verdict."""
+    telemetry.stop()
+    (end,) = [line for line in log_lines(agent) if line["event"] == "run_end"]
+    return end, summarize(load(agent.run_dir))["verdict"]
+
+
+def test_a_device_with_timing_events_is_timed_as_cuda_is(agent, device):
+    wait_until(agent, "xpu_events")
+    train(torch.nn.Parameter(torch.ones(1)))
+    assert agent.tracker.gpu.pairs > 0
+    end, _ = finished(agent)
+    assert end["exposed_wait_total_seconds"] is not None
+
+
+@pytest.mark.parametrize("name", ["hpu", "npu", "mtia"])
+def test_a_device_without_them_has_no_exposed_wait(agent, monkeypatch, name):
+    module = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr(torch, name, module, raising=False)
+    monkeypatch.delattr(torch, "accelerator", raising=False)  # as in torch 2.4
+    wait_until(agent, None)
+    train(torch.nn.Parameter(torch.ones(1)))
+    end, verdict = finished(agent)
+    assert end["exposed_wait_total_seconds"] is None
+    assert f"no events that time the work of this device ({name})" in end["exposed_wait_absent"]
+    assert f"was not measured: {end['exposed_wait_absent']}" in verdict
+
+
+def test_a_device_of_an_extension_is_known(agent, monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "abacus")
+    monkeypatch.setattr(torch, "abacus", SimpleNamespace(is_initialized=lambda: True), raising=False)
+    monkeypatch.delattr(torch, "Event", raising=False)
+    wait_until(agent, None)
+
+
+def test_the_parameters_of_the_optimizer_name_the_device(agent, monkeypatch):
+    monkeypatch.setattr("telemetry.hooks.optimizer._device_of", lambda optimizer: "xla")
+    train(torch.nn.Parameter(torch.ones(1)), steps=3)
+    wait_until(agent, None)
+    assert "(xla)" in agent.accounting.exposed_absent
+
+
+def test_the_device_of_a_parameter_is_read_from_the_optimizer(agent):
+    train(torch.nn.Parameter(torch.ones(1)), steps=3)
+    assert agent.tracker.trained_on == "cpu"
+    wait_until(agent, "host")
+
+
+def test_a_device_that_is_there_but_not_in_use_does_not_count(agent, device):
+    device.initialised = False
+    train(torch.nn.Parameter(torch.ones(1)))
+    end, _ = finished(agent)
+    assert end["exposed_wait_absent"] is None
+    assert end["exposed_wait_total_seconds"] > 0.25
+    assert Event.made == 0
+
+
+def test_xla_counts_once_its_runtime_is_initialised(monkeypatch):
+    module = ModuleType("torch_xla")
+    monkeypatch.setitem(sys.modules, "torch_xla", module)
+    assert device_in_use(None) is None
+    module._XLAC = SimpleNamespace(_xla_runtime_is_initialized=lambda: True)
+    assert device_in_use(None) == "xla"
+    assert device_in_use("cpu") is None
+
+
+def test_an_accelerator_counts_once_memory_of_it_is_allocated(monkeypatch):
+    allocated = False
+    named = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type="mps"))
+    monkeypatch.setattr(torch, "accelerator", named, raising=False)  # torch 2.4 has none
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: allocated, raising=False)
+    assert device_in_use(None) is None
+    allocated = True
+    assert device_in_use(None) == "mps"
+
+
+def test_events_that_fail_leave_the_reason_in_the_verdict(agent, device, monkeypatch):
+    def fails(*_):
+        raise NotImplementedError("no timing")
+
+    monkeypatch.setattr(Event, "elapsed_time", fails)
+    wait_until(agent, "xpu_events")
+    train(torch.nn.Parameter(torch.ones(1)))
+    wait_until(agent, None)
+    _, verdict = finished(agent)
+    assert "the timing events of this device (xpu) failed" in verdict
+
+
+def test_waits_in_a_side_stream_are_not_measured(agent, device):
+    wait_until(agent, "xpu_events")
+    work, side = device.stream, SimpleNamespace(device_index=0, stream_id=9)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    loader = DataLoader(Numbers(400, seconds=0.001), batch_size=1)
+    clock = agent.tracker.gpu
+    batches = iter(loader)
+    for _ in range(300):
+        device.stream = side
+        next(batches)
+        device.stream = work
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        clock._cost_ns = 0.0  # time every step
+    assert clock.sampled_ns == (0, 0)
+    assert clock.skipped >= 290
+    wait_until(agent, None)
+    assert "another stream" in agent.accounting.exposed_absent
+
+
+class Graph:
+    """Stands for ``torch.cuda.CUDAGraph``."""
+
+    def capture_begin(self, pool=None) -> None:
+        if pool == "bad":
+            raise RuntimeError("bad pool")
+
+    def capture_end(self) -> None:
+        """Nothing to end."""
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    return Graph()
+
+
+def test_nothing_is_touched_while_another_thread_captures_a_graph(graph, request, device, monkeypatch):
+    agent = request.getfixturevalue("agent")
+    wait_until(agent, "xpu_events")
+    threading.Thread(target=graph.capture_begin).start()
+    assert wait_for(lambda: agent.attachment.captures.under_way)
+    for call in ("record", "query", "elapsed_time"):
+        monkeypatch.setattr(Event, call, None)
+    train(torch.nn.Parameter(torch.ones(1)), steps=5)
+    monkeypatch.undo()
+    assert agent.tracker.gpu is not None
+    assert Event.made == 0
+    graph.capture_end()
+    assert not agent.attachment.captures.under_way
+
+
+def test_nothing_is_touched_during_a_capture_that_was_not_announced(device, request, monkeypatch):
+    """It began before the agent, or in C++. Only torch's own question about this thread's stream tells of it."""
+    agent = request.getfixturevalue("agent")
+    wait_until(agent, "xpu_events")
+    monkeypatch.setattr(torch.xpu, "is_current_stream_capturing", lambda: True, raising=False)
+    train(torch.nn.Parameter(torch.ones(1)), steps=5)
+    assert agent.tracker.gpu is not None
+    assert Event.made == 0
+
+
+def test_a_capture_that_fails_to_begin_does_not_count(graph, request):
+    agent = request.getfixturevalue("agent")
+    with pytest.raises(RuntimeError, match="bad pool"):
+        graph.capture_begin(pool="bad")
+    assert not agent.attachment.captures.under_way
+
+
+def test_a_capture_begins_after_the_device_call_in_progress(graph, request):
+    captures = request.getfixturevalue("agent").attachment.captures
+    order = []
+    captures.touching = threading.get_ident()
+    capturing = threading.Thread(target=lambda: (graph.capture_begin(), order.append("capture")))
+    capturing.start()
+    assert wait_for(lambda: captures.under_way)
+    order.append("call")
+    captures.touching = 0
+    capturing.join()
+    assert order == ["call", "capture"]
+
+
+# -- exposed wait on a real GPU, against a torch.profiler trace of the same steps --------------------------------------
+
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with its driver")
+
+
+def multiply(loader, matrix, rounds: int) -> None:
+    for _ in loader:
+        for _ in range(rounds):
+            matrix = matrix @ matrix
+            matrix = matrix / matrix.norm()
+
+
+def rounds_for(milliseconds: float, matrix) -> int:
+    """How many rounds of work keep this GPU busy for the given time."""
+    multiply([0], matrix, 20)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    multiply([0], matrix, 100)
+    torch.cuda.synchronize()
+    return max(1, round(100 * milliseconds / 1e3 / (time.perf_counter() - began)))
+
+
+def idle_in_waits(profile) -> tuple[float, float]:
+    """Seconds of the loader's ranges in which no kernel ran, and their length, from the trace."""
+    kernels, waits = [], []
+    for event in profile.events():
+        span = (event.time_range.start, event.time_range.end)
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.append(span)
+        elif "DataLoader" in event.name and "__next__" in event.name:
+            waits.append(span)
+    kernels.sort()
+    idle = total = 0.0
+    for start, end in sorted(waits)[:-1]:  # the last one brings no batch
+        total += end - start
+        at = start
+        for first, last in kernels:
+            if last <= at or first >= end:
+                continue
+            idle += max(0.0, first - at)
+            at = max(at, last)
+        idle += max(0.0, end - at)
+    return idle / 1e6, total / 1e6
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+@pytest.mark.parametrize(("wait_ms", "work_ms"), [(30, 5), (20, 40), (30, 20)])
+def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work_ms):
+    monkeypatch.setattr(gpu_clock, "BUDGET_RATIO", 1.0)  # time every step
+    matrix = torch.randn(2048, 2048, device="cuda")
+    rounds = rounds_for(work_ms, matrix)
+    observed.attachment.watch_gpu()
+    loader = DataLoader(Numbers(30, seconds=wait_ms / 1e3), batch_size=1)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        multiply(loader, matrix, rounds)
+        torch.cuda.synchronize()
+    clock = observed.tracker.gpu
+    clock.epoch_boundary()  # reads what is left
+    observed.tracker.gpu = None
+    idle, waited = idle_in_waits(profile)
+    measured = (clock.sampled_ns[0] + clock.boundary_ns[0]) / 1e9
+    assert clock.pairs >= 25
+    assert measured == pytest.approx(idle, abs=0.05 * waited + 0.01)
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_a_capture_in_progress_is_not_disturbed(observed):
+    matrix = torch.randn(256, 256, device="cuda")
+    observed.attachment.watch_gpu()
+    iterator = iter(DataLoader(Numbers(20), batch_size=1))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            next(iterator)
+            result = matrix @ matrix
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        next(iterator)
+        result = matrix @ matrix
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(result, matrix @ matrix, rtol=1e-2, atol=1e-2)
+    observed.check_sum()
+
+
+# -- a forked child never releases what it has inherited of a device ---------------------------------------------------
+
+
+ROOT = Path(__file__).parents[1]
+
+TRAINING = """
+import gc, os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import telemetry
+from tests.quick_optimizers import QuickSGD
+from tests.fakes.device import Event, install_cuda
+
+report, folder = int(sys.argv[1]), sys.argv[2]
+install_cuda(torch, report)
+parent = os.getpid()
+agent = telemetry.start(folder, port="off", interval_seconds=0.1, start_line=False)
+agent.canary = Event(enable_timing=True)  # stands for anything else of a device that the agent may hold
+model = torch.nn.Linear(2, 2)
+optimizer = QuickSGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.rand(16, 2))
+
+
+def train(loader):
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        while agent.tracker.gpu is None:  # the agent has seen that the device is in use
+            time.sleep(0.01)
+
+
+def ends(loader):
+    workers = []
+    iterator = iter(loader)
+    workers += iterator._workers
+    yield from iterator
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0, worker.exitcode
+
+
+train(DataLoader(data, batch_size=4))
+"""
+
+EPOCHS = """
+for epoch in range(3):
+    train(ends(DataLoader(data, batch_size=4, num_workers=2)))
+    with torch.no_grad():
+        for _ in ends(DataLoader(data, batch_size=4, num_workers=2)):
+            pass
+"""
+
+FORKS = """
+for end in ("_exit", "exit", "agent", "hooks"):
+    child = os.fork()
+    if child == 0:
+        if end == "agent":
+            second = telemetry.start(folder, port="off", start_line=False)
+            telemetry.stop()
+            del second
+        if end == "hooks":
+            for _ in DataLoader(data, batch_size=4):
+                optimizer.zero_grad()  # no gradient is left: on a device, any work in a child fails
+                optimizer.step()
+        del agent
+        gc.collect()
+        if end == "_exit":
+            os._exit(0)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0, end
+"""
+
+LAST = """
+assert agent.tracker.gpu.pairs > 0
+assert Event.made >= 3
+telemetry.stop()
+"""
+
+
+# Python 3.12 warns of a fork beside any threads, so also beside those of CUDA's driver.
+CUDA_THREADS = ("-W", "ignore:This process:DeprecationWarning")
+
+
+def fork_beside_a_device(
+    tmp_path, *parts: str, script: str = TRAINING, options: tuple[str, ...] = ()
+) -> tuple[set[int], int, str]:
+    """The pids in which an event was destroyed, the pid of the training, and its stderr."""
+    report, write = os.pipe()
+    code = "\n".join((script, *parts))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, *options, "-c", code, str(write), str(tmp_path / "run")]
+    process = subprocess.Popen(
+        arguments, pass_fds=(write,), env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    os.close(write)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    with os.fdopen(report) as lines:
+        destroyed = {int(line) for line in lines}
+    assert process.returncode == 0, errors
+    return destroyed, process.pid, errors
+
+
+def test_workers_destroy_no_event_of_the_training(tmp_path):
+    destroyed, training, errors = fork_beside_a_device(tmp_path, EPOCHS, LAST)
+    assert destroyed == {training}  # the agent is stopped there, and releases its events
+    assert errors == ""
+
+
+def test_plain_forks_destroy_no_event_of_the_training(tmp_path):
+    destroyed, training, errors = fork_beside_a_device(tmp_path, FORKS, LAST)
+    assert destroyed == {training}
+    assert errors == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with its driver")
+def test_children_end_well_beside_real_events(tmp_path):
+    real = TRAINING.replace("install_cuda(torch, report)\n", "").replace(
+        "model = torch.nn.Linear(2, 2)", "model = torch.nn.Linear(2, 2).cuda()"
+    )
+    real = real.replace(
+        "agent.canary = Event(enable_timing=True)",
+        "agent.canary = torch.cuda.Event(enable_timing=True); agent.canary.record()",
+    )
+    real = real.replace("model(batch)", "model(batch.cuda())")
+    last = LAST.replace("assert Event.made >= 3\n", "")
+    assert fork_beside_a_device(tmp_path, EPOCHS, FORKS, last, script=real, options=CUDA_THREADS)[2] == ""
+
+
+KEPT = """
+import os, sys
+from telemetry.hooks.patching import keep
+from tests.fakes.device import Event
+
+Event.report = int(sys.argv[1])
+keep(Event(enable_timing=True))
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_what_is_kept_outlives_the_interpreter(tmp_path):
+    assert fork_beside_a_device(tmp_path, script=KEPT)[0] == set()

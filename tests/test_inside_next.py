@@ -1,19 +1,44 @@
-"""What the training thread does itself inside ``next()`` while workers fetch: the sampler, garbage collections."""
+"""What the training thread does itself inside `next()`: the sampler, garbage collections, freeing a batch."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
+import hashlib
+import itertools
+import json
+import multiprocessing
+import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
 import weakref
+from collections import OrderedDict, UserDict, deque
 
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from faults.processes import wait_for
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import dataloader as torch_loader
 
+import telemetry
+from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.causes import costs
+from telemetry.diagnosis.evidence import RecurringCostsWatch, evidence_field
+from telemetry.hooks.ring import STEP, Ring
+from telemetry.hooks.timers import BatchRelease
+from telemetry.records import Tick
+from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
+from tests.slice_cases import a_slice, with_workers
+from tests.slices import evidence_over, next_tick
 from tests.tracebacks import FRAMES_STAY
+
+# -- what the training thread does itself inside ``next()`` while workers fetch: the sampler, garbage collections ------
+
 
 SLEEP = 0.004
 
@@ -199,3 +224,504 @@ def test_detaching_puts_the_iterators_back(observed):
     assert all(hasattr(vars(owner)[name], "__wrapped__") for owner, name in places)
     observed.attachment.detach()
     assert not any(hasattr(vars(owner)[name], "__wrapped__") for owner, name in places)
+
+
+# -- garbage collection is timed where it delays a step ----------------------------------------------------------------
+
+
+def test_a_collection_in_a_step_is_counted(observed):
+    gc.collect()
+    assert observed.garbage.ns == 0  # starting up
+    loop = iter(DataLoader(Numbers(4), batch_size=1))
+    next(loop)
+    gc.collect()
+    assert observed.garbage.ns > 0
+
+
+def collect_until(done: threading.Event) -> None:
+    while True:
+        gc.collect()
+        if done.is_set():
+            break
+
+
+@pytest.fixture
+def elsewhere():
+    """Starts a thread that collects garbage, at least once, until it is stopped."""
+    done = threading.Event()
+    threads = []
+
+    def start():
+        threads.append(threading.Thread(target=collect_until, args=[done]))
+        threads[-1].start()
+
+    def end():
+        done.set()
+        for thread in threads:
+            thread.join()
+
+    yield start, end
+    end()
+
+
+def test_a_collection_on_another_thread_is_counted_too(observed, elsewhere):
+    start, end = elsewhere
+    loop = iter(DataLoader(Numbers(4), batch_size=1))
+    next(loop)
+    before = observed.garbage.ns
+    start()
+    end()  # this thread waits meanwhile
+    assert observed.garbage.ns > before
+
+
+def test_what_the_training_thread_computes_meanwhile_is_not_lost_time(observed, elsewhere):
+    start, end = elsewhere
+    loop = iter(DataLoader(Numbers(4), batch_size=1))
+    next(loop)
+    before, began, ran = observed.garbage.ns, time.perf_counter_ns(), time.thread_time_ns()
+    start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the GIL
+    counted = observed.garbage.ns - before
+    not_run = time.perf_counter_ns() - began - (time.thread_time_ns() - ran)
+    assert counted <= not_run + 10e6  # the clocks are not read at the same moments
+
+
+class Held(Dataset):
+    """Its second item waits."""
+
+    def __init__(self) -> None:
+        self.released = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            self.released.wait()
+        return index
+
+
+def test_a_collection_elsewhere_during_a_wait_for_workers_costs_nothing(observed):
+    data = Held()
+    loop = iter(DataLoader(data, batch_size=1, num_workers=1, multiprocessing_context="fork"))
+    next(loop)
+    counted = []
+
+    def collect_meanwhile():
+        wait_for(lambda: observed.tracker.waiting_since, "the batch is waited for")
+        before = observed.garbage.ns
+        gc.collect()
+        counted.append(observed.garbage.ns - before)
+        data.released.set()
+
+    thread = threading.Thread(target=collect_meanwhile)
+    thread.start()
+    next(loop)
+    thread.join()
+    assert counted == [0]
+
+
+def test_detaching_removes_the_callback(observed):
+    callbacks = list(gc.callbacks)
+    observed.attachment.detach()
+    assert len(gc.callbacks) == len(callbacks) - 1
+
+
+# -- how long it takes to free a batch when the next one takes its place -----------------------------------------------
+
+
+TOOK = 0.02
+
+
+class SlowToFree:
+    """SlowToFree to be freed."""
+
+    def __del__(self):
+        time.sleep(TOOK)
+
+
+def in_the_middle(samples):
+    return [torch.zeros(1), SlowToFree(), torch.zeros(1)]
+
+
+def in_a_dict(samples):
+    return UserDict(first=torch.zeros(1), slow=SlowToFree(), last=(torch.zeros(1), torch.zeros(1)))
+
+
+def large(samples):
+    return torch.zeros(100)
+
+
+def train(tracker, batches):
+    """Eight slow steps; every batch that can be followed is."""
+    for batch in batches:
+        assert batch is not None
+        tracker.time_next_batch()
+        time.sleep(TOOK)
+
+
+def also_the_newest(tracker):
+    """Stands for a tick after which another batch has come."""
+    tracker.batch_release.follow(None)
+    tracker.batch_release.read()
+    return tracker.batch_release
+
+
+def collated(collate):
+    return DataLoader(Numbers(8), batch_size=1, num_workers=1, collate_fn=collate, multiprocessing_context="fork")
+
+
+@pytest.mark.parametrize("collate", [in_the_middle, in_a_dict])
+@pytest.mark.parametrize("around", [iter, enumerate, lambda batches: (batch for batch in batches)])
+def test_freeing_a_batch_is_timed(observed, collate, around):
+    train(observed.tracker, around(collated(collate)))
+    release = also_the_newest(observed.tracker)
+    assert release.freed >= 3  # enumerate keeps every other one for a step more
+    assert release.ns >= release.freed * TOOK * 1e9
+    assert observed.errors == []
+
+
+@pytest.mark.parametrize("around", [iter, enumerate])
+def test_a_batch_of_one_tensor_is_freed_at_once(observed, around):
+    """Batches that enumerate keeps for a step are freed later, and are not counted."""
+    train(observed.tracker, around(collated(large)))
+    release = also_the_newest(observed.tracker)
+    assert release.freed >= 3
+    assert release.ns < release.freed * TOOK * 1e9 / 4
+
+
+def kept(tracker, batches):
+    everything = []
+    for batch in batches:
+        everything.append(batch)
+        tracker.time_next_batch()
+    return everything
+
+
+def replaced(tracker, batches):
+    """As a copy on another device does."""
+    for batch in batches:
+        time.sleep(TOOK)
+        batch = torch.ones(1)
+        tracker.time_next_batch()
+    return batch
+
+
+def kept_for_a_step(tracker, batches):
+    last = None
+    for batch in batches:
+        time.sleep(TOOK)
+        last = batch
+        tracker.time_next_batch()
+    return last
+
+
+def used_where_it_is_asked_for(tracker, batches):
+    def use(batch):
+        tracker.time_next_batch()
+        time.sleep(TOOK)
+
+    for _ in range(8):
+        use(next(batches))
+
+
+@pytest.mark.parametrize("loop", [kept, replaced, kept_for_a_step, used_where_it_is_asked_for])
+def test_a_batch_that_is_freed_otherwise_is_not_counted(observed, loop):
+    """The time in which it was used does not count."""
+    held = loop(observed.tracker, iter(collated(in_the_middle)))
+    assert also_the_newest(observed.tracker).freed == 0
+    del held
+
+
+def test_a_batch_that_another_thread_frees_is_not_counted(observed):
+    """In the same statement, after the next batch has come. Such a thread may have no Python frame."""
+
+    def ask(clear=False):
+        held.clear() if clear else held.append(next(batches))
+
+    tracker, batches, held = observed.tracker, iter(collated(in_the_middle)), []
+    for _ in range(3):
+        tracker.time_next_batch()
+        ask()
+        ask()
+        thread = threading.Thread(target=ask, args=(True,))
+        thread.start()
+        thread.join()
+    assert also_the_newest(tracker).freed == 0
+
+
+def test_a_batch_that_outlives_the_interpreter_is_not_counted(tmp_path):
+    """There is no current statement then."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, telemetry, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "agent = telemetry.start(port='off', start_line=False)\n"
+        "for batch in DataLoader(torch.zeros(3, 1), num_workers=1, multiprocessing_context='fork'):\n"
+        "    agent.tracker.time_next_batch()\n"
+        "del agent, telemetry, torch, DataLoader\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_batches_of_the_training_thread_s_own_are_not_followed(observed):
+    train(observed.tracker, DataLoader(Numbers(8), batch_size=1, collate_fn=in_the_middle))
+    assert not observed.tracker.batch_release.wanted
+    assert also_the_newest(observed.tracker).freed == 0
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_signal_that_comes_while_a_batch_is_freed_is_not_lost():
+    """It would be lost in Python code that a weak reference calls."""
+
+    def interrupt(number, frame):
+        raise Interrupted
+
+    def deliver():
+        for _ in range(3):
+            batch = [torch.zeros(1), [float(number) for number in range(300_000)], torch.zeros(1)]
+            now = now_ns()
+            ring.push(now, now, STEP)
+            release.follow(batch)
+            yield batch
+            del batch
+
+    ring, before = Ring(), signal.signal(signal.SIGALRM, interrupt)
+    release = BatchRelease(ring)
+    # Raised in C as well, just before the floats are freed.
+    alarm = map(signal.setitimer, itertools.repeat(signal.ITIMER_REAL), itertools.repeat(0.0002))
+    references = []
+    try:
+        with pytest.raises(Interrupted):
+            for batch in deliver():
+                references.append(weakref.ref(batch[-1], functools.partial(next, alarm)))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Strange(dict):
+    """Raises whatever is called."""
+
+    def values(self):
+        raise OSError
+
+    __iter__ = __len__ = __getitem__ = values
+
+
+def endless():
+    batch = []
+    batch.append(batch)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        None, 7, "text", [], (), {}, [[], {}], endless(), Strange(a=Strange(b=1)), OrderedDict(a=torch.zeros(1)),
+        deque([1]), {1: "a", 2: torch.zeros(1)}, torch.zeros(2).numpy(), UserDict(), type, object(),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)  # fmt: skip
+def test_any_kind_of_batch_can_be_followed(batch):
+    release = BatchRelease(Ring())
+    for _ in range(3):
+        release.follow(batch)
+    release.read()
+    assert (release.freed, release.ns) == (0, 0)
+
+
+# -- the sampler and garbage collections inside ``next()``: the cause named, its evidence, the advice ------------------
+
+
+IDLE_WORKERS = dict(busy=0.1, cpu=0.1, fetches=10, workers=2, matched=10, batches=10)
+SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, timed_receiving_cpu=0.01)
+"""50 ms for each of the five batches that were timed."""
+
+
+def test_a_slow_sampler_is_work_of_the_training_thread():
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **SLOW_SAMPLER, **IDLE_WORKERS)])
+    assert evidence.sampler_seconds == pytest.approx(0.5)
+    assert evidence.receiving_cpu_seconds == pytest.approx(0.002)
+    lost = costs(evidence)
+    assert lost == {"loader_on_training_thread": pytest.approx(0.5), "batch_transfer": pytest.approx(0.1)}
+    (advice,) = advise("loader_on_training_thread", evidence)
+    assert advice.predicted_speedup == pytest.approx(2.0)
+    assert "sampler takes 50.0 ms of every 100.0 ms" in advice.because
+    assert "100 % of it on the CPU" in advice.because
+    assert advice.setting is None
+    (transfer,) = advise("batch_transfer", evidence)
+    assert transfer.predicted_speedup == pytest.approx(1 / 0.9, abs=0.01), "only the transfer itself"
+
+
+def test_a_sampler_that_waits_is_advised_not_to():
+    waits = SLOW_SAMPLER | {"timed_sampler_cpu": 0.01}
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **waits, **IDLE_WORKERS)])
+    (advice,) = advise("loader_on_training_thread", evidence)
+    assert "not wait" in advice.action
+    no_core = dataclasses.replace(evidence, own_runnable_seconds=0.5)
+    (advice,) = advise("loader_on_training_thread", no_core)
+    assert "cheaper" in advice.action, "it waited in the run queue"
+
+
+def test_a_sampler_that_was_not_timed_is_absent():
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **IDLE_WORKERS)])
+    assert evidence.sampler_seconds is None
+    assert "sampler_seconds" not in evidence_field(evidence)
+    assert set(costs(evidence)) == {"batch_transfer"}
+
+
+def test_workers_that_are_the_limit_are_named_with_a_sampler_beside_them():
+    """A batch every 100 ms; the 20 ms of the sampler are a part of the wait for it."""
+    sampler = dict(timed_waits=10, timed_sampler=0.2, timed_sampler_cpu=0.2)
+    fetching = dict(busy=1.0, cpu=0.95, blocked=0.05, fetches=10, workers=1, matched=10)
+    evidence = evidence_over(
+        [with_workers(wait=0.5, compute=0.5, fetch_wait=0.3, transfer_wait=0.2, **sampler, **fetching)]
+    )
+    lost = costs(evidence)
+    assert max(lost, key=lost.get) == "workers_cpu_bound"
+    assert lost["loader_on_training_thread"] == pytest.approx(0.2)
+    more, *_ = advise("workers_cpu_bound", evidence)
+    assert more.predicted_speedup == pytest.approx(1 / 0.7, rel=0.01), "the sampler's time stays"
+    assert advise("loader_on_training_thread", evidence) == (), "on its own it gains nothing"
+
+
+def test_a_collection_inside_next_is_no_wait():
+    collecting = dict(garbage=0.5, garbage_wait=0.45, timed_waits=5, timed_sampler=0.0)
+    evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **collecting, **IDLE_WORKERS)])
+    lost = costs(evidence)
+    assert lost == {"gc_pause": pytest.approx(0.5), "batch_transfer": pytest.approx(0.15)}
+    freeze, calls = advise("gc_pause", evidence)
+    assert freeze.predicted_speedup == calls.predicted_speedup == pytest.approx(2.0)
+    assert "sampler" in calls.action
+    assert "inside next()" in freeze.because
+
+
+@pytest.mark.parametrize(
+    ("collecting", "low", "high"), [(0.1, 1 / 0.4, 1 / 0.3), (0.03, None, 1 / 0.33)], ids=["much", "little"]
+)
+def test_sending_few_tensors_may_end_collections_inside_next(collecting, low, high):
+    """A step has 30 ms of compute and 70 ms of a transfer, in which collections take 10 ms or 3 ms."""
+    garbage = dict(garbage=collecting, garbage_wait=collecting)
+    (advice,) = advise(
+        "batch_transfer",
+        evidence_over([with_workers(wait=0.7, compute=0.3, transfer_wait=0.7, **garbage, **IDLE_WORKERS)]),
+    )
+    assert advice.predicted_speedup == pytest.approx(high, abs=0.01)
+    assert advice.predicted_low == (low and pytest.approx(low, abs=0.01))
+    assert ("collections" in advice.because) == (low is not None)
+
+
+@pytest.mark.parametrize("source", ["training_thread", "watched"])
+def test_a_collection_in_an_own_fetch_is_no_fetch(source):
+    lost = costs(evidence_over([a_slice(source=source, wait=0.6, compute=0.4, garbage=0.5, garbage_wait=0.5)]))
+    cause = "source_slow" if source == "watched" else "loader_on_training_thread"
+    assert lost == {"gc_pause": pytest.approx(0.5), cause: pytest.approx(0.1)}
+
+
+def test_what_the_gpu_did_not_feel_of_a_collection_is_not_lost():
+    part = with_workers(
+        wait=0.6, compute=0.4, exposed=0.3, transfer_wait=0.6, garbage=0.4, garbage_wait=0.4, **IDLE_WORKERS
+    )
+    assert costs(evidence_over([part]))["gc_pause"] == pytest.approx(0.2)
+
+
+def test_a_sampler_where_epochs_begin_is_no_start_of_workers():
+    part = with_workers(
+        wait=0.6, compute=0.4, boundary_wait=0.6, boundaries=2, boundary_sampler=0.4, boundary_sampler_cpu=0.4, boundary_garbage=0.1,
+        garbage=0.1, **IDLE_WORKERS,
+    )  # fmt: skip
+    evidence = evidence_over([part])
+    assert costs(evidence) == {
+        "gc_pause": pytest.approx(0.1),
+        "loader_on_training_thread": pytest.approx(0.4),
+        "worker_startup": pytest.approx(0.1),
+    }
+    (advice,) = advise("loader_on_training_thread", evidence)
+    assert "start" in advice.action
+    assert advice.predicted_speedup == pytest.approx(1 / 0.6, abs=0.01)
+
+
+def test_a_sampler_at_epoch_starts_is_judged_from_one_to_the_next():
+    recurring, tick = RecurringCostsWatch(), Tick()
+    for _ in range(3):
+        boundary = a_slice(
+            wait=1.0, compute=0.0, boundary_wait=1.0, boundaries=1, boundary_sampler=0.8, boundary_garbage=0.1
+        )
+        for part in (boundary, a_slice(compute=1.0)):
+            tick = next_tick(tick.totals, part)
+            recurring.add(tick)
+    ratios = {"boundary_ratio": pytest.approx(0.45), "sampler_boundary_ratio": pytest.approx(0.4)}
+    assert {name: getattr(recurring.costs, name) for name in ratios} == ratios
+    evidence = evidence_over(
+        [with_workers(compute=1.0, **IDLE_WORKERS)],
+        boundary_ratio=recurring.costs.boundary_ratio,
+        sampler_boundary_ratio=0.4,
+    )
+    assert costs(evidence) == {
+        "loader_on_training_thread": pytest.approx(0.4),
+        "worker_startup": pytest.approx(0.05),
+    }
+    (advice,) = advise("loader_on_training_thread", evidence)
+    assert advice.predicted_speedup == pytest.approx(1 / 0.6, abs=0.01)
+
+
+class Sampling:
+    """A batch sampler that takes the training thread ``seconds`` a batch."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.heap = [{"number": [number]} for number in range(60_000)] if way == "collect" else []
+
+    def __iter__(self):
+        for number in range(100_000):
+            until = time.thread_time() + (0.04 if self.way == "spin" else 0.0)
+            while time.thread_time() < until:
+                pass
+            if self.way in {"sleep", "mixed"}:
+                time.sleep(0.04)
+            if self.way in {"collect", "mixed"}:
+                gc.collect()
+            yield [number % 100]
+
+
+CAUSES = {
+    "spin": "loader_on_training_thread",
+    "sleep": "loader_on_training_thread",
+    "collect": "gc_pause",
+    "mixed": "loader_on_training_thread",  # of a small heap
+}
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("way", CAUSES)
+def test_a_run_names_what_its_sampler_does(tmp_path, way):
+    opened = threading.Event()
+    telemetry.start(
+        tmp_path, port="off", interval_seconds=0.2, stall_window_seconds=2, start_line=False,
+        on_stall=lambda _: opened.set(),
+    )  # fmt: skip
+    try:
+        loader = DataLoader(Numbers(100), batch_sampler=Sampling(way), num_workers=2, multiprocessing_context="fork")
+        for _ in loader:
+            time.sleep(0.002)
+            if opened.is_set():
+                break
+    finally:
+        telemetry.stop()
+    (log,) = (tmp_path / "logs").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    stall = next(line for line in lines if line["event"] == "stall_open")
+    evidence = stall["evidence"]
+    assert stall["cause"] == CAUSES[way], evidence
+    assert "send less data" not in stall["advice"][0]["action"]
+    assert stall["advice"][0]["predicted_speedup"] > 1
+    if way != "collect":
+        assert 0 < evidence["sampler_seconds"] <= evidence["wait_seconds"]
+        assert "sampler" in stall["advice"][0]["action"]
+    if way in {"collect", "mixed"}:
+        assert 0 < evidence["garbage_wait_seconds"] <= evidence["garbage_seconds"]

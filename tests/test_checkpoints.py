@@ -1,20 +1,281 @@
-"""What the hooks tell of where a training resumed: what was loaded, from which step on, what is replayed."""
+"""Phases, checkpoints and where a training resumed, as the hooks tell of them."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent.restarts import ReplayWatch
-from telemetry.hooks.resume import step_of
+from telemetry.hooks.resume import holds_optimizer, step_of
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.report.logs import load
+from tests.data_sets import Numbers
 from tests.small_training import Lazy, Training
+
+# -- explicit steps and phases, and checkpoints ------------------------------------------------------------------------
+
+
+def test_torch_save_is_a_checkpoint_and_no_part_of_the_step(observed, monkeypatch):
+    class SlowFile(io.BytesIO):
+        """Takes longer than any step does on a busy machine."""
+
+        def flush(self):
+            time.sleep(0.5)
+
+    for index, _ in enumerate(DataLoader(Numbers(4), batch_size=1)):
+        if index == 2:
+            torch.save({"weights": torch.zeros(3)}, SlowFile())
+    ledger = observed.read()
+    assert ledger.ns[CHECKPOINT] >= 0.5e9
+    assert len(observed.steps) == 4
+    assert max(step.seconds for step in observed.steps) < 0.5
+    assert [p.name for p in observed.phases] == [CHECKPOINT]
+
+
+def test_phases_have_their_categories(agent):
+    for name in ("evaluation", "checkpoint", "warm-up"):
+        with telemetry.phase(name):
+            time.sleep(0.01)
+    agent.accounting.update()
+    ledger = agent.accounting.ledger.seconds()
+    assert ledger[EVALUATION] >= 0.01
+    assert ledger[CHECKPOINT] >= 0.01
+    assert ledger[OTHER] >= 0.01
+
+
+def test_batches_in_an_evaluation_phase_are_evaluation(agent):
+    with telemetry.phase("evaluation"):
+        list(DataLoader(Numbers(4, seconds=0.005), batch_size=1))
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 0
+    assert agent.accounting.ledger.ns[EVALUATION] >= 4 * 0.005e9
+    assert agent.accounting.ledger.ns[DATA_WAIT] == 0
+
+
+def test_training_inside_a_named_phase_is_training(agent):
+    with telemetry.phase("epoch"):
+        for _ in DataLoader(Numbers(4, seconds=0.005), batch_size=1):
+            time.sleep(0.005)
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 4
+    assert agent.accounting.ledger.ns[DATA_WAIT] >= 4 * 0.005e9
+    assert agent.accounting.ledger.ns[COMPUTE] >= 4 * 0.005e9
+    assert agent.accounting.ledger.category == OTHER
+
+
+def test_a_phase_in_a_step_is_no_part_of_it(agent):
+    for _ in DataLoader(Numbers(3), batch_size=1):
+        with telemetry.phase("logging"), telemetry.phase("checkpoint"):
+            time.sleep(0.01)
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 3
+    assert agent.accounting.stats.histogram().total < 0.01
+    assert agent.accounting.ledger.ns[CHECKPOINT] >= 3 * 0.01e9
+
+
+def test_of_many_phases_in_a_tick_the_longest_have_lines(tmp_path):
+    telemetry.start(tmp_path, port="off", interval_seconds=30, start_line=False)
+    for number in range(200):
+        with telemetry.phase(f"part {number}"):
+            time.sleep(0.02 if number % 50 == 0 else 0.0011)
+    telemetry.stop()
+    (file,) = (tmp_path / "logs").iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    names = [line["name"] for line in lines if line["event"] == "phase"]
+    assert 15 < len(names) < 60  # a tick may come in the middle
+    assert {f"part {number}" for number in (0, 50, 100, 150)} < set(names)
+
+
+def test_a_phase_lets_an_exception_through(agent):
+    with pytest.raises(KeyError), telemetry.phase("checkpoint"):
+        raise KeyError("mine")
+    agent.accounting.update()
+    assert agent.accounting.ledger.category == STARTUP
+
+
+def test_a_phase_must_have_a_name(agent):
+    with pytest.raises(TypeError, match="not int"):
+        telemetry.phase(3)
+
+
+def test_an_explicit_step(agent):
+    between, began = 0.0, time.perf_counter()
+    for _ in DataLoader(Numbers(4, seconds=0.005), batch_size=1):
+        with telemetry.step():
+            time.sleep(0.005)
+        left = time.perf_counter()
+        time.sleep(0.01)  # between two steps
+        between += time.perf_counter() - left
+    whole = time.perf_counter() - began
+    agent.accounting.update()
+    histogram = agent.accounting.stats.histogram()
+    assert agent.accounting.stats.steps == 4
+    assert 4 * 0.010 <= histogram.total <= whole - between
+    assert agent.accounting.ledger.ns[DATA_WAIT] >= 4 * 0.005e9
+    assert agent.accounting.ledger.ns[OTHER] >= 4 * 0.01e9
+
+
+def test_an_explicit_step_may_fetch_inside(agent):
+    iterator = iter(DataLoader(Numbers(6), batch_size=1))
+    for _ in range(3):
+        with telemetry.step():
+            next(iterator)
+            next(iterator)
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 3
+
+
+def test_a_step_without_any_loader(agent):
+    for _ in range(3):
+        with telemetry.step():
+            time.sleep(0.005)
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 3
+    assert agent.accounting.ledger.ns[COMPUTE] >= 3 * 0.005e9
+    assert agent.accounting.ledger.ns[DATA_WAIT] == 0
+
+
+def test_all_of_it_does_nothing_without_an_agent():
+    with telemetry.step(), telemetry.phase("evaluation"):
+        pass
+    telemetry.stop()
+
+
+# -- what the hooks tell of checkpoints: what was saved, at which step, and whether it is complete ---------------------
+
+
+@contextlib.contextmanager
+def process_group_of_one():
+    """Old versions of torch write asynchronous checkpoints only in a process group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def saves(observed) -> list:
+    return [*observed.tracker.resume.saves]
+
+
+def test_a_checkpoint_has_the_steps_that_it_contains(observed, tmp_path):
+    training = Training()
+    for batch in torch.utils.data.DataLoader(torch.randn(5, 4)):
+        training.step(batch)
+        if observed.tracker.optimizer_steps == 3:
+            torch.save(training.state, tmp_path / "c.pt")
+    torch.save(training.net.state_dict(), tmp_path / "net.pt")
+    inside, after = saves(observed)
+    assert (inside.optimizer_steps, inside.steps, inside.complete) == (3, 3, True)
+    assert (after.optimizer_steps, after.steps) == (5, 5)
+    assert (inside.holds_optimizer, after.holds_optimizer) == (True, False)
+    observed.read()
+    (first, _) = observed.phases
+    assert inside.start_ns <= first.start_ns <= inside.end_ns
+    assert sum(first.loop_seconds) > 0
+
+
+def test_lightning_keeps_the_optimizers_in_a_list(observed, tmp_path):
+    training = Training()
+    torch.save({"state_dict": {}, "optimizer_states": [training.optimizer.state_dict()]}, tmp_path / "c.pt")
+    assert saves(observed)[0].holds_optimizer
+
+
+def test_a_checkpoint_that_raises_is_not_complete(observed, tmp_path):
+    with pytest.raises(RuntimeError):
+        torch.save({}, tmp_path / "not there" / "c.pt")
+    assert [save.complete for save in saves(observed)] == [False]
+    torch.save({}, tmp_path / "c.pt")
+    assert [save.complete for save in saves(observed)] == [False, True]
+
+
+def test_a_phase_of_the_script_is_one_checkpoint_whatever_it_calls(agent, tmp_path):
+    with telemetry.phase("checkpoint"):
+        torch.save({}, tmp_path / "a.pt")
+        torch.save(Training().state, tmp_path / "b.pt")
+    with telemetry.phase("checkpoint"):
+        (tmp_path / "own format").write_bytes(bytes(1000))
+        time.sleep(0.002)
+    with pytest.raises(ZeroDivisionError), telemetry.phase("checkpoint"):
+        time.sleep(0.002)
+        raise ZeroDivisionError
+    telemetry.stop()
+    (process,) = load(agent.run_dir)
+    told = [(save.complete, save.holds_optimizer) for save in process.saves]
+    assert told == [(True, True), (True, True), (False, True)]
+
+
+def test_a_short_checkpoint_keeps_its_place_in_the_log(agent):
+    """The report takes the last one for the newest."""
+    with telemetry.phase("checkpoint"):
+        pass
+    with pytest.raises(ZeroDivisionError), telemetry.phase("checkpoint"):
+        time.sleep(0.002)
+        raise ZeroDivisionError
+    telemetry.stop()
+    (process,) = load(agent.run_dir)
+    assert [save.complete for save in process.saves] == [True, False]
+
+
+def test_an_asynchronous_checkpoint_is_complete_when_it_is_written(observed, tmp_path, monkeypatch):
+    written = threading.Event()
+    writer = dcp.FileSystemWriter(tmp_path / "c")
+    finish = writer.finish
+    monkeypatch.setattr(writer, "finish", lambda *args, **named: (written.wait(60), finish(*args, **named))[1])
+    training = Training()
+    training.steps(3)
+    with process_group_of_one():
+        future = dcp.async_save({"net": training.net.state_dict()}, storage_writer=writer)
+        training.steps(2)
+        assert [(save.complete, save.optimizer_steps) for save in saves(observed)] == [(False, 3)]
+        observed.read()
+        assert [phase.name for phase in observed.phases] == ["checkpoint"], "only what blocks"
+        written.set()
+        getattr(future, "upload_completion", future).result(60)
+    assert [(save.complete, save.background) for save in saves(observed)] == [(False, False), (True, True)]
+    assert saves(observed)[1].optimizer_steps == 3, "not what has been trained meanwhile"
+
+
+def test_a_checkpoint_written_on_a_thread_of_the_script(observed, tmp_path):
+    training = Training()
+    training.steps(2)
+    thread = threading.Thread(target=torch.save, args=(training.state, tmp_path / "c.pt"))
+    thread.start()
+    thread.join()
+    (save,) = saves(observed)
+    assert (save.background, save.complete, save.holds_optimizer, save.optimizer_steps) == (True, True, True, 2)
+
+
+class LazyList(list):
+    def __iter__(self):
+        raise AssertionError("asked by the agent")
+
+
+def test_what_is_saved_is_not_made_to_load_anything():
+    assert not holds_optimizer({"data": Lazy(rows=1), "list": LazyList([1])})
+    assert holds_optimizer(Lazy(state={}, param_groups=[]))
+    assert holds_optimizer(LazyList([{"state": {}, "param_groups": []}]))
+
+
+def test_a_checkpoint_saved_by_keywords_is_one(observed, tmp_path):
+    torch.save(obj=Training().state, f=tmp_path / "c.pt")
+    torch.save(f=tmp_path / "net.pt", obj={})
+    assert [save.holds_optimizer for save in saves(observed)] == [True, False]
+
+
+# -- what the hooks tell of where a training resumed: what was loaded, from which step on, what is replayed ------------
 
 
 def test_adam_tells_where_it_resumes(request):
