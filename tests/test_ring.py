@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from telemetry.agent.accounting import Ledger, spans
 from telemetry.hooks import ring as r
-from telemetry.hooks.loaders import LoaderHandle
+from telemetry.hooks.loaders import ON_THREAD, LoaderHandle
 from telemetry.hooks.ring import (
     BATCH,
     BEGINS,
@@ -21,7 +20,6 @@ from telemetry.hooks.ring import (
     S_DATA_WAIT,
     S_OTHER,
     STEP,
-    STRIDE,
     Ring,
     code,
 )
@@ -222,10 +220,10 @@ class Lengths:
         return None, sum(range(number + 1, number + batches + 1))
 
 
-def pieces(entries: list, cuts: list[int]) -> list[tuple[int, list]]:
-    """The entries in pieces, each with the position of its first one. Some are empty."""
+def pieces(entries: list, cuts: list[int]) -> list[list]:
+    """The entries in pieces, some of which are empty."""
     edges = [0, *sorted(cut % (len(entries) + 1) for cut in cuts), len(entries)]
-    return [(first, entries[first:last]) for first, last in zip(edges, edges[1:], strict=False)]
+    return [entries[first:last] for first, last in zip(edges, edges[1:], strict=False)]
 
 
 @given(
@@ -238,22 +236,21 @@ def pieces(entries: list, cuts: list[int]) -> list[tuple[int, list]]:
 )
 def test_samples_and_tokens(epochs, cuts, joined, replayed):
     entries: list = []
-    marks: list[BatchMark] = []
     for size, total, batches in epochs:
-        marks.append(BatchMark(len(entries) * STRIDE, BatchCounts(BatchSizes(size, total), Lengths(), False), 0))
-        for _ in range(batches):
+        mark = BatchMark(ON_THREAD, BatchCounts(BatchSizes(size, total), Lengths(), False), 0)
+        for place in range(batches):
             number = len(entries)
-            entries.append((10 * number, 10 * number + 5, JOINED if number in joined else STEP, None))
+            kind = JOINED if number in joined else STEP
+            entries.append((10 * number, 10 * number + 5, kind, None if place else mark))
 
-    def counted(parts: list[tuple[int, list]]) -> tuple[int | None, int | None]:
-        taken = SimpleNamespace(taken=deque(marks), lost=False)
-        counter = SampleCounter(taken)
+    def counted(parts: list[list]) -> tuple[int | None, int | None]:
+        counter = SampleCounter()
         counter.settle(replayed)
-        for first, part in parts:
-            counter.fold(part, first * STRIDE)
+        for part in parts:
+            counter.fold(part)
         return counter.samples, counter.tokens(None)
 
-    assert counted(pieces(entries, cuts)) == counted([(n, [entry]) for n, entry in enumerate(entries)])
+    assert counted(pieces(entries, cuts)) == counted([[entry] for entry in entries])
 
 
 @given(
@@ -272,7 +269,7 @@ def test_numbers_of_batches_and_waits(epochs, cuts, joined):
                 kind = JOINED if number in joined else STEP
                 entries.append((10 * number, 11 * number, kind, None if place else loader))
         numbering = BatchNumbering()
-        for _, part in pieces(entries, cuts) if in_pieces else [(n, [entry]) for n, entry in enumerate(entries)]:
+        for part in pieces(entries, cuts) if in_pieces else [[entry] for entry in entries]:
             numbering.fold(part)
         return list(loader.arrivals), numbering._waits.get(loader, 0)
 

@@ -332,32 +332,18 @@ def loop(tracker):
     return iterator
 
 
-def test_the_second_batch_in_a_row_switches_it_on(tracker):
-    iterator = iter(DataLoader(Numbers(5)))
-    next(iterator)
-    assert tracker.fast_path_iterator_id == 0
-    next(iterator)
-    assert tracker.fast_path_iterator_id == id(iterator)
-
-
-@pytest.mark.parametrize(("name", "value"), [("recorder", RECORDER), ("gpu", CLOCK)])
-def test_it_is_back_one_batch_after_the_reason_has_gone(tracker, loop, name, value):
-    setattr(tracker, name, value)
+@pytest.mark.parametrize(("what", "value"), [("recorder", RECORDER), ("gpu", CLOCK), ("nvtx", True)])
+def test_it_is_back_one_batch_after_the_reason_has_gone(tracker, loop, what, value):
+    owner = tracker.profiler_ranges if what == "nvtx" else tracker
+    setattr(owner, what, value)
     tracker.slow_path()
     for _ in range(3):
         next(loop)
         assert tracker.fast_path_iterator_id == 0
         assert tracker.steady_iterator_id == id(loop), "its batches are ordinary ones all the same"
-    setattr(tracker, name, None)
+    setattr(owner, what, None)
     next(loop)
     assert tracker.fast_path_iterator_id == id(loop)
-
-
-def test_nvtx_ranges_keep_it_off(tracker, loop):
-    tracker.profiler_ranges.nvtx = True
-    tracker.slow_path()
-    next(loop), next(loop)
-    assert tracker.fast_path_iterator_id == 0
 
 
 def test_a_timed_batch_switches_it_off_for_one_batch(tracker, loop):
@@ -404,9 +390,3 @@ def test_batches_that_come_back_switch_it_on_again(tracker, loop):
     assert tracker.fast_path_iterator_id == 0
     next(loop)
     assert tracker.fast_path_iterator_id == id(loop)
-
-
-def test_nothing_switches_it_on_once_the_hooks_are_detached(tracker, loop):
-    tracker.detach()
-    next(loop), next(loop)
-    assert tracker.fast_path_iterator_id == 0

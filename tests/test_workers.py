@@ -163,6 +163,32 @@ def test_tracebacks_from_workers_stay_as_they_were(observed, what):
     assert attached == traceback_of(FAILING[what])
 
 
+def test_the_notes_of_python_3_14_name_no_probe_of_ours(observed, monkeypatch):
+    """They say where in an object something is that cannot be pickled, from the inside out."""
+
+    def cannot_be_pickled(*_):
+        error = TypeError("cannot pickle this")
+        error.__notes__ = [
+            "when serializing mine.Init state",
+            "when serializing mine.Init object",
+            "when serializing tuple item 0",
+            f"when serializing {WorkerProbe.__module__}.WorkerProbe state",
+            f"when serializing {WorkerProbe.__module__}.WorkerProbe object",
+            "when serializing tuple item 6",
+        ]
+        raise error
+
+    context = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(context.Process, "start", cannot_be_pickled)
+    with pytest.raises(TypeError, match="cannot pickle") as caught:
+        iter(DataLoader(Numbers(2), num_workers=1, multiprocessing_context=context))
+    assert [note.removeprefix("when serializing ") for note in caught.value.__notes__] == [
+        "mine.Init state",
+        "mine.Init object",
+        "tuple item 6",
+    ]
+
+
 def test_a_killed_worker_leaves_its_last_counts_and_nothing_else(observed):
     before = set(os.listdir("/proc/self/fd"))
     iterator = iter(DataLoader(Numbers(100), batch_size=1, num_workers=1, prefetch_factor=2))

@@ -556,7 +556,7 @@ class Accounting:
         self._hook_errors_seen = 0
         self.updated_ns = start_ns
         self._numbering = BatchNumbering()
-        self.samples = SampleCounter(tracker.marks)
+        self.samples = SampleCounter()
         self.steps_without_optimizer = 0
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and requests on other threads, when the newest batch came
@@ -571,10 +571,8 @@ class Accounting:
             stepped, optimizers = tracker.optimizer_steps, tracker.resume.optimizers
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
-            position = ring.tail
             while taken := ring.drain(_CHUNK, head):
-                self.samples.fold(taken, position)
-                position = ring.tail
+                self.samples.fold(taken)
                 self._fold(taken)
                 steps = self.ledger.take_steps()
                 self.stats.add(steps)

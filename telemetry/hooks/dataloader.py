@@ -424,7 +424,7 @@ def _forget_notes(error: BaseException) -> None:
     """
     kept: list[str] = []
     for note in getattr(error, "__notes__", ()):
-        if not str(note).startswith(f"when serializing {__name__}."):
+        if not str(note).startswith(f"when serializing {WorkerProbe.__module__}."):
             kept.append(note)
         elif str(note).endswith(" state"):
             del kept[-1:]

@@ -23,11 +23,8 @@ _TRAINED_BEFORE: Final = 4
 _MAX_PARAMETERS: Final = 64
 
 
-class _Gone:
-    """An object that nothing refers to, so that a weak reference to it is dead."""
-
-
-_NOBODY: Final[weakref.ref[Any]] = weakref.ref(_Gone())
+def _nobody() -> None:
+    """In place of a weak reference to an object that is gone."""
 
 
 class TrainingSigns:
@@ -37,12 +34,10 @@ class TrainingSigns:
     part of the user's graph and of what is compiled.
     """
 
-    __slots__ = ("_graph_nodes", "_nodes", "_optimizer", "_parameter", "_place", "_torch")
-
     def __init__(self) -> None:
         self._torch: Any = None
         self._graph_nodes: Callable[[], int] = lambda: 0
-        self._optimizer: weakref.ref[Any] = _NOBODY
+        self._optimizer: Callable[[], Any] = _nobody
         self._place = 0  # of the parameter that is read, among the optimizer's
         self._nodes = 0
         self._parameter: tuple[int, ...] | None = None
@@ -111,19 +106,6 @@ class EvaluationDetector:
         signs: of training.
     """
 
-    __slots__ = (
-        "_batches",
-        "_evaluated",
-        "_evaluating",
-        "_iterator",
-        "_max_batches",
-        "_parts",
-        "_since",
-        "_trained",
-        "_trains",
-        "signs",
-    )
-
     def __init__(self) -> None:
         self.signs = TrainingSigns()
         self._evaluating = False
@@ -132,7 +114,7 @@ class EvaluationDetector:
         self._since = 0  # optimizer steps when the first batch was requested
         self._batches = 0  # batches requested since then without a sign of training
         self._max_batches = 0  # with more batches than this it is an evaluation
-        self._parts: list[weakref.ref[Any]] = []
+        self._parts: list[Callable[[], Any]] = []
         self._trained: WeakMap[None] = WeakMap()
         self._evaluated: WeakMap[None] = WeakMap()
 
@@ -197,16 +179,16 @@ class EvaluationDetector:
                     self._evaluated[part] = None
         self._iterator, self._parts, self._evaluating, self._trains = 0, [], False, False
 
-    def _evaluates(self, parts: list[weakref.ref[Any]]) -> bool:
+    def _evaluates(self, parts: list[Callable[[], Any]]) -> bool:
         """Whether the loader evaluates. Another loader, with another sampler, may train on the same data set."""
         return self._in(self._evaluated, parts) and not self._in(self._trained, parts[:1])
 
     @staticmethod
-    def _in(known: WeakMap[None], parts: list[weakref.ref[Any]]) -> bool:
+    def _in(known: WeakMap[None], parts: list[Callable[[], Any]]) -> bool:
         return any(part is not None and part in known for part in (reference() for reference in parts))
 
 
-def _parts_of(loader: object) -> list[weakref.ref[Any]]:
+def _parts_of(loader: object) -> list[Callable[[], Any]]:
     """The objects that a loader shares with its iterators: its sampler, which no other loader has, and its data set.
 
     For a watched object it is the object itself. Only attributes of torch's own classes are read.
@@ -216,12 +198,12 @@ def _parts_of(loader: object) -> list[weakref.ref[Any]]:
         loader = watched()
     if is_loader(loader) or is_loader_iterator(loader):
         return [_reference(loader, "_index_sampler"), _reference(loader, "_dataset", "dataset")]
-    return [watched or _NOBODY, _NOBODY]
+    return [watched or _nobody, _nobody]
 
 
-def _reference(loader: object, *names: str) -> weakref.ref[Any]:
+def _reference(loader: object, *names: str) -> Callable[[], Any]:
     try:  # a subclass may raise, and not every object takes weak references
         return weakref.ref(next(part for name in names if (part := getattr(loader, name, None)) is not None))
     except Exception as error:
         let_pass(error)
-        return _NOBODY
+        return _nobody

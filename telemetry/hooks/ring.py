@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP, DroppedSpans
 from telemetry.util.clock import sleep
 
-if TYPE_CHECKING:
-    from telemetry.hooks.loaders import BatchSource
-
-Entry = tuple[int, int, int, "BatchSource | DroppedSpans | None"]
-"""Start and end (monotonic ns), code, and source of the batch; None means the same source as before. With the code
-`GAP`, the last item has the sums of the dropped entries."""
+Entry = tuple[int, int, int, Any]
+"""Start and end (monotonic ns), code, and source of the batch (a `BatchSource`, or a `BatchMark` with one); None means
+the same source as before. With the code `GAP`, the last item has the sums of the dropped entries."""
 
 CAPACITY: Final = 1 << 12
 """Entries. With one drain a second this is enough for steps of 244 µs. In faster loops entries are dropped and counted.
@@ -93,7 +90,7 @@ class Ring:
         self._stretch: _Stretch | None = None  # while spans are being dropped
         self._stretches = 0
 
-    def push(self, start: int, end: int, entry: int, source: BatchSource | None = None) -> None:
+    def push(self, start: int, end: int, entry: int, source: Any = None) -> None:
         """Write one span, or add it to the dropped ones if the ring is full.
 
         Args:
@@ -158,7 +155,7 @@ class Ring:
         self.tail = tail
         return taken
 
-    def _store(self, start: int, end: int, entry: int, source: BatchSource | DroppedSpans | None) -> None:
+    def _store(self, start: int, end: int, entry: int, source: Any) -> None:
         head = self.head
         slot = head & MASK
         self.words[slot] = start

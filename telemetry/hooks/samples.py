@@ -3,8 +3,8 @@
 A batch has as many samples as indices, whatever the collate function makes of them. Where torch's own samplers decide
 it, that is read once per iteration, when its first batch has come (`BatchSizes`). Otherwise samples are counted where
 the batch is made, and so are tokens: by the workers (`WorkerCounts`), or by the training thread (`OwnCounts`). The fast
-path does nothing for it. `BatchMarks`, on the slow path, notes which iteration the next batches in the ring are of, and
-the agent thread adds them up (`SampleCounter`).
+path does nothing for it. On the slow path, `BatchMarks` notes in a batch's entry of the ring which iteration it is of.
+The agent thread adds them up (`SampleCounter`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from telemetry.hooks import loaders
 from telemetry.hooks.loaders import ON_THREAD, Arrival, BatchSource, LoaderHandle, own_value
 from telemetry.hooks.patching import WeakMap, forget_frame, unseen
-from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, GAP, JOINS, OPENS, S_DATA_WAIT, STEP, STRIDE
+from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, GAP, JOINS, OPENS, S_DATA_WAIT, STEP
 from telemetry.hooks.worker import FetchedSamples, tokens_in
 from telemetry.hooks.worker_block import FETCH_BUCKETS, RAISED, UNKNOWN
 from telemetry.records import DroppedSpans, Histogram
@@ -44,7 +44,7 @@ _SAMPLERS: Final = (
 
 _FETCHERS: Final = "torch.utils.data._utils.fetch"
 _MAX_KEPT: Final = 8192
-"""Batches, and marks, that the agent thread has not taken."""
+"""Batches that the agent thread has not taken."""
 
 _MAX_REPLAYED: Final = 1 << 17
 """Steps before it is known how many of them threw their batches away. If it was more, the samples are not known."""
@@ -79,8 +79,6 @@ class WorkerCounts:
         number: of the newest batch, among those that were delivered. ``index``: by the worker's loop, where batches
             that raised have a number, too. ``first_worker``: the worker that made batch 0.
     """
-
-    __slots__ = ("_block", "_found", "_index", "_lost", "_number", "_rotation", "iteration")
 
     def __init__(self, block: WorkerBlock, number: int, index: int, first_worker: int) -> None:
         self._found = weakref.ref(block)
@@ -283,32 +281,23 @@ def _class(module: str, name: str) -> Any:
 
 
 class BatchMark(NamedTuple):
-    """From this position of the ring on, batches are of this iteration.
+    """In place of the source of a batch in the ring: from this entry on, batches are of this iteration.
 
     Attributes:
-        position: ``head`` of the ring before the first of them.
+        source: where they come from.
         counts: None if nothing is known of them.
         number: of the first of them in its iteration.
     """
 
-    position: int
+    source: BatchSource
     counts: BatchCounts | None
     number: int
 
 
 class BatchMarks:
-    """Written by the training thread, on the slow path. The agent thread takes them out.
-
-    Attributes:
-        taken: the marks, oldest first.
-        lost: whether marks were dropped because the agent thread did not take them.
-    """
-
-    __slots__ = ("_counted", "_iterator_id", "_known", "lost", "taken")
+    """Used by the training thread, on the slow path."""
 
     def __init__(self) -> None:
-        self.taken: deque[BatchMark] = deque()
-        self.lost = False
         self._iterator_id = 0
         self._known: dict[int, BatchCounts | None] = {}
         self._counted: WeakMap[WorkerCounts | OwnCounts | None] = WeakMap()
@@ -337,46 +326,30 @@ class BatchMarks:
             and not _decided_by_torch(iterator)
         )
 
-    def batch(self, iterator: object, position: int, batch: object, source: BatchSource, *, told: bool) -> None:
-        """A training batch of this iterator is about to be written at this position of the ring.
+    def batch(self, iterator: object, batch: object, source: BatchSource, *, told: bool) -> BatchSource | BatchMark:
+        """A training batch of this iterator has come. Returns what to write as its source.
 
-        Args:
-            iterator: the iterator that gave it.
-            position: ``head`` of the ring.
-            batch: the batch.
-            source: where it comes from.
-            told: whether the script tells its tokens, so that nobody needs to count them.
+        ``told``: whether the script tells its tokens, so that nobody needs to count them.
         """
         key = id(iterator)
         if key == self._iterator_id:
-            return
+            return source
         self._iterator_id = key
         inside: Any = loaders.unwrapped(iterator)
         number = _yielded(inside) - 1
         if key not in self._known:  # two loaders that are asked in turn are looked at once
             self._known[key] = None if number < 0 else self._counts_of(inside, number, batch, source, told=told)
-        self._mark(key, number, position)
+        return BatchMark(source, self._known[key], number)
 
-    def not_training(self, iterator: object, position: int) -> None:
-        """A batch of this iterator was not for training: it has a number, but the next one follows in the counts.
-
-        Args:
-            iterator: the iterator that gave it.
-            position: ``head`` of the ring, after its entry.
-        """
-        key = id(iterator)
-        if key == self._iterator_id:
-            self._mark(key, _yielded(loaders.unwrapped(iterator)), position)
+    def not_training(self, iterator: object, source: BatchSource) -> BatchSource | BatchMark:
+        """A batch was not for training: it has a number, but the next one follows in the counts. Returns as `batch`."""
+        if id(iterator) != self._iterator_id:
+            return source
+        return BatchMark(source, self._known[self._iterator_id], _yielded(loaders.unwrapped(iterator)))
 
     def forget(self) -> None:
         """The agent stops: count nothing of the training thread's own batches any more."""
         self._counted.clear()
-
-    def _mark(self, key: int, number: int, position: int) -> None:
-        if len(self.taken) >= _MAX_KEPT:
-            self.lost = True
-            return
-        self.taken.append(BatchMark(position, self._known[key], number))
 
     def _counts_of(
         self, iterator: Any, number: int, batch: object, source: BatchSource, *, told: bool
@@ -424,13 +397,9 @@ class SampleCounter:
     """Adds up the samples and tokens of the batches in the ring, on the agent thread.
 
     One batch of unknown size makes the whole sum unknown.
-
-    Args:
-        marks: which iteration the batches belong to.
     """
 
-    def __init__(self, marks: BatchMarks) -> None:
-        self._marks = marks
+    def __init__(self) -> None:
         self._counts: BatchCounts | None = None
         self._number = 0
         self._samples = _TrainedSum()
@@ -439,34 +408,22 @@ class SampleCounter:
         self._settled = False
         self._in_step = False
 
-    def fold(self, entries: Sequence[Entry], position: int) -> None:
-        """Count entries of the ring, in their order.
-
-        Args:
-            entries: the entries.
-            position: of the first one in the ring.
-        """
-        marks, after = self._marks.taken, position + len(entries) * STRIDE
-        same = self._settled and (not marks or marks[0].position >= after)
-        if not same or any(entry[2] != STEP for entry in entries):
-            self._fold_each(entries, position)
-        elif entries:
-            self._add_batches(len(entries))
-        if self._marks.lost:
-            self._add(None, None)
-
-    def _fold_each(self, entries: Sequence[Entry], position: int) -> None:
-        marks = self._marks.taken
-        for _start, _end, code, _source in entries:
+    def fold(self, entries: Sequence[Entry]) -> None:
+        """Count entries of the ring, in their order."""
+        if self._settled and all(code == STEP and source is None for _, _, code, source in entries):
+            if entries:
+                self._add_batches(len(entries))
+            return
+        for _start, _end, code, source in entries:
+            if isinstance(source, BatchMark):
+                _, self._counts, self._number = source
             if code & GAP:
                 self._add(None, None)
+                continue
             if not self._settled:
                 self._note_step(code)
-            if not code & GAP and code & (BATCH | JOINS):
-                while marks and marks[0].position <= position:
-                    _, self._counts, self._number = marks.popleft()
+            if code & (BATCH | JOINS):
                 self._add_batches(1)
-            position += STRIDE
 
     def _add_batches(self, batches: int) -> None:
         """The next batches of the same iteration."""
@@ -581,7 +538,8 @@ class BatchNumbering:
         if isinstance(current, LoaderHandle) and all(c == STEP and source is None for _, _, c, source in entries):
             self._ordinary(entries, current)
             return
-        for start, end, code, source in entries:
+        for start, end, code, origin in entries:
+            source = origin.source if isinstance(origin, BatchMark) else origin
             if source is None:
                 if code & BATCH:
                     self._batch(start, end, code, current)  # an ordinary batch has no source in its entry

@@ -214,17 +214,6 @@ class SamplerTimer:
         boundary_sampler_ns, boundary_sampler_cpu_ns: time of the sampler at the start of every epoch except the first.
     """
 
-    __slots__ = (
-        "at_boundary",
-        "batches",
-        "boundary_sampler_cpu_ns",
-        "boundary_sampler_ns",
-        "receiving_cpu_ns",
-        "sampler_cpu_ns",
-        "sampler_ns",
-        "wanted",
-    )
-
     def __init__(self) -> None:
         self.wanted = 0
         self.at_boundary = False
@@ -241,34 +230,56 @@ class SamplerTimer:
 class TimedWait:
     """A wait for a batch of workers, or the start of an epoch, whose parts are timed.
 
+    While it lasts, it stands in place of the iterator's ``_next_index``. It does not keep the iterator alive, because
+    the workers end with the iterator.
+
     Args:
         timer: gets the sums.
         garbage: knows of garbage collections.
         iterator: the iterator of the loader.
     """
 
-    __slots__ = ("_before", "_sampler", "_timer")
+    __slots__ = ("_before", "_garbage", "_iterator", "_sampler_cpu_ns", "_sampler_ns", "_thread", "_timer")
 
     def __init__(self, timer: SamplerTimer, garbage: GarbageTimer, iterator: object) -> None:
         self._timer = timer
-        self._sampler = _TimedSampler(garbage, iterator)
-        vars(iterator)[_NAME] = self._sampler
+        self._garbage = garbage
+        self._iterator = weakref.ref(iterator)
+        self._thread = get_ident()
+        self._sampler_ns = self._sampler_cpu_ns = 0
+        vars(iterator)[_NAME] = self
         self._before = Clocks(garbage)
+
+    @unseen
+    def __call__(self) -> Any:
+        """Draw the next indices, as the iterator's own method does."""
+        iterator: Any = self._iterator()
+        before = Clocks(self._garbage) if get_ident() == self._thread else None
+        try:
+            return type(iterator)._next_index(iterator)
+        except BaseException as error:
+            forget_frame(error)
+            raise
+        finally:
+            if before is not None:
+                ns, cpu_ns = before.passed()
+                self._sampler_ns += ns
+                self._sampler_cpu_ns += cpu_ns
 
     def end(self, iterator: object, *, batch: bool) -> None:
         """End the wait. ``batch``: whether it returned a batch."""
-        timer, sampler = self._timer, self._sampler
+        timer = self._timer
         _, cpu = self._before.passed()
-        if vars(iterator).get(_NAME) is sampler:
+        if vars(iterator).get(_NAME) is self:
             del vars(iterator)[_NAME]
         if timer.at_boundary:
-            timer.boundary_sampler_ns += sampler.ns
-            timer.boundary_sampler_cpu_ns += sampler.cpu_ns
+            timer.boundary_sampler_ns += self._sampler_ns
+            timer.boundary_sampler_cpu_ns += self._sampler_cpu_ns
         elif batch:
             timer.batches += 1
-            timer.sampler_ns += sampler.ns
-            timer.sampler_cpu_ns += sampler.cpu_ns
-            timer.receiving_cpu_ns += max(0, cpu - sampler.cpu_ns)
+            timer.sampler_ns += self._sampler_ns
+            timer.sampler_cpu_ns += self._sampler_cpu_ns
+            timer.receiving_cpu_ns += max(0, cpu - self._sampler_cpu_ns)
 
 
 class Clocks:
@@ -288,42 +299,10 @@ class Clocks:
         return max(0, wall - collecting), max(0, cpu - collecting_cpu)
 
 
-class _TimedSampler:
-    """Replaces ``_next_index`` of one iterator, and times it on the training thread.
-
-    It does not keep the iterator alive, because the workers end with the iterator.
-    """
-
-    __slots__ = ("_garbage", "_iterator", "_thread", "cpu_ns", "ns")
-
-    def __init__(self, garbage: GarbageTimer, iterator: object) -> None:
-        self._garbage = garbage
-        self._iterator = weakref.ref(iterator)
-        self._thread = get_ident()
-        self.ns = self.cpu_ns = 0
-
-    @unseen
-    def __call__(self) -> Any:
-        iterator: Any = self._iterator()
-        before = Clocks(self._garbage) if get_ident() == self._thread else None
-        try:
-            return type(iterator)._next_index(iterator)
-        except BaseException as error:
-            forget_frame(error)
-            raise
-        finally:
-            if before is not None:
-                ns, cpu_ns = before.passed()
-                self.ns += ns
-                self.cpu_ns += cpu_ns
-
-
 def timeable(iterator: object) -> bool:
     """Whether a callable of ours can be put into this iterator: nobody else has put one there."""
     own = getattr(iterator, "__dict__", None)
-    return (
-        own is not None and hasattr(type(iterator), _NAME) and isinstance(own.get(_NAME), (_TimedSampler, type(None)))
-    )
+    return own is not None and hasattr(type(iterator), _NAME) and isinstance(own.get(_NAME), TimedWait | None)
 
 
 # -- how long the training thread takes to free a batch ----------------------------------------------------------------

@@ -303,12 +303,12 @@ class StepTracker(StepState):
         training = not self.in_phase and category != r.S_EVALUATION
         likely = training and (self.explicit or self.detector.likely(self.optimizer_steps))
         source = self.loaders.delivered(iterator, training=likely)
-        if training:
-            self.marks.batch(iterator, self.ring.head, batch, source, told=self.tokens_told is not None)
-        self.ring.push(start, end, entry, source)
+        told = self.tokens_told is not None
+        marks = self.marks
+        marked = marks.batch(iterator, batch, source, told=told) if training else marks.not_training(iterator, source)
+        self.ring.push(start, end, entry, marked)
         self.waiting_since = 0
         if not training:
-            self.marks.not_training(iterator, self.ring.head)
             return
         self.category = category
         self.batch_seen = self.batch_since_step = True

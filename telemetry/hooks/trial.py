@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct, field
 
+from telemetry.hooks.checkpoints import SAVING
 from telemetry.hooks.patching import ImportWatch, Patches, WeakMap, unseen
 from telemetry.hooks.ring import S_EVALUATION
 from telemetry.util.clock import NS, now_ns
@@ -47,14 +48,7 @@ SHARING: Final = "sharing_strategy"
 _WORKERS_ONLY: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "in_order")
 """Arguments that a DataLoader without workers does not take."""
 
-_SAVES: Final = {
-    "torch": ("save",),
-    "torch.serialization": ("save",),
-    "torch.jit": ("save",),
-    "torch.distributed.checkpoint": ("save", "async_save"),
-    "torch.distributed.checkpoint.state_dict_saver": ("save", "async_save"),
-    "safetensors.torch": ("save_file", "save_model"),
-}
+_SAVES: Final = {**SAVING, "torch.jit": ("save",)}
 """Functions that write a checkpoint, by module."""
 
 _STATEFUL: Final = "torchdata.stateful_dataloader.stateful_dataloader"
@@ -156,7 +150,7 @@ class TrialHooks:
         self._of_dataset: dict[int, tuple[weakref.ref[Any], LoaderFacts]] = {}
         watch = ImportWatch(functools.partial(errors.note, "trial"))
         watch.when_imported("torch", self._patch_torch)
-        watch.when_imported(_STATEFUL, lambda module: self._patch_class(module.StatefulDataLoader))
+        watch.when_imported(_STATEFUL, lambda module: self._patch_constructor(module.StatefulDataLoader))
         if not plan.saves:
             for name in _SAVES.keys() - {"torch"}:
                 watch.when_imported(name, self._patch_saves)
@@ -165,15 +159,14 @@ class TrialHooks:
         if not self._plan.saves:
             self._patch_saves(torch)
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
-        self._patch_class(dataloader.DataLoader)
+        self._patch_constructor(dataloader.DataLoader)
         self._patches.replace(dataloader._BaseDataLoaderIter, "__init__", self._noted)
         self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._counted)
         if self._plan.sharing_strategy is not None:
             multiprocessing: Any = sys.modules["torch.multiprocessing"]
             multiprocessing.set_sharing_strategy(self._plan.sharing_strategy)
 
-    def _patch_class(self, kind: type) -> None:
-        """Patch a class of loaders that has a constructor of its own."""
+    def _patch_constructor(self, kind: type) -> None:
         self._patches.replace(kind, "__init__", self._overridden)
 
     def _patch_saves(self, module: ModuleType) -> None:
