@@ -14,7 +14,7 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu, Mig, Process, State
 
-from telemetry.records import THROTTLE_REASONS
+from telemetry.records import THROTTLE_REASONS, GpuSample
 from telemetry.sources.collector import CollectorError, Poller
 from telemetry.sources.nvml import THROTTLE_BITS, NvmlSource, device_summary
 from telemetry.util import threads
@@ -45,11 +45,7 @@ class Clock:
 @contextmanager
 def source(state, uuid=A, environ=None, **settings):
     settings = {"interval_seconds": 0.001, "clock": Clock(state)} | settings
-    made = NvmlSource(
-        uuid if callable(uuid) else lambda: uuid,
-        environ={} if environ is None else environ,
-        **settings,
-    )
+    made = NvmlSource(uuid if callable(uuid) else lambda: uuid, environ=environ or {}, **settings)
     try:
         yield made
     finally:
@@ -102,9 +98,6 @@ def read_one(state, **settings):
         return sample(state, made)
 
 
-# --- MIG
-
-
 def partitioned(**settings):
     migs = [
         Mig(uuid=M1, gpu_instance=7, memory_used=1 << 30),
@@ -130,26 +123,14 @@ def state():
 # -- readings of the NVML source and their units, from the real binding above a fake driver ----------------------------
 
 
-# --- readings and their units
-
-
 def test_every_reading_in_base_units(state):
     state.gpus = [Gpu(gpm=True, throttle=0x004 | 0x040)]
-    reading = read_one(state)
-    assert (reading.index, reading.uuid, reading.name) == (0, A, "NVIDIA Fake H100")
-    assert reading.utilization_ratio == 0.80
-    assert reading.sm_active_ratio == 0.625
-    assert reading.sm_active_source == "gpm"
-    assert reading.sm_occupancy_ratio == 0.25
-    assert reading.tensor_active_ratio == 0.125
-    assert reading.memory_bandwidth_ratio == 0.40
-    assert reading.memory_used_bytes == 20 << 30
-    assert reading.memory_total_bytes == 80 << 30
-    assert reading.power_watts == 350.5
-    assert reading.temperature_celsius == 61.0
-    assert reading.sm_clock_hertz == 1.98e9
-    assert reading.energy_joules == 9_000_000.5
-    assert reading.throttled == ("sw_power_cap", "hw_thermal")
+    assert read_one(state) == GpuSample(
+        index=0, uuid=A, name="NVIDIA Fake H100", utilization_ratio=0.80, sm_active_ratio=0.625, sm_active_source="gpm",
+        sm_occupancy_ratio=0.25, tensor_active_ratio=0.125, memory_bandwidth_ratio=0.40, memory_used_bytes=20 << 30,
+        memory_total_bytes=80 << 30, power_watts=350.5, energy_joules=9_000_000.5, temperature_celsius=61.0,
+        sm_clock_hertz=1.98e9, sm_clock_max_hertz=1.98e9, throttled=("sw_power_cap", "hw_thermal"),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -214,10 +195,11 @@ def test_no_reading_at_all_is_no_sample(state):
         reason(made, "Unknown Error")
 
 
-@pytest.mark.parametrize("reason_name", THROTTLE_BITS)
-def test_each_throttle_reason_by_its_label(state, reason_name):
-    state.gpus[0].throttle = THROTTLE_BITS[reason_name]
-    assert read_one(state).throttled == (reason_name,)
+@pytest.mark.parametrize(("bits", "reasons"), [(0x001, ()), *((bit, (name,)) for name, bit in THROTTLE_BITS.items())])
+def test_each_throttle_reason_by_its_label(state, bits, reasons):
+    """An idle GPU is not throttled."""
+    state.gpus[0].throttle = bits
+    assert read_one(state).throttled == reasons
 
 
 def test_throttle_bits_are_those_of_the_binding():
@@ -235,11 +217,6 @@ def test_throttle_bits_are_those_of_the_binding():
     assert {reason: getattr(pynvml, "nvmlClocksEventReason" + name) for reason, name in names.items()} == dict(
         THROTTLE_BITS
     )
-
-
-def test_an_idle_gpu_is_not_throttled(state):
-    state.gpus[0].throttle = 0x001
-    assert read_one(state).throttled == ()
 
 
 ALL_ONES = (1 << 64) - 1
@@ -274,7 +251,7 @@ def test_a_value_no_gpu_can_have_is_a_failed_reading(state, field, value, absent
 # -- which device the NVML source reads: the one that torch uses, or a MIG device of it --------------------------------
 
 
-# --- which device
+IN_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def several():
@@ -288,11 +265,6 @@ def test_the_device_that_torch_names(state, uuid):
     assert (reading.index, reading.uuid, reading.utilization_ratio) == (1, B, 0.11)
 
 
-def test_a_uuid_that_nvml_does_not_know(state):
-    with source(state, uuid="ffffffff") as made:
-        reason(made, "NVML knows no device with the UUID ffffffff")
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -300,9 +272,9 @@ def test_a_uuid_that_nvml_does_not_know(state):
         ({"CUDA_VISIBLE_DEVICES": B[:8]}, B),
         ({"CUDA_VISIBLE_DEVICES": B[:6]}, B),
         ({"CUDA_VISIBLE_DEVICES": "GPU-aaaaa"}, A),
-        ({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, B),
-        ({"CUDA_VISIBLE_DEVICES": "1,-1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, B),
-        ({"CUDA_VISIBLE_DEVICES": "1,9,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, B),
+        ({"CUDA_VISIBLE_DEVICES": "1", **IN_ORDER}, B),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0", **IN_ORDER}, B),
+        ({"CUDA_VISIBLE_DEVICES": "1,9,0", **IN_ORDER}, B),
         ({"CUDA_VISIBLE_DEVICES": f"{B},x,{A}"}, B),
     ],
 )
@@ -311,26 +283,10 @@ def test_the_one_visible_device_before_cuda_is_initialised(state, environ, expec
     assert read_one(state, uuid=None, environ=environ).uuid == expected
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"CUDA_VISIBLE_DEVICES": "1"},  # CUDA's order is not NVML's, unless it is told to be
-        {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        {"CUDA_VISIBLE_DEVICES": f"{A},{B}"},
-    ],
-)
-def test_with_a_choice_the_device_is_not_guessed(state, environ):
-    state.gpus = several()
-    with source(state, uuid=None, environ=environ) as made:
-        reason(made, "not known before CUDA is initialised")
-        assert nvml_threads()  # it goes on asking torch
-
-
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", "5", "0,0", "GPU-ffff", "GPU-aaaa", "MIG-ffff"])
 def test_no_visible_gpu_ends_the_thread(state, visible):
     state.gpus = several()
-    environ = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    environ = {"CUDA_VISIBLE_DEVICES": visible} | IN_ORDER
     with source(state, uuid=None, environ=environ) as made:
         until(lambda: not nvml_threads())
         assert "no GPU is visible" in outcome(made)
@@ -414,10 +370,26 @@ def test_the_only_mig_device_of_a_gpu(state):
     assert read_one(state, uuid=B).uuid == M2
 
 
-def test_several_mig_devices_are_not_guessed(state):
-    state.gpus = [partitioned()]
-    with source(state, uuid=None) as made:
-        reason(made, "which MIG device it uses is not known")
+NOT_KNOWN = {
+    "a UUID that NVML does not know": (several, "ffffffff", {}, "no device with the UUID ffffffff"),
+    "several GPUs": (several, None, {}, "not known before CUDA is initialised"),
+    # CUDA's order is not NVML's, unless it is told to be.
+    "an index": (several, None, {"CUDA_VISIBLE_DEVICES": "1"}, "not known before CUDA"),
+    "two indexes": (several, None, {"CUDA_VISIBLE_DEVICES": "0,1"} | IN_ORDER, "not known before CUDA"),
+    "two UUIDs": (several, None, {"CUDA_VISIBLE_DEVICES": f"{A},{B}"}, "not known before CUDA"),
+    "several MIG devices": (lambda: [partitioned()], None, {}, "which MIG device it uses is not known"),
+    "an index beside a partitioned GPU": (
+        lambda: [Gpu(uuid=A), partitioned()], None, {"CUDA_VISIBLE_DEVICES": "0"} | IN_ORDER, "not known before CUDA"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpus", "uuid", "environ", "text"), NOT_KNOWN.values(), ids=NOT_KNOWN)
+def test_with_a_choice_the_device_is_not_guessed(state, gpus, uuid, environ, text):
+    state.gpus = gpus()
+    with source(state, uuid=uuid, environ=environ) as made:
+        reason(made, text)
+        assert nvml_threads()  # it goes on asking torch
 
 
 def test_a_partitioned_gpu_without_a_mig_device(state):
@@ -426,17 +398,7 @@ def test_a_partitioned_gpu_without_a_mig_device(state):
         reason(made, "there is no MIG device")
 
 
-def test_an_index_beside_a_partitioned_gpu_is_not_guessed(state):
-    state.gpus = [Gpu(uuid=A), partitioned()]
-    environ = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    with source(state, uuid=None, environ=environ) as made:
-        reason(made, "not known before CUDA is initialised")
-
-
 # -- SM activity of the NVML source: hardware counters, the process statistics, or none --------------------------------
-
-
-# --- how busy the SMs are, and who says so
 
 
 def test_gpm_needs_two_samples(state):
@@ -445,8 +407,7 @@ def test_gpm_needs_two_samples(state):
     with source(state, interval_seconds=3600) as made:
         until(lambda: not isinstance(outcome(made), str))
         reading = made.read()
-    assert reading.sm_active_ratio is None
-    assert reading.sm_active_source is None
+    assert (reading.sm_active_ratio, reading.sm_active_source) == (None, None)
     assert state.calls["nvmlGpmMetricsGet"] == 0
 
 
@@ -488,8 +449,7 @@ def test_gpm_values_that_are_none_are_none(state, value):
     state.gpus[0].gpm_values[2] = value
     state.gpus[0].gpm_values[3] = 100.2
     reading = read_one(state)
-    assert reading.sm_active_ratio is None
-    assert reading.sm_active_source is None
+    assert (reading.sm_active_ratio, reading.sm_active_source) == (None, None)
     assert reading.sm_occupancy_ratio == 1.0
     assert reading.tensor_active_ratio == 0.125
 
@@ -541,8 +501,7 @@ def test_a_process_never_seen_has_no_reading(state, processes):
     """In a container the driver may know us by another pid: that is not idleness."""
     state.gpus[0].processes = processes
     reading = read_one(state)
-    assert reading.sm_active_ratio is None
-    assert reading.sm_active_source is None
+    assert (reading.sm_active_ratio, reading.sm_active_source) == (None, None)
 
 
 def test_rubbish_of_a_process_is_no_reading(state):
@@ -562,14 +521,10 @@ def test_pids_of_every_namespace_are_ours(tmp_path):
 def test_a_gpu_that_offers_neither(state):
     state.errors = {"nvmlDeviceGetProcessUtilization": fake.NOT_SUPPORTED}
     reading = read_one(state)
-    assert (reading.sm_active_ratio, reading.sm_active_source) == (None, None)
-    assert reading.utilization_ratio == 0.80
+    assert (reading.sm_active_ratio, reading.utilization_ratio) == (None, 0.80)
 
 
 # -- failures of the driver: hangs, lost GPUs, missing libraries -------------------------------------------------------
-
-
-# --- failures
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlInitWithFlags", "nvmlGpmSampleGet"])
@@ -724,9 +679,6 @@ def test_a_poller_sees_it_come_up(state):
 
 
 # -- the thread of the NVML source, and the summary for the doctor -----------------------------------------------------
-
-
-# --- the thread, and what it holds
 
 
 def test_gpm_buffers_do_not_leak(state):
