@@ -148,9 +148,9 @@ class Advisor:
                 spans[bool(of_pageable)].append(work.span)
         made.pop(NOTHING, None)
         # The calls stage pageable memory. Their time long before the copy does not count.
-        for call in events.calls:
-            if call.correlation in made:
-                (earliest, staged), (start, end) = made[call.correlation], call.span
+        for start, took, correlation, _, _, _ in events.calls.plain():
+            if correlation in made:
+                (earliest, staged), end = made[correlation], start + took
                 spans[staged].append((min(max(start, earliest), end), end))
         calls = [(wait.start, wait.end) for wait in waits if wait.to_device]
         if sizes[True]:
@@ -237,9 +237,9 @@ class Advisor:
                 by_thread.setdefault(mark.thread, []).append(mark.span)
         host = {thread: union(spans) for thread, spans in by_thread.items()}
         inside = {
-            call.correlation
-            for call in self._events.calls
-            if call.thread in host and holds(host[call.thread], call.start)
+            correlation
+            for start, _, correlation, _, _, thread in self._events.calls.plain()
+            if thread in host and holds(host[thread], start)
         } - {NOTHING}
         launched = (work for work in self._events.work if work.correlation in inside and work.kind in {KERNEL, MEMSET})
         device = [work.span for work in launched]

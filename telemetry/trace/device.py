@@ -108,7 +108,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def streams(events: TraceEvents) -> tuple[TemporalBreakdown, float | None, tuple[StreamIdle, ...]]:
     """The temporal breakdown, the share of communication that computation overlaps, and the idle time by stream."""
     up, down = (ceil, floor) if events.fractional else (float, float)
-    launches = {call.correlation: float(up(call.start)) for call in events.calls}  # for duplicates the last in the file
+    launches = {id_: float(up(start)) for start, _, id_, _, _, _ in events.calls.plain()}  # of duplicates the last
     launches.pop(NOTHING, None)
     until = _last_step(events)
     everything: list[TimeRange] = []
@@ -191,7 +191,7 @@ def _idle(
 
 def launch_gaps(events: TraceEvents, steps: TraceSteps) -> list[list[TimeRange]]:
     """The times in which the device waited for a launch, by launch-bound stretch."""
-    launched = {call.correlation: call.start for call in events.calls}
+    launched = {correlation: start for start, _, correlation, _, _, _ in events.calls.plain()}
     launched.pop(NOTHING, None)
     ordered = sorted(
         (*work.span, launched.get(work.correlation, float("-inf")))

