@@ -56,6 +56,63 @@ def test_every_check_finds_something():
     assert names == expected | {"board", "workers", "schedstat", "pressure", "cgroup", "memory"}
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "name", "status", "text"),
+    [
+        ("PORT", "off", "endpoint", ABSENT, "turned off by the setting port"),
+        ("HOST", "192.0.2.1", "endpoint", PROBLEM, "TELEMETRY_HOST"),
+        ("GPU_EVENTS", "off", "cuda events", ABSENT, "turned off by the setting gpu_events"),
+        (
+            "INTERVAL_SECONDS",
+            "soon",
+            "settings",
+            PROBLEM,
+            "interval_seconds (from TELEMETRY_INTERVAL_SECONDS) = 'soon'",
+        ),
+        ("PROT", "1", "settings", ABSENT, "TELEMETRY_PROT"),
+        ("DISABLED", "yes", "enabled", PROBLEM, "TELEMETRY_DISABLED=yes turns everything off; unset it"),
+    ],
+)
+def test_settings_from_the_environment(monkeypatch, capsys, tmp_path, variable, value, name, status, text):
+    monkeypatch.setenv(f"TELEMETRY_{variable}", value)
+    findings = examine(str(tmp_path / "mine"))
+    assert any((f.name, f.status) == (name, status) and text in f.text for f in findings)
+    assert any(f"{tmp_path}/mine can be created" in f.text for f in findings)
+    problems = sum(f.status == PROBLEM for f in findings)
+    monkeypatch.setattr(module, "examine", lambda run_dir: findings)
+    assert doctor(None) == int(problems > 0)
+    assert ("1 problem, see the lines with !!" in capsys.readouterr().out) == (problems == 1)
+
+
+def test_a_run_folder_without_a_name():
+    assert found("settings", "").status == PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("versions", "name", "text"),
+    [
+        ({"torch": "2.3.1+cu121"}, "versions", "2.4 or newer"),
+        (dict.fromkeys(["torch", *module.NEEDED]), "versions", "pip install torch"),
+        (
+            dict.fromkeys(["torch", *module.NEEDED]),
+            "packages",
+            "pip install structlog psutil msgspec prometheus-client",
+        ),
+        ({"pynvml": "11.5.3"}, "packages", "pip uninstall pynvml"),  # it overwrites the binding
+    ],
+)
+def test_packages_that_are_missing_or_too_old(monkeypatch, versions, name, text):
+    monkeypatch.setattr(module, "version_of", lambda package: versions.get(package, "99.0"))
+    assert any((f.name, f.status) == (name, PROBLEM) and text in f.text for f in examine(None))
+
+
+@pytest.mark.parametrize(("enabled", "status"), [(False, PROBLEM), (True, OK)])
+def test_a_python_without_its_gil(monkeypatch, enabled, status):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: enabled, raising=False)
+    assert found("versions").status == status
+    assert ("GIL is off" in found("versions").text) != enabled
+
+
 class TestEndpoint:
     def test_port_taken(self, monkeypatch, taken):
         monkeypatch.setenv("TELEMETRY_PORT", str(taken))
@@ -76,16 +133,6 @@ class TestEndpoint:
             client.close()
         monkeypatch.setenv("TELEMETRY_PORT", str(port))
         assert found("endpoint").status == OK
-
-    def test_an_address_that_is_not_ours(self, monkeypatch):
-        monkeypatch.setenv("TELEMETRY_HOST", "192.0.2.1")
-        finding = found("endpoint")
-        assert finding.status == PROBLEM
-        assert "TELEMETRY_HOST" in finding.text
-
-    def test_off(self, monkeypatch):
-        monkeypatch.setenv("TELEMETRY_PORT", "off")
-        assert found("endpoint").status == ABSENT
 
     def test_free(self, monkeypatch, taken):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -114,56 +161,6 @@ class TestRunFolder:
         monkeypatch.setenv("TELEMETRY_RUN_DIR", str(tmp_path / "theirs"))
         assert f"{tmp_path}/theirs can be created" in found("run folder").text
         assert f"{tmp_path}/mine can be created" in found("run folder", str(tmp_path / "mine")).text
-
-
-class TestSettings:
-    def test_a_bad_one(self, monkeypatch, capsys, tmp_path):
-        monkeypatch.setenv("TELEMETRY_INTERVAL_SECONDS", "soon")
-        finding = found("settings")
-        assert finding.status == PROBLEM
-        assert "interval_seconds (from TELEMETRY_INTERVAL_SECONDS) = 'soon'" in finding.text
-        assert f"{tmp_path}/mine can be created" in found("run folder", str(tmp_path / "mine")).text
-        assert doctor(None) == 1
-        assert "1 problem, see the lines with !!" in capsys.readouterr().out
-
-    def test_a_bad_folder(self):
-        assert found("settings", "").status == PROBLEM
-
-    def test_a_name_that_is_none(self, monkeypatch):
-        monkeypatch.setenv("TELEMETRY_PROT", "1")
-        ignored = [f for f in examine(None) if f.name == "settings" and "TELEMETRY_PROT" in f.text]
-        assert [f.status for f in ignored] == [ABSENT]
-
-    def test_disabled(self, monkeypatch, capsys):
-        monkeypatch.setenv("TELEMETRY_DISABLED", "yes")
-        assert found("enabled") == Finding(PROBLEM, "enabled", "TELEMETRY_DISABLED=yes turns everything off; unset it")
-        assert doctor(None) == 1
-
-
-class TestVersions:
-    def test_old_torch(self, monkeypatch):
-        monkeypatch.setattr(module, "version_of", lambda package: {"torch": "2.3.1+cu121"}.get(package, "99.0"))
-        assert found("versions").status == PROBLEM
-        assert "2.4 or newer" in found("versions").text
-
-    def test_a_python_without_its_gil(self, monkeypatch):
-        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-        assert found("versions").status == PROBLEM
-        assert "GIL is off" in found("versions").text
-        monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True)
-        assert found("versions").status == OK
-
-    def test_nothing_installed(self, monkeypatch):
-        monkeypatch.setattr(module, "version_of", lambda package: None)
-        assert found("versions").status == PROBLEM
-        assert "pip install structlog psutil msgspec prometheus-client" in found("packages").text
-        assert found("cuda events").status == ABSENT
-
-    def test_the_package_that_overwrites_the_binding(self, monkeypatch):
-        monkeypatch.setattr(module, "version_of", lambda package: "11.5.3" if package == "pynvml" else "99.0")
-        texts = [f.text for f in examine(None) if f.name == "packages" and f.status == PROBLEM]
-        assert len(texts) == 1
-        assert "pip uninstall pynvml" in texts[0]
 
 
 class TestGpu:
@@ -214,10 +211,6 @@ class TestGpu:
                 thread.join(5)
         assert finding.status == PROBLEM
         assert "has not answered" in finding.text
-
-    def test_events_off(self, monkeypatch):
-        monkeypatch.setenv("TELEMETRY_GPU_EVENTS", "off")
-        assert found("cuda events").status == ABSENT
 
     @pytest.mark.gpu
     def test_events_on_a_real_gpu(self):

@@ -115,7 +115,6 @@ def _check() -> None:
 
 
 def _show(base: Path, plan: DemoPlan) -> int:
-    """Run the whole demo. Returns the exit status."""
     from telemetry.report.command import PageError, page_recorder, report
 
     try:

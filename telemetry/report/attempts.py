@@ -550,7 +550,6 @@ def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
 
 
 def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:
-    """Where an attempt began, and what tells it."""
     for life in sorted(attempt.lives, key=lambda life: life.rank):
         if "resumed_step" in life.totals and "resumed_from" in life.totals:
             return float(life.totals["resumed_step"]), str(life.totals["resumed_from"])

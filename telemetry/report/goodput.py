@@ -208,7 +208,6 @@ def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
 
 
 def _experience(courses: Sequence[Course], seconds: dict[str, float]) -> Experience:
-    """What the run tells about its checkpoints and failures."""
     by_rank: dict[int, tuple[int, float]] = {}
     for log in (life.log for course in courses for life in course.attempt.lives):
         number, spent = by_rank.get(log.rank, (0, 0.0))

@@ -430,7 +430,6 @@ def _memory_verdict(processes: Sequence[ProcessLog], over: Collection[int]) -> s
 
 
 def _notes(processes: Sequence[ProcessLog], goodput: Goodput, now: float) -> list[str]:
-    """What is missing or damaged in the logs, a line each."""
     notes: list[str] = []
     lives = {id(life.log): (course.attempt, life) for course in goodput.courses for life in course.attempt.lives}
     for process in processes:

@@ -331,7 +331,6 @@ def sum_lines(values: ReportValues) -> list[str]:
 
 
 def _attempts(goodput: Goodput) -> list[str]:
-    """The attempts, and what to change; empty for one attempt."""
     courses = goodput.courses
     if len(courses) < 2 or goodput.wall_seconds <= 0:
         return []

@@ -152,7 +152,6 @@ def _own(name: str) -> Markup:
 
 
 def _state_of(found: Report) -> tuple[str, str]:
-    """The state of the run in a few words, and `GOOD`, `BAD` or `UNKNOWN`."""
     words, kind = _STATES[found.verdict.kind]
     attempts, ettr = found.values.job.attempts, found.values.job.goodput.ettr_ratio
     end = attempts[-1].end if attempts else RUNNING
@@ -258,7 +257,6 @@ def _own_notes(recorder: RunRecorder) -> list[str]:
 
 
 def _sections(found: Report, recorder: RunRecorder, axis: TimeAxis | None) -> list[_Section]:
-    """All sections below the verdict, in their order."""
     values = found.values
     sums = Sums(recorder) if axis else None
     end = max((time for process in found.processes if (time := unix(process.last_time)) is not None), default=0.0)
@@ -323,7 +321,6 @@ def _hot_lines(values: ReportValues) -> list[Table]:
 
 
 def _spent(values: ReportValues) -> list[Table]:
-    """What the run trained on, used and cost, and the energy by category."""
     rows = [[text] for text in sum_lines(values)]
     tables = [Table("Sums of the run", ("of all ranks and attempts",), rows)] if rows else []
     energy = values.gpu_energy_joules or {}
