@@ -13,6 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from telemetry.records import (
+    ChangeLine,
+    ErrorLine,
+    HangLine,
+    RunEndLine,
+    SnapshotLine,
+    StallLine,
+    StragglerLines,
+)
 from telemetry.report.contract import Advice, Stall
 from telemetry.util.sketch import Sketch
 
@@ -169,13 +178,13 @@ class ProcessLog:
     ended: bool = False
     step: Sketch = field(default_factory=Sketch)
     wait: Sketch = field(default_factory=Sketch)
-    stalls: list[dict[str, Any]] = field(default_factory=list)
-    hangs: list[dict[str, Any]] = field(default_factory=list)
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    slow_steps: list[dict[str, Any]] = field(default_factory=list)
-    snapshots: list[dict[str, Any]] = field(default_factory=list)
-    errors: list[dict[str, Any]] = field(default_factory=list)
-    end: dict[str, Any] = field(default_factory=dict)
+    stalls: list[StallLine] = field(default_factory=list)
+    hangs: list[HangLine] = field(default_factory=list)
+    changes: list[ChangeLine] = field(default_factory=list)
+    slow_steps: list[StragglerLines] = field(default_factory=list)
+    snapshots: list[SnapshotLine] = field(default_factory=list)
+    errors: list[ErrorLine] = field(default_factory=list)
+    end: RunEndLine = field(default_factory=RunEndLine)
     beat: dict[str, Any] = field(default_factory=dict)
     saves: deque[Save] = field(default_factory=lambda: deque(maxlen=_MAX_SAVES))
     saves_total: int = 0
@@ -213,7 +222,7 @@ class ProcessLog:
         self.wait.merge(head.get("data_wait_sketch", {}).items(), head.get("data_wait_max_seconds", 0.0))
 
 
-def take_line(line: dict[str, Any], log: ProcessLog) -> None:  # noqa: C901, PLR0912 - a branch for each event
+def take_line(line: Any, log: ProcessLog) -> None:  # noqa: C901, PLR0912 - a branch for each event
     """Take a checked line of a process into its log."""
     event, log.rank, log.run = line.get("event"), line.get("rank", log.rank), line.get("run", log.run)
     log.last_time = max(log.last_time, line.get("time", ""))
@@ -247,10 +256,14 @@ def take_line(line: dict[str, Any], log: ProcessLog) -> None:  # noqa: C901, PLR
     elif event in {"stall_open", "stall_lines", "stall_close"}:
         log.stalls.append(line)
     else:
-        kept = {"straggler_lines": log.slow_steps, "hang": log.hangs, "change": log.changes, "snapshot": log.snapshots,
-                "error": log.errors}.get(str(event))  # fmt: skip
-        if kept is not None:
-            kept.append(line)
+        kept: dict[str, list[Any]] = {
+            "straggler_lines": log.slow_steps,
+            "hang": log.hangs,
+            "change": log.changes,
+            "snapshot": log.snapshots,
+            "error": log.errors,
+        }
+        kept.get(str(event), []).append(line)
 
 
 def _take_save(line: dict[str, Any], log: ProcessLog) -> None:

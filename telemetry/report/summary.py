@@ -195,7 +195,7 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
                 rank=process.rank,
                 first_step=line.get("first_step"),
                 last_step=line.get("last_step"),
-                path=line["path"],
+                path=line["path"] or "",
                 reason=line.get("reason"),
                 breakdown=line.get("breakdown") or {},
             )

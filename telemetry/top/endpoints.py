@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.records import CATEGORIES
+from telemetry.records import CATEGORIES, AdviceFields, HangLine
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
 from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
@@ -63,7 +63,7 @@ _NAMES: Final = frozenset(
     }
 )  # fmt: skip
 
-_ADVICE: Final = {"action": "metrics have no advice: run telemetry report or top on the run folder"}
+_ADVICE: Final[AdviceFields] = {"action": "metrics have no advice: run telemetry report or top on the run folder"}
 
 
 class ScrapeError(Exception):
@@ -314,7 +314,7 @@ class Endpoints:
         ]
 
 
-def _hang_line(scraped: _Scraped, kind: str, now: float) -> dict[str, Any]:
+def _hang_line(scraped: _Scraped, kind: str, now: float) -> HangLine:
     """A hang as a log would tell it. Metrics know its kind, and the first of the ranks that the others wait for."""
     suspect = scraped.rank_in("training_hang_suspect_rank")
     waits = "" if suspect is None else f"; the others wait for rank {suspect}"

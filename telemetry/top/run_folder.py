@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.records import RankPace
+    from telemetry.records import RankPace, StallLine
     from telemetry.report.attempts import Life
     from telemetry.report.logs import LinesOfFile
     from telemetry.report.process_log import ProcessLog
@@ -366,6 +366,6 @@ def _loses_time(recent: RecentTotals) -> bool:
     return bool(last) and (any(last.get("stall_lost_total_seconds", {}).values()) or not last.get("steps_total"))
 
 
-def _begins_or_ends(stalls: Iterable[dict[str, Any]]) -> bool:
+def _begins_or_ends(stalls: Iterable[StallLine]) -> bool:
     """Whether it is known how the newest stall began, or that it is over. Its lines of code alone do not tell."""
     return any(line["event"] != "stall_lines" for line in stalls)

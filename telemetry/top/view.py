@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
+    from telemetry.records import StallLine
     from telemetry.report.contract import Stall
 
 GONE: Final = "gone"
@@ -471,7 +472,7 @@ def _recent_log(facts: RankFacts) -> ProcessLog:
     if not ledger.get(DATA_WAIT) and facts.totals.get("ledger_total_seconds", {}).get(DATA_WAIT):
         # No wait in a minute of long steps. The report takes no wait at all as batches that it cannot see.
         totals = totals | {"ledger_total_seconds": ledger | {DATA_WAIT: 1e-9}}
-    stalls: list[dict[str, Any]] = []
+    stalls: list[StallLine] = []
     for line in facts.log.stalls if facts.how != KILLED else ():
         if line.get("event") in {"stall_open", "stall_close"}:
             stalls.clear()
@@ -480,7 +481,7 @@ def _recent_log(facts: RankFacts) -> ProcessLog:
     return _log_with(facts, totals, stalls)
 
 
-def _log_with(facts: RankFacts, totals: dict[str, Any], stalls: list[dict[str, Any]]) -> ProcessLog:
+def _log_with(facts: RankFacts, totals: dict[str, Any], stalls: list[StallLine]) -> ProcessLog:
     log = facts.log
     return ProcessLog(log.rank, log.pid, log.head, totals, log.last_time, log.ended, stalls=stalls, hangs=log.hangs)
 
