@@ -28,7 +28,7 @@ from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from telemetry.config import Config
     from telemetry.hooks.attachment import Attachment
@@ -535,7 +535,6 @@ class Accounting:
     Attributes:
         samples: how many samples and tokens the training took.
         ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
-        on_steps: functions that get the steps that have closed.
         updated_ns: everything before this stamp is counted.
         exposed_source: source of the exposed wait: ``host``, ``cuda_events`` (or events of another device), or None if
             it cannot be measured. Then ``exposed_absent`` gives the reason.
@@ -552,7 +551,7 @@ class Accounting:
         self.exposed = ExposedWait()
         self.exposed_source: str | None = "host"
         self.exposed_absent: str | None = None
-        self.on_steps: Callable[[list[Step]], None] = lambda _: None
+        self._closed: list[Step] = []
         self._hook_errors_seen = 0
         self.updated_ns = start_ns
         self._numbering = BatchNumbering()
@@ -576,7 +575,7 @@ class Accounting:
                 self._fold(taken)
                 steps = self.ledger.take_steps()
                 self.stats.add(steps)
-                self.on_steps(steps)
+                self._closed += steps
                 self._numbering.fold(taken)
                 if len(taken) == _CHUNK:
                     sleep(0)
@@ -600,6 +599,11 @@ class Accounting:
             ledger.fold(spans(taken[:1]))
             booked = 1 + ledger.fold_steps(taken[1:ordinary])
         ledger.fold(spans(taken[booked:]))
+
+    def take_steps(self) -> list[Step]:
+        """The steps closed since the last call."""
+        steps, self._closed = self._closed, []
+        return steps
 
     def keep_up(self) -> None:
         """Call `update` if the last call was long ago: something took long, and the ring fills meanwhile."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from telemetry.agent.hangs import Hang
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
-    from telemetry.records import RankPace, Step
+    from telemetry.records import RankPace
     from telemetry.sources.lines import LineSampler
 
 
@@ -343,7 +343,6 @@ class Agent:
             board=self._board,
         )
         self._changes = ChangeMonitor()
-        self.accounting.on_steps = self._on_steps
         self.running = False
         self.trial: TrialRun | None = None
         self._job_labels = job_labels()
@@ -496,7 +495,7 @@ class Agent:
                 if due:
                     self._tick_or_skip()
                 else:
-                    self.accounting.update()  # empties the ring, which must not overflow between distant ticks
+                    self._account()  # empties the ring, which must not overflow between distant ticks
                 self._lead()
             if due:  # after a suspended machine or a long stop, continue from now
                 next_tick = max(next_tick + int(interval * NS), now_ns())
@@ -521,7 +520,7 @@ class Agent:
         self._published = False  # so that the next tick publishes
 
     def _tick_or_skip(self) -> None:
-        self.accounting.update()
+        self._account()
         with self.errors.contained("heartbeat"):
             self.attempt.tick(*self._stall_monitor.stuck)
         # A tick that did not publish is followed by one that does, and so is a skipped one.
@@ -581,14 +580,22 @@ class Agent:
             self.figures.write(self._view, self.event_log.newest_window)
 
     def _keep_up(self) -> None:
-        self.accounting.keep_up()
+        self._account(keep_up=True)
         self._between_ticks.turns.check()
+
+    def _account(self, *, keep_up: bool = False) -> None:
+        """Count everything up to now; ``keep_up``: if the last time was long ago."""
+        (self.accounting.keep_up if keep_up else self.accounting.update)()
+        with self.errors.contained("ledger"):
+            steps = self.accounting.take_steps()
+            self.snapshots.add_steps(steps)
+            self.attempt.add_steps(steps)
 
     def _finish(self) -> None:
         """The end of the run: write the rest of the log, and remove this rank from the board."""
         logged = False
         with self.errors.contained("agent"):
-            self.accounting.update()
+            self._account()
         if self.trial is not None:
             with self.errors.contained("trial"):
                 self.trial.script_ended(self._builder.tick())
@@ -693,10 +700,6 @@ class Agent:
     @property
     def _board(self) -> Board | None:
         return self._node.board if self._node is not None else None
-
-    def _on_steps(self, steps: list[Step]) -> None:
-        self.snapshots.add_steps(steps)
-        self.attempt.add_steps(steps)
 
     def _workers_end_with_first_epoch(self) -> bool:
         """Whether the workers are started anew in each epoch, and none has ended yet: they may give memory back."""

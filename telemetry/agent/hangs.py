@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.hooks.tracker import StepTracker
     from telemetry.hooks.worker_block import StackPort
-    from telemetry.records import Advice, RankPace
+    from telemetry.records import Advice, Passed, RankPace
     from telemetry.sources.stacks import StuckPlace
 
 
@@ -89,24 +89,23 @@ class HangMonitor:
 
     def tick(
         self,
-        loop_seconds: float,
+        added: Passed | None,
         source: str | None,
         accounting: Accounting,
         *,
-        seconds: float = 0.0,
         waits_for_far_ranks: bool = False,
         peer_phase: str | None = None,
     ) -> Hang | None:
         """Add a tick. Returns the hang that is open or that has just closed; else None.
 
         Args:
-            loop_seconds: seconds in the training loop since the last tick; 0.0 if the process did not run.
+            added: what has passed since the last tick; None if the process, or a debugger, was stopped.
             source: where batches come from, see `Conditions`.
             accounting: the current category of the training thread, and the durations of its steps.
-            seconds: time since the last tick; 0.0 if the process or a debugger was stopped.
             waits_for_far_ranks: whether this rank waits for other ranks, and some of them are on other nodes.
             peer_phase: whether another rank is in an evaluation or a checkpoint, see `Moment`.
         """
+        seconds, loop_seconds = (0.0, 0.0) if added is None else (added.seconds, added.loop_seconds)
         tracker, ledger, stats = self._tracker, accounting.ledger, accounting.stats
         waiting, in_phase = ledger.category == DATA_WAIT, ledger.category in {CHECKPOINT, EVALUATION}
         moment = Moment(

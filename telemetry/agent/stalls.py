@@ -260,10 +260,9 @@ class StallMonitor:
         waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
         self.waits_to_time = _TIMED_WAITS if waits_matter else 1
         hang = self._hang = self.hangs.tick(
-            0.0 if did_not_run else added.loop_seconds,
+            None if did_not_run else added,
             tick.conditions.source,
             accounting,
-            seconds=0.0 if did_not_run else added.seconds,
             waits_for_far_ranks=any(peer.node is not None for peer in peers) and self._waits_for_ranks(),
             peer_phase=peer_phase,
         )
