@@ -500,11 +500,13 @@ class ServerLock:
         return self._held
 
     def beat(self) -> None:
-        """Give a sign of life; the holder calls this about once a second, on any thread."""
-        file = self._file
-        if file is not None and file.is_ours():
-            stamp = self._now()
-            os.utime(file.number, ns=(stamp, stamp))
+        """Give a sign of life, if that is possible; the holder calls this about once a second, on any thread."""
+        file, stamp = self._file, self._now()
+        try:
+            if file is not None and file.is_ours():
+                os.utime(file.number, ns=(stamp, stamp))
+        except OSError:
+            pass
 
     def close(self) -> None:
         """Close the file, which releases the lock. A forked child has a copy: the parent keeps its lock."""

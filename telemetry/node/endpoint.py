@@ -254,19 +254,14 @@ class _Connection:
         self.received = b""
         self.answer = memoryview(b"")
 
-    @property
-    def whole(self) -> bool:
-        """Whether a request has arrived, or so much that it cannot be one."""
-        return b"\r\n\r\n" in self.received or len(self.received) >= _MAX_REQUEST_BYTES
-
     def receive(self) -> bool:
-        """Read until the request is whole. Returns False if its end does not come.
+        """Read until the request is whole, or too long for one. Returns False if its end does not come.
 
         Raises:
             BlockingIOError: more may come.
             OSError: the client has closed the connection.
         """
-        while not self.whole:
+        while b"\r\n\r\n" not in self.received and len(self.received) < _MAX_REQUEST_BYTES:
             part = self.socket.recv(_MAX_REQUEST_BYTES)
             if not part:
                 return False
@@ -412,19 +407,13 @@ class Endpoint:
                         self._proceed(poll, number)
                 self._end_late(poll)
                 self.cpu_seconds = thread_time_ns() / NS
-                self._beat()
+                if self._lock is not None:
+                    self._lock.beat()
         except Exception as error:  # the agent starts another endpoint
             self._errors.note("endpoint", error)
         finally:
             for connection in self._connections.values():
                 connection.close()
-
-    def _beat(self) -> None:
-        try:
-            if self._lock is not None:
-                self._lock.beat()
-        except OSError:
-            pass
 
     def _accept(self, poll: select.poll) -> None:
         try:
@@ -440,7 +429,8 @@ class Endpoint:
         accepted.setblocking(False)
         number = accepted.fileno()
         if number in self._connections:  # other code has closed that one
-            self._drop(poll, number, closed=True)
+            poll.unregister(number)
+            self._connections.pop(number).socket.detach()
         self._connections[number] = _Connection(accepted)
         poll.register(number, select.POLLIN)
         self._proceed(poll, number)  # the request is often there already
@@ -462,13 +452,9 @@ class Endpoint:
             pass  # the client has closed the connection
         self._drop(poll, number)
 
-    def _drop(self, poll: select.poll, number: int, *, closed: bool = False) -> None:
+    def _drop(self, poll: select.poll, number: int) -> None:
         poll.unregister(number)
-        connection = self._connections.pop(number)
-        if closed:
-            connection.socket.detach()
-        else:
-            connection.close()
+        self._connections.pop(number).close()
 
     def _end_late(self, poll: select.poll) -> None:
         limit = now_ns() - int(CONNECTION_SECONDS * NS)
