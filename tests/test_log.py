@@ -14,7 +14,8 @@ import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry import records
 from telemetry.agent.log import JsonLog, LogFile
-from telemetry.records import LOG_KIND, GpuSample, ProcessSample, mean_of
+from telemetry.log_lines import mean_of
+from telemetry.records import LOG_KIND, GpuSample, ProcessSample
 from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, wait_for

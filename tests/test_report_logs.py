@@ -17,7 +17,8 @@ import pytest
 import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry.config import Config
-from telemetry.records import CATEGORIES, EVENTS
+from telemetry.log_lines import EVENTS
+from telemetry.records import CATEGORIES
 from telemetry.report import logs
 from telemetry.report.command import report
 from telemetry.report.logs import load

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.config import GROUPS, setting_docs
 from telemetry.diagnosis.evidence import Evidence, evidence_field
+from telemetry.log_lines import mean_of
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
-from telemetry.records import RankPace, WorkersSample, mean_of
+from telemetry.records import RankPace, WorkersSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

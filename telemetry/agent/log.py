@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from telemetry._version import __version__
-from telemetry.records import COMPUTE, DATA_WAIT, LogWindow, RunStartLine, RunTotals, Totals, WindowLine, rounded
+from telemetry.records import COMPUTE, DATA_WAIT, LogWindow, Totals, rounded
 from telemetry.sources import proc
 from telemetry.util.files import Descriptor, opened
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
     from telemetry.hooks.tracker import StepTracker
+    from telemetry.log_lines import RunStartLine, RunTotals, WindowLine
     from telemetry.node.endpoint import NodeService
     from telemetry.records import Percentiles
     from telemetry.util.clock import WallClock

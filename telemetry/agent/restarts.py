@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta, structs
 
+from telemetry.log_lines import ResumptionFields, phase
 from telemetry.node.metrics import AttemptView
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan, ResumptionFields, phase
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan
 from telemetry.records import STARTUP as LEDGER_STARTUP
 from telemetry.sources.cgroup import OomCounter
 from telemetry.util import processes as identities

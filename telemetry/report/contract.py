@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from telemetry.records import Number, Scalar, factor_text
+from telemetry.log_lines import Number, Scalar
+from telemetry.records import factor_text
 from telemetry.trace.records import FlopsUsage, Suggestion
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from telemetry.records import EVENTS, LOG_NAME, Heartbeat, Line, StallEvidence
+from telemetry.log_lines import EVENTS, LOG_NAME, Heartbeat, Line, StallEvidence
 from telemetry.report.process_log import ProcessLog, take_line, unix
 from telemetry.util.clock import iso_time
 from telemetry.util.files import open_regular, read_small

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from telemetry.records import (
-    ChangeLine,
-    ErrorLine,
-    HangLine,
-    RunEndLine,
-    SnapshotLine,
-    StallLine,
-    StragglerLines,
-)
+from telemetry.log_lines import ChangeLine, ErrorLine, HangLine, RunEndLine, SnapshotLine, StallLine, StragglerLines
 from telemetry.report.contract import Advice, Stall
 from telemetry.util.sketch import Sketch
 

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import LOG_NAME, RECORDED
+from telemetry.log_lines import LOG_NAME
+from telemetry.records import RECORDED
 from telemetry.snapshot import agree
 from telemetry.snapshot.agree import InvalidMessageError, Plan, Request, RequestFolder, Result, ranks_of
 from telemetry.util.files import caches_folders, open_regular, parse_object

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.records import CATEGORIES, AdviceFields, HangLine
+from telemetry.records import CATEGORIES
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
 from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
@@ -21,6 +21,8 @@ from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from telemetry.log_lines import AdviceFields, HangLine
 
 _TIMEOUT_SECONDS: Final = 2.0
 """Of each part of a response."""

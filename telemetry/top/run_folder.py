@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.log_lines import LOG_NAME
 from telemetry.node.peers import read_report
-from telemetry.records import LOG_NAME
 from telemetry.report.attempts import KILLED, RUNNING, lives_of
 from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
 from telemetry.report.process_log import not_replaced
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.records import RankPace, StallLine
+    from telemetry.log_lines import StallLine
+    from telemetry.records import RankPace
     from telemetry.report.attempts import Life
     from telemetry.report.logs import LinesOfFile
     from telemetry.report.process_log import ProcessLog

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.records import StallLine
+    from telemetry.log_lines import StallLine
     from telemetry.report.contract import Stall
 
 GONE: Final = "gone"

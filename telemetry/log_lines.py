@@ -1,0 +1,508 @@
+"""The lines of the log: the type of each event, the heartbeat of a process, and how samples become a line.
+
+The agent writes these types (`telemetry.agent.log`) and the report reads them (`telemetry.report.logs`). They are typed
+dictionaries, because a log line distinguishes what is null (it was not measured) from what is absent (it does not
+apply), and because the totals of a heartbeat are merged over those of a line.
+
+Times are ISO-8601 in UTC unless the name says ``unix``. ``_seconds``, ``_bytes``, ``_hertz``, ``_watts``, ``_joules``
+and ``_celsius`` are units. ``_ratio`` is from 0 to 1. ``_total`` counts since the process started. Dictionaries of
+seconds are by category of the ledger unless it is said otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_type_hints
+
+import msgspec
+
+from telemetry.records import (
+    LOG_KIND,
+    Deliveries,
+    GpuSample,
+    HostSample,
+    MemorySample,
+    PressureSample,
+    ProcessSample,
+    TorchMemorySample,
+    WorkersSample,
+    rounded,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from telemetry.records import PhaseSpan
+
+_LARGEST: Final = 10**15
+"""No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Number = (
+    Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+)
+UnixSeconds = Annotated[float, msgspec.Meta(ge=0, le=2e11)]
+"""Up to the year 8307, the last that a calendar has."""
+
+Scalar = str | bool | Number
+SketchCounts = dict[Annotated[int, msgspec.Meta(ge=-9999, le=9999)], Count]
+"""A `Sketch` of durations: counts by bucket."""
+
+
+class Line(TypedDict, total=False):
+    """What every line has. ``step``: ended steps of the process."""
+
+    time: str
+    event: str
+    run: str
+    rank: Count
+    local_rank: Count
+    node: str
+    pid: Count
+    tid: Count
+    step: Count
+
+
+class MemoryFields(TypedDict, total=False):
+    """How the memory grows. ``where``: what grows, see `MEMORY_PARTS`; ``exhausted``: what will be used up."""
+
+    growth_bytes_per_hour: Number
+    where: str
+    exhausted_in_seconds: Number
+    exhausted: str
+    copied_on_write: bool
+    advice: str
+
+
+class ResumptionFields(TypedDict, total=False):
+    """How this attempt began. What did not happen is absent.
+
+    Attributes:
+        optimizers: how many optimizers step; absent for one.
+        restore_seconds: in loading functions before the first step.
+        resumed_step: position in optimizer steps of the whole training. ``resumed_from``: what tells it.
+        resumed_at_optimizer_steps: steps of this process's optimizers before it loaded that state.
+        replayed_batches: batches that were drawn and thrown away. ``replay_seconds``: the loop's time for them, of
+            which ``replay_wait_seconds`` was waiting.
+    """
+
+    optimizers: Count
+    restore_seconds: Number
+    resumed_step: Count
+    resumed_from: str
+    resumed_at_optimizer_steps: Count
+    replayed_batches: Count
+    replay_seconds: Number
+    replay_wait_seconds: Number
+
+
+class RunTotals(TypedDict, total=False):
+    """The process so far, in every window, in the last line and in the heartbeat.
+
+    Attributes:
+        wall_seconds: since the agent started; the sum of ``ledger_total_seconds``.
+        exposed_wait_total_seconds: null where it was not measured; ``exposed_wait_absent`` says why.
+        first_wait_seconds: the wait for the first batch, a part of the ledger's ``data_wait``.
+        unseen_steps_total: steps whose batches the hooks did not see.
+        overhead_seconds: what the agent costs, by thread: ``training`` and ``agent``.
+        stall_lost_total_seconds: seconds lost in stalls, by cause.
+        child_processes: processes that the script has started with multiprocessing.
+        samples_total, tokens_total: that were trained on; null where they are not known.
+        gpu_energy_total_joules: of the whole GPU ``gpu_uuid``.
+        cpu_total_seconds: CPU time in the training loop by who used it: ``used``, the process and its workers;
+            ``others``, all others of the machine; ``known``, the wall clock over which these two were measured;
+            ``thread`` and ``thread_delay``, the training thread's and its run-queue delay, over its whole life;
+            ``worker`` and ``worker_delay``, of the mean worker. Null before the first are known.
+        oom_kills_total: processes of this cgroup that the OOM killer has killed.
+    """
+
+    steps_total: Count
+    wall_seconds: Number
+    ledger_total_seconds: dict[str, Number]
+    exposed_wait_total_seconds: Number | None
+    exposed_wait_absent: str | None
+    first_wait_seconds: Number
+    overhead_seconds: dict[str, Number]
+    stall_lost_total_seconds: dict[str, Number]
+    dropped_steps_total: Count
+    child_processes: Count
+    unseen_steps_total: Count
+    samples_total: Count | None
+    tokens_total: Count | None
+    gpu_energy_total_joules: dict[str, Number] | None
+    gpu_uuid: str | None
+    cpu_total_seconds: dict[str, Number] | None
+    memory: MemoryFields
+    optimizer_steps_total: Count
+    oom_kills_total: Count
+    resumption: ResumptionFields
+
+
+class Heartbeat(RunTotals, total=False):
+    """The newest state of a process that has not ended by itself. ``life`` names the process, as in its log.
+
+    Attributes:
+        time: ``unix_seconds`` as in a log line; the reader sets it.
+        seconds_before: how long the process had been there when the agent started.
+        kept_seconds: of the training loop up to the newest checkpoint that can be resumed from.
+        saves_completed: how many such checkpoints there are.
+    """
+
+    life: str
+    unix_seconds: UnixSeconds
+    time: str
+    seconds_before: Number
+    kept_seconds: Number
+    saves_completed: Count
+
+
+class SettingFields(TypedDict, total=False):
+    """The settings that a report needs. The line has all of them."""
+
+    interval_seconds: Number
+    log_interval_seconds: Number
+    stall_enter_ratio: Number
+    gpu_hour_price: Number | None
+
+
+class Surroundings(TypedDict, total=False):
+    """Versions, cores and the script; the settings of the DataLoader. In a window only if they have changed."""
+
+    environment: dict[str, Scalar | None]
+    loader: dict[str, Scalar | None]
+
+
+class RunStartLine(Line, Surroundings, total=False):
+    """The first line of a process, and of each of its files.
+
+    Attributes:
+        started: when the agent started. ``process_started``: when the process did.
+        continued: whether the process goes on here in another file, or as another rank.
+        claimed_rank: the rank that the process itself claims; ``rank`` may differ where several claim the same.
+        life: tells this agent's lines from those of other agents.
+        launcher, launch, restarts: what started the process, which start it was, and how often it restarted.
+        memory_group, memory_events: the cgroup, and its file with the counter of OOM kills.
+        step_sketch, step_max_seconds: steps of the process so far. ``data_wait_…``: their waits. Absent before a step.
+    """
+
+    started: str
+    world_size: Count
+    launcher: str
+    rank_source: str
+    claimed_rank: Count
+    life: str
+    process_started: str | None
+    launch: str | None
+    restarts: Count | None
+    memory_group: str | None
+    memory_events: str | None
+    oom_kills_total: Count
+    telemetry_version: str
+    python_version: str
+    cpu_count: Count | None
+    metrics_url: str | None
+    settings: SettingFields
+    step_sketch: SketchCounts
+    step_max_seconds: Number
+    data_wait_sketch: SketchCounts
+    data_wait_max_seconds: Number
+    continued: bool
+
+
+class WindowLine(Line, RunTotals, Surroundings, total=False):
+    """One logging interval, with the totals of the run at its end.
+
+    Attributes:
+        exposed_wait_ratio: of the training loop, wait and compute. ``exposed_wait_source``: what measured it.
+        step_seconds, data_wait_seconds: ``p50``, ``p95``, ``p99`` and ``max`` of its steps; null without a step.
+    """
+
+    window_seconds: Number
+    steps: Count
+    optimizer_steps: Count
+    ledger_seconds: dict[str, Number]
+    exposed_wait_seconds: Number | None
+    exposed_wait_ratio: Number | None
+    exposed_wait_source: str | None
+    step_seconds: dict[str, Number] | None
+    data_wait_seconds: dict[str, Number] | None
+    step_sketch: SketchCounts
+    data_wait_sketch: SketchCounts
+
+
+_OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
+"""Fields that have another name in the log, by their own."""
+
+
+def _samples_line(name: str, *samples: tuple[type, str], **more: Any) -> type:
+    """The type of a line with the fields of some samples, each with a prefix, as `mean_of` writes them."""
+    line = get_type_hints(Line, include_extras=True) | more
+    for sample, prefix in samples:
+        for spec in fields(sample):
+            what, _, absent = str(spec.type).partition(" | ")
+            number = Number if what == "float" or spec.name.endswith("_bytes") else Count
+            kinds = {"str": str, "tuple[str, ...]": list[str], "dict[str, float]": dict[str, Number]}
+            kind: Any = number if what in {"int", "float"} else kinds.get(what)
+            if kind is not None and spec.metadata.get(LOG_KIND) != "skip":
+                line[prefix + _OLDER_NAMES.get(spec.name, spec.name)] = kind | None if absent else kind
+    return TypedDict(name, line, total=False)  # type: ignore[operator,no-any-return]
+
+
+class PhaseLine(Line, total=False):
+    """An evaluation, checkpoint or named phase that has ended. The last five are those of a checkpoint.
+
+    Attributes:
+        complete: whether everything is written. ``holds_optimizer``: whether training can be resumed from it.
+        loop_seconds: the training loop so far; absent if it was completed on another thread.
+    """
+
+    name: str
+    category: str
+    started: str
+    seconds: Number
+    complete: bool
+    holds_optimizer: bool
+    optimizer_steps_total: Count
+    steps_total: Count
+    loop_seconds: dict[str, Number]
+
+
+class AdviceFields(TypedDict, total=False):
+    """An `Advice` of a line. Null where there is no setting or no prediction."""
+
+    action: str
+    setting: str | None
+    value: Scalar | None
+    predicted_speedup: Number | None
+    predicted_low: Number | None
+    because: str
+
+
+class HotLine(TypedDict, total=False):
+    """A line of the user's code, and the library function that it was in. ``share_ratio``: of the time of the stall."""
+
+    file: str
+    line: Count
+    function: str | None
+    calls: str | None
+    share_ratio: Number
+
+
+class OtherCause(TypedDict, total=False):
+    """A cause of similar size at the time of a stall."""
+
+    cause: str
+    share_ratio: Number
+    advice: list[AdviceFields]
+
+
+class StallEvidence(TypedDict, total=False):
+    """What a report reads of the evidence of a stall. The rest, see `evidence_field`, it passes on as it is.
+
+    Attributes:
+        lost_seconds: seconds lost, by cause.
+        stuck_in: category of the ledger in which the rank is stuck; only of a hang, as the next three.
+        lines, lines_of: the lines in which the time went, and the time of what: fetch, wait, sampler, step, checkpoint.
+        line_verdict: what the lines say, in words.
+        share_ratio: of the cause, where there are others of similar size: ``also``.
+    """
+
+    lost_seconds: dict[str, Number]
+    stuck_in: str
+    stuck_at: str | None
+    stuck_for_seconds: Number
+    stacks: list[str]
+    lines: list[HotLine]
+    lines_of: str
+    line_verdict: str | None
+    share_ratio: Number
+    also: list[OtherCause]
+
+
+class StallLine(Line, total=False):
+    """A stall when it opens (``stall_open``), is open (``stall_lines``), and closes (``stall_close``)."""
+
+    cause: str
+    first_step: Count
+    last_step: Count
+    exposed_wait_ratio: Number | None
+    evidence: dict[str, Any]
+    advice: list[AdviceFields]
+    opened: str
+    closed: str
+
+
+class ChangedFigure(TypedDict, total=False):
+    """What changed together with the steps: a figure with its unit in its name."""
+
+    what: str
+    before: Number
+    after: Number
+
+
+_With = TypedDict("_With", {"with": list[ChangedFigure]}, total=False)  # the word cannot be a field of a class
+
+
+class ChangeLine(Line, _With, total=False):
+    """A lasting change of the steps. ``ratio``: step time after it over step time before it; ``at``: when.
+
+    ``part``: what of a step changed most, ``data_wait`` or ``compute``.
+    """
+
+    at: str
+    first_step: Count
+    ratio: Number
+    part: str
+    step_before_seconds: Number
+    step_after_seconds: Number
+
+
+class StragglerLines(Line, total=False):
+    """The lines in which a rank spends its steps while other ranks wait for it."""
+
+    evidence: dict[str, Any]
+
+
+class SuspectFields(TypedDict, total=False):
+    """A `HangSuspect`."""
+
+    rank: Count
+    node: str | None
+    where: str | None
+    doing: str
+
+
+class WaitingFields(TypedDict, total=False):
+    """`WaitingRanks`: the first and the last rank of each range."""
+
+    ranks: list[tuple[Count, Count]]
+    collective: str | None
+    sequence: Count | None
+
+
+class HangLine(Line, total=False):
+    """Why the job hangs, see `HangVerdict`; with ``over``, that it goes on. ``since``: when it began."""
+
+    since: str | None
+    verdict: str
+    kind: str
+    over: bool
+    suspects: list[SuspectFields]
+    suspects_total: Count
+    waiting: list[WaitingFields]
+    silent_ranks: Count
+    recorder: str
+
+
+class SnapshotLine(Line, total=False):
+    """A snapshot that has ended. ``path``: of its trace in the run folder; null without one, ``why`` says why."""
+
+    result: str
+    why: str | None
+    id: str
+    reason: str | None
+    asked_by: str
+    first_step: Count | None
+    last_step: Count | None
+    path: str | None
+    pause_seconds: dict[str, Number]
+    started: str
+    ended: str
+    size_bytes: Number
+    trace_bytes: Number
+    held_seconds: dict[str, Number]
+    breakdown: dict[str, Number]
+
+
+class ErrorLine(Line, total=False):
+    """A failure of the agent's own parts, or news of them. ``errors_total``: of this source so far; 0 for news."""
+
+    source: str
+    message: str
+    errors_total: Count
+
+
+class RunEndLine(Line, RunTotals, total=False):
+    """The last line of a process that ended by itself.
+
+    Attributes:
+        exception: type of the exception that ended the script. ``lost_peer``: whether that tells of another rank's end.
+        replaced: the process has executed another program.
+        stuck_for_seconds: how long it had been stuck when it ended.
+        log_lines_dropped: lines that could not be written.
+    """
+
+    exit_status: Number
+    exception: str
+    lost_peer: bool
+    replaced: bool
+    stuck_for_seconds: Number
+    errors_total: dict[str, Count]
+    log_lines_dropped: Count
+
+
+EVENTS: Final[Mapping[str, type]] = MappingProxyType(
+    {
+        "run_start": RunStartLine,
+        "window": WindowLine,
+        "gpu": _samples_line("GpuLine", (GpuSample, ""), (TorchMemorySample, "")),
+        "host": _samples_line(
+            "HostLine", (HostSample, ""), (ProcessSample, "process_"), (PressureSample, ""), (MemorySample, "")
+        ),
+        "workers": _samples_line(
+            "WorkersLine", (WorkersSample, ""), **dict.fromkeys(Deliveries().log_fields(), Number)
+        ),
+        "phase": PhaseLine,
+        "stall_open": StallLine,
+        "stall_lines": StallLine,
+        "stall_close": StallLine,
+        "straggler_lines": StragglerLines,
+        "hang": HangLine,
+        "change": ChangeLine,
+        "snapshot": SnapshotLine,
+        "error": ErrorLine,
+        "run_end": RunEndLine,
+    }
+)
+"""The type of the lines of each event."""
+
+LOG_NAME: Final = re.compile(r"rank-(?P<rank>\d+)\.(?P<pid>\d+)(?:\.(?P<number>\d+))?\.jsonl(?:\.(?P<rotated>\d+))?")
+"""The name of a log file. ``number`` counts the processes that have had this rank and pid (none for the first).
+``rotated`` is the number of an older file of the same log; the oldest has the highest."""
+
+
+def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
+    """One set of fields for the samples of a window. Each field's kind decides, see `LOG_KIND`.
+
+    A number is null if no sample has it. If some samples have it, it is their mean.
+    """
+    newest = samples[-1]
+    merged: dict[str, Any] = {}
+    for spec in fields(newest):
+        kind = spec.metadata.get(LOG_KIND)
+        values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
+        last = values[-1] if values and kind == "newest" else getattr(newest, spec.name)
+        if kind == "skip":
+            continue
+        if hasattr(last, "log_fields"):
+            merged |= rounded(last.log_fields())
+        elif kind != "newest" and values and all(map(_is_number, values)):
+            mean = sum(values) / len(values)
+            merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
+        else:
+            merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
+    for name, older in _OLDER_NAMES.items():
+        if name in merged:
+            merged[older] = merged.pop(name)
+    return merged
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def phase(span: PhaseSpan, started: str) -> PhaseLine:
+    """The fields of an evaluation, checkpoint or named phase that has ended."""
+    return {"name": span.name, "category": span.category, "started": started, "seconds": rounded(span.seconds)}
