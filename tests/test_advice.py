@@ -304,6 +304,19 @@ def test_an_unknown_cause_has_no_advice():
     assert advise("of_a_newer_version", evidence_over([CASES["unknown"]])) == ()
 
 
+OF_A_STEP = {
+    "loader_on_training_thread", "worker_startup", "uneven_batches", "batch_transfer", "source_slow", "straggler",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_step_nothing_is_said_of_one(case):
+    """Whatever is the cause, as in a window with a step that takes longer than it."""
+    evidence = evidence_over([dataclasses.replace(CASES[case], steps=0, batches=0)])
+    for cause in {case.partition(",")[0], *OF_A_STEP}:
+        assert not advise(cause, evidence) or cause not in OF_A_STEP
+
+
 def test_a_step_is_wait_and_compute():
     assert evidence_over([a_slice(wait=0.5, compute=0.5, steps=10)]).step_seconds == pytest.approx(0.1)
     assert MIN_STEPS > 1

@@ -349,26 +349,11 @@ def aggregate(
     """
     added = ticks[-1].totals - ticks[0].totals
     conditions = [tick.conditions for tick in ticks][1:]
-    epochs, garbage, took, timed, own = added.epochs, added.garbage, added.deliveries, added.sampler, added.own
+    steps, checkpoints, epochs, garbage = added.steps, added.checkpoint_steps, added.epochs, added.garbage
+    took, timed, own = added.deliveries, added.sampler, added.own
     sampled, cpu, gpu = added.sampled, added.sampled.cpu, added.sampled.gpu
-    mid_epoch = added.wait_seconds - epochs.boundary_wait_seconds
     source, settings = _waited_for(added, conditions)
     cores, cores_of_others = _cores(added, conditions)
-
-    steps, checkpoints = added.steps, added.checkpoint_steps
-    around_checkpoints = 0.0
-    if 0 < checkpoints < steps:  # there are steps without a checkpoint to compare with
-        in_them = added.checkpoint_steps_compute_seconds
-        usual = (added.compute_seconds - in_them) / (steps - checkpoints)
-        if usual > 0:  # 0 if most of a long checkpoint was before the window
-            around_checkpoints = max(0.0, in_them - checkpoints * usual)
-
-    sampler = _each(timed.seconds, timed.timed_batches)
-    if sampler is not None:  # of all workers' batches in mid-epoch; at most the wait
-        sampler *= took.batches or added.batches - epochs.boundaries
-        sampler = max(0.0, min(sampler, mid_epoch - garbage.wait_seconds))
-    sampler_seconds = timed.seconds + timed.boundary_seconds
-    sampler_on_core = timed.cpu_seconds + timed.boundary_cpu_seconds
 
     # The workers while the training loop runs; in a window without the loop, the workers at any time.
     workers = sampled.workers if sampled.workers.sampled_seconds > ROUNDING_SECONDS else sampled.idle_workers
@@ -396,13 +381,13 @@ def aggregate(
         left=epochs.left,
         edge_wait_seconds=epochs.boundary_wait_seconds,
         # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
-        around_edges_seconds=max(0.0, min(mid_epoch, epochs.near_boundary_wait_seconds)),
+        around_edges_seconds=max(0.0, min(_mid_epoch_wait(added), epochs.near_boundary_wait_seconds)),
         edge_share=recurring.edge_share,
         checkpoint_seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),
         checkpoints=checkpoints,
         checkpoint_interval_seconds=recurring.checkpoint_interval_seconds if checkpoints < 2 else 0.0,
         early_checkpoint_seconds=recurring.early_checkpoint_seconds,
-        around_checkpoints_seconds=around_checkpoints,
+        around_checkpoints_seconds=_around_checkpoints(added),
         garbage_seconds=garbage.seconds,
         garbage_wait_seconds=garbage.wait_seconds,
         edge_garbage_seconds=garbage.boundary_wait_seconds,
@@ -420,10 +405,12 @@ def aggregate(
         receiving_cpu_seconds=_each(timed.receive_cpu_seconds, timed.timed_batches),
         ready_batches=workers.ready_batches.mean,
         slack_seconds=workers.slack_seconds.mean,
-        sampler_seconds=sampler,
+        sampler_seconds=_sampler_seconds(added),
         edge_sampler_seconds=timed.boundary_seconds,
         edge_share_of_sampler=recurring.edge_share_of_sampler,
-        sampler_cpu_ratio=_share(sampler_on_core, sampler_seconds),
+        sampler_cpu_ratio=_share(
+            timed.cpu_seconds + timed.boundary_cpu_seconds, timed.seconds + timed.boundary_seconds
+        ),
         # Not the maximum: workers of an ended epoch may still exist when those of the next have begun.
         workers=max(by_count, key=lambda count: (by_count[count], count), default=0),
         worker_cores=worker_cores if worker_cores is not None and worker_cores < cores else None,
@@ -475,6 +462,28 @@ def _batches_per_step(added: Totals) -> float:
         return batches / steps
     fetches = sampled.workers.fetches + sampled.idle_workers.fetches
     return max(1.0, min(batches, fetches) / steps)  # some batches come from loaders without workers
+
+
+def _mid_epoch_wait(added: Totals) -> float:
+    return added.wait_seconds - added.epochs.boundary_wait_seconds
+
+
+def _sampler_seconds(added: Totals) -> float | None:
+    """The sampler's time for all workers' batches in mid-epoch, from the timed ones; at most the wait."""
+    each = _each(added.sampler.seconds, added.sampler.timed_batches)
+    if each is None:
+        return None
+    batches = added.deliveries.batches or added.batches - added.epochs.boundaries
+    return max(0.0, min(each * batches, _mid_epoch_wait(added) - added.garbage.wait_seconds))
+
+
+def _around_checkpoints(added: Totals) -> float:
+    steps, in_them = added.checkpoint_steps, added.checkpoint_steps_compute_seconds
+    if not 0 < steps < added.steps:
+        return 0.0  # there are no steps without a checkpoint to compare with
+    usual = (added.compute_seconds - in_them) / (added.steps - steps)
+    # At most 0 if most of a long checkpoint was before the window.
+    return max(0.0, in_them - steps * usual) if usual > 0 else 0.0
 
 
 def _shares(workers: WorkerTotals) -> tuple[float | None, float | None, float | None]:
