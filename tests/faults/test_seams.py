@@ -7,6 +7,7 @@ import sys
 import threading
 import urllib.error
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ def test_an_error_of_gradients_or_device_stays_there(start, unharmed, monkeypatc
     agent = start()
     with monkeypatch.context() as patch:
         patch.setattr(agent.tracker, "grad_enabled", break_)
-        patch.setattr(torch.cuda, "is_initialized", break_)
+        patch.setattr(agent.tracker, "_torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=break_)))
         assert train(epochs=2) == unharmed[False]
     assert counted(agent, "hook")
 
