@@ -34,7 +34,6 @@ from telemetry.records import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.records import PhaseSpan
 
 _LARGEST: Final = 10**15
 """No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
@@ -501,8 +500,3 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def phase(span: PhaseSpan, started: str) -> PhaseLine:
-    """The fields of an evaluation, checkpoint or named phase that has ended."""
-    return {"name": span.name, "category": span.category, "started": started, "seconds": rounded(span.seconds)}

@@ -25,7 +25,7 @@ from telemetry.agent.log import EventLog
 from telemetry.agent.restarts import FOLDER, AttemptLog, RunSoFar
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
-from telemetry.agent.trends import ChangeMonitor, MemoryWatch, change_fields
+from telemetry.agent.trends import ChangeMonitor, MemoryWatch, change_line
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
@@ -554,7 +554,7 @@ class Agent:
             change = self._changes.tick(tick.totals, self._collectors.samples)
             if change is not None:
                 at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
-                self.event_log.emit("change", change_fields(change, at))
+                self.event_log.emit("change", change_line(change, at))
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self.job_hang.tick(self.identity, self._board, self._job)
         with self.errors.contained("lines"):

@@ -21,7 +21,7 @@ from telemetry.sources import proc
 from telemetry.util.files import Descriptor, opened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
     from telemetry.agent.accounting import Accounting
@@ -326,7 +326,7 @@ class JsonLog:
     def _path_of(self, identity: Identity) -> Path:
         return self._folder / f"rank-{identity.rank}.{identity.pid}.jsonl"
 
-    def emit(self, event: str, fields: dict[str, Any]) -> bool:
+    def emit(self, event: str, fields: Mapping[str, Any]) -> bool:
         """Write one line. Returns whether it is in the file."""
         written: bool = self._logger.msg(event, **fields)
         return written
@@ -468,7 +468,7 @@ class EventLog:
         self._children = 0
         self.newest_window: LogWindow | None = None
 
-    def emit(self, event: str, values: dict[str, Any]) -> bool:
+    def emit(self, event: str, values: Mapping[str, Any]) -> bool:
         """Write a line, and count it as an error if it cannot be written. Returns whether it is in the file."""
         try:
             if self.log.emit(event, values):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta, structs
 
-from telemetry.log_lines import ResumptionFields, phase
+from telemetry.log_lines import ResumptionFields
 from telemetry.node.metrics import AttemptView
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan
 from telemetry.records import STARTUP as LEDGER_STARTUP
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.hooks.tracker import StepTracker
+    from telemetry.log_lines import PhaseLine
     from telemetry.records import SavedCheckpoint, Step
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
@@ -545,7 +546,7 @@ class AttemptLog:
         )
         return structs.replace(beat, stuck=self._hangs.so_far(beat))
 
-    def phase_lines(self, spans: Sequence[PhaseSpan], *, last: bool = False) -> Iterator[dict[str, Any]]:
+    def phase_lines(self, spans: Sequence[PhaseSpan], *, last: bool = False) -> Iterator[PhaseLine]:
         """Lines of phases that have ended, those of checkpoints with the steps that they contain.
 
         Args:
@@ -558,16 +559,16 @@ class AttemptLog:
         shortest = _SHORTEST_PHASE_SECONDS
         if len(spans) > _MAX_PHASE_LINES:
             shortest = max(shortest, sorted(span.seconds for span in spans)[-_MAX_PHASE_LINES])
-        lines: list[dict[str, Any]] = []
+        lines: list[PhaseLine] = []
         newest_short: int | None = None  # its place among the lines
         for span in spans:
-            line, save = {**phase(span, self._wall.iso(span.start_ns))}, None
+            line, save = self._line(span), None
             if span.category == CHECKPOINT and span.loop_seconds is not None:
                 inside = (s for s in pending if not s.background and s.start_ns <= span.start_ns <= s.end_ns)
                 save = next(inside, None)
             if save is not None:
                 pending.remove(save)
-                line |= self._of(save, span.loop_seconds)
+                self._contains(line, save, span.loop_seconds)
             if span.seconds >= shortest:
                 lines.append(line)
             elif save is not None and save.complete:
@@ -581,12 +582,17 @@ class AttemptLog:
             if not (save.background or last or save in self._before_last):
                 self._waiting.append(save)  # its span is still in the ring
                 continue
-            span = PhaseSpan(WRITTEN, OTHER, save.start_ns, (save.end_ns - save.start_ns) / NS)
-            yield {**phase(span, self._wall.iso(span.start_ns))} | self._of(save, None)
+            line = self._line(PhaseSpan(WRITTEN, OTHER, save.start_ns, (save.end_ns - save.start_ns) / NS))
+            self._contains(line, save, None)
+            yield line
         self._before_last = self._waiting
 
-    def _of(self, save: SavedCheckpoint, loop: tuple[float, float] | None) -> dict[str, Any]:
-        """What a checkpoint contains. Notes the newest one that can be resumed from."""
+    def _line(self, span: PhaseSpan) -> PhaseLine:
+        started = self._wall.iso(span.start_ns)
+        return {"name": span.name, "category": span.category, "started": started, "seconds": round(span.seconds, 6)}
+
+    def _contains(self, line: PhaseLine, save: SavedCheckpoint, loop: tuple[float, float] | None) -> None:
+        """Write into a line what its checkpoint contains. Notes the newest one that can be resumed from."""
         loop_seconds = None if loop is None else sum(loop)
         if loop_seconds is not None and not save.complete:
             self._begun_at = {save.optimizer_steps: loop_seconds}
@@ -596,15 +602,10 @@ class AttemptLog:
             self._holds_optimizer |= save.holds_optimizer
             self.saves_completed += 1
             self._kept_seconds = max(self._kept_seconds, loop_seconds)
-        fields: dict[str, Any] = {
-            "complete": save.complete,
-            "holds_optimizer": save.holds_optimizer,
-            "optimizer_steps_total": save.optimizer_steps,
-            "steps_total": save.steps,
-        }
+        line["complete"], line["holds_optimizer"] = save.complete, save.holds_optimizer
+        line["optimizer_steps_total"], line["steps_total"] = save.optimizer_steps, save.steps
         if loop is not None:
-            fields["loop_seconds"] = {"data_wait": round(loop[0], 6), "compute": round(loop[1], 6)}
-        return fields
+            line["loop_seconds"] = {"data_wait": round(loop[0], 6), "compute": round(loop[1], 6)}
 
 
 # -- how it ends and how it began -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from telemetry.agent.collectors import Samples
+    from telemetry.log_lines import ChangeLine
     from telemetry.records import GpuSample, PressureSample, StepChange, TorchMemorySample, Totals
 
 
@@ -181,8 +182,8 @@ def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str
     return {name: value for name, value in found.items() if value is not None}
 
 
-def change_fields(change: StepChange, at: str) -> dict[str, Any]:
-    """The fields of the log event ``change``. ``at``: when it happened, ISO-8601."""
+def change_line(change: StepChange, at: str) -> ChangeLine:
+    """The line of a change. ``at``: when it happened, ISO-8601."""
     return {
         "at": at,
         "first_step": change.step,
