@@ -126,8 +126,6 @@ class BatchSource:
         unseen: iterations whose start was dropped because the ring was full. Written by the training thread.
     """
 
-    __slots__ = ("__weakref__", "kind", "settings", "unseen")
-
     def __init__(self, kind: str, settings: dict[str, Any]) -> None:
         self.kind = kind
         self.settings = settings
@@ -154,19 +152,6 @@ class LoaderHandle(BatchSource):
         delivered: how many batches were taken in the newest iteration; None if the count was lost. Agent thread only.
         arrivals: training batches taken since the last reading. Agent thread only.
     """
-
-    __slots__ = (
-        "arrivals",
-        "block",
-        "delivered",
-        "epoch",
-        "in_order",
-        "pids",
-        "queue",
-        "resumed",
-        "threads",
-        "training",
-    )
 
     def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
         threads = [isinstance(worker, threading.Thread) for worker in iterator._workers]

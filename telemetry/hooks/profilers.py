@@ -123,8 +123,6 @@ class ProfilerRanges:
         nvtx: whether steps are always NVTX ranges.
     """
 
-    __slots__ = ("_step", "makers", "nvtx")
-
     def __init__(self) -> None:
         self.makers: tuple[Maker, ...] = ()
         self.nvtx = False

@@ -142,8 +142,6 @@ class OwnCounts:
         sizes: tells the samples of each batch; None if nobody needs them here.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_counts", "_looking", "_lost", "_next", "_sizes")
-
     def __init__(self, sizes: FetchedSamples | None) -> None:
         self._sizes = sizes
         self._counts: deque[Counts] = deque()
@@ -426,7 +424,6 @@ class SampleCounter:
                 self._add_batches(1)
 
     def _add_batches(self, batches: int) -> None:
-        """The next batches of the same iteration."""
         self._add(*((None, None) if self._counts is None else self._counts.of(self._number, batches)))
         self._number += batches
 
@@ -435,7 +432,6 @@ class SampleCounter:
         self._tokens.add(tokens)
 
     def _note_step(self, code: int) -> None:
-        """Keep the sums at the end of a step."""
         if code & CLOSES:
             if self._in_step:
                 self._samples.step_ended()
@@ -483,8 +479,6 @@ class SampleCounter:
 
 class _TrainedSum:
     """One sum over the training batches."""
-
-    __slots__ = ("_first", "_known", "_settled", "_sum")
 
     def __init__(self) -> None:
         self._sum = 0

@@ -36,7 +36,7 @@ class HotState:
 
     Attributes:
         fast_path_iterator_id: ``id()`` of the iterator for which the fast path is enabled, 0 while it is disabled. Only
-            `FastPath` writes it.
+            the tracker's `slow_path`, `loop_changed` and `_fast_path_on` write it.
         nested_steps: whether an optimizer has stepped within the step of another.
         optimizer_steps: steps of optimizers.
         thread: ident of the training thread. Hooks on any other thread pass straight through.

@@ -239,8 +239,6 @@ class TimedWait:
         iterator: the iterator of the loader.
     """
 
-    __slots__ = ("_before", "_garbage", "_iterator", "_sampler_cpu_ns", "_sampler_ns", "_thread", "_timer")
-
     def __init__(self, timer: SamplerTimer, garbage: GarbageTimer, iterator: object) -> None:
         self._timer = timer
         self._garbage = garbage
@@ -284,8 +282,6 @@ class TimedWait:
 
 class Clocks:
     """The wall clock and this thread's CPU clock, from which garbage collections are subtracted."""
-
-    __slots__ = ("_cpu_ns", "_garbage", "_wall_ns")
 
     def __init__(self, garbage: GarbageTimer) -> None:
         self._garbage = garbage
@@ -336,8 +332,6 @@ class BatchRelease:
         ns: how long that took, nanoseconds.
     """
 
-    __slots__ = ("_followed", "_ring", "freed", "ns", "wanted")
-
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._followed: deque[_Followed] = deque(maxlen=_MAX_FOLLOWED)
@@ -367,8 +361,6 @@ class BatchRelease:
 
 class _Followed:
     """One batch that has come."""
-
-    __slots__ = ("_head", "_references", "_seen", "_statements")
 
     def __init__(self, batch: object, ring: Ring) -> None:
         self._head = ring.head + STRIDE  # the head once the next batch has come, and nothing else

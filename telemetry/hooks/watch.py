@@ -337,8 +337,6 @@ class Feed:
         source: where its batches come from; None until the first batch has come.
     """
 
-    __slots__ = ("__weakref__", "_dataset", "_index_sampler", "iterator", "numbered", "source")
-
     def __init__(self, iterator: Any, owner: Any, *, numbered: bool) -> None:
         self.iterator = iterator
         self.numbered = numbered

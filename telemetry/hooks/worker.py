@@ -110,8 +110,6 @@ class FetchedSamples:
         stream: the data set is iterable, so that its items are counted. Such a batch may be shorter than asked for.
     """
 
-    __slots__ = ("_items", "_stream")
-
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
         self._items: int | None = None
@@ -263,7 +261,6 @@ _wrappers: Final[WeakMap[None]] = WeakMap()
 
 
 def _wrap_fetches(block: WorkerBlock, worker: int, *, nvtx: bool) -> None:
-    """Patch the fetchers of this worker process."""
     from torch.utils.data._utils import fetch
 
     counters = block.counters(worker)
@@ -294,7 +291,6 @@ def _ranges() -> Any:
 
 
 def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callable[[Any, Any], Any]:
-    """``fetch`` as an NVTX range."""
     marked = around(original, before=lambda _: nvtx.range_push(name), after=lambda *_: nvtx.range_pop())
     _wrappers[marked] = None
     return marked
