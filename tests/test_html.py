@@ -255,6 +255,11 @@ def test_bins_that_merge_lose_nothing(seed):
     assert list(grid.sums("n")[1]) == counts
     assert grid.used <= 16
     assert [0 if sketch is None else sketch.total for sketch in grid.sketches("s")] == counts
+    other = TimeGrid(1, 16)
+    other.spread(0, 1.7e9, 1.7e9 + draw.choice([9, 9999]), {"x": 7.0})  # its bins are narrower, or wider
+    grid.add_grid(other, {0: 1})
+    assert grid.sums("x")[1].sum() == pytest.approx(7.0, rel=1e-4)
+    assert grid.sums("x").sum() == pytest.approx(total + 7.0, rel=1e-4)
 
 
 def test_damaged_logs_have_a_page(tmp_path):

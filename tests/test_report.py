@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.logs import NoRunError, load
-from telemetry.report.process_log import ProcessLog, not_replaced
+from telemetry.report.process_log import ProcessLog, Progress, not_replaced
 from telemetry.report.summary import verdict_of
 from telemetry.util.clock import iso_time
 from telemetry.util.sketch import Sketch
@@ -94,6 +95,19 @@ def test_a_torn_last_line_costs_only_itself(tmp_path, torn):
     path.write_bytes(path.read_bytes() + torn)
     (rank,) = summarize(load(tmp_path))["ranks"]
     assert rank["steps"] == 4
+
+
+def test_of_a_long_run_some_totals_are_kept_and_none_that_go_back():
+    progress = Progress()
+    for number in range(1, 5001):
+        progress.add(totals(wait=number, compute=9 * number, steps=number))
+    steps = [point.steps for point in progress.points]
+    assert 256 < len(steps) <= 512
+    assert len({later - earlier for earlier, later in pairwise(steps)}) == 1
+    damaged = Progress()
+    for number in (1, 2, 1, 3):
+        damaged.add(totals(wait=number, compute=9 * number, steps=number))
+    assert [point.loop_seconds for point in damaged.points] == [10, 20, 30]
 
 
 MINUTES = st.integers(0, 20).map(lambda minute: f"2026-01-01T00:{minute:02d}:00.000Z")

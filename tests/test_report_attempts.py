@@ -439,11 +439,18 @@ def test_the_next_attempt_tells_of_the_oom_killer(tmp_path, ranks, begin, head, 
     assert told(tmp_path, "end", "reason")[0] == ("killed", reason)
 
 
-@pytest.mark.parametrize(("end", "also"), [(25, "; the OOM killer killed a process of rank 0"), (125, "")])
-def test_an_exception_soon_after_the_oom_killer_killed_a_worker(tmp_path, end, also):
+@pytest.mark.parametrize(
+    ("end", "lost_peer", "reason"),
+    [
+        (25, False, "RuntimeError; the OOM killer killed a process of rank 0"),
+        (125, False, "RuntimeError"),
+        (25, True, None),  # a peer had ended
+    ],
+)
+def test_an_exception_soon_after_the_oom_killer_killed_a_worker(tmp_path, end, lost_peer, reason):
     process = Process(tmp_path, begin=0, pid=1, **GROUP).counts(0).window(15).window(16).counts(1).window(24)
-    process.end(end, exception="RuntimeError", lost_peer=False)
-    assert told(tmp_path, "end", "reason") == [("failed", f"RuntimeError{also}")]
+    process.end(end, exception="RuntimeError", lost_peer=lost_peer)
+    assert told(tmp_path, "end", "reason") == [("failed", reason)]
 
 
 # -- the best interval between checkpoints --------------------------------------------------------------------------

@@ -627,7 +627,7 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     for stuck in stuck_of(life.log):
         if stuck.category in _PHASES:
             continue
-        left, there = stuck.seconds(life.end), _place(stuck, life, course, cut, end)
+        left, there = stuck.seconds(life.end), _place(stuck, life, course, cut)
         # A tick knows late that the run goes on: then the part may be shorter.
         for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.category)):
             taken = max(0.0, min(left, parts[part]))
@@ -637,14 +637,12 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     return parts, total
 
 
-def _place(stuck: Stuck, life: Life, course: Course, cut: Point, end: Point) -> str:
+def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
     """In which part of the training loop a process was stuck."""
     if stuck.steps == 0 and stuck.category == DATA_WAIT:
         return BEGINNING
     if stuck.steps < life.totals.get("replayed_batches", 0):
         return REPLAYED
-    if (cut.steps, cut.loop_seconds) == (end.steps, end.loop_seconds):
-        return KEPT
     if stuck.closed is None or stuck.steps >= cut.steps:
         return LOST_STEPS
     save, opened = course.save_at_cut(life), unix(stuck.opened)
