@@ -427,6 +427,7 @@ def test_steps_of_too_many_operators_are_not_recorded(tmp_path, operators, grows
     line = of_many(tmp_path, operators, grows_at)
     assert line["result"] == "refused"
     assert "1 s (snapshot_pause_seconds)" in line["why"]
+    assert ("start" in line["pause_seconds"]) == (grows_at == "record"), "the count alone refuses it"
 
 
 def test_ranks_share_a_part_of_the_free_memory(monkeypatch):
