@@ -201,7 +201,7 @@ _NOT_COMPARED: Final = "loader_used_again"  # it tells what has happened, not wh
 _MAX_NAMED: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """One run, of the processes that no later one has replaced.
 

@@ -49,7 +49,7 @@ Results = Iterator[tuple[str, str]]
 """What a check finds: status and text. Its name is that of the function."""
 
 
-@dataclass(slots=True)
+@dataclass
 class CheckContext:
     """The input of the checks, and results that later checks use.
 

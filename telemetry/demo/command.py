@@ -55,7 +55,7 @@ class DemoError(Exception):
     """The demo cannot go on; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DemoPlan:
     """How large a demo is.
 
@@ -208,7 +208,7 @@ def _follow_advice(run: Path, training: list[Path], plan: DemoPlan) -> Path | No
     return second
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DemoOutcome:
     """What one run came to.
 
@@ -371,7 +371,7 @@ class _LiveView:
             say(self._HEADING)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reading:
     """The figures of one exposition of one rank that the demo shows.
 

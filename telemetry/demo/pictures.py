@@ -26,7 +26,7 @@ _GRAIN: Final = 10.0
 """Standard deviation of the noise, 0 to 255. Without noise a JPEG decodes several times faster than a photograph."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PictureSet:
     """How many pictures there are, and their width and height in pixels."""
 

@@ -54,7 +54,7 @@ _SURE_SECONDS: Final = 60.0
 # -- one process ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Life:
     """One process of a run, from its start to its end, in seconds of Unix time by the clock that it had at its end.
 
@@ -214,7 +214,7 @@ def _chained(lives: Sequence[Life]) -> list[Life]:
 # -- an attempt, and how it ended ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OomEnd:
     """What the OOM killer has to do with the end of an attempt.
 
@@ -246,7 +246,7 @@ class OomEnd:
         return f"the OOM killer {probably}killed {of}"
 
 
-@dataclass(slots=True)
+@dataclass
 class Attempt:
     """The processes that were started together. ``oom``: what the OOM killer has to do with its end."""
 
@@ -407,7 +407,7 @@ def _killed_before(life: Life) -> tuple[int, float] | None:
 # -- the way of an attempt through the training --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Course:
     """The way of an attempt through the training.
 

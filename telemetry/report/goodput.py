@@ -60,7 +60,7 @@ MIN_FAILURES: Final = 2
 # -- how often to write a checkpoint -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Experience:
     """What a run tells about its checkpoints and failures.
 
@@ -135,7 +135,7 @@ def ettr(interval_seconds: float, checkpoint_seconds: float, failure_seconds: fl
 # -- the books -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Goodput:
     """The books of a run.
 

@@ -72,7 +72,7 @@ _MIN_HOURS_RATIO: Final = 0.005
 """A category with a smaller share of the GPU-hours is not mentioned."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """All that is said of a run. It is made once; the text, ``--json`` and the page render it.
 

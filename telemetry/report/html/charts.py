@@ -60,7 +60,7 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
 # -- the kinds of charts -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """A table: headings, rows of cells as text, and what is left out."""
 
@@ -70,7 +70,7 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Curve:
     """One line, one area or one part of the bars. ``low`` and ``high``: a band around it, or None."""
 
@@ -94,7 +94,7 @@ def _legend(curves: Sequence[Curve]) -> list[dict[str, str]]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TimeChart:
     """Curves over time. ``stacked``: as areas, one on the other, that fill 0 to 1."""
 
@@ -130,7 +130,7 @@ def _spread_of(curve: Curve) -> list[float | None]:
     return [float(np.nanmin(low)), float(values.mean()), float(np.nanmax(high)), float(values[-1])]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BarChart:
     """Stacked bars, one for each label. ``wide``: upright bars without gaps, for hundreds of ranks."""
 
@@ -163,7 +163,7 @@ class BarChart:
         return Table(self.title, headings, rows, f"{left} more" if left > 0 else "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeatMetric:
     """One figure of all ranks over time: rows of figures, and the limits of the colours.
 
@@ -184,7 +184,7 @@ class HeatMetric:
         return {"low": self.low * factor, "high": self.high * factor, "more": more, "unit": unit, "label": self.label}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeatMap:
     """Figures of ranks over time. One metric is shown at a time, the first at the start.
 
@@ -221,7 +221,7 @@ class HeatMap:
         return Table(self.title, ("", "lowest", "median", "highest", "most different"), rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mark:
     """Something that happened: at a time, or from one time to another. Unix time."""
 
@@ -231,7 +231,7 @@ class Mark:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MarkChart:
     """All marks, a row for each kind."""
 
@@ -260,7 +260,7 @@ class MarkChart:
 Chart = TimeChart | BarChart | HeatMap | MarkChart
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TimeAxis:
     """The bins that all charts over time share. ``begins``: Unix time of each."""
 
@@ -276,7 +276,7 @@ class TimeAxis:
 # -- sampled figures -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Sampled:
     """A sampled figure that gets a curve: its name in the log, its label and colour."""
 
@@ -286,7 +286,7 @@ class _Sampled:
     dash: str = "solid"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _SampledChart:
     key: str
     title: str

@@ -68,7 +68,7 @@ _NO_MARKUP: Final = str.maketrans(
 """No character is left that could end a script element."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Card:
     """One change: what to set, if it is a setting; the predicted factor on the steps per second, and that as text."""
 
@@ -80,7 +80,7 @@ class _Card:
     gain: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Tile:
     """One figure of the run, as text. ``note``: what it is of, or why it is absent."""
 
@@ -89,7 +89,7 @@ class _Tile:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Section:
     """A part of the page. ``absent``: what it would show and was not measured."""
 
