@@ -60,13 +60,19 @@ class OptimizerSteps:
     def patch(self, module: Any, patches: Patches) -> None:
         """Register the hook with ``torch.optim.optimizer``."""
 
-        # The tracker is a default value and not a closure variable: see `hooks.dataloader.timed_next`.
-        def stepped(optimizer: object, _args: Any, _kwargs: Any, tracker: StepTracker = self._tracker) -> None:
+        # Both are default values and not closure variables: see `hooks.dataloader.timed_next`.
+        def stepped(
+            optimizer: object,
+            _args: object,
+            _kwargs: object,
+            tracker: StepTracker = self._tracker,
+            steps: OptimizerSteps = self,
+        ) -> None:
             if tracker.fast_path_iterator_id and not tracker.nested_steps:
                 tracker.optimizer_steps += 1
                 return
             try:
-                self.stepped(optimizer)
+                steps.stepped(optimizer)
             except Exception as error:
                 tracker.fault(error)
 
