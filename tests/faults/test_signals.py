@@ -187,6 +187,7 @@ SIGNALS = """
         for _ in loader: pass
 
     def throw():
+        while not begun: time.sleep(0.0005)  # not in the middle of the thread's start, which takes it badly
         time.sleep(random.random() * 0.003)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Preempted))
 
@@ -196,10 +197,11 @@ SIGNALS = """
         for thrown in (False, True):
             seen = 0
             for _ in range(times):
-                deadline = time.monotonic() + 1
+                deadline, begun = time.monotonic() + 1, []
                 try:
                     if thrown:
                         threading.Thread(target=throw).start()
+                        begun.append(True)
                     else:
                         signal.setitimer(signal.ITIMER_REAL, 0.0001 + random.random() * 0.003)
                     while time.monotonic() < deadline:
