@@ -47,6 +47,15 @@ CAUSES: Final = (
 )  # fmt: skip
 """Why a run loses time: the values of the ``cause`` label."""
 
+REDONE: Final = "redone"
+RESTORE: Final = "restore"
+REPLAY: Final = "replay"
+STUCK: Final = "stuck"
+DOWN: Final = "down"
+
+LOST: Final = (REDONE, RESTORE, REPLAY, STARTUP, STUCK, DOWN)
+"""What restarts and hangs cost a run: the values of the ``category`` label. The rest is its effective training time."""
+
 RECORDED: Final = "recorded"
 REFUSED: Final = "refused"
 FAILED: Final = "failed"
@@ -955,12 +964,12 @@ class SinkItem:
 # -- what the log and the reports write of figures and advice ----------------------------------------------------------
 
 
-def rounded(value: Any, digits: int = 6) -> Any:
+def rounded(value: Any) -> Any:
     """Round floats to microseconds. More digits are noise, and would make the log of a long run larger."""
     if isinstance(value, float):
-        return round(value, digits)
+        return round(value, 6)
     if isinstance(value, dict):
-        return {key: rounded(item, digits) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     return value
 
 

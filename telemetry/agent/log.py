@@ -383,10 +383,10 @@ _FIRST_CORE_BYTES: Final = 2048
 """The kernel writes this file core by core. The first core is enough, and a machine may have hundreds."""
 
 
-def cpu_model(cpuinfo: Path = _CPUINFO) -> str:
+def cpu_model() -> str:
     """The name of the processor; empty if the kernel does not tell."""
     try:
-        with cpuinfo.open("rb") as file:
+        with _CPUINFO.open("rb") as file:
             text = file.read(_FIRST_CORE_BYTES).decode(errors="replace")
     except OSError:
         return ""

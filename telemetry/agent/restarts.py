@@ -22,8 +22,20 @@ from msgspec import Meta, structs
 
 from telemetry.log_lines import ResumptionFields
 from telemetry.node.metrics import AttemptView
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, PhaseSpan
-from telemetry.records import STARTUP as LEDGER_STARTUP
+from telemetry.records import (
+    CHECKPOINT,
+    COMPUTE,
+    DATA_WAIT,
+    DOWN,
+    LOST,
+    OTHER,
+    REDONE,
+    REPLAY,
+    RESTORE,
+    STARTUP,
+    STUCK,
+    PhaseSpan,
+)
 from telemetry.sources.cgroup import OomCounter
 from telemetry.util import processes as identities
 from telemetry.util.clock import NS, iso_time, now_ns
@@ -62,16 +74,6 @@ _SHORTEST_PHASE_SECONDS: Final = 0.001
 _MAX_PHASE_LINES: Final = 20
 """If more phases have ended since the tick before, the longest have lines. Each line is a write, after which the
 agent thread waits for the GIL. Beside 250 phases a second, whose C calls held the GIL, it had no time for a tick."""
-
-REDONE: Final = "redone"
-RESTORE: Final = "restore"
-REPLAY: Final = "replay"
-STARTUP: Final = "startup"
-STUCK: Final = "stuck"
-DOWN: Final = "down"
-
-LOST: Final = (REDONE, RESTORE, REPLAY, STARTUP, STUCK, DOWN)
-"""What restarts and hangs cost: the values of the ``category`` label."""
 
 Figure = Annotated[float, Meta(ge=0, le=1e12)]
 """Seconds. No run has more of them, and no clock shows more: a larger number is damaged."""
@@ -157,7 +159,7 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         restore = self.resumption.get("restore_seconds", 0.0) if restored else 0.0
         first_wait = max(0.0, self.first_wait_seconds - self.stuck.in_startup) if first_wait_over else 0.0
-        startup = max(0.0, self.ledger_total_seconds.get(LEDGER_STARTUP, 0.0) - restore)
+        startup = max(0.0, self.ledger_total_seconds.get(STARTUP, 0.0) - restore)
         return {
             STARTUP: self.seconds_before + startup + first_wait,
             RESTORE: restore,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.stragglers import straggler
-from telemetry.records import CAUSES
 from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
@@ -59,7 +58,10 @@ class Thresholds:
 
 THRESHOLDS: Final = Thresholds()
 
-WAITS: Final = frozenset(CAUSES) - {"straggler", "checkpoint", "gc_pause", "host_bound", "gpu_throttled"}
+WAITS: Final = frozenset({
+    "loader_on_training_thread", "workers_cpu_bound", "workers_io_bound", "workers_throttled", "worker_startup",
+    "uneven_batches", "batch_transfer", "worker_stuck", "source_slow", "unknown",
+})  # fmt: skip
 """The causes of exposed wait. A run is starved by the sum of them, however many contribute."""
 
 NAMED_BY_SOURCE: Final = {

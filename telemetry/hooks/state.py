@@ -146,11 +146,6 @@ class StepState(HotState):
         return self.category == r.S_COMPUTE
 
     @property
-    def asking(self) -> bool:
-        """Whether the training thread waits for training data, except for the first batch of the run."""
-        return self.waiting_since > 0 and self.batch_seen
-
-    @property
     def checkpointing(self) -> bool:
         """Whether a checkpoint is in progress on the training thread."""
         return self.in_phase and self.category == r.S_CHECKPOINT

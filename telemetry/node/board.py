@@ -435,9 +435,8 @@ class Board:
         """Close the lock file: in ``leave``, and in a forked child, which has a copy."""
         self.server_lock.close()
 
-    def sweep(self) -> int:
-        """Remove boards of this user that no living process has written to for an hour. Returns how many."""
-        removed = 0
+    def sweep(self) -> None:
+        """Remove boards of this user that no living process has written to for an hour."""
         with os.scandir(self._root) as boards:
             for board in boards:
                 try:
@@ -447,10 +446,8 @@ class Board:
                     heads = [_head(e.path) for e in os.scandir(board.path) if e.name.startswith("rank-")] if old else []
                     if old and not any(head is not None and head.lives for head in heads):
                         shutil.rmtree(board.path, ignore_errors=True)
-                        removed += 1
                 except OSError:
                     continue
-        return removed
 
 
 class ServerLock:

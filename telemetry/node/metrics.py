@@ -16,6 +16,7 @@ from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.records import (
     CATEGORIES,
     CAUSES,
+    LOST,
     MEMORY_PARTS,
     SNAPSHOT_OFF_REASONS,
     SNAPSHOT_RESULTS,
@@ -368,7 +369,6 @@ CHANGES: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, met
           "changed with it, in lines with `event` = `change`. See [Changes](causes.md#changes)."),
 ))
 
-LOST: Final = MetricLabel("category", ("redone", "restore", "replay", "startup", "stuck", "down"))
 ATTEMPTS: Final[MetricGroup[AttemptView]] = MetricGroup(
     record=lambda view: view.attempt, absent="on other ranks than 0", metrics=(
     gauge("training_run_attempt", "Number of this attempt of the run, from 0.", lambda attempt: attempt.number,
@@ -379,7 +379,7 @@ ATTEMPTS: Final[MetricGroup[AttemptView]] = MetricGroup(
           details="Those directly before this one; 0 as soon as this one completes a checkpoint."),
     counter("training_run_lost_seconds_total",
             "Time that restarts and hangs have cost the run, over all its attempts.",
-            lambda attempt: attempt.lost_seconds, from_zero=False, label=LOST,
+            lambda attempt: attempt.lost_seconds, from_zero=False, label=MetricLabel("category", LOST),
             details="It goes on from the attempts before, through a small file in the run folder. Multiply it by "
             "the number of ranks to get GPU time. `redone` is counted when the next attempt begins. "
             "[Goodput](goodput.md) explains the categories."),

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
-from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.records import (
+    CATEGORIES,
+    CHECKPOINT,
+    COMPUTE,
+    DATA_WAIT,
+    DOWN,
+    EVALUATION,
+    LOST,
+    OTHER,
+    REDONE,
+    REPLAY,
+    RESTORE,
+    STARTUP,
+    STUCK,
+)
 from telemetry.report.attempts import (
     ASSUMED,
     BEGINNING,
@@ -37,19 +51,11 @@ if TYPE_CHECKING:
     from telemetry.report.process_log import ProcessLog
 
 PRODUCTIVE: Final = "productive"
-REDONE: Final = "redone"
-RESTORE: Final = "restore"
-REPLAY: Final = "replay"
-STUCK: Final = "stuck"
-DOWN: Final = "down"
 
 SECONDS: Final = (
     *(PRODUCTIVE, REDONE, RESTORE, REPLAY, STARTUP, DATA_WAIT, EVALUATION, CHECKPOINT, STUCK, DOWN, OTHER),
 )
 """The categories of a run. Every second of its wall clock is in exactly one of them."""
-
-LOST: Final = (REDONE, RESTORE, REPLAY, STARTUP, STUCK, DOWN)
-"""Those that restarts and hangs cost: the rest is the effective training time."""
 
 _RESTARTS: Final = (REDONE, RESTORE, REPLAY, DOWN)
 

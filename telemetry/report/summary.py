@@ -17,8 +17,14 @@ from telemetry.records import (
     COMPUTE,
     CUDA,
     DATA_WAIT,
+    DOWN,
+    LOST,
+    REDONE,
+    REPLAY,
+    RESTORE,
     SHARED_MEMORY,
     STARTUP,
+    STUCK,
     TRAINING,
     WORKERS,
 )
@@ -35,20 +41,7 @@ from telemetry.report.contract import (
     Suspect,
     Waiting,
 )
-from telemetry.report.goodput import (
-    DOWN,
-    LOST,
-    PRODUCTIVE,
-    REDONE,
-    REPLAY,
-    RESTORE,
-    cost_of,
-    energy_of,
-    goodput_of,
-    job_of,
-    throughput_of,
-)
-from telemetry.report.goodput import STUCK as STUCK_TIME
+from telemetry.report.goodput import PRODUCTIVE, cost_of, energy_of, goodput_of, job_of, throughput_of
 from telemetry.report.process_log import lost_by_cause, not_replaced, stalls_of, take_lines_of_slow_ranks, unix
 from telemetry.trace.files import TraceError
 from telemetry.trace.reader import read_trace
@@ -345,7 +338,7 @@ def _duplicate_ranks(processes: Sequence[ProcessLog]) -> str:
 _WORDS: Final = {
     REDONE: "redone",
     DOWN: "down",
-    STUCK_TIME: "stuck",
+    STUCK: "stuck",
     RESTORE: "restoring",
     REPLAY: "replaying",
     STARTUP: "starting up",

@@ -7,9 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.records import CATEGORIES, DATA_WAIT
+from telemetry.records import CATEGORIES, DATA_WAIT, REPLAY
 from telemetry.report.attempts import ASSUMED
-from telemetry.report.goodput import REPLAY
 from telemetry.report.process_log import unix
 from telemetry.report.summary import grows, shown_by
 from telemetry.util.files import open_regular
