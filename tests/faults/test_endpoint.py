@@ -694,6 +694,8 @@ def etc(tmp_path):
         ("10.9.8.7", True),
         ("[fe80::1%eth0]:9464", True),
         ("n1.evil.com", False),
+        ("evil.n1", False),
+        ("evil-n1.dc.example", False),
         ("n1.comment", False),
         ("n1.dc.example.evil.com", False),
         ("evil.alias", False),
