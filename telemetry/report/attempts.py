@@ -25,30 +25,30 @@ KILLED: Final = "killed"
 RUNNING: Final = "running"
 
 MISSED_WINDOWS: Final = 3
-"""A process that wrote no line for so many log intervals counts as ended."""
+"""A process that has written no line for so many log intervals counts as ended."""
 
 _STARTED_TOGETHER_SECONDS: Final = 60.0
-"""Ranks of one attempt may start so far apart that the first has ended before the last starts; but not further."""
+"""The ranks of one attempt start within this time, even where the first has ended before the last starts."""
 
 _SAME_START_SECONDS: Final = 1.0
-"""A process that has the pid of another did not start at the same time."""
+"""If the starts of two processes differ by more, they are two processes with one pid."""
 
 _SLACK_SECONDS: Final = 0.5
-"""Two ends that are not further apart may have come in either order."""
+"""Two ends that are this close may have come in either order."""
 
 ASSUMED: Final = "assumed"
 
 _FIRST_STEP_BATCHES: Final = 2
-"""So many batches without a step of an optimizer are no replay yet."""
+"""After so few batches, a missing optimizer step does not yet mean that the batches were a replay."""
 
 _TELLING_POSITION: Final = 2
-"""From this step of its optimizers on, a process has logged how much of its loop was replay."""
+"""From this optimizer step on, the log of a process has the size of its replay."""
 
 _TOLERANCE: Final = 0.02
-"""Steps and optimizer steps that differ by no more are the same steps: the last one may be open."""
+"""Counts of steps and of optimizer steps that differ by this share are the same: the last step may be open."""
 
 _SURE_SECONDS: Final = 60.0
-"""If the counter of the OOM killer is read later, it may have counted something else in the meantime."""
+"""A counter of the OOM killer that is read later may include another kill."""
 
 
 # -- one process ---------------------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ class Life:
     """One process of a run, from its start to its end, in seconds of Unix time by the clock that it had at its end.
 
     Attributes:
-        log: what it has logged.
-        totals: its newest totals: those of its heartbeat, if that is newer than its log.
-        begin: start of the process; ``agent``: start of its agent; ``end``: its newest stamp.
+        log: what the process has logged.
+        totals: its newest totals, from its heartbeat if that is newer than its log.
+        begin: start of the process; ``agent``: start of its agent; ``end``: time of its newest line or heartbeat.
         how: how it ended.
         replaced: whether it has ended by executing another program.
     """
@@ -76,23 +76,23 @@ class Life:
 
     @property
     def rank(self) -> int:
-        """Its last rank."""
+        """The last rank of the process."""
         return self.log.rank
 
     @property
     def node(self) -> str:
-        """Where it ran."""
+        """The name of the node on which the process ran."""
         return str(self.log.head.get("node"))
 
     @property
     def spent(self) -> dict[str, float]:
-        """Its ledger."""
+        """Seconds by category of the ledger."""
         found: dict[str, float] = self.totals.get("ledger_total_seconds", {})
         return found
 
     @property
     def heartbeat_seconds(self) -> float:
-        """Between two of its heartbeats."""
+        """Time between two heartbeats of the process."""
         return max(1.0, self.log.setting("interval_seconds", 1.0))
 
     @property
@@ -102,7 +102,7 @@ class Life:
 
     @property
     def oom_readings(self) -> list[tuple[float, int]]:
-        """What it has read of the counter of the OOM killer: Unix time, and how many were killed by then."""
+        """Readings of the OOM killer's counter: Unix time, and the number of kills until then."""
         found = [(unix(text), kills) for kills, texts in self.log.oom_readings.items() for text in texts]
         readings = [(time, kills) for time, kills in found if time is not None]
         newest = self.totals.get("oom_kills_total")
@@ -110,7 +110,7 @@ class Life:
 
     @property
     def launch(self) -> tuple[str, str, int | None] | None:
-        """What started it, the same for all ranks that one launcher started on a node; None if that is not known."""
+        """Identifies the launcher: the ranks that it started on a node have the same value. None if it is not known."""
         head = self.log.head
         if head.get("launcher") not in {"torchrun", "slurm", "mpi", "spawn", "kubernetes"} or "launch" not in head:
             return None
@@ -118,12 +118,12 @@ class Life:
 
     @property
     def offset(self) -> int:
-        """Its optimizer steps before it loaded the state from which positions are counted."""
+        """Optimizer steps before the process loaded the state from which positions are counted."""
         return int(self.totals.get("resumed_at_optimizer_steps", 0))
 
     @property
     def first_point(self) -> Point:
-        """How far it had come when its first step began: the first wait and the replay are over."""
+        """The totals when the first step began: the first wait and the replay are over."""
         replay, wait = self.totals.get("replay_seconds", 0.0), self.totals.get("replay_wait_seconds", 0.0)
         return Point(
             optimizer_steps=self.offset,
@@ -134,7 +134,7 @@ class Life:
 
     @property
     def last_point(self) -> Point:
-        """How far it had come at its end."""
+        """The totals at the end of the process."""
         return Point(
             optimizer_steps=self.totals.get("optimizer_steps_total", 0),
             steps=self.totals.get("steps_total", 0),
@@ -192,7 +192,7 @@ def log_interval(log: ProcessLog) -> float:
 
 
 def _chained(lives: Sequence[Life]) -> list[Life]:
-    """The lives, of which those of one process follow each other: one that is not stopped is replaced by the next."""
+    """Mark a life as replaced if its process has a later one although its agent was not stopped, as after an exec."""
     newest: dict[tuple[str, int], int] = {}
     chained = sorted(lives, key=lambda life: life.agent)
     for index, life in enumerate(chained):
@@ -216,12 +216,12 @@ def _chained(lives: Sequence[Life]) -> list[Life]:
 
 @dataclass(frozen=True)
 class OomEnd:
-    """What the OOM killer has to do with the end of an attempt.
+    """How the OOM killer ended an attempt.
 
     Attributes:
-        ranks: those that may have been killed by it, or whose process has failed after it has killed another.
-        kills: how many processes it has killed.
-        killed: whether the ranks were killed. Otherwise they failed: it killed a process that they needed.
+        ranks: those that it may have killed, or that failed after it had killed another process.
+        kills: number of processes that it killed.
+        killed: whether it killed the ranks. Otherwise they failed because it killed a process that they needed.
         sure: whether the counter was read soon after.
     """
 
@@ -232,12 +232,12 @@ class OomEnd:
 
     @property
     def all_ranks(self) -> bool:
-        """Whether it has killed each of the ranks."""
+        """Whether the OOM killer has killed all of the ranks."""
         return self.killed and self.kills >= len(self.ranks)
 
     @property
     def text(self) -> str:
-        """As it is said in the report."""
+        """The words of the report."""
         probably = "" if self.sure else "probably "
         ranks = named(self.ranks)
         if self.all_ranks:
@@ -248,7 +248,7 @@ class OomEnd:
 
 @dataclass
 class Attempt:
-    """The processes that were started together. ``oom``: what the OOM killer has to do with its end."""
+    """The processes that were started together. ``oom``: how the OOM killer ended them, if it did."""
 
     number: int
     lives: list[Life] = field(default_factory=list)
@@ -256,33 +256,33 @@ class Attempt:
 
     @property
     def begin(self) -> float:
-        """When its first process began."""
+        """Start of the first process."""
         return min(life.begin for life in self.lives)
 
     @property
     def end(self) -> float:
-        """When its last process ended, as far as that is known."""
+        """End of the last process, as far as it is known."""
         return max(life.end for life in self.lives)
 
     @property
     def length(self) -> float:
-        """How long it lasted. Each process counts by its own monotonic clock, which is never stepped."""
+        """Length in seconds. Each process counts by its own monotonic clock, which is never stepped."""
         begin = self.begin
         return max(life.begin - begin + (life.end - life.begin) for life in self.lives)
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len({life.rank for life in self.lives})
 
     @property
     def replaced(self) -> bool:
-        """Whether it has ended because a process has executed another program: its work may not be done."""
+        """Whether the attempt ended because a process executed another program: its work may not be done."""
         return self.how == FINISHED and any(life.replaced for life in self.lives)
 
     @property
     def how(self) -> str:
-        """How it ended: as the rank that ended first. Ranks that lose a peer fail after it."""
+        """How the attempt ended: like the rank that ended first. Ranks that lose a peer fail after it."""
         ends = {life.how for life in self.lives}
         if RUNNING in ends or ends == {FINISHED}:
             return RUNNING if RUNNING in ends else FINISHED
@@ -300,12 +300,12 @@ class Attempt:
 
     @property
     def broke_off(self) -> bool:
-        """Whether it was killed or has failed."""
+        """Whether the attempt was killed or has failed."""
         return self.how in {FAILED, KILLED}
 
     @property
     def reason(self) -> str | None:
-        """Why it ended, as far as its logs tell: the OOM killer, an exception, an exit status, or an exec."""
+        """Why the attempt ended, if its logs show it: the OOM killer, an exception, an exit status, or an exec."""
         if self.replaced:
             return "executed another program"
         if self.how == KILLED:
@@ -322,7 +322,7 @@ class Attempt:
 
 
 def attempts_of(lives: Sequence[Life], now: float) -> list[Attempt]:
-    """The attempts, oldest first."""
+    """Sort the processes into attempts, the oldest first."""
     attempts: list[Attempt] = []
     for life in sorted(lives, key=lambda life: life.begin):
         if not attempts or not _belongs(life, attempts[-1]):
@@ -334,7 +334,7 @@ def attempts_of(lives: Sequence[Life], now: float) -> list[Attempt]:
 
 
 def _belongs(life: Life, attempt: Attempt) -> bool:
-    """Whether a process was started with those of an attempt, all of which began before it."""
+    """Whether a process belongs to an attempt. All processes of the attempt began before it."""
     same = [other for other in attempt.lives if other.rank == life.rank]
     if any(other.log.pid == life.log.pid and other.node == life.node and other.begin == life.begin for other in same):
         return True  # the agent was stopped and started again
@@ -351,7 +351,7 @@ def _belongs(life: Life, attempt: Attempt) -> bool:
 
 
 def _oom_end(ended: Sequence[Life], lives: Sequence[Life], now: float) -> OomEnd | None:
-    """Whether the OOM killer ended the processes of an attempt, by what all processes have read of its counter."""
+    """How the OOM killer ended the processes of an attempt, from all readings of its counter; None if it did not."""
     victims = [(life, found) for life in ended if life.how == KILLED and (found := _killed_with(life, lives, now))]
     if not victims:
         victims = [(life, found) for life in ended if life.failed_by_itself and (found := _killed_before(life))]
@@ -366,7 +366,7 @@ def _oom_end(ended: Sequence[Life], lives: Sequence[Life], now: float) -> OomEnd
 
 
 def _killed_with(life: Life, lives: Sequence[Life], now: float) -> tuple[int, float] | None:
-    """How many were killed when this one was, and how late that was read; None if it was not the OOM killer."""
+    """Number of kills when a process was killed, and delay of the reading; None if the OOM killer did not kill it."""
     group, before = life.log.head.get("memory_group"), life.totals.get("oom_kills_total")
     if group is None or before is None:
         return None
@@ -384,7 +384,7 @@ def _killed_with(life: Life, lives: Sequence[Life], now: float) -> tuple[int, fl
 
 
 def _counter_now(log: ProcessLog) -> int | None:
-    """The counter of the cgroup of a process now; None if that is gone, or on another machine."""
+    """The present counter in the cgroup of a process; None if the cgroup is gone, or on another machine."""
     path = Path(log.head.get("memory_events", ""))
     if path.name not in EVENTS:
         return None
@@ -396,7 +396,7 @@ def _counter_now(log: ProcessLog) -> int | None:
 
 
 def _killed_before(life: Life) -> tuple[int, float] | None:
-    """The same for a process that failed, by what it has read itself shortly before its end."""
+    """Like `_killed_with`, for a process that failed shortly after its own reading of the counter."""
     readings = life.oom_readings
     for (_, before), (time, kills) in pairwise(readings):
         if kills > before and life.end - time <= _SURE_SECONDS:
@@ -404,23 +404,23 @@ def _killed_before(life: Life) -> tuple[int, float] | None:
     return None
 
 
-# -- the way of an attempt through the training --------------------------------------------------------------------
+# -- the course of an attempt through the training -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Course:
-    """The way of an attempt through the training.
+    """The course of an attempt through the training.
 
     Attributes:
-        attempt: which.
+        attempt: the attempt.
         resumed: position at which it began. ``source``: ``optimizer``, ``told``, or ``assumed``.
         end: position that it reached.
         kept: position up to which its steps were kept; ``end`` if nothing was lost.
-        per_position: steps of the loop for one position, as with gradient accumulation.
-        axis: what positions are counted by: ``optimizer_steps`` or ``steps``.
-        rate: how much of that makes one position: several optimizers each step once.
-        replayed: batches that were drawn and thrown away.
-        in_replay: whether it ended before it had come to its first new step.
+        per_position: steps of the loop for one position: more than one with gradient accumulation.
+        axis: unit of the positions: ``optimizer_steps`` or ``steps``.
+        rate: number of these units per position: several optimizers each step once.
+        replayed: number of batches that were drawn and thrown away.
+        in_replay: whether the attempt ended before its first new step.
     """
 
     attempt: Attempt
@@ -436,19 +436,19 @@ class Course:
 
     @property
     def lost_steps(self) -> int:
-        """Steps of the loop that were done in vain."""
+        """Steps of the loop whose results were lost."""
         if not (self.attempt.broke_off or self.attempt.replaced):
             return 0
         return round(max(0.0, self.end - max(self.kept, self.resumed)) * self.per_position)
 
     @property
     def steps(self) -> int:
-        """Steps of the loop, without the replay."""
+        """Steps of the loop without the replay."""
         return max(0, max(int(life.totals.get("steps_total", 0)) for life in self.attempt.lives) - self.replayed)
 
     @property
     def has_position(self) -> bool:
-        """Whether it tells where it began, or has come anywhere."""
+        """Whether the position of the attempt is known, or it has done a step."""
         return self.source != ASSUMED or self.steps > 0
 
     def save_at_cut(self, life: Life) -> Save | None:
@@ -460,7 +460,7 @@ class Course:
         return None
 
     def cut(self, life: Life, first: Point, end: Point) -> Point:
-        """Where the steps of a process that were kept end."""
+        """The totals of a process at its last step that was kept."""
         if self.end <= self.resumed and self.attempt.broke_off:
             return first  # it has not come to the end of a step
         if self.kept >= self.end:
@@ -474,23 +474,23 @@ class Course:
         return Point(*(min(most, max(each, least)) for each, least, most in zip(at, first, end, strict=True)))
 
     def _cut_value(self, life: Life) -> float:
-        """The last position that was kept, as a process counts."""
+        """The last position that was kept, in the units of the process."""
         value = max(0.0, (self.kept - self.resumed) * self.rate)
         return value + (life.offset if self.axis == "optimizer_steps" else life.first_point.steps)
 
 
 def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
-    """The way of each attempt, oldest first."""
+    """The course of each attempt, the oldest first."""
     courses: list[Course] = []
     for attempt in attempts:
         course = _course(attempt, courses)
-        # What an earlier attempt did beyond this position is done again, unless it had come to its end.
+        # A later attempt repeats what an earlier one did beyond this position, unless the earlier one was complete.
         for index, earlier in enumerate(courses):
             done = earlier.attempt.how == FINISHED and not earlier.attempt.replaced
             if course.has_position and not done and earlier.kept > course.resumed:
                 courses[index] = replace(earlier, kept=course.resumed)
         courses.append(course)
-    # No later attempt tells where the newest of those with steps is resumed: at its newest checkpoint.
+    # No later attempt shows where the newest attempt with steps is resumed: at its newest checkpoint.
     last = max((i for i, course in enumerate(courses) if course.has_position), default=None)
     if last is not None and attempts[last].broke_off:
         newest = newest_checkpoint(courses[last])
@@ -539,9 +539,9 @@ def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
 
 
 def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
-    """Batches that were drawn before the first optimizer step: a replay, or part of that step.
+    """The number of batches that were drawn before the first optimizer step, for a replay or as part of that step.
 
-    The second optimizer step tells what was replay. Before it, the steps of earlier attempts tell.
+    With the second optimizer step the replay is known. Before it, the steps of earlier attempts are used.
     """
     stepped = [c.per_position for c in earlier if c.axis == "optimizer_steps" and c.end > c.resumed]
     if not stepped or position >= _TELLING_POSITION:
@@ -569,18 +569,17 @@ LOST_STEPS: Final = "lost"
 _PHASES: Final = (EVALUATION, CHECKPOINT)
 
 Part = tuple[str, str]
-"""The wait for the first batch (`BEGINNING`), the replay, the steps that were kept and those that were lost; and of
-these `DATA_WAIT` or `COMPUTE`."""
+"""First: wait for the first batch (`BEGINNING`), replay, kept steps or lost steps. Second: `DATA_WAIT` or `COMPUTE`."""
 
 
 class Stuck(NamedTuple):
     """A time without progress.
 
     Attributes:
-        opened: when it was noticed. ``closed``: when it was over; None: never.
+        opened: time when it was noticed. ``closed``: time when it was over; None if it never was.
         before: seconds that it had lasted when it was noticed.
-        steps: of the loop that had ended before it.
-        category: what the training thread was doing, as in the ledger.
+        steps: steps of the loop that had ended before it.
+        category: what the training thread was doing, by the categories of the ledger.
     """
 
     opened: str
@@ -590,13 +589,13 @@ class Stuck(NamedTuple):
     category: str
 
     def seconds(self, end: float) -> float:
-        """How long it lasted, in a process that ended at a Unix time."""
+        """Length of the time. ``end``: Unix time of the end of the process."""
         opened, closed = unix(self.opened), end if self.closed is None else unix(self.closed)
         return 0.0 if opened is None or closed is None else max(0.0, closed - opened) + self.before
 
 
 def stuck_of(log: ProcessLog) -> list[Stuck]:
-    """The times a process was stuck."""
+    """The times in which a process was stuck."""
     found: list[Stuck] = []
     for line in log.stalls:
         evidence = line.get("evidence", {})
@@ -610,7 +609,7 @@ def stuck_of(log: ProcessLog) -> list[Stuck]:
 
 
 def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
-    """The seconds of each part of the training loop without the times it was stuck, and how long it was stuck."""
+    """The seconds of each part of the training loop without the times it was stuck, and the sum of those times."""
     first, last = life.first_point, life.last_point
     end = Point(*map(max, last, first))
     cut = course.cut(life, first, end)
@@ -628,7 +627,7 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
         if stuck.category in _PHASES:
             continue
         left, there = stuck.seconds(life.end), _place(stuck, life, course, cut)
-        # A tick knows late that the run goes on: then the part may be shorter.
+        # The agent notices late that the run goes on: then the part may be shorter.
         for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.category)):
             taken = max(0.0, min(left, parts[part]))
             parts[part] -= taken
@@ -638,7 +637,7 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
 
 
 def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
-    """In which part of the training loop a process was stuck."""
+    """The part of the training loop in which a process was stuck."""
     if stuck.steps == 0 and stuck.category == DATA_WAIT:
         return BEGINNING
     if stuck.steps < life.totals.get("replayed_batches", 0):
@@ -653,7 +652,7 @@ def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
 
 
 def stuck_in_phases(life: Life) -> dict[str, float]:
-    """How long a process was stuck in evaluations and in checkpoints, of the time in them."""
+    """Seconds for which a process was stuck in evaluations and in checkpoints."""
     stuck = dict.fromkeys(_PHASES, 0.0)
     for each in stuck_of(life.log):
         if each.category in stuck:
@@ -662,6 +661,6 @@ def stuck_in_phases(life: Life) -> dict[str, float]:
 
 
 def stuck_in_saves(log: ProcessLog) -> float:
-    """Seconds for which a process was stuck in checkpoints that it went on from. They are no usual cost of one."""
+    """Seconds of hangs in checkpoints that have ended. They are not part of the usual cost of a checkpoint."""
     hangs = [each for each in stuck_of(log) if each.category == CHECKPOINT and each.closed is not None]
     return min(log.save_seconds, sum(each.seconds(0.0) for each in hangs))

@@ -24,7 +24,7 @@ _READABLE: Final = 0o644
 
 
 class PageError(Exception):
-    """The page cannot be made; the text says why."""
+    """The page cannot be made; the text has the reason."""
 
 
 def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
@@ -53,7 +53,7 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
 
 
 def page_recorder() -> RunRecorder:
-    """What gathers the figures of the page while the logs are read.
+    """The recorder that collects the figures of the page while the logs are read.
 
     Raises:
         PageError: the packages that draw the page are missing.
@@ -70,10 +70,7 @@ def page_recorder() -> RunRecorder:
 
 
 def _write_page(path: str, found: Report, recorder: RunRecorder) -> int:
-    """Write the page and print its path. Returns the exit status: 1 if it cannot be written.
-
-    A regular file that is there is replaced, also through a symbolic link; nothing else is.
-    """
+    """Write the page and print its path. Returns the exit status. It replaces only a regular file, also by a link."""
     from telemetry.report.html.page import html_page
 
     try:

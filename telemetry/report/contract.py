@@ -1,6 +1,6 @@
 """What ``report --json`` prints, and what the text and the page are made of. Names and order are the contract.
 
-docs/output.md explains the fields. Times are ISO-8601 in UTC; None is what was not measured, or is not known.
+docs/output.md explains the fields. Times are ISO-8601 in UTC. None: not measured, or not known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Durations(msgspec.Struct):
 
 
 class Growth(msgspec.Struct):
-    """How the memory of a rank grew at its newest line."""
+    """How the memory of a rank grows, by its newest line."""
 
     growth_bytes_per_hour: Number | None = None
     where: str | None = None
@@ -53,12 +53,12 @@ class Rank(msgspec.Struct, kw_only=True):
 
     @property
     def loop_seconds(self) -> float:
-        """Of its training loop."""
+        """Seconds of the rank in the training loop."""
         return self.ledger["data_wait"] + self.ledger["compute"]
 
 
 class Advice(msgspec.Struct):
-    """See `telemetry.records.Advice`. What the log does not have is None."""
+    """See `telemetry.records.Advice`. A field is None if the log does not have it."""
 
     action: str | None = None
     setting: str | None = None
@@ -69,7 +69,7 @@ class Advice(msgspec.Struct):
 
     @property
     def typed(self) -> str:
-        """What to set, such as ``num_workers=2``; empty if it names no value."""
+        """The setting and its value, such as ``num_workers=2``; empty without a value."""
         return f"{self.setting}={self.value}" if self.setting and self.value else ""
 
     @property
@@ -79,7 +79,7 @@ class Advice(msgspec.Struct):
 
 
 class OtherCause(msgspec.Struct):
-    """A cause of similar size at the time of a stall."""
+    """Another cause of a stall, with a similar share of the time."""
 
     cause: str | None = None
     share_ratio: Number | None = None
@@ -87,7 +87,7 @@ class OtherCause(msgspec.Struct):
 
 
 class Stall(msgspec.Struct, kw_only=True):
-    """A stall of a rank. ``evidence`` is that of the log: `StallEvidence`, and what else led to the cause."""
+    """A stall of a rank. ``evidence``: `StallEvidence` of the log, and the figures that led to the cause."""
 
     rank: int
     cause: str | None
@@ -101,13 +101,13 @@ class Stall(msgspec.Struct, kw_only=True):
 
     @property
     def lost(self) -> dict[str, float]:
-        """The seconds that it has cost, by cause."""
+        """Seconds that the stall has cost, by cause."""
         found: dict[str, float] = self.evidence.get("lost_seconds", {})
         return found
 
     @property
     def lost_seconds(self) -> float:
-        """The seconds that it has cost by its own cause."""
+        """Seconds that the stall has cost by its main cause."""
         return self.lost.get(self.cause or "", 0.0)
 
     @property
@@ -118,7 +118,7 @@ class Stall(msgspec.Struct, kw_only=True):
 
 
 class Suspect(msgspec.Struct):
-    """A rank that the others wait for while the job hangs, and what it does."""
+    """A rank that the others wait for while the job hangs, and its activity."""
 
     rank: int | None = None
     node: str | None = None
@@ -145,7 +145,7 @@ class Hang(msgspec.Struct):
 
 
 class ChangedFigure(msgspec.Struct):
-    """A figure that changed together with the steps; its name has its unit."""
+    """A figure that changed together with the steps; its name contains its unit."""
 
     what: str
     before: Number
@@ -164,7 +164,7 @@ class Change(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """A trace that was recorded. ``breakdown``: shares of its average step; empty if it was not read, as the rest."""
+    """A recorded trace. ``breakdown``: shares of its average step. It and what follows are empty if it was not read."""
 
     rank: int
     first_step: int | None
@@ -182,7 +182,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 
 class JobAttempt(msgspec.Struct, kw_only=True):
-    """One attempt. ``resumed_from``: what tells the position, see `telemetry.report.attempts.Course`."""
+    """One attempt. ``resumed_from``: where its position comes from, see `telemetry.report.attempts.Course`."""
 
     attempt: int
     started: str
@@ -206,7 +206,7 @@ class Books(msgspec.Struct):
 
 
 class CheckpointInterval(msgspec.Struct, kw_only=True):
-    """What the run tells about the best interval between checkpoints."""
+    """The best interval between checkpoints by the experience of the run."""
 
     checkpoint_seconds: float
     interval_seconds: float
@@ -216,7 +216,7 @@ class CheckpointInterval(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct):
-    """All attempts of the run. ``ranks``: of the newest."""
+    """All attempts of the run. ``ranks``: number of ranks of the newest attempt."""
 
     nodes: list[str]
     ranks: int
@@ -226,7 +226,7 @@ class Job(msgspec.Struct):
 
 
 class Throughput(msgspec.Struct, kw_only=True):
-    """Of all ranks, with what was trained again after a restart. Rates are per second of the training loop."""
+    """Samples and tokens of all ranks, repeated training included. Rates are per second of the training loop."""
 
     samples: int | None
     samples_per_second: float | None
@@ -235,7 +235,7 @@ class Throughput(msgspec.Struct, kw_only=True):
 
 
 class Cost(msgspec.Struct, kw_only=True):
-    """In the currency of the price. Waiting is part of the stalls where one was open, so the parts do not add up."""
+    """Amounts in the currency of the price. They overlap: a wait during a stall is part of both."""
 
     gpu_hour_price: float
     gpu_hours: float

@@ -1,4 +1,4 @@
-"""Goodput: which share of a run's wall clock trained something that was kept, over all attempts; and what it cost."""
+"""Goodput: the share of a run's wall clock that trained something that was kept, over all attempts; and its cost."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ PRODUCTIVE: Final = "productive"
 SECONDS: Final = (
     *(PRODUCTIVE, REDONE, RESTORE, REPLAY, STARTUP, DATA_WAIT, EVALUATION, CHECKPOINT, STUCK, DOWN, OTHER),
 )
-"""The categories of a run. Every second of its wall clock is in exactly one of them."""
+"""Categories of the wall clock of a run. Each second is in exactly one of them."""
 
 _RESTARTS: Final = (REDONE, RESTORE, REPLAY, DOWN)
 
 MIN_FAILURES: Final = 2
-"""Fewer tell nothing about how often a run fails."""
+"""With fewer failures, the time between two failures is not known."""
 
 
 # -- how often to write a checkpoint -------------------------------------------------------------------------------
@@ -68,11 +68,12 @@ MIN_FAILURES: Final = 2
 
 @dataclass(frozen=True)
 class Experience:
-    """What a run tells about its checkpoints and failures.
+    """The experience of a run with checkpoints and failures.
 
     Attributes:
-        failures: how many attempts were killed or failed.
-        loop_seconds: of training, checkpoints included, over all attempts.
+        failures: number of attempts that were killed or failed.
+        loop_seconds: training time, checkpoints included, over all attempts.
+        checkpoints: checkpoints per rank. ``checkpoint_seconds``: time for which one checkpoint stops the training.
         checkpoints: how many a rank has written. ``checkpoint_seconds``: for how long one stops the training.
         restart_seconds: from a failure to the first new step.
     """
@@ -84,7 +85,7 @@ class Experience:
     restart_seconds: float
 
     def advised(self) -> CheckpointInterval | None:
-        """The interval between checkpoints that costs least; None if it is not known what that depends on."""
+        """The interval between checkpoints that costs least; None without enough failures or checkpoints."""
         if self.failures < MIN_FAILURES or self.loop_seconds <= 0 or not self.checkpoint_seconds:
             return None
         failure = self.loop_seconds / self.failures
@@ -98,7 +99,7 @@ class Experience:
         )
 
     def gain(self, advised: CheckpointInterval) -> float:
-        """What the best interval adds to the share of productive time."""
+        """The gain in the share of productive time with the best interval."""
         cost, failure = self.checkpoint_seconds, advised.failure_seconds
         best, now = (
             ettr(interval, cost, failure, self.restart_seconds) * interval / (interval + cost)
@@ -111,8 +112,8 @@ def best_interval(checkpoint_seconds: float, failure_seconds: float) -> float:
     """Seconds of training between two checkpoints that lose least time, by Daly.
 
     Args:
-        checkpoint_seconds: for which one checkpoint stops the training.
-        failure_seconds: of training for one failure.
+        checkpoint_seconds: time for which one checkpoint stops the training.
+        failure_seconds: training time per failure.
     """
     cost, mean = checkpoint_seconds, failure_seconds
     if cost >= 2 * mean:
@@ -124,16 +125,16 @@ def best_interval(checkpoint_seconds: float, failure_seconds: float) -> float:
 def ettr(interval_seconds: float, checkpoint_seconds: float, failure_seconds: float, restart_seconds: float) -> float:
     """Effective training time as a share of the wall clock, with failures at random moments.
 
-    Writing checkpoints counts as effective, as everywhere in the report: restarts and redone steps do not.
+    Like the rest of the report, this counts the writing of checkpoints as effective, but not restarts and redone steps.
 
     Args:
-        interval_seconds: of training between two checkpoints.
-        checkpoint_seconds: for which one stops the training.
-        failure_seconds: of training, checkpoints included, for one failure.
+        interval_seconds: training time between two checkpoints.
+        checkpoint_seconds: time for which one checkpoint stops the training.
+        failure_seconds: training time, checkpoints included, per failure.
         restart_seconds: from a failure to the first new step.
     """
     segment = interval_seconds + checkpoint_seconds
-    # Of the time between two failures, the part that is after the newest complete checkpoint; failures are exponential.
+    # The part of the time between two failures that a complete checkpoint keeps; failures are exponential.
     kept = segment / math.expm1(segment / failure_seconds) if segment / failure_seconds < 700 else 0.0
     return kept / (failure_seconds + restart_seconds)
 
@@ -143,14 +144,14 @@ def ettr(interval_seconds: float, checkpoint_seconds: float, failure_seconds: fl
 
 @dataclass(frozen=True)
 class Goodput:
-    """The books of a run.
+    """Where the wall clock of a run went.
 
     Attributes:
-        courses: of its attempts, oldest first.
-        wall_seconds: from its first start to its newest end.
+        courses: courses of the attempts, the oldest first.
+        wall_seconds: time from the first start to the newest end.
         seconds: by category of `SECONDS`, the mean over the ranks.
-        rank_seconds: the same, summed over the ranks.
-        experience: what its checkpoints and failures tell about the best interval between checkpoints.
+        rank_seconds: by category of `SECONDS`, the sum over the ranks.
+        experience: the experience with checkpoints and failures.
     """
 
     courses: Sequence[Course]
@@ -161,7 +162,7 @@ class Goodput:
 
 
 def goodput_of(processes: Sequence[ProcessLog], now: float) -> Goodput:
-    """The books of a run, from the logs of all its processes."""
+    """Account for the wall clock of a run, from the logs of all its processes."""
     courses = courses_of(attempts_of(lives_of(processes, now), now))
     seconds, rank_seconds = dict.fromkeys(SECONDS, 0.0), dict.fromkeys(SECONDS, 0.0)
     wall, before = 0.0, None
@@ -183,11 +184,11 @@ def goodput_of(processes: Sequence[ProcessLog], now: float) -> Goodput:
 
 
 def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
-    """The seconds of one process, by category. They sum to the length of its attempt."""
+    """The seconds of one process by category. Their sum is the length of its attempt."""
     spent = dict.fromkeys(CATEGORIES, 0.0) | life.spent
     restore = life.totals.get("restore_seconds", 0.0)
     if course.attempt.number == 0 and not course.resumed:
-        restore = 0.0  # the run begins: what it loads is no checkpoint of its own
+        restore = 0.0  # the first attempt of a run loads a model, but no checkpoint of this run
     parts, stuck = loop_parts(life, course)
     stuck_phases = stuck_in_phases(life)
     redone = parts[LOST_STEPS, DATA_WAIT] + parts[LOST_STEPS, COMPUTE]
@@ -229,7 +230,7 @@ def _experience(courses: Sequence[Course], seconds: dict[str, float]) -> Experie
 
 
 def job_of(processes: Sequence[ProcessLog], goodput: Goodput) -> Job:
-    """The attempts and the books, as ``report --json`` has them."""
+    """The attempts and the sums for ``report --json``."""
     newest = goodput.courses[-1].attempt.ranks if goodput.courses else 0
     wall, seconds = goodput.wall_seconds, goodput.seconds
     lost = sum(seconds[category] for category in LOST)
@@ -270,9 +271,9 @@ def _job_attempt(course: Course) -> JobAttempt:
 
 
 def throughput_of(ranks: Sequence[Rank]) -> Throughput:
-    """Samples and tokens of the run, and how many per second of the training loop. None if a rank does not know them.
+    """Samples and tokens of the run, and their rates. None if a rank does not count them.
 
-    A rank's rate is its sum over its seconds in the loop; that of the run is the sum over the ranks.
+    The rate of a rank is its sum over its seconds in the training loop; the rate of the run is the sum over the ranks.
     """
     found: dict[str, Any] = {}
     for name in ("samples", "tokens"):
@@ -289,10 +290,10 @@ def throughput_of(ranks: Sequence[Rank]) -> Throughput:
 
 
 def energy_of(ranks: Sequence[Rank], processes: Sequence[ProcessLog]) -> dict[str, float] | None:
-    """Joules of the GPUs of a run by category of the ledger; None without any.
+    """Energy of the GPUs of a run in joules, by category of the ledger; None without any.
 
-    A GPU counts the energy of all processes on it. Of the ranks of an attempt that share one, one counts: that with
-    most energy. A rank has several processes here if the agent was stopped and started again in one; these add up.
+    A GPU counts the energy of all processes on it. If ranks of an attempt share a GPU, only the rank with most energy
+    counts. A rank has several processes here if the agent was stopped and started again in one; these add up.
     """
     by_gpu: dict[tuple[Any, Any], dict[int, dict[str, float]]] = {}
     for place, (rank, process) in enumerate(zip(ranks, processes, strict=True)):
@@ -307,7 +308,7 @@ def energy_of(ranks: Sequence[Rank], processes: Sequence[ProcessLog]) -> dict[st
 
 
 def cost_of(ranks: Sequence[Rank], processes: Sequence[ProcessLog], goodput: Goodput) -> Cost | None:
-    """What the run has cost, and what its waits, stalls and restarts did; None without the setting ``gpu_hour_price``.
+    """The cost of the run, and of its waits, stalls and restarts; None without the setting ``gpu_hour_price``.
 
     A rank counts as one GPU.
     """

@@ -1,4 +1,4 @@
-"""Reads the log files of a run. They may be damaged, of a killed process, still growing, or of a newer version."""
+"""Reads the log files of a run. They may be damaged, still growing, of a killed process, or of a newer version."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ _DECODERS: Final[dict[bytes, msgspec.json.Decoder[Any]]] = {
     event.encode(): msgspec.json.Decoder(kind) for event, kind in EVENTS.items()
 }
 _BEGINNING: Final = re.compile(rb'\{"time":"[^"]*","event":"(\w+)"')
-"""How a line begins that the agent has written."""
+"""The beginning of each line that the agent writes."""
 
 _WRONG_PLACE: Final = re.compile(r"`\$((?:\.\w+|\[\d+\])+)")
 _STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
-"""The place of a wrong value in the message of msgspec, such as ``$.advice[0].value``, and each step on the way."""
+"""One step of a path such as ``$.advice[0].value``, which is the place of a wrong value in a message of msgspec."""
 
 _FREQUENT: Final = frozenset({b"window", b"gpu", b"host", b"workers"})
-"""The events that come with every window. Of their lines some are skipped unparsed.
+"""The events of every window. Some of their lines are skipped unparsed.
 
-A week of 64 ranks is 8 GB of logs. Parsing one line takes 5 us, reading and skipping it 0.7 us.
+A week of 64 ranks has 8 GB of logs. Parsing a line takes 5 us, reading and skipping it 0.7 us.
 """
 
 _WINDOW_SECONDS: Final = 300.0
-"""Time between two windows that are read if nobody else needs them. Between them a process is taken to go on evenly."""
+"""Time between two windows that are read if nobody needs the others. A process is taken to go on evenly meanwhile."""
 
 _MAX_SKIPPED: Final = 1 << 30
 _MAX_HEAD_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 1 << 24
 _BUFFER_BYTES: Final = 1 << 17
-"""With 8 KiB, a line that is skipped took half as long again."""
+"""With 8 KiB, skipping a line took half as long again."""
 
 _MIN_BYTES_SIDE_BY_SIDE: Final = 1 << 28
-"""Smaller logs are read in a second or two, by this process alone."""
+"""This process reads smaller logs alone in a second or two."""
 
 _MAX_PROCESSES: Final = 16
-"""The storage becomes the limit."""
+"""With more processes, the storage is the limit."""
 
 
 class NoRunError(Exception):
-    """The folder has no run; the text says what is missing."""
+    """The folder has no run; the text has the reason."""
 
 
 # -- one line ------------------------------------------------------------------------------------------------------
 
 
 def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
-    """A line of a log, without fields that are null; None if it is empty or no object.
+    """Parse a line of a log, and drop its fields that are null. Returns None if it is empty or no object.
 
     Returns:
-        Its fields, of the type that `EVENTS` names for its event, None if it cannot be read; and how many were left out
-        because of a wrong type.
+        Its fields, with the types that `EVENTS` has for its event, or None if it cannot be read; and how many fields
+        were left out because of a wrong type.
     """
     wrong = 0
     try:
@@ -96,7 +96,7 @@ def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
 
 
 def _sound(fields: dict[str, Any], kind: Any) -> tuple[dict[str, Any], int]:
-    """The fields of a record whose types are right, and how many are not."""
+    """The fields of a record that have the right types, and the number of the other fields."""
     wrong = 0
     while True:
         try:
@@ -113,7 +113,7 @@ def _sound(fields: dict[str, Any], kind: Any) -> tuple[dict[str, Any], int]:
 
 
 def _printable(value: Any) -> Any:
-    """The value with each text on one line, and escaped. The stacks of a stuck run have line breaks."""
+    """The value with all texts on one line, and escaped. The stacks of a stuck run have line breaks."""
     if isinstance(value, str):
         return value if value.isprintable() else one_line(value)
     if isinstance(value, (list, tuple)):
@@ -124,11 +124,11 @@ def _printable(value: Any) -> Any:
 
 
 def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
-    """Give each process that did not end by itself its newest heartbeat, with its ``time`` as in a log line.
+    """Set ``beat`` of each process that did not end by itself: its newest heartbeat, with ``time`` as in a log line.
 
     Args:
         folder: ``attempts`` in the run folder.
-        processes: those that are to be looked at.
+        processes: the processes to update.
     """
     for process in processes:
         life = process.head.get("life")
@@ -148,7 +148,7 @@ def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
 
 
 class RotatedLog(NamedTuple):
-    """One log. ``paths``: its file, and those that were rotated away from it, the oldest first."""
+    """One log. ``paths``: its file, and the files that were rotated away from it, the oldest first."""
 
     rank: int
     pid: int
@@ -156,7 +156,7 @@ class RotatedLog(NamedTuple):
 
 
 def find_logs(run_dir: Path) -> tuple[list[RotatedLog], list[str]]:
-    """The logs in a run folder, by rank, pid and number; and the names of those that are no regular files.
+    """The logs in a run folder by rank, pid and number, and the names of logs that are not regular files.
 
     Raises:
         NoRunError: the folder does not exist, or has no log.
@@ -168,7 +168,7 @@ def find_logs(run_dir: Path) -> tuple[list[RotatedLog], list[str]]:
     skipped: list[str] = []
     for path in folder.iterdir():
         match = LOG_NAME.fullmatch(path.name)
-        if match and not path.is_file():  # a FIFO would be waited for
+        if match and not path.is_file():  # opening a FIFO would block
             skipped.append(path.name)
         elif match:
             key = (int(match["rank"]), int(match["pid"]), int(match["number"] or 1))
@@ -184,7 +184,7 @@ def find_logs(run_dir: Path) -> tuple[list[RotatedLog], list[str]]:
 
 
 def _instead_of(folder: Path) -> str:
-    """The run folder that was probably meant: the one of these logs, or the newest of this folder of runs."""
+    """A hint at the run folder that was probably meant: the parent of these logs, or the newest run in this folder."""
     try:
         if any(LOG_NAME.fullmatch(path.name) for path in folder.iterdir()):
             return f"; its run folder is {folder.absolute().parent}"
@@ -195,7 +195,7 @@ def _instead_of(folder: Path) -> str:
 
 
 def _head_of(path: Path) -> dict[str, Any]:
-    """The first line of a file, which is a ``run_start`` if it is whole; an empty object if it cannot be read."""
+    """The first line of a file, normally its ``run_start``; an empty object if it cannot be read."""
     try:
         file = open_regular(path)
         if file is None:
@@ -208,7 +208,7 @@ def _head_of(path: Path) -> dict[str, Any]:
 
 
 def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
-    """The run that started last, as far as the first lines of the files say, and how many ranks have a log of it."""
+    """The run that started last by the first lines of the files, and the number of ranks that have a log of it."""
     ranks: dict[str, set[int]] = {}
     began: dict[str, str] = {}
     for log in logs:
@@ -220,17 +220,14 @@ def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
     return run, len(ranks[run])
 
 
-# -- which process a line is of ------------------------------------------------------------------------------------
+# -- the process that a line belongs to ----------------------------------------------------------------------------
 
 
 class ProcessLogs:
-    """Sorts log lines by process, whichever file they are in.
+    """Sorts log lines by process, in whichever file they are. ``all``: the processes so far.
 
     Several processes write to one file if a container is restarted with the same pid, or if two nodes share the folder.
     A ``run_start`` that does not continue a log begins another process.
-
-    Attributes:
-        all: the processes so far.
     """
 
     def __init__(self) -> None:
@@ -238,18 +235,18 @@ class ProcessLogs:
         self._by_life: dict[str, ProcessLog] = {}
 
     def of_file(self, rank: int, pid: int) -> LinesOfFile:
-        """Takes the lines of one log, with those of the files that were rotated away from it."""
+        """An object that takes the lines of one log, with its rotated files."""
         unused = ProcessLog(rank, pid)
         self.all.append(unused)
         return LinesOfFile(self, unused)
 
     def leave_out_if_empty(self, file: LinesOfFile) -> None:
-        """All lines of a file are there: it has no process of its own if they belong to processes of other files."""
+        """Drop the process of a file, after its last line, if all lines belong to processes of other files."""
         if file.by_node and not file.unused.head and not file.unused.torn_lines:
             self.all = [log for log in self.all if log is not file.unused]
 
     def log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
-        """The process of a ``run_start``. ``log``: that of the line before; ``fresh``: for the lines of a new one."""
+        """The process of a ``run_start``. ``log``: process of the line before; ``fresh``: process for a new log."""
         life = line.get("life")
         if life in self._by_life:
             return self._by_life[life]
@@ -266,8 +263,8 @@ class LinesOfFile:
     """The lines of one log, in the order in which they were written.
 
     Attributes:
-        newest: the process of the newest line.
-        by_node: the processes by node. ``unused``: the process of this file, before its first line.
+        newest: process of the newest line.
+        by_node: newest process of each node. ``unused``: process of this file, before its first line.
     """
 
     def __init__(self, logs: ProcessLogs, unused: ProcessLog) -> None:
@@ -298,26 +295,26 @@ class LinesOfFile:
 class _Selection:
     """Decides which lines of one file are parsed. All are, but for those of the frequent events.
 
-    Of these, the first of each event is parsed, and then one in so many seconds as the recorder needs.
+    The first line of a frequent event is parsed, and then one line in so many seconds as the recorder needs.
 
     Args:
-        recorder: the page's; None if only the sums are needed.
+        recorder: recorder of the page; None if only the sums are needed.
         windows: whether windows may be skipped: a later line of the process has their sums.
 
     Attributes:
-        skipped_windows: whether a window was skipped. ``newest_skipped``: the newest window, if it was; else empty.
+        skipped_windows: whether a window was skipped. ``newest_skipped``: the newest window if it was, else empty.
     """
 
     def __init__(self, recorder: RunRecorder | None, *, windows: bool) -> None:
         self._recorder = recorder
         self._windows = windows
-        self._left: dict[bytes, int] = {}  # how many of the next lines of an event to skip
+        self._left: dict[bytes, int] = {}  # how many of the next lines with an event to skip
         self._newest: dict[bytes, tuple[float, int]] = {}
         self.skipped_windows = False
         self.newest_skipped = b""
 
     def lines(self, path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
-        """The lines of a file that are not skipped, each as `parsed` returns it; a torn one if it cannot be read."""
+        """The lines of a file that are not skipped, as `parsed` returns them; a torn line if it cannot be read."""
         try:
             file = open_regular(path, buffer_bytes=_BUFFER_BYTES)
             if file is None:
@@ -333,7 +330,7 @@ class _Selection:
                             self.skipped_windows, self.newest_skipped = True, raw
                         continue
                     if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                        yield None, 0  # damaged, as a sparse file is; the rest counts as one torn line
+                        yield None, 0  # damaged, such as a sparse file; the rest counts as one torn line
                         return
                     found = parsed(raw)
                     if found is not None:
@@ -347,7 +344,7 @@ class _Selection:
             yield None, 0  # rotated away or unreadable; the other files still count
 
     def _note_parsed(self, event: bytes, line: dict[str, Any]) -> None:
-        """A line of a frequent event was parsed: decide how many after it are skipped, from the time since the last."""
+        """Decide how many lines to skip after a line of a frequent event, from the time since the last one."""
         if event == b"window":
             self.newest_skipped = b""
             if not self._windows:
@@ -366,13 +363,13 @@ class _Selection:
         self._newest[event] = time, self._left[event]
 
     def keep_windows(self) -> None:
-        """From now on, no window is skipped."""
+        """Skip no window from now on."""
         self._windows = False
         self._left.pop(b"window", None)
 
 
 def _read_log(file: LinesOfFile, paths: Sequence[Path], recorder: RunRecorder | None, run: str, *, all_: bool) -> None:
-    """Read one log: its file and those that were rotated away from it. The recorder is shown the lines of one run."""
+    """Read one log with its rotated files. The recorder gets the lines of one run."""
     skipped = False
     for path, later in zip(paths, [*paths[1:], None], strict=True):
         selection = _Selection(recorder, windows=not all_ and _has_sums_of(later, path))
@@ -392,7 +389,7 @@ def _read_log(file: LinesOfFile, paths: Sequence[Path], recorder: RunRecorder | 
 
 
 def _has_sums_of(later: Path | None, path: Path) -> bool:
-    """Whether the head of a later file has the sums of the windows of a file: it is of the same process."""
+    """Whether a later file is of the same process, and its first line has the sums of the windows in a file."""
     if later is None:
         return False
     life, head = _head_of(path).get("life"), _head_of(later)
@@ -409,7 +406,7 @@ def load(
 
     Args:
         run_dir: the run folder.
-        recorder: sees every line of that run that is not skipped. It sees none if the newest run begins in the middle
+        recorder: takes every line of that run that is not skipped. It gets none if the newest run begins in the middle
             of a file, as where nodes of two runs write to one.
         all_windows: whether every window is read. Otherwise some are skipped where a later line of the process has
             their sums.
@@ -450,7 +447,7 @@ def _read_side_by_side(logs: Sequence[RotatedLog], recorder: RunRecorder | None,
     The logs of one pid stay together, because a process that gets another rank goes on in another log.
 
     Returns:
-        None if it is not worth it, or not possible: then read them one by one. The recorder has seen nothing then.
+        None if it is not worth it, or not possible. The caller must then read; the recorder is still empty.
     """
     by_pid: dict[int, list[RotatedLog]] = {}
     for log in logs:

@@ -1,4 +1,4 @@
-"""What the log of one process says: its sums, stalls, hangs and checkpoints, taken in line by line."""
+"""The log of one process: its sums, stalls, hangs and checkpoints, line by line."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def unix(text: str) -> float | None:
         return None
 
 
-# -- how far a process had come ------------------------------------------------------------------------------------
+# -- the progress of a process -------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):
     """Totals of a process since its start: wall clock, steps, the ledger's categories, and `cpu_total_seconds`.
 
-    ``used``, ``others`` and ``known`` do not grow while they are not measured. ``thread``, ``thread_delay``: NaN where
-    the kernel does not tell.
+    ``used``, ``others`` and ``known`` do not grow while they are not measured. ``thread`` and ``thread_delay`` are NaN
+    if the kernel does not provide them.
     """
 
     wall_seconds: float = 0.0
@@ -62,7 +62,7 @@ class Point(NamedTuple):
 
     @property
     def loop_seconds(self) -> float:
-        """Of the training loop."""
+        """Seconds in the training loop."""
         return self.data_wait + self.compute
 
 
@@ -70,7 +70,7 @@ _WIDTH: Final = len(Point._fields)
 
 
 def point_at(points: Sequence[Point], axis: str, value: float) -> Point:
-    """Where a process was when one of its figures had a value: between two points in a straight line."""
+    """The totals of a process when one of its figures had a value. They are interpolated between two points."""
     at = Point._fields.index(axis)
     keys = [*accumulate((point[at] for point in points), max)]  # a damaged log may go back
     after = min(bisect_left(keys, value), len(points) - 1)
@@ -81,7 +81,7 @@ def point_at(points: Sequence[Point], axis: str, value: float) -> Point:
 
 
 class Progress:
-    """The totals of a process at its windows. Of too many, every other one is dropped: what is lost is detail."""
+    """The totals of a process at its windows. If there are too many, every other one is dropped, which costs detail."""
 
     __slots__ = ("_every", "_seen", "_values")
 
@@ -91,7 +91,7 @@ class Progress:
         self._every = 1
 
     def add(self, totals: dict[str, Any]) -> None:
-        """Add a window. Totals that go back are of a damaged log, and are left out."""
+        """Add a window, unless its totals are smaller than the last: then the log is damaged."""
         self._seen += 1
         if self._seen % self._every:
             return
@@ -112,7 +112,7 @@ class Progress:
 
     @property
     def points(self) -> list[Point]:
-        """Oldest first."""
+        """The totals, the oldest first."""
         return [Point(*self._values[at : at + _WIDTH]) for at in range(0, len(self._values), _WIDTH)]
 
 
@@ -120,7 +120,7 @@ class Save(NamedTuple):
     """A checkpoint that a process has written, see `SavedCheckpoint`.
 
     Attributes:
-        point: how far it had come then; None if it was completed in the background. ``started``: when it began.
+        point: totals of the process then; None for one that was completed in the background. ``started``: its begin.
     """
 
     optimizer_steps: int
@@ -139,26 +139,26 @@ _RANK_FIELDS: Final = ("local_rank", "world_size", "claimed_rank")
 
 @dataclass
 class ProcessLog:
-    """What one process of a run has logged.
+    """The log of one process of a run.
 
-    Here a process lasts from one start of the agent to its end. A program that starts the agent twice counts as two
-    processes. The field ``life`` of a log line distinguishes them.
+    Here a process lasts from one start of the agent to its end: a program that starts the agent twice counts as two
+    processes. Their log lines differ in the field ``life``.
 
     Attributes:
         rank: its last rank; a process may learn its rank after its first lines.
         head: its ``run_start``.
         totals: the newest line with the totals of the run so far (``window`` or ``run_end``).
         last_time: time of the newest line, ISO-8601.
-        ended: whether there is a ``run_end``, which means that the process ended by itself. ``end``: that line.
-        step, wait: durations of steps and of data waits, over the whole run, even if old files were rotated away.
-        beat: the totals of its heartbeat; empty without one, as after an end by itself.
-        saves: the newest checkpoints. ``saves_total``, ``save_seconds``: all that stopped the training.
-        progress: its totals at its windows.
-        oom_readings: the first and the last time of each value of the counter of its cgroup.
-        stalls, hangs, changes, snapshots, errors: lines of these events, oldest first. ``slow_steps``: the lines of
-            code of its steps while other ranks waited for it.
-        torn_lines: how many lines could not be read.
-        wrong_fields: how many fields were left out because of a wrong type.
+        ended: whether there is a ``run_end``: the process ended by itself. ``end``: that line.
+        step, wait: durations of steps and of data waits over the whole run, even if old files were rotated away.
+        beat: totals of the heartbeat; empty without one, as after an end by itself.
+        saves: newest checkpoints. ``saves_total``, ``save_seconds``: number and time of all that stopped the training.
+        progress: totals at the windows.
+        oom_readings: first and last time of each value of the OOM killer's counter in the cgroup of the process.
+        stalls, hangs, changes, snapshots, errors: lines of these events, the oldest first. ``slow_steps``: the lines
+            of code of its steps while other ranks waited for it.
+        torn_lines: number of lines that could not be read.
+        wrong_fields: number of fields that were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
     """
 
@@ -192,30 +192,30 @@ class ProcessLog:
 
     @property
     def started(self) -> str:
-        """When the process started, ISO-8601, which sorts as text."""
+        """The start of the process, ISO-8601, which sorts as text."""
         started: str = self.head.get("started") or self.head.get("time") or ""
         return started
 
     @property
     def ledger(self) -> dict[str, float]:
-        """Its newest seconds by category; empty before its first window."""
+        """The newest seconds by category; empty before the first window."""
         found: dict[str, float] = self.totals.get("ledger_total_seconds", {})
         return found
 
     def setting(self, name: str, default: float) -> float:
-        """A setting of its run; the default for logs that do not have it."""
+        """A setting of the run; the default if the log does not have it."""
         value: float = self.head.get("settings", {}).get(name, default)
         return value
 
     def take_sums(self, head: dict[str, Any]) -> None:
-        """Take the sums of all windows before a head, instead of those of the windows that were read."""
+        """Replace the sums of the windows that were read by those of all windows before ``head``."""
         self.step, self.wait = Sketch(), Sketch()
         self.step.merge(head.get("step_sketch", {}).items(), head.get("step_max_seconds", 0.0))
         self.wait.merge(head.get("data_wait_sketch", {}).items(), head.get("data_wait_max_seconds", 0.0))
 
 
 def take_line(line: Any, log: ProcessLog) -> None:  # noqa: C901, PLR0912 - a branch for each event
-    """Take a checked line of a process into its log."""
+    """Add a checked line to the log of its process."""
     event, log.rank, log.run = line.get("event"), line.get("rank", log.rank), line.get("run", log.run)
     log.last_time = max(log.last_time, line.get("time", ""))
     log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
@@ -292,9 +292,9 @@ def not_replaced(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
 
 
 def stalls_of(process: ProcessLog) -> list[Stall]:
-    """The stalls of a process, each with what its later lines added.
+    """The stalls of a process, each merged from all its lines.
 
-    Of one that was open for long, the first line may be in a log that was rotated away. A later one tells most of it.
+    If a stall was open for long, its first line may have been rotated away. A later line has most of its contents.
     """
     stalls: list[Stall] = []
     for line in process.stalls:
@@ -318,7 +318,7 @@ def stalls_of(process: ProcessLog) -> list[Stall]:
             newest.closed = line.get("closed") or line.get("time")
     total = process.totals.get("stall_lost_total_seconds")
     if stalls and stalls[-1].closed is None and total is not None:
-        # What it has cost so far: its own line does not tell, because it was written when the stall opened.
+        # The lost time so far: the line of the stall lacks it, because it was written when the stall opened.
         before = lost_of(stalls[:-1])
         lost = {cause: round(seconds - before.get(cause, 0.0), 3) for cause, seconds in total.items()}
         stalls[-1].evidence["lost_seconds"] = {cause: seconds for cause, seconds in lost.items() if seconds > 0}
@@ -326,7 +326,7 @@ def stalls_of(process: ProcessLog) -> list[Stall]:
 
 
 def with_whole_lines(evidence: dict[str, Any]) -> dict[str, Any]:
-    """The evidence. A line of code whose place is damaged is left out. ``calls`` is null if it called no function."""
+    """The evidence without lines of code whose place is damaged. ``calls`` is null if a line called no function."""
     if "lines" not in evidence:
         return evidence
     names = ("file", "line", "function", "calls", "share_ratio")
@@ -336,9 +336,9 @@ def with_whole_lines(evidence: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_lines_of_slow_ranks(stalls: Iterable[Stall], processes: Iterable[ProcessLog]) -> None:
-    """Give the stalls of ranks that waited for a slow rank the lines of that rank's steps.
+    """Add the lines of the slow rank's steps to the stalls of ranks that waited for it.
 
-    A rank that is held up spends its time in a collective, so its own lines tell nothing.
+    A rank that is held up spends its time in a collective, so its own lines do not show the cause.
     """
     slow = {process.rank: process.slow_steps for process in processes if process.slow_steps}
     for stall in stalls:
@@ -352,7 +352,7 @@ def take_lines_of_slow_ranks(stalls: Iterable[Stall], processes: Iterable[Proces
 
 
 def lost_by_cause(processes: Iterable[ProcessLog]) -> dict[str, float]:
-    """Seconds that some processes have lost in stalls, by cause; without causes that have cost nothing."""
+    """Seconds that processes have lost in stalls, by cause; without causes that have cost nothing."""
     lost: dict[str, float] = {}
     for process in processes:
         total: Mapping[str, float] | None = process.totals.get("stall_lost_total_seconds")
@@ -362,7 +362,7 @@ def lost_by_cause(processes: Iterable[ProcessLog]) -> dict[str, float]:
 
 
 def lost_of(stalls: Iterable[Stall]) -> dict[str, float]:
-    """Seconds that some stalls have cost, by cause."""
+    """Seconds that stalls have cost, by cause."""
     lost: dict[str, float] = {}
     for stall in stalls:
         for cause, seconds in stall.lost.items():

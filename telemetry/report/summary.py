@@ -59,7 +59,7 @@ _MAX_RANKS: Final = 1 << 17
 _MAX_NAMED: Final = 8
 
 _MIN_SHARE: Final = 0.05
-"""Categories with a smaller share of a step are left out of a sentence."""
+"""A sentence leaves out categories with a smaller share of a step."""
 
 _MIN_HOURS_RATIO: Final = 0.005
 """A category with a smaller share of the GPU-hours is not mentioned."""
@@ -67,16 +67,16 @@ _MIN_HOURS_RATIO: Final = 0.005
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said of a run. It is made once; the text, ``--json`` and the page render it.
+    """The contents of the report. The text, ``--json`` and the page render it.
 
     Attributes:
-        values: what ``--json`` prints.
-        verdict: on the processes that no later one has replaced: ``now``.
-        processes: all of the run, by rank and start.
+        values: contents of ``--json``.
+        verdict: verdict on the processes that no later one has replaced: ``now``.
+        processes: all processes of the run, by rank and start.
         goodput: where the wall clock of the run went.
-        lost_seconds: in stalls, by cause, over all processes.
+        lost_seconds: time lost in stalls, by cause, over all processes.
         over: ids of the processes that have ended, by themselves or not.
-        notes: what is missing or damaged in the logs, a line each.
+        notes: a line for each thing that is missing or damaged in the logs.
     """
 
     values: ReportValues
@@ -90,10 +90,10 @@ class Report:
 
 
 def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Report:
-    """The report of a run.
+    """Make the report of a run.
 
     Args:
-        run_dir: its folder, with the traces of its snapshots.
+        run_dir: run folder, with the traces of the snapshots.
         processes: as `load` returns them.
         now: Unix time.
     """
@@ -157,7 +157,7 @@ def _durations(sketch: Sketch) -> Durations:
 
 
 def _changes(processes: Sequence[ProcessLog]) -> list[Change]:
-    """The changes of all ranks, oldest first. Damaged ones are left out."""
+    """The changes of all ranks, the oldest first. Damaged ones are left out."""
     changes = [
         Change(
             line["at"],
@@ -178,7 +178,7 @@ def _changes(processes: Sequence[ProcessLog]) -> list[Change]:
 
 
 def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Snapshot], list[str]]:
-    """The snapshots with what their traces show, and for each trace that could not be read, why."""
+    """The snapshots with the contents of their traces, and the reason for each trace that could not be read."""
     snapshots, problems = [], []
     for process in processes:
         for line in process.snapshots:
@@ -208,7 +208,7 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
 
 
 def shown_by(snapshot: Snapshot) -> str:
-    """What a snapshot shows, as part of a sentence; empty if its trace was not read."""
+    """The contents of a snapshot as part of a sentence; empty if its trace was not read."""
     parts = sorted(snapshot.breakdown.items(), key=lambda part: -part[1])
     text = ", ".join(f"{name} {percent(ratio, 0)}" for name, ratio in parts if ratio >= _MIN_SHARE)
     worth = [each for each in snapshot.suggestions if each.share_ratio >= _MIN_SHARE]
@@ -218,7 +218,7 @@ def shown_by(snapshot: Snapshot) -> str:
 
 
 def _shown_by_newest(snapshots: Sequence[Snapshot]) -> str:
-    """What the newest trace that was read adds to the verdict; empty without one."""
+    """A sentence for the verdict about the newest trace that was read; empty without one."""
     read = [snapshot for snapshot in snapshots if snapshot.breakdown]
     if not read:
         return ""
@@ -231,10 +231,10 @@ def _shown_by_newest(snapshots: Sequence[Snapshot]) -> str:
 
 
 def verdict_of(processes: Sequence[ProcessLog]) -> Verdict:
-    """Whether the run is all right, and else what it loses most to, on which rank.
+    """The verdict: whether the run is all right, or else the cause that costs most and its rank.
 
     Args:
-        processes: those that no later one has replaced.
+        processes: processes that no later one has replaced.
     """
     hang = hang_of(processes)
     ledger: Counter[str] = Counter()
@@ -258,9 +258,9 @@ def verdict_of(processes: Sequence[ProcessLog]) -> Verdict:
 
 
 def hang_of(processes: Sequence[ProcessLog]) -> Hang | None:
-    """Why the job hangs; None where it does not, or goes on.
+    """Why the job hangs; None if it does not, or goes on.
 
-    Each node says why the job hangs. Of their lines the newest counts that says most: one that knows all ranks.
+    Each node logs why the job hangs. The line with the fewest silent ranks counts, of several the newest.
     """
     lines = [line for process in processes for line in process.hangs]
     over = max((line.get("time", "") for line in lines if line.get("over")), default="")
@@ -304,11 +304,11 @@ def _waits(process: ProcessLog) -> RankWaits:
     )
 
 
-# -- what is added to the verdict ----------------------------------------------------------------------------------
+# -- additions to the verdict --------------------------------------------------------------------------------------
 
 
 def _duplicate_ranks(processes: Sequence[ProcessLog]) -> str:
-    """A warning if several training processes have one rank at the same time, and what to do; otherwise empty."""
+    """A warning and advice if several training processes have one rank at the same time; otherwise empty."""
     by_rank: dict[int, list[ProcessLog]] = {}
     for process in processes:
         if process.totals.get("steps_total"):
@@ -346,7 +346,7 @@ _WORDS: Final = {
 
 
 def _books(goodput: Goodput) -> str:
-    """One sentence on the GPU-hours of a run with several attempts; empty for one attempt."""
+    """A sentence about the GPU-hours of a run with several attempts; empty for one attempt."""
     total = sum(goodput.rank_seconds.values())
     if len(goodput.courses) < 2 or total <= 0:
         return ""
@@ -365,13 +365,13 @@ def _books(goodput: Goodput) -> str:
 
 
 def _hours(seconds: float) -> str:
-    """Hours with two digits that matter."""
+    """Hours with two significant digits."""
     hours = seconds / 3600
     return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
 
 
 def _ended_by_oom(goodput: Goodput) -> str:
-    """A sentence on a run that the OOM killer has ended; empty for others."""
+    """A sentence about a run that the OOM killer has ended; empty for others."""
     attempt = goodput.courses[-1].attempt if goodput.courses else None
     if attempt is None or attempt.oom is None or not attempt.broke_off:
         return ""
@@ -391,7 +391,7 @@ _PARTS: Final = {
 
 
 def grows(process: ProcessLog, *, past: bool) -> str:
-    """What of a process grows, and how fast: the end of a sentence."""
+    """The end of a sentence: which memory of a process grows, and how fast."""
     said = process.totals["memory"]
     what, now = _PARTS.get(said.get("where", ""), ("memory outside of this run's processes", "grows"))
     of_rank = f" of rank {process.rank}" if "where" in said else ""
@@ -401,7 +401,7 @@ def grows(process: ProcessLog, *, past: bool) -> str:
 
 
 def _memory_verdict(processes: Sequence[ProcessLog], over: Collection[int]) -> str:
-    """A sentence on the rank whose memory runs out first; empty if none is about to, or if the run has finished."""
+    """A sentence about the rank whose memory runs out first; empty if none is about to, or if the run has finished."""
     ends = [
         (said.get("where") is None, said["exhausted_in_seconds"], process)
         for process in processes
@@ -410,7 +410,7 @@ def _memory_verdict(processes: Sequence[ProcessLog], over: Collection[int]) -> s
     ]
     if not ends:
         return ""
-    # A rank that sees another one fill the memory says so, too. Name the one that fills it.
+    # A rank also reports that another rank fills the memory. Name the one that fills it.
     _, seconds, process = min(ends, key=lambda end: end[:2])
     left, node = rough_duration(seconds), process.head.get("node")
     if id(process) in over:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from telemetry.report.summary import Report
 
 KWH: Final = 3.6e6
-"""Joules."""
+"""Joules per kilowatt-hour."""
 
 _MAX_ROWS: Final = 64
 _MAX_ATTEMPTS: Final = 20
@@ -44,16 +44,16 @@ _MAX_FILE_BYTES: Final = 1 << 22
 _MAX_SOURCE: Final = 60
 
 _MIN_LOST_SECONDS: Final = 1.8
-"""Half of the last digit of the hours that are shown."""
+"""Half of the last digit of the hours in the text."""
 
 _TOGETHER_SECONDS: Final = 120.0
-"""Changes of several ranks within this time are one. Each rank knows the moment to a block of 30 s."""
+"""Changes of several ranks within this time are one. A rank measures the moment to a block of 30 s."""
 
 _REPLAY_WORTH: Final = 0.01
 """From this share of the wall clock on, replay is worth an advice."""
 
 _INTERVAL_WORTH: Final = 0.01
-"""A gain of less than this in productive time is no advice."""
+"""With a smaller gain in productive time, no interval is advised."""
 
 
 def as_text(found: Report) -> str:
@@ -126,7 +126,7 @@ def stall_section(stall: Stall) -> list[str]:
         lines.append(f"  at the same time {other.cause} ({percent(other.share_ratio, 0)} of the time)")
         lines += advice_lines(other.advice)
     lines += _lines_of_code(stall)
-    most = _MAX_TRAINING_FRAMES  # of the training thread's stack, which is the first
+    most = _MAX_TRAINING_FRAMES  # the first stack is that of the training thread
     for stack in stall.evidence.get("stacks", []):
         heading, *frames = stack.splitlines() or [""]
         lines += [f"  {line}" for line in (heading, *frames[:most])]
@@ -137,7 +137,7 @@ def stall_section(stall: Stall) -> list[str]:
 
 
 def advice_lines(advices: Sequence[Advice]) -> list[str]:
-    """A line for each advice, indented."""
+    """An indented line for each advice."""
     lines = []
     for advice in advices:
         typed = f"try {advice.typed or advice.setting}: " if advice.setting else ""
@@ -156,7 +156,7 @@ _OF: Final = {
 
 
 def _lines_of_code(stall: Stall) -> list[str]:
-    """A table of the lines in which the time went. Empty if none are known."""
+    """A table of the lines of code with their shares of the time. Empty if none are known."""
     found = stall.evidence.get("lines")
     if not found:
         return []
@@ -170,13 +170,13 @@ def _lines_of_code(stall: Stall) -> list[str]:
         for line in found
     ]
     shown = table([_OF.get(stall.evidence.get("lines_of", ""), "of the time"), "line", "in", "calls"], rows)
-    # These texts are aligned to the left, so they are no column of the table.
+    # These texts are aligned to the left, so they are not a column of the table.
     texts = ["source", *(_source(line["file"], line["line"], stall.opened or "") for line in found)]
     return [f"  {line}  {text}" for line, text in zip(shown, texts, strict=True)]
 
 
 def _source(file: str, line: int, opened: str) -> str:
-    """The text of a line; a dash if the file is not there or was changed after the stall had opened."""
+    """The text of a line of code; a dash if the file is missing or was changed after the stall had opened."""
     path = Path(file)
     if path.suffix != ".py" or not path.is_absolute():
         return "-"
@@ -217,7 +217,7 @@ def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:
 # -- changes of the steps ------------------------------------------------------------------------------------------
 
 _WAITS: Final = "waiting_for_ranks_ratio"
-"""Where this has grown, a rank is slower because it waits for another one."""
+"""If this share has grown, the rank is slower because it waits for another rank."""
 
 _TAKES: Final = {
     "data_wait_seconds": "waiting for data takes",
@@ -239,7 +239,7 @@ _NAMES: Final = {
 
 
 def _changes(changes: Sequence[Change], ranks: int) -> list[str]:
-    """A sentence for each change; those of several ranks at the same time, in the same direction, are one."""
+    """A sentence for each change; changes of several ranks at the same time, in the same direction, share one."""
     numbered: list[tuple[int, Change]] = []
     groups: list[tuple[float, bool]] = []
     for change in changes:
@@ -304,7 +304,7 @@ def memory_lines(found: Report) -> list[str]:
 
 
 def sum_lines(values: ReportValues) -> list[str]:
-    """A line each on samples and tokens, on the energy of the GPUs, and on money, as far as they are known."""
+    """A line each for samples and tokens, for the energy of the GPUs, and for money, if they are known."""
     lines, throughput, energy, cost = [], values.throughput, values.gpu_energy_joules or {}, values.cost
     sums = (("samples", throughput.samples, throughput.samples_per_second),
             ("tokens", throughput.tokens, throughput.tokens_per_second))  # fmt: skip
@@ -352,7 +352,7 @@ def _attempt(course: Course) -> str:
 
 
 def goodput_advice(goodput: Goodput) -> list[str]:
-    """What to change, and what that is worth."""
+    """Advice on checkpoints and replays, with the predicted gain."""
     found, told, replay = [], goodput.experience, goodput.seconds[REPLAY]
     advised = told.advised()
     if advised is not None and told.gain(advised) >= _INTERVAL_WORTH:

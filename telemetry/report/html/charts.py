@@ -1,4 +1,4 @@
-"""What the charts of the page show: labels, colours and figures, also as text. `drawing` says how they are drawn."""
+"""The contents of the charts: labels, colours and figures, also as text. `drawing` draws them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def scale_of(unit: str, largest: float) -> tuple[float, str]:
-    """By what to multiply figures for an axis, and the unit after that."""
+    """The factor by which an axis multiplies its figures, and the unit of the products."""
     if unit == SECONDS:
         return (1e3, "ms") if largest < 1 else (1.0, "s")
     if unit == BYTES:
@@ -62,7 +62,7 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: headings, rows of cells as text, and what is left out."""
+    """A table of texts. ``note``: what is left out."""
 
     title: str
     headings: tuple[str, ...]
@@ -72,7 +72,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line, one area or one part of the bars. ``low`` and ``high``: a band around it, or None."""
+    """A line, an area or a part of the bars. ``low`` and ``high``: a band around it, or None."""
 
     label: str
     colour: str
@@ -83,7 +83,7 @@ class Curve:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is a figure at all."""
+        """Whether any figure was measured."""
         return bool(np.isfinite(self.values).any())
 
 
@@ -96,7 +96,7 @@ def _legend(curves: Sequence[Curve]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class TimeChart:
-    """Curves over time. ``stacked``: as areas, one on the other, that fill 0 to 1."""
+    """Curves over time. ``stacked``: they are drawn as areas that fill the space from 0 to 1."""
 
     key: str
     title: str
@@ -108,15 +108,15 @@ class TimeChart:
 
     @property
     def legend(self) -> list[dict[str, str]]:
-        """For the template."""
+        """Fields of the legend for the template."""
         return _legend(self.curves)
 
     def read_out(self) -> dict[str, Any]:
-        """What the page needs to say what is at the cursor."""
+        """Values that the page shows at the cursor."""
         return {"fields": [[each["field"], each["label"]] for each in self.legend]}
 
     def table(self) -> Table:
-        """Its main figures, for people who cannot see it."""
+        """The main figures as text, for people who cannot see the chart."""
         rows = [[curve.label, *(shown(value, self.unit) for value in _spread_of(curve))] for curve in self.curves]
         return Table(self.title, ("", "lowest", "mean", "highest", "last"), rows)
 
@@ -145,15 +145,15 @@ class BarChart:
 
     @property
     def legend(self) -> list[dict[str, str]]:
-        """For the template."""
+        """Fields of the legend for the template."""
         return _legend(self.curves)
 
     def read_out(self) -> dict[str, Any]:
-        """What the page needs to say what is at the cursor."""
+        """Values that the page shows at the cursor."""
         return {"labels": self.labels, "fields": [[each["field"], each["label"]] for each in self.legend]}
 
     def table(self) -> Table:
-        """Its main figures, for people who cannot see it."""
+        """The main figures as text, for people who cannot see the chart."""
         rows = [
             [label, *(shown(float(curve.values[at]), self.unit) for curve in self.curves)]
             for at, label in enumerate(self.labels[:MAX_TABLE_ROWS])
@@ -165,9 +165,9 @@ class BarChart:
 
 @dataclass(frozen=True)
 class HeatMetric:
-    """One figure of all ranks over time: rows of figures, and the limits of the colours.
+    """One figure of all ranks over time, and the limits of the colours.
 
-    A few figures may be above the upper limit, so that they do not take the contrast from the others.
+    A few figures may be above the upper limit, so that they do not reduce the contrast of the others.
     """
 
     key: str
@@ -178,7 +178,7 @@ class HeatMetric:
     high: float
 
     def read_out(self) -> dict[str, Any]:
-        """What the page needs to say what is at the cursor."""
+        """Values that the page shows at the cursor."""
         factor, unit = scale_of(self.unit, self.high)
         more = bool((self.cells > self.high * (1 + 1e-6)).any())
         return {"low": self.low * factor, "high": self.high * factor, "more": more, "unit": unit, "label": self.label}
@@ -189,9 +189,9 @@ class HeatMap:
     """Figures of ranks over time. One metric is shown at a time, the first at the start.
 
     Attributes:
-        rows: a label for each row, which is a rank, or some ranks.
-        bins_per_cell: how many time bins a cell is wide.
-        outliers: sentences on ranks that differ from the others.
+        rows: the label of each row, which shows a rank or several ranks.
+        bins_per_cell: width of a cell in time bins.
+        outliers: sentences about ranks that differ from the others.
     """
 
     metrics: tuple[HeatMetric, ...]
@@ -204,13 +204,13 @@ class HeatMap:
     kind: str = "heat"
 
     def read_out(self) -> dict[str, Any]:
-        """What the page needs to say what is at the cursor."""
+        """Values that the page shows at the cursor."""
         metrics = {metric.key: metric.read_out() for metric in self.metrics}
         bins = self.metrics[0].cells.shape[1]
         return {"rows": self.rows, "metrics": metrics, "bins": bins, "per": self.bins_per_cell}
 
     def table(self) -> Table:
-        """Its main figures, for people who cannot see it."""
+        """The main figures as text, for people who cannot see the chart."""
         rows = []
         for metric in self.metrics:
             cells, median = metric.cells, np.nanmedian(metric.cells)
@@ -223,7 +223,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened: at a time, or from one time to another. Unix time."""
+    """An event or a period. ``begin`` and ``end``: Unix time."""
 
     kind: str
     begin: float
@@ -233,7 +233,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class MarkChart:
-    """All marks, a row for each kind."""
+    """All marks, with a row for each kind."""
 
     marks: tuple[Mark, ...]
     kinds: tuple[str, ...]
@@ -244,15 +244,15 @@ class MarkChart:
 
     @property
     def legend(self) -> list[dict[str, str]]:
-        """For the template."""
+        """Fields of the legend for the template."""
         return [{"field": "", "label": kind, "colour": palette.MARKS[kind], "dash": "solid"} for kind in self.kinds]
 
     def read_out(self) -> dict[str, Any]:
-        """What the page needs to say what is at the cursor."""
+        """Values that the page shows at the cursor."""
         return {"marks": [asdict(mark) for mark in self.marks], "kinds": self.kinds}
 
     def table(self) -> Table:
-        """Its main figures, for people who cannot see it."""
+        """The main figures as text, for people who cannot see the chart."""
         rows = [[kind, str(sum(mark.kind == kind for mark in self.marks))] for kind in self.kinds]
         return Table(self.title, ("", "marks"), rows)
 
@@ -262,14 +262,14 @@ Chart = TimeChart | BarChart | HeatMap | MarkChart
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """The bins that all charts over time share. ``begins``: Unix time of each."""
+    """The bins of all charts over time. ``begins``: Unix time at which each bin begins."""
 
     begins: tuple[float, ...]
     width_seconds: float
 
     @property
     def middles_ms(self) -> Figures:
-        """The middle of each bin, milliseconds of Unix time."""
+        """The middle of each bin in milliseconds of Unix time."""
         return (np.array(self.begins) + self.width_seconds / 2) * 1000.0
 
 
@@ -278,7 +278,7 @@ class TimeAxis:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A sampled figure that gets a curve: its name in the log, its label and colour."""
+    """The curve of a sampled figure. ``name``: the figure's name in the log."""
 
     name: str
     label: str
@@ -357,11 +357,7 @@ HOST: Final = (
 
 
 class Sums:
-    """The sums of the ranks that have a row.
-
-    Attributes:
-        ranks: the ranks, in the order of the rows of all arrays.
-    """
+    """The sums of the ranks that have a row. ``ranks``: these ranks, in the order of the rows of all arrays."""
 
     def __init__(self, recorder: RunRecorder) -> None:
         self._grid = recorder.grid
@@ -369,11 +365,11 @@ class Sums:
         self._rows = [recorder.rows[rank] for rank in self.ranks]
 
     def of(self, name: str) -> Array:
-        """By rank and bin."""
+        """The sums by rank and bin."""
         return self._grid.sums(name)[self._rows]
 
     def all(self, name: str) -> Figures:
-        """By bin, over all ranks."""
+        """The sums by bin, over all ranks."""
         return np.asarray(self.of(name).sum(axis=0, dtype=np.float64))
 
     def means(self, name: str) -> Figures:
@@ -381,19 +377,19 @@ class Sums:
         return _ratio(self.of(name), self.of(f"{name}#"))
 
     def percentiles(self, name: str, which: str) -> Figures:
-        """Of all ranks, by bin; NaN without a value."""
+        """A percentile over all ranks by bin; NaN without a value."""
         found = [None if sketch is None else sketch.percentiles() for sketch in self._grid.sketches(name)]
         return np.array([np.nan if each is None else getattr(each, which) for each in found])
 
 
 def _ratio(above: Figures | Array, below: Figures | Array) -> Figures:
-    """A quotient; NaN where there is nothing."""
+    """The quotient; NaN where the divisor is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(below > 0, above / below, np.nan).astype(np.float64)
 
 
 def sampled_charts(sums: Sums, wanted: Sequence[_SampledChart]) -> tuple[list[Chart], list[str]]:
-    """Charts of sampled figures, and the names of the figures that were not measured: these are left out."""
+    """Charts of the sampled figures that were measured, and the names of the other figures."""
     charts: list[Chart] = []
     missing = []
     for each in wanted:
@@ -431,7 +427,7 @@ def ledger_shares(sums: Sums) -> TimeChart:
 
 
 def steps_over_time(sums: Sums) -> list[Chart]:
-    """Steps and waits of all ranks by percentile, and steps per second; without what is not known."""
+    """Percentiles of steps and waits of all ranks, and steps per second, if they are known."""
     found = [
         TimeChart(
             f"{name}-percentiles",
@@ -451,7 +447,7 @@ def steps_over_time(sums: Sums) -> list[Chart]:
 
 
 def throughput(sums: Sums) -> list[Chart]:
-    """Samples and tokens per second of the training loop, summed over the ranks. One that is not known is left out."""
+    """Samples and tokens per second of the training loop, summed over the ranks, if they are known."""
     charts: list[Chart] = []
     loop = sums.of(DATA_WAIT) + sums.of(COMPUTE)
     note = "Per second of the training loop, summed over the ranks. Empty where a rank does not know it."
@@ -466,7 +462,7 @@ def throughput(sums: Sums) -> list[Chart]:
 
 
 def agent_cost(sums: Sums) -> TimeChart:
-    """What the agent itself costs, as a share of the wall clock."""
+    """The cost of the agent as a share of the wall clock."""
     wall = np.sum([sums.of(c) for c in palette.CATEGORIES], axis=0).sum(axis=0)
     curves = (
         Curve("agent thread (CPU)", palette.BLUE, _ratio(sums.all(AGENT), wall)),
@@ -479,7 +475,7 @@ _MAX_BARS: Final = 512
 
 
 def ledger_by_rank(ranks: Sequence[Rank]) -> BarChart:
-    """The ledger of each rank, over all its processes. Many ranks are put together in groups of neighbours."""
+    """The ledger of each rank, over all its processes. If there are many ranks, a bar shows a group of neighbours."""
     ledgers: dict[int, dict[str, float]] = {}
     for entry in ranks:
         own = ledgers.setdefault(entry.rank, dict.fromkeys(palette.CATEGORIES, 0.0))
@@ -504,16 +500,16 @@ _MAX_HEAT_ROWS: Final = 256
 _MAX_HEAT_CELLS: Final = 40_000
 _COLOURED_RATIO: Final = 0.98
 _FAR_ABOVE: Final = 2.0
-"""The colours of the heat map end at this quantile, if the largest figure is more than so many times as large."""
+"""The colours of the heat map end at the quantile `_COLOURED_RATIO` if the largest figure is so many times as large."""
 
 _MIN_RANKS: Final = 3
 _OUTLIER_DEVIATIONS: Final = 8.0
 _MIN_OUTLIER_RATIO: Final = 0.10
-"""A rank is odd while it differs from the median by so many times the usual difference, and by this share of it."""
+"""A rank is an outlier while it differs from the median by so many usual differences, and by this share of it."""
 
 _MIN_TIME_RATIO: Final = 0.05
 _MAX_ODD_RATIO: Final = 0.25
-"""Ranks are named that are odd for this share of the time, unless they are more than this share of all ranks."""
+"""A sentence names outliers of at least this share of the time, unless they are more than this share of all ranks."""
 
 _MIN_DIFFERENCE: Final = 2e-3
 
@@ -527,12 +523,12 @@ _SAMPLED: Final = (
 
 
 def heat_map(sums: Sums, nodes: Mapping[int, str]) -> HeatMap | None:
-    """Ranks over time. The first metric is the one in which a rank differs most from the others."""
+    """Ranks over time. The first metric is the one with the largest outlier."""
     ranks = sums.ranks
     found = [metric for metric in _metrics(sums) if np.isfinite(metric.cells).any()]
     if not found:
         return None
-    found.sort(key=lambda metric: -_oddity(metric.cells))  # stable: without an outlier, the first stays the first
+    found.sort(key=lambda metric: -_oddity(metric.cells))  # stable: without an outlier, the order stays
     size = -(-len(ranks) // _MAX_HEAT_ROWS)
     groups = [range(at, min(at + size, len(ranks))) for at in range(0, len(ranks), size)]
     note = "Each row is a rank. "
@@ -564,7 +560,7 @@ def _metrics(sums: Sums) -> list[HeatMetric]:
     ]
     for name, label, unit in _SAMPLED:
         if name == "gpu.utilization_ratio" and np.isfinite(metrics[-1].cells).any():
-            continue  # SM activity is there, which says more
+            continue  # SM activity is there, which is more exact
         cells = sums.means(name)
         low = 0.0 if unit in {RATIO, WATTS} or not np.isfinite(cells).any() else float(np.nanmin(cells))
         metrics.append(HeatMetric(name, label, unit, cells, low, 1.0 if unit == RATIO else _high(cells, 1e-9)))
@@ -581,7 +577,6 @@ def _high(cells: Figures, least: float) -> float:
 
 
 def _medians(cells: Figures) -> Figures:
-    """The median of all ranks in each bin; NaN in a bin without figures."""
     medians = np.full(cells.shape[1], np.nan)
     there = np.isfinite(cells).any(axis=0)
     medians[there] = np.nanmedian(cells[:, there], axis=0)
@@ -589,7 +584,7 @@ def _medians(cells: Figures) -> Figures:
 
 
 def _deviations(cells: Figures) -> Figures:
-    """How far each figure is from the median of all ranks at that time, in usual differences; 0 where it is close."""
+    """Distance of each figure from the median of all ranks at that time, in usual distances; 0 where it is close."""
     if len(cells) < _MIN_RANKS:
         return np.zeros(cells.shape)
     medians = _medians(cells)
@@ -601,13 +596,13 @@ def _deviations(cells: Figures) -> Figures:
 
 
 def _oddity(cells: Figures) -> float:
-    """How much the oddest rank differs, in at least a part of the time; 0 if none does."""
+    """The largest deviation of a rank in at least `_MIN_TIME_RATIO` of the time; 0 if no rank is an outlier."""
     worst = float(np.quantile(_deviations(cells), 1 - _MIN_TIME_RATIO, axis=1).max(initial=0.0))
     return worst if worst >= _OUTLIER_DEVIATIONS else 0.0
 
 
 def _outlier(metric: HeatMetric, ranks: Sequence[int], nodes: Mapping[int, str]) -> str:
-    """A sentence on the ranks that differ from the others; empty if none does, or if too many do."""
+    """A sentence about the ranks that differ from the others; empty if none does, or if too many do."""
     odd = _deviations(metric.cells) >= _OUTLIER_DEVIATIONS
     present = np.maximum(1, np.isfinite(metric.cells).sum(axis=1))
     rows = [at for at in range(len(ranks)) if odd[at].sum() / present[at] >= _MIN_TIME_RATIO]
@@ -625,7 +620,7 @@ def _outlier(metric: HeatMetric, ranks: Sequence[int], nodes: Mapping[int, str])
 
 
 def _worst_of(metric: HeatMetric, groups: Sequence[Sequence[int]]) -> HeatMetric:
-    """The metric with a row for each group: at each time, the figure that is farthest from the median of all ranks."""
+    """The metric with a row per group: at each time, the figure that is farthest from the median of all ranks."""
     median = _medians(metric.cells)
     cells = np.full((len(groups), metric.cells.shape[1]), np.nan)
     for at, group in enumerate(groups):
@@ -636,7 +631,7 @@ def _worst_of(metric: HeatMetric, groups: Sequence[Sequence[int]]) -> HeatMetric
 
 
 def _thinned(metric: HeatMetric, size: int) -> HeatMetric:
-    """The metric with fewer bins, means of ``size`` neighbours, so that the page does not get too large."""
+    """The metric with the means of ``size`` neighbouring bins, so that the page does not get too large."""
     rows, bins = metric.cells.shape
     if size == 1:
         return metric

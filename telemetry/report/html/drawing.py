@@ -26,11 +26,11 @@ _MARK_ROW: Final = 22
 _BAR_ROW: Final = 26
 _MAX_TICKS: Final = 8
 _LEFT: Final = 84
-"""Pixels of the axis of figures: the same for all, so that times stand one below the other."""
+"""Width of the axis of figures in pixels: the same in all charts, so that equal times are aligned."""
 
 
 def script() -> str:
-    """The library's own code, which the page carries along."""
+    """The code of Bokeh, which the page contains."""
     return (Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js").read_text("utf-8")
 
 
@@ -40,7 +40,7 @@ def heat_colours() -> str:
 
 
 def drawing(chart: Chart, axis: TimeAxis, marks: Sequence[Mark]) -> dict[str, Any]:
-    """A chart as the object that the page gives to the library, and the units of its figures."""
+    """A chart as the object that the page gives to Bokeh, and the unit of its figures."""
     if isinstance(chart, specs.TimeChart):
         plot, unit, factor = _time_chart(chart, axis, marks)
     elif isinstance(chart, specs.BarChart):
@@ -123,13 +123,13 @@ def _time_chart(chart: TimeChart, axis: TimeAxis, marks: Sequence[Mark]) -> tupl
 
 
 def _alone(values: Figures) -> Any:
-    """Which figures have none before and none after them: no line goes through these."""
+    """Whether a figure has no neighbour before and none after it: no line goes through it."""
     there = np.concatenate(([False], np.isfinite(values), [False]))
     return there[1:-1] & ~there[:-2] & ~there[2:]
 
 
 def _overlay(plot: Any, marks: Sequence[Mark], top: float) -> None:
-    """Mark what happened, behind the curves."""
+    """Mark stalls, hangs and phases behind the curves."""
     for kind in ("stall", "hang", "evaluation", "checkpoint"):
         own = [mark for mark in marks if mark.kind == kind and mark.end is not None]
         if own:
@@ -220,7 +220,7 @@ def _rounded(values: Any) -> Any:
 
 
 def _label_some(axis: Any, labels: Sequence[str], *, from_top: bool = False) -> None:
-    """Label some places of an axis. Of a label only the ranks are drawn: the names of nodes can be any text."""
+    """Label some places of an axis. A label is cut to its rank: the names of nodes can be any text."""
     step = max(1, len(labels) // _MAX_TICKS)
     places = {(len(labels) - at - 0.5 if from_top else at): labels[at] for at in range(0, len(labels), step)}
     axis.ticker = FixedTicker(ticks=list(places))

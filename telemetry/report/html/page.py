@@ -1,4 +1,4 @@
-"""The report of a run as one HTML page: what it says above its charts, and what is in which section."""
+"""The report of a run as one HTML page: the texts above the charts, and the contents of the sections."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ _STATES: Final = {
     run_verdict.NO_STEPS: ("No step yet", UNKNOWN),
     run_verdict.UNMEASURED: ("Measured", UNKNOWN),
 }
-"""For each kind of verdict: the state in two words, and whether it is a good one."""
+"""For each kind of verdict: the state in two words, and whether it is a good state."""
 
 _MAX_ADVICE: Final = 3
 _MAX_SNAPSHOTS: Final = 24
 _MAX_STALLS: Final = 40
 
 _COSTLY_RESTARTS: Final = 0.05
-"""From this share of the wall clock on, restarts belong to the state of a run."""
+"""From this share of the wall clock on, restarts are mentioned in the state of a run."""
 
 _BIN_INTERVALS: Final = 1.2
-"""A bin is at least so many log intervals wide, or some would be empty; but a short run gets `_MIN_BINS` of them."""
+"""The least width of a bin in log intervals, so that no bin is empty; but a short run gets `_MIN_BINS` bins."""
 
 _MIN_BINS: Final = 20
 
@@ -65,12 +65,12 @@ _FOLDER: Final = Path(__file__).parent
 _NO_MARKUP: Final = str.maketrans(
     {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 )
-"""No character is left that could end a script element."""
+"""The characters that could end a script element are escaped."""
 
 
 @dataclass(frozen=True)
 class _Card:
-    """One change: what to set, if it is a setting; the predicted factor on the steps per second, and that as text."""
+    """One advice: what to set, if it is a setting; the predicted factor on the steps per second, and that as text."""
 
     typed: str
     action: str
@@ -82,7 +82,7 @@ class _Card:
 
 @dataclass(frozen=True)
 class _Tile:
-    """One figure of the run, as text. ``note``: what it is of, or why it is absent."""
+    """One figure of the run, as text. ``note``: what it refers to, or why it is absent."""
 
     label: str
     value: str
@@ -91,7 +91,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Section:
-    """A part of the page. ``absent``: what it would show and was not measured."""
+    """A part of the page. ``absent``: figures that it would show but that were not measured."""
 
     key: str
     title: str
@@ -101,7 +101,7 @@ class _Section:
 
 
 def html_page(found: Report, recorder: RunRecorder) -> str:
-    """The report of a run as one HTML page. ``recorder``: has seen the lines of the logs."""
+    """The report of a run as one HTML page. ``recorder``: it has taken the lines of the logs."""
     recorder.finish()
     grid = recorder.grid
     grid.widen(_BIN_INTERVALS * max(map(log_interval, found.processes), default=0.0), _MIN_BINS)
@@ -163,9 +163,9 @@ def _state_of(found: Report) -> tuple[str, str]:
 
 
 def _advice_cards(found: Report) -> list[_Card]:
-    """All advice, the largest predicted speed-up first, then by the cost of the stall; each change once.
+    """Each advice once, the largest predicted speed-up first, then by the cost of the stall.
 
-    The verdict is about the processes that no later one has replaced, so advice is for their stalls.
+    The verdict is about the processes that no later one has replaced, so only advice for their stalls is shown.
     """
     cards: dict[tuple[str, str], _Card] = {}
 
@@ -193,7 +193,7 @@ def _advice_cards(found: Report) -> list[_Card]:
 
 
 def _tiles(found: Report) -> list[_Tile]:
-    """The main figures. What was not measured says so."""
+    """The main figures of the run."""
     ranks, books, attempts = found.values.ranks, found.values.job.goodput, len(found.values.job.attempts)
     loop, steps = sum(rank.loop_seconds for rank in ranks), sum(rank.steps for rank in ranks)
     wall = sum(rank.wall_seconds for rank in ranks)
@@ -214,7 +214,7 @@ def _tiles(found: Report) -> list[_Tile]:
 
 
 def _exposed_wait(finding: RunFinding) -> _Tile:
-    """The share that the verdict tells, of the same rank."""
+    """The exposed wait of the rank that the verdict is about."""
     worst = finding.worst
     if worst is None:
         return _Tile("Exposed wait", "not known" if finding.kind == run_verdict.UNKNOWN else "-")
@@ -306,7 +306,7 @@ def _stalls(values: ReportValues) -> list[Table]:
 
 
 def _hot_lines(values: ReportValues) -> list[Table]:
-    """The lines of the costliest stall of each cause."""
+    """The lines of code of the costliest stall of each cause."""
     tables: dict[str, Table] = {}
     for stall in sorted(values.stalls, key=lambda stall: -sum(stall.lost.values())):
         lines = stall.evidence.get("lines")
@@ -336,7 +336,7 @@ def _spent(values: ReportValues) -> list[Table]:
 
 
 def _unknown_sums(values: ReportValues) -> str:
-    """What of these sums is not known, and why or what to set."""
+    """The sums that are not known, and why, or which setting they need."""
     known = (("samples", values.throughput.samples), ("tokens", values.throughput.tokens))
     unknown = [f"{name} (not counted on every rank)" for name, total in known if total is None]
     if sum((values.gpu_energy_joules or {}).values()) <= 0:

@@ -32,7 +32,7 @@ CATEGORIES: Final = {
     STARTUP: LIGHT_BLUE,
     OTHER: GREY,
 }
-"""Of the ledger, from the bottom of the stack upwards."""
+"""Colours of the ledger, from the bottom of the stack upwards."""
 
 GOODPUT: Final = {
     "productive": GREEN,
@@ -58,7 +58,7 @@ TRACE: Final = {
     "CPU Exec": PURPLE,
     "Other": GREY,
 }
-"""Of the average step of a trace."""
+"""Colours of the average step of a trace."""
 
 MARKS: Final = {
     "restart": DARK_GREY,

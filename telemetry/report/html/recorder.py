@@ -1,4 +1,4 @@
-"""Gathers what the page shows over time, while the logs are read: sums by rank and time bin, and marks."""
+"""Collects the figures of the page while the logs are read: sums by rank and time bin, and marks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 class TimeGrid:
     """Sums by name, row and time bin, and sketches by name and bin, over all rows.
 
-    Bin ``i`` begins at ``i * width_seconds``, Unix time. Of too many bins, two neighbours become one.
+    Bin ``i`` begins at ``i * width_seconds``, Unix time. If there are too many bins, neighbours are merged in pairs.
 
     Args:
-        rows: how many.
-        bins: the most bins. At least half of them are used by a run that is longer than ``bins`` seconds.
+        rows: number of rows.
+        bins: largest number of bins. A run that is longer than ``bins`` seconds uses at least half of them.
     """
 
     def __init__(self, rows: int, bins: int) -> None:
@@ -42,15 +42,15 @@ class TimeGrid:
 
     @property
     def used(self) -> int:
-        """How many bins there are from the first to the last."""
+        """Number of bins from the first to the last that is used."""
         return len(self._range)
 
     def begins(self) -> list[float]:
-        """Where each of these bins begins, Unix time."""
+        """Unix time at which each used bin begins."""
         return [index * self.width_seconds for index in self._range]
 
     def bin_of(self, time: float) -> int:
-        """The bin of a Unix time. Bins are merged to make room for it."""
+        """The bin of a Unix time. Bins are merged if there is no room for it."""
         while True:
             index = int(time // self.width_seconds)
             first, end = index, index + 1
@@ -62,16 +62,16 @@ class TimeGrid:
             self._merge_pairs()
 
     def widen(self, seconds: float, least: int) -> None:
-        """Merge bins until each is so wide, as long as there remain more than ``least``."""
+        """Merge bins until each has this width, as long as more than ``least`` remain."""
         while self.width_seconds < seconds and self.used > 2 * least:
             self._merge_pairs()
 
     def add(self, name: str, row: int, index: int, value: float) -> None:
-        """Add to the sum in a bin."""
+        """Add a value to the sum in a bin."""
         self._array(name, index)[row] += np.float32(value)
 
     def spread(self, row: int, begin: float, end: float, amounts: dict[str, float]) -> None:
-        """Add amounts that were spent evenly between two Unix times."""
+        """Add amounts that are spread evenly between two Unix times."""
         self.bin_of(begin)
         last = self.bin_of(end)
         first = self.bin_of(begin)  # the end may have merged the bins
@@ -93,7 +93,7 @@ class TimeGrid:
         return found
 
     def sketches(self, name: str) -> list[Sketch | None]:
-        """The sketches of the bins, None for a bin without values."""
+        """The sketch of each bin; None for a bin without values."""
         return [self._sketches.get(name, {}).get(index) for index in self._range]
 
     def add_grid(self, other: TimeGrid, rows: Mapping[int, int]) -> None:
@@ -101,7 +101,7 @@ class TimeGrid:
 
         Args:
             other: a grid of any width and number of bins.
-            rows: its rows that are added, each with the row of this grid.
+            rows: the rows of ``other`` to add, each with the row of this grid.
         """
         for time in (other.begins()[0], other.begins()[-1]) if other.used else ():
             self.bin_of(time)
@@ -140,7 +140,7 @@ STEPS: Final = "steps"
 SAMPLES: Final = "samples"
 TOKENS: Final = "tokens"
 THROUGHPUT_OF: Final = {SAMPLES: "samples_of", TOKENS: "tokens_of"}
-"""The training loop's seconds for which samples or tokens are known."""
+"""The seconds of the training loop for which samples or tokens are known."""
 
 AGENT: Final = "agent"
 HOOKS: Final = "hooks"
@@ -156,7 +156,7 @@ _SAMPLES: Final = {
     ),
     "workers": ("workers", "ready_batches", "cpu_ratio", "runnable_ratio", "blocked_ratio"),
 }  # fmt: skip
-"""The figures of the samples that are in a chart."""
+"""The sampled figures that a chart shows."""
 
 _MAX_CELLS: Final = 1 << 18
 _MAX_BINS: Final = 512
@@ -179,7 +179,7 @@ class Phase(NamedTuple):
 
 
 class _Newest(NamedTuple):
-    """The totals of a process at its newest window. ``trained``: samples and tokens, as far as they are known."""
+    """The totals of a process at its newest window. ``trained``: samples and tokens, if they are known."""
 
     time: float
     wall: float
@@ -188,21 +188,21 @@ class _Newest(NamedTuple):
 
 
 class RunRecorder:
-    """Sees the lines while `load` reads them. Its memory does not depend on the length of the run.
+    """Takes the lines while `load` reads them. Its memory does not depend on the length of the run.
 
     Attributes:
         grid: the sums. A sample ``x`` has two: the sum of its values, ``event.x``, and their number, ``event.x#``.
-        phases: the newest evaluations and checkpoints of the rank that is read first. ``phases_seen``: all of them.
+        phases: the newest evaluations and checkpoints of the rank that is read first. ``phases_seen``: how many it had.
         rows: the row of each rank.
         ranks_left_out: ranks without a row, because there are too many.
-        cut: a log began before its first line that is left.
+        cut: whether the first lines of a log are missing.
     """
 
     def __init__(self) -> None:
         self.begin(1)
 
     def begin(self, ranks: int) -> None:
-        """Called before the first line, with the number of ranks that have a log. If called again, all begins anew."""
+        """Start with the number of ranks that have a log. A second call drops all that was taken."""
         rows = _rows_for(ranks)
         self.grid = TimeGrid(rows, max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // rows)))
         self.phases: dict[str, deque[Phase]] = {}
@@ -215,19 +215,19 @@ class RunRecorder:
         self._phases_of: int | None = None
 
     def part(self, ranks: int) -> RunRecorder:
-        """A recorder of the logs of so many ranks, for another process. It is pickled before and after its lines."""
+        """A recorder for the logs of so many ranks in another process. It is pickled before and after its lines."""
         part = RunRecorder()
         part.grid = TimeGrid(_rows_for(ranks), self.grid.bins)  # as many bins, so that it needs as many windows
         return part
 
     def add(self, part: RunRecorder) -> None:
-        """Take all that a part has seen. The part is not used any more after that."""
+        """Add all that another recorder has taken. It must not be used after that."""
         part.finish()
         rows = {theirs: self._row_of(rank) for rank, theirs in part.rows.items()}
         self.grid.add_grid(part.grid, {theirs: own for theirs, own in rows.items() if own is not None})
         self.ranks_left_out += part.ranks_left_out
         self.cut |= part.cut
-        # The logs are read by rank: of two parts, the phases of the lower rank are kept, or those of both its attempts.
+        # The logs are read by rank: the phases of the lower rank are kept, or those of both attempts of one rank.
         if part._phases_of is None:
             return
         if self._phases_of is None or part._phases_of < self._phases_of:
@@ -239,11 +239,11 @@ class RunRecorder:
                 self.phases_seen[category] = self.phases_seen.get(category, 0) + part.phases_seen[category]
 
     def spacing_seconds(self) -> float:
-        """Time between two windows, or two samples, that it needs to see."""
+        """The longest time between two windows, or two samples, that the charts need."""
         return self.grid.width_seconds / _WINDOWS_PER_BIN
 
     def take(self, line: dict[str, Any], log: ProcessLog) -> None:
-        """Take a line of a process, which `load` has taken in already."""
+        """Take a line of a process that `load` has already added to its log."""
         event = str(line.get("event"))
         if event == "phase":
             self._take_phase(line, log)
@@ -264,7 +264,7 @@ class RunRecorder:
                 self._add_window(line, id(log), row, time)
 
     def finish(self) -> None:
-        """Take the newest window of each process, if it was left out."""
+        """Add the newest window of each process if it was left out."""
         for process, (line, row, time) in list(self._left_out.items()):
             self._add_window(line, process, row, time)
 
@@ -289,7 +289,7 @@ class RunRecorder:
         added = {name: value - before.sums[name] for name, value in sums.items()}
         begin = time - (now.wall - before.wall)  # the clock may have been stepped since
         if begin >= time or begin < _EARLIEST or min(added.values()) < -1e-3:
-            return  # nothing new, or damaged
+            return  # no progress, or damaged
         for name, count in trained.items():
             more = count - before.trained.get(name, count + 1)
             if more >= 0:
@@ -325,4 +325,4 @@ class RunRecorder:
 
 
 def _rows_for(ranks: int) -> int:
-    return max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # some, for processes that change their rank
+    return max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # with some for processes that change their rank
