@@ -1,4 +1,4 @@
-"""Accounting of one rank: from the spans in the ring to the ledger, the steps and the exposed wait."""
+"""Turns the spans of one rank's ring into the ledger, the steps and the exposed wait."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 
 # -- the ledger: turns spans of the training thread into seconds by category, steps and phases -------------------------
-# The ledger has one current category and only moves forward. Each instant is booked once. So the categories always add
-# up to the time since the start, with any spans. What is booked stays booked: no category ever decreases.
+# It has one current category and only moves forward. It books each instant once, and never takes anything back. So the
+# categories always add up to the time since the start, whatever the spans are.
 
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
 
 _NEAR_BOUNDARY: Final = 8
-"""The workers of an epoch start one by one and end one by one. So this many batches after the first, and before the
-end, may be late because of the epoch boundary."""
+"""The workers of an epoch start and end one by one. So this many batches after its first, and before its end, may be
+late because of the epoch boundary."""
 
 Span = tuple[int, int, str, str, bool, bool, bool, bool]
 """start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch, stopped
-the workers of an iteration that was left."""
+the workers of an iteration that was left"""
 
 
 class Ledger:
     """Turns spans into seconds by category, closed steps and closed phases.
 
     Args:
-        start_ns: monotonic stamp at which the time starts.
+        start_ns: monotonic stamp of the start.
 
     Attributes:
         batches: training batches that have come. ``dropped_steps``: steps that ended in a stretch of dropped spans.
@@ -71,31 +71,31 @@ class Ledger:
         self.batches = 0
         self.dropped_steps = 0
         self.last_step_ns: int | None = None
-        # The wait for the first batch of the run, and the waits at later epoch boundaries: an iteration that ends or is
-        # left, one that begins, and its first batch. As in the data wait, waits in progress are included.
+        # Waits for the first batch of the run, and waits at later epoch boundaries: an iteration ends, is left or
+        # begins, or its first batch comes. Both include a wait in progress.
         self.first_wait_ns = 0
         self.boundary_wait_ns = 0
         self.epoch_boundaries = 0
         self.iterations_left = 0
-        # How much longer the batches next to the boundaries were waited for than those in mid-epoch.
+        # How much longer the batches next to boundaries took to come than batches in mid-epoch.
         self.near_boundary_wait_ns = 0
         self._epoch = _Epoch()
         self._at_boundary = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
-        self._waiting_at_ns: int | None = None  # from here on, `advance` has booked a wait whose span comes later
+        self._waiting_at_ns: int | None = None  # `advance` has booked a wait from here on; its span comes later
         self._dropped: DroppedSpans | None = None
         self._open = False
         self._wait_ns = 0
         self._compute_ns = 0
-        self._checkpoint = False  # whether a checkpoint was written in the open step
-        self._before_dropped = (0, 0, False)  # the open step's wait, compute and checkpoint, before spans were dropped
+        self._checkpoint = False  # whether the open step has written a checkpoint
+        self._before_dropped = (0, 0, False)  # the open step's wait, compute and checkpoint before spans were dropped
         self._phase_start_ns: int | None = None
         self._phases: list[PhaseSpan] = []
         self._steps: list[Step] = []
 
     def fold(self, spans: Iterable[Span | DroppedSpans]) -> None:
-        """Book spans, in the order in which they happened."""
+        """Book spans in the order in which they happened."""
         for span in spans:
             if isinstance(span, DroppedSpans):
                 self._fold_dropped(span)
@@ -121,14 +121,13 @@ class Ledger:
     def fold_steps(self, spans: Sequence[tuple[int, int, int, object]]) -> int:
         """Book ordinary spans: each ends a step and is the wait of the next one, in mid-epoch.
 
-        Nearly all spans are of this kind. `fold` books the same, but takes six times as long.
+        `fold` can book them, too, but takes six times as long, and nearly all spans are of this kind.
 
         Args:
-            spans: start and end of each; the rest is not used.
+            spans: the start and end of each; the rest is not used.
 
         Returns:
-            How many were booked: none if the ledger does not compute in mid-epoch, and none after one that begins too
-            early. `fold` books any.
+            How many were booked: none unless the ledger computes in mid-epoch, none after one that begins too early.
         """
         if not spans or not self._computes_until(spans[0][0]):
             return 0
@@ -154,7 +153,7 @@ class Ledger:
         return len(waits)
 
     def _computes_until(self, stamp: int) -> bool:
-        """Whether a step is open in mid-epoch, and all that was booked since its newest span is compute."""
+        """Whether a step is open in mid-epoch, and everything booked since its newest span is compute."""
         return (
             self._open
             and self._span_category == COMPUTE
@@ -168,8 +167,8 @@ class Ledger:
     def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
         """Book the time up to now. If a request is in progress since ``waiting_since_ns``, book it as data wait.
 
-        If the span of the request has been folded meanwhile, it is not booked again. The request may have begun before
-        the newest booked time: right after the last call had checked for one.
+        A request whose span has already been folded is not booked again. The request may begin before the newest booked
+        time, if it began just after the last call had looked for one.
         """
         if waiting_since_ns > 0 and waiting_since_ns >= self._span_at_ns:
             self._book(waiting_since_ns)
@@ -185,12 +184,12 @@ class Ledger:
 
     @property
     def step_is_open(self) -> bool:
-        """Whether a step has begun and not ended. At the end of a run this is a step that was left with ``break``."""
+        """Whether a step has begun and not ended. At the end of a run, ``break`` has left such a step."""
         return self._open
 
     @property
     def open_step_seconds(self) -> float:
-        """Training-loop seconds of the open step so far; 0.0 without one."""
+        """Seconds of the open step in the training loop so far; 0.0 without one."""
         if not self._open:
             return 0.0
         booked = self._wait_ns + self._compute_ns
@@ -199,7 +198,7 @@ class Ledger:
 
     @property
     def at_epoch_boundary(self) -> bool:
-        """Whether an iteration has ended or begun, and no batch of the next iteration has come yet."""
+        """Whether an iteration has ended or begun, and the next batch has not come yet."""
         return self._at_boundary
 
     @property
@@ -208,7 +207,7 @@ class Ledger:
         return bool(self._phases)
 
     def take_phases(self) -> list[PhaseSpan]:
-        """The evaluations and checkpoints closed since the last call."""
+        """The evaluations and checkpoints that closed since the last call."""
         phases, self._phases = self._phases, []
         return phases
 
@@ -222,7 +221,7 @@ class Ledger:
         return (self.at_ns - self.start_ns) / NS
 
     def _book(self, stamp: int) -> None:
-        """Book the time up to a stamp as the current category. Time before an earlier stamp is booked already."""
+        """Book the time up to a stamp as the current category. An earlier stamp books nothing."""
         passed = stamp - self.at_ns
         if passed > 0:
             self.at_ns = stamp
@@ -233,10 +232,10 @@ class Ledger:
                 self.boundary_wait_ns += passed
 
     def _pass(self, stamp: int) -> None:
-        """Advance to a stamp of a span: in the ledger, and in the open step.
+        """Advance the ledger and the open step to a span's stamp.
 
-        The step has its own cursor. `advance` may have booked the first part of a wait already, before it was known
-        that a new step begins with it.
+        The step has its own cursor, because `advance` may have booked the start of a wait before it was known that a
+        new step begins with it.
         """
         self._book(stamp)
         passed = stamp - self._span_at_ns
@@ -249,7 +248,7 @@ class Ledger:
             self._compute_ns += passed
 
     def _fold_dropped(self, dropped: DroppedSpans) -> None:
-        """Book the sums of a stretch of dropped spans. If it has grown since the last time, book the new part."""
+        """Book the sums of dropped spans. If the stretch has grown since the last call, book only the new part."""
         before = self._dropped
         if before is not None and (dropped.stretch, dropped.end_ns) <= (before.stretch, before.end_ns):
             return
@@ -285,10 +284,10 @@ class Ledger:
         self._span_at_ns, self._waiting_at_ns, self._dropped = dropped.end_ns, None, dropped
 
     def _book_owed(self, owed: dict[str, int], stamp: int, *, first_batch: bool) -> None:
-        """Book the time up to a stamp, to each category the time that it is owed.
+        """Book the time up to a stamp, to each category what it is owed.
 
-        A category may be owed a negative time, if time was booked to it that belongs to another one. It keeps that
-        time, and the other categories get less.
+        A category is owed a negative time if it was booked time of another one. It keeps that time, and the others get
+        less.
         """
         left = max(0, stamp - self.at_ns)
         given = {category: max(0, amount) for category, amount in owed.items()}
@@ -304,7 +303,7 @@ class Ledger:
             self.first_wait_ns += given[DATA_WAIT]
 
     def _count_boundary(self, waited: int, *, batch: bool) -> None:
-        """A request has ended. If it brought no batch, it has ended an iteration or begun one."""
+        """Count a request that has ended. If it brought no batch, an iteration has ended or begun."""
         if self.batches and not batch and not self._at_boundary:
             self.boundary_wait_ns += waited  # this was not known before
             self.epoch_boundaries += 1
@@ -315,7 +314,7 @@ class Ledger:
         self._at_boundary = not batch
 
     def _count_left(self, waited: int) -> None:
-        """An iteration was left, which is a boundary. The next batch may come from another loader, in mid-epoch."""
+        """Count an iteration that was left as a boundary. The next batch may come from another loader, in mid-epoch."""
         self.iterations_left += 1
         self._epoch = _Epoch()  # an epoch that was left has no last batches
         if not self._at_boundary:
@@ -341,7 +340,7 @@ class Ledger:
 
 
 class _Epoch:
-    """The waits for the batches of one epoch, without the first batch, whose wait is at the boundary."""
+    """The waits for the batches of one epoch. The first batch is left out, because it waits at the boundary."""
 
     __slots__ = ("_batches", "_first", "_last", "_total_ns")
 
@@ -351,7 +350,6 @@ class _Epoch:
         self._last: deque[int] = deque(maxlen=_NEAR_BOUNDARY)
 
     def add(self, waited_ns: int) -> None:
-        """The next batch has come."""
         self._batches += 1
         self._total_ns += waited_ns
         self._last.append(waited_ns)
@@ -359,7 +357,6 @@ class _Epoch:
             self._first.append(waited_ns)
 
     def add_all(self, waited_ns: Sequence[int]) -> None:
-        """Some batches have come."""
         self._batches += len(waited_ns)
         self._total_ns += sum(waited_ns)
         self._last.extend(waited_ns[-_NEAR_BOUNDARY:])
@@ -367,7 +364,7 @@ class _Epoch:
             self._first += waited_ns[: _NEAR_BOUNDARY - len(self._first)]
 
     def extra_wait_ns(self) -> int:
-        """How much longer batches next to the boundaries were waited for than as many in mid-epoch; may be negative."""
+        """How much longer batches next to boundaries took than as many in mid-epoch; may be negative."""
         near = min(_NEAR_BOUNDARY, self._batches // 4)
         if not near:
             return 0
@@ -379,16 +376,16 @@ class _Epoch:
 # -- turns steps into distributions: the histogram of the run, and the sketches of a window ----------------------------
 
 _LATE: Final = 3.0
-"""A wait is late from this many times the median of the steps that were read together with it."""
+"""A wait is late from this many times the median of the steps read with it."""
 
 
 _SHORT_WAIT: Final = 0.001
-"""Seconds. A shorter wait means that the batch was ready."""
+"""Seconds. After a shorter wait, the batch was ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """The steps of one window."""
+    """The steps of one window of the log."""
 
     steps: int
     step: Sketch
@@ -399,7 +396,7 @@ class StepStats:
     """Adds steps to the run's histogram and to the window in progress.
 
     Args:
-        bounds: upper bounds of the histogram's buckets, seconds.
+        bounds: upper bounds of the histogram's buckets, in seconds.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -409,9 +406,9 @@ class StepStats:
         self._wait_counts = [0] * (len(self._wait_bounds) + 1)
         self._sum = self._wait_sum = 0.0
         self.steps = 0
-        # Waits that are much longer than those around them: single batches are late.
+        # Waits of single late batches: they are much longer than the waits around them.
         self.outlier_wait_seconds = 0.0
-        # Steps in which a checkpoint was written, and their compute.
+        # Steps that wrote a checkpoint, and their compute.
         self.checkpoint_steps = 0
         self.checkpoint_steps_compute_seconds = 0.0
         self.run_step = Sketch()
@@ -449,11 +446,11 @@ class StepStats:
         return Histogram(self._bounds, tuple(self._counts), self._sum)
 
     def wait_histogram(self) -> Histogram:
-        """The waits of the run's steps so far. Waits may be short, so there is one more bucket for short ones."""
+        """The waits of the run's steps so far, with one more bucket for short ones."""
         return Histogram(self._wait_bounds, tuple(self._wait_counts), self._wait_sum)
 
     def durations(self) -> Sketch:
-        """The durations of the run's steps so far, including the window in progress."""
+        """The durations of the run's steps so far, with the window in progress."""
         sketch = Sketch()
         for part in (self.run_step, self._step):
             sketch.merge(part.counts.items(), part.largest)
@@ -466,16 +463,16 @@ class StepStats:
         return window
 
     def commit(self, window: StepWindow) -> None:
-        """Add a window to the sketches of the run, after it was written to the log."""
+        """Add a window to the sketches of the run, after the log has it."""
         self.run_step.merge(window.step.counts.items(), window.step.largest)
         self.run_wait.merge(window.wait.counts.items(), window.wait.largest)
 
 
 class ExposedWait:
-    """The run's exposed wait, measured with the host's clock or the GPU's.
+    """The run's exposed wait, measured with the host's or the GPU's clock.
 
-    On the GPU only some waits are timed. For the waits between two readings, the exposed share is taken from those that
-    were timed. Every wait at an epoch boundary is timed and counted exactly.
+    On the GPU only some waits are timed. The waits between two readings take the exposed share of the timed ones. Every
+    wait at an epoch boundary is timed and counted exactly.
     """
 
     def __init__(self) -> None:
@@ -485,17 +482,17 @@ class ExposedWait:
         self._seen = (0.0, 0.0, 0.0, 0.0)
 
     def host(self, data_wait_seconds: float) -> None:
-        """On a CPU: every second of waiting is exposed. ``data_wait_seconds``: the ledger's value so far."""
+        """Count all waiting as exposed, as on a CPU. ``data_wait_seconds``: the ledger's value so far."""
         self.seconds = (self.seconds or 0.0) + max(0.0, data_wait_seconds - self._wait)
         self._wait = data_wait_seconds
 
     def absent(self, data_wait_seconds: float) -> None:
-        """Nothing can be measured. From now on the run has no value, because a part of it would be missing."""
+        """Give up the value for the rest of the run, because a part of it cannot be measured."""
         self.seconds = None
         self._wait = data_wait_seconds
 
     def gpu(self, data_wait_seconds: float, sampled: tuple[float, float], exact: tuple[float, float]) -> None:
-        """On a GPU. ``sampled``, ``exact``: (exposed, host wait) seconds so far, of timed steps and of boundaries."""
+        """Add what the GPU's clock has timed so far: (exposed, host wait) seconds of timed steps and boundaries."""
         exposed, waited, exact_exposed, exact_waited = (*sampled, *exact)
         seen_exposed, seen_waited, seen_exact_exposed, seen_exact_waited = self._seen
         self._pending += max(0.0, data_wait_seconds - self._wait)
@@ -512,32 +509,31 @@ class ExposedWait:
         self._seen = (exposed, waited, exact_exposed, exact_waited)
 
 
-# -- accounting of one rank: from the spans in the ring to the ledger, the steps and the exposed wait ------------------
+# -- the accounting ----------------------------------------------------------------------------------------------------
 
 _CHUNK: Final = 32
-"""Spans that are folded at a time. That takes at most 0.2 ms, and then the training thread gets its turn. With steps of
-40 µs there are thousands of spans in the ring at a tick."""
+"""So many spans are folded at a time. That takes at most 0.2 ms, and then the training thread gets its turn. With steps
+of 40 µs, the ring has thousands of spans at a tick."""
 
 _LONG_AGO_NS: Final = NS // 2
 _UNSEEN_STEPS: Final = 16
-"""After this many optimizer steps without a batch, the batches are assumed to come in another way, if another thread
-requests batches meanwhile, or no step is open: the iteration has ended. Many algorithms step more than once for a
-batch, but not for one of an iteration that is over."""
+"""After this many optimizer steps without a batch, batches are assumed to come in another way if another thread
+requests batches, or if the iteration has ended and no step is open. Many algorithms step more than once for a batch,
+but not for a batch of a finished iteration."""
 
 _LEFT_STEPS: Final = 256
-"""The same number if the iteration was left before its end, as by ``next(iter(loader))``: its last batch may be in use
-for longer."""
+"""The same limit for an iteration that was left early, as by ``next(iter(loader))``. Its last batch may stay in use for
+longer."""
 
 
 class Accounting:
-    """Used only by the agent thread.
+    """Turns the ring of one rank into figures. Only the agent thread uses it.
 
     Attributes:
-        samples: how many samples and tokens the training took.
-        ledger: seconds by category. ``stats``: step durations. ``exposed``: exposed wait.
+        samples: counts the samples and tokens that the training took.
         updated_ns: everything before this stamp is counted.
-        exposed_source: source of the exposed wait: ``host``, ``cuda_events`` (or events of another device), or None if
-            it cannot be measured. Then ``exposed_absent`` gives the reason.
+        exposed_source: what measures the exposed wait: ``host``, ``cuda_events`` or another device's events. None: it
+            cannot be measured, and ``exposed_absent`` is the reason.
     """
 
     def __init__(
@@ -558,14 +554,14 @@ class Accounting:
         self.samples = SampleCounter()
         self.steps_without_optimizer = 0
         self._batches_seen = 0
-        self._at_batch = (0, 0)  # optimizer steps, and requests on other threads, when the newest batch came
+        self._at_batch = (0, 0)  # optimizer steps, and other threads' requests, when the newest batch came
 
     def update(self) -> None:
         """Count everything up to now."""
         tracker, ring = self._tracker, self._tracker.ring
         with self._errors.contained("ledger"):
-            # In this order, and before the ring is emptied. If a request is in progress here, it was in progress at
-            # ``now``, or its span is in the ring. The entries before ``head`` show whether ``lost`` comes after them.
+            # This order matters, and all of it comes before the ring is emptied. A request in progress here was already
+            # in progress at ``now``, or its span is in the ring. ``head`` shows whether ``lost`` comes after it.
             ended = self.samples.ended
             stepped, optimizers = tracker.optimizer_steps, tracker.resume.optimizers
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
@@ -591,11 +587,11 @@ class Accounting:
             self._errors.note("hook", tracker.last_error or "unknown", count=new)
 
     def _fold(self, taken: list[Entry]) -> None:
-        """Book entries. Nearly always all of them are ordinary batches."""
+        """Book entries of the ring. Nearly always all of them are ordinary batches."""
         ledger = self.ledger
         ordinary = next((place for place, entry in enumerate(taken) if entry[2] != STEP), len(taken))
         booked = ledger.fold_steps(taken[:ordinary])
-        if not booked:  # a wait was in progress at the end of the last reading
+        if not booked:  # the last reading ended during a wait
             ledger.fold(spans(taken[:1]))
             booked = 1 + ledger.fold_steps(taken[1:ordinary])
         ledger.fold(spans(taken[booked:]))
@@ -606,18 +602,17 @@ class Accounting:
         return steps
 
     def keep_up(self) -> None:
-        """Call `update` if the last call was long ago: something took long, and the ring fills meanwhile."""
+        """Call `update` if the last call was long ago, because the ring fills during long work."""
         if now_ns() - self.updated_ns > _LONG_AGO_NS:
             self.update()
 
     def close(self) -> None:
-        """The run has ended."""
-        # A step that was left with ``break`` counts as a step. It is not known when it ended, so it has no duration.
+        """Count a step that ``break`` has left. It gets no duration, because nobody saw its end."""
         self.stats.steps += self.ledger.step_is_open
 
     @property
     def phase_has_ended(self) -> bool:
-        """Whether a phase has ended that nobody has taken yet."""
+        """Whether `take_named_phases` or the ledger has a phase to return."""
         return self.ledger.phase_has_ended or bool(self._tracker.phases)
 
     def take_named_phases(self) -> Iterator[PhaseSpan]:
@@ -640,20 +635,20 @@ class Accounting:
 
     @property
     def no_batch_seen(self) -> bool:
-        """Whether the hooks have seen no batch request at all. Then nothing is known about waiting."""
+        """Whether the hooks have seen no batch request at all. Then waiting is unknown."""
         return 0 < self.unseen_steps >= self.steps_total
 
     @property
     def unseen_steps(self) -> int:
-        """Steps before which no batch was requested on the training thread."""
+        """Steps before which the training thread requested no batch."""
         return self._tracker.unseen_steps
 
     def trained_samples(self) -> int | None:
-        """Samples that the training took; None if that is not known."""
+        """Samples that the training took; None if unknown."""
         return None if self.unseen_steps else self.samples.samples
 
     def tokens(self) -> int | None:
-        """Tokens that the training took; None if that is not known. The script knows better than its batches."""
+        """Tokens that the training took; None if unknown. What the script reports counts more than its batches."""
         told = self._tracker.tokens_told
         return None if told is None and self.unseen_steps else self.samples.tokens(told)
 
@@ -663,7 +658,7 @@ class Accounting:
         return None if self.no_batch_seen else self.exposed.seconds
 
     def _look_for_batches(self, waiting_since: int) -> None:
-        """Detect that the batches now come in another way: from another thread, or an object that is not hooked."""
+        """Find out whether batches now come in another way: from another thread, or from an object without hooks."""
         tracker, ledger = self._tracker, self.ledger
         now = (tracker.optimizer_steps, tracker.requests_elsewhere)
         in_loop = tracker.stepping or tracker.between_loops
@@ -687,7 +682,7 @@ class Accounting:
         if clock is None or absent is not None:
             self.exposed_source, self.exposed_absent = None, absent
             self.exposed.absent(waited)
-        elif self.exposed_absent is None:  # if a part is missing, the run has no value any more
+        elif self.exposed_absent is None:  # a run that misses a part never has a value again
             self.exposed_source = f"{device}_events"
             (sampled, sampled_wait), (boundary, boundary_wait) = clock.sampled_ns, clock.boundary_ns
             self.exposed.gpu(waited, (sampled / NS, sampled_wait / NS), (boundary / NS, boundary_wait / NS))
@@ -704,6 +699,6 @@ def spans(entries: Iterable[Entry]) -> Iterator[Span | DroppedSpans]:
 
 @cache
 def _decoded(code: int) -> tuple[str, str, bool, bool, bool, bool]:
-    """The category during a span and after it, and its flags, as `Span` has them."""
+    """The category during a span, the category after it, and its flags, as in `Span`."""
     flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS)), bool(code & LEAVES)
     return (CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)

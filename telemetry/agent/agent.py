@@ -57,19 +57,19 @@ if TYPE_CHECKING:
 
 
 # -- skips ticks while nothing changes ---------------------------------------------------------------------------------
-# While no stall is open and the loop goes on as before, every second tick is skipped; after a while, four of five, or
-# fewer if `stall_window_seconds` is short. The ring is emptied nevertheless. If it shows that the training thread lost
-# more time in the last second than before, or ended no step, the tick is not skipped. So a new stall is seen as early
-# as with every tick. What only samples show (GPU clocks, other ranks) is seen at most four intervals later.
+# While no stall is open and the loop goes on as before, every second tick is skipped; after a while four of five, or
+# fewer if `stall_window_seconds` is short. The ring is still emptied. A tick is not skipped if the ring shows that the
+# training thread lost more time in the last second than before, or ended no step. So a new stall is seen as early as
+# with every tick. What only samples show (GPU clocks, other ranks) is seen at most four intervals later.
 
 _MIN_INTERVAL_SECONDS: Final = 0.5
 _MAX_INTERVAL_SECONDS: Final = 1.0
-"""With other intervals no tick is skipped. With longer ones a scrape would be older than 5 s. A user who sets shorter
-ones wants the samples."""
+"""With longer intervals no tick is skipped, because a scrape would be older than 5 s. Shorter intervals below the
+minimum skip none either: a user who sets them wants the samples."""
 
 _MAX_SKIPPED: Final = 4
 _LONG_CALM: Final = 20
-"""So many ticks in a row are skipped after so many calm ones; before, one. Prometheus scrapes every 15 s or less often.
+"""After this many calm ticks, this many in a row are skipped; before, one. Prometheus scrapes every 15 s or less often.
 The log has a line every 10 s: with four it comes with every second tick. `make bench` measures the CPU time with it:
 "CPU at 1 Hz" in `benchmarks/results/overhead-*.md`."""
 
@@ -82,31 +82,31 @@ class TickPace:
 
     Args:
         config: interval and ratios.
-        accounting: up to date at every call, even if the tick before was skipped.
+        accounting: must be up to date at every call, also after a skipped tick.
 
     Attributes:
-        intervals: how many intervals the newest tick that was not skipped comes after the one before.
+        intervals: how many intervals lie between the last two ticks that were not skipped.
     """
 
     def __init__(self, config: Config, accounting: Accounting) -> None:
         self._accounting = accounting
         self._possible = _MIN_INTERVAL_SECONDS < config.interval_seconds <= _MAX_INTERVAL_SECONDS
-        # A stall must be seen within its window, which has to have several ticks.
+        # A stall must be seen within its window, so the window has to have several ticks.
         self._max_skipped = min(_MAX_SKIPPED, int(config.stall_window_seconds / (2 * config.interval_seconds)))
         self._max_rise = config.stall_exit_ratio
         self._lost_ratio = self._lost_before = 0.0
         self._trains = False
-        self._risen: tuple[int, float] | None = None  # since the ratio rose: calm ticks until then, and the ratio then
-        self._skipped = self._calm = 0  # in a row
+        self._risen: tuple[int, float] | None = None  # calm ticks before the ratio rose, and the ratio then
+        self._skipped = self._calm = 0  # ticks in a row
         self.intervals = 1
         self._at_last = (0, 0, 0, 0)
 
     def skips(self, *, busy: bool, wanted: bool = False) -> bool:
-        """Whether to skip the tick that is due. Must be called for each tick, after `Accounting.update`.
+        """Whether to skip the tick that is due. Call it for each tick, after `Accounting.update`.
 
         Args:
-            busy: whether something must be followed, such as an open stall.
-            wanted: whether there is a line for the log. Then no second tick in a row is skipped.
+            busy: something must be followed, such as an open stall.
+            wanted: there is a line for the log. Then a second tick in a row is not skipped.
         """
         before, now = self._at_last, self._newest()
         self._at_last = now
@@ -119,7 +119,7 @@ class TickPace:
         return skips
 
     def _count(self, *, calm: bool, busy: bool) -> None:
-        """Count calm ticks in a row. A rise that is over again, as on a busy machine, does not end a long calm."""
+        """Count calm ticks in a row. A rise that has passed, as on a busy machine, does not end a long calm."""
         if busy or not self._trains:
             self._calm, self._risen = 0, None
         elif not calm:
@@ -131,7 +131,7 @@ class TickPace:
                 self._calm, self._risen = self._calm + self._risen[0], None
 
     def _newest(self) -> tuple[int, int, int, int]:
-        """Nanoseconds, nanoseconds of compute, nanoseconds of waiting, and steps, over the run so far."""
+        """Nanoseconds, compute nanoseconds, wait nanoseconds, and steps of the run so far."""
         ledger = self._accounting.ledger
         return (ledger.at_ns, ledger.ns[COMPUTE], ledger.ns[DATA_WAIT], self._accounting.steps_total)
 
@@ -144,21 +144,21 @@ class TickPace:
         return self._trains and self._lost_ratio <= self._lost_before + self._max_rise
 
 
-# -- between ticks -----------------------------------------------------------------------------------------------------
-# What the agent thread does between two ticks: it sleeps, and takes samples of threads of this process.
+# -- between ticks: the agent thread sleeps, and samples threads of this process ---------------------------------------
 
 
 class BetweenTicks:
-    """Used by the agent thread. Any thread may end the wait.
+    """Waits between two ticks on the agent thread. Any thread may end the wait.
 
     Args:
         interval_seconds: time between two ticks.
-        stalls: knows how often the training thread is sampled.
-        threads: samples the training thread in a job of several ranks. ``lines``: while a stall is open.
+        stalls: decides how often the training thread is sampled.
+        threads: samples the training thread in a job of several ranks.
+        lines: samples it while a stall is open.
         errors: counts samples that failed.
 
     Attributes:
-        turns: is told how late the agent thread wakes.
+        turns: counts how late the agent thread wakes.
     """
 
     def __init__(
@@ -175,25 +175,25 @@ class BetweenTicks:
         self._lines = lines
         self._errors = errors
         self.turns = GilTurns()
-        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
+        self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
         self._wake = Wake()
 
     def end(self) -> None:
-        """End this wait and all later ones: the agent stops."""
+        """End this wait and all later ones, because the agent stops."""
         self._wake.set()
 
     def wait_until(self, stamp: int, *, alone: bool) -> None:
-        """Sleep until ``stamp``, and take samples meanwhile if there are several ranks or a stall is open.
+        """Sleep until ``stamp``. Take samples meanwhile if there are several ranks or a stall is open.
 
         Args:
             stamp: monotonic nanoseconds.
-            alone: whether this is the only rank of the job.
+            alone: this is the only rank of the job.
         """
         lines = self._lines
-        if lines.sampling:  # a tick may take long where C calls hold the GIL, and the code that does so must be seen
+        if lines.sampling:  # C calls that hold the GIL make ticks long, and their code must still be sampled
             stamp = max(stamp, now_ns() + int(self._interval_seconds / 2 * NS))
         while not self._wake.is_set() and (left := (stamp - now_ns()) / NS) > 0:
-            # At random intervals: steps of the training may have the same length as a fixed interval.
+            # At random intervals, because the training's steps may have the same length as a fixed interval.
             apart = self._stalls.sample_seconds * (0.5 + self._random.random())
             gap = lines.gap()
             wait = min(left, gap) if alone else min(left, gap, apart)
@@ -213,48 +213,49 @@ class BetweenTicks:
             self.turns.end()
 
 
-# -- the agent: its parts, its start, its thread, and its end in bounded time ------------------------------------------
+# -- the agent ---------------------------------------------------------------------------------------------------------
 
 _LEAD_SECONDS: Final = 1.0
-"""Time between two readings of the ring, and two checks whether a rank serves the node. It does not depend on the
-sampling interval. A dead serving rank is replaced in 3 s."""
+"""Time between two readings of the ring, and between two checks whether a rank serves the node. It does not depend on
+the sampling interval. A dead serving rank is replaced in 3 s."""
 
 _RANK_SECONDS: Final = 0.9
-"""Minimum time between two readings of the node's ranks and of torch.distributed: they are read about once a second."""
+"""Minimum time between two readings of the node's ranks and of torch.distributed: about one a second."""
 
 _PUBLISH_SECONDS: Final = 2.0
-"""If two ticks are closer than this, only one of them publishes the state. Publishing is 40 % of the cost of a tick,
-and Prometheus scrapes only once in many seconds."""
+"""Of two ticks that are closer than this, only one publishes the state. Publishing is 40 % of the cost of a tick, and
+Prometheus scrapes only once in many seconds."""
 
 _STOP_SECONDS: Final = 2.0
-"""The most that ``stop`` takes: for a tick in progress, the end of the log, and then for what others still do: the
-user's callback, which may have just been called, the sinks, and the export of a snapshot."""
+"""``stop`` takes at most this long: for a tick in progress, the end of the log, and then the user's callback, the sinks
+and the export of a snapshot."""
 
 _CLOSE_SECONDS: Final = 0.2
-"""The part of it that is left for closing files and leaving the board."""
+"""``stop`` keeps this part for closing files and leaving the board."""
 
 
 class Agent:
-    """The agent of one training process. `telemetry.start` makes it. Its parts are made in order of their dependencies.
+    """The agent of one training process. `telemetry.start` makes it.
 
     Attributes:
         run_dir: the run folder.
         identity: run, rank, node and so on.
         errors: the failures of the agent's own parts.
-        tracker: state of the training thread. ``attachment``: places the hooks that update it.
-        accounting: ledger, steps and exposed wait. ``overhead``: the cost of the agent.
-        attempt: what the log tells of this attempt of the run. ``figures``: the newest figures, and the sinks.
-        event_log: writes the log.
-        snapshots: takes traces. ``job_hang``: why the whole job hangs.
-        running: whether it was started and not stopped.
-        trial: the trial of ``telemetry tune`` that this process is; None in any other run.
+        tracker: the state of the training thread. ``attachment`` places the hooks that update it.
+        overhead: the cost of the agent.
+        attempt: what the log and the heartbeat need about this attempt.
+        figures: the newest figures, and the sinks.
+        snapshots: takes traces.
+        job_hang: finds out why the whole job hangs.
+        running: whether the agent has started and not stopped.
+        trial: the trial of ``telemetry tune`` in this process; None in any other run.
     """
 
     def __init__(self, config: Config) -> None:
         start_ns = now_ns()
         self.config = config
         self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
-        # An absolute path: the script may change its working folder, and a rotated log must not move.
+        # Absolute: the script may change its working folder, and a rotated log must not move.
         self.run_dir = absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
         self.errors = ErrorLog()
         self._membership = Membership(self.identity, self.errors)
@@ -355,9 +356,9 @@ class Agent:
             config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, self.errors
         )
         self._ended = False
-        self._last_words = ""  # the last line, once the run has ended
-        self._deadline_ns = 0  # of `stop`
-        self._published = False  # at the newest tick
+        self._last_words = ""  # the run's last line, once it has ended
+        self._deadline_ns = 0  # for `stop`
+        self._published = False  # whether the newest tick published
         self._skipped = False
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -382,7 +383,7 @@ class Agent:
         with self.errors.contained("endpoint"):
             self._publish()
         shown = self.identity
-        self._settle_rank()  # if two ranks start at the same moment, one of them sees the other by now
+        self._settle_rank()  # if two ranks start at the same moment, one of them sees the other here
         with self.errors.contained("endpoint"):
             if self.identity != shown:
                 self._publish()
@@ -392,14 +393,14 @@ class Agent:
         logged = self.event_log.start()
         atexit.register(self._stop_at_exit)
         if self.config.patch:
-            for name in ("execv", "execve"):  # which all of `os.exec*` call
+            for name in ("execv", "execve"):  # all of `os.exec*` call these
                 self._exec.replace(os, name, self._stopping_first)
         self._thread.start()
         if self.config.start_line and self.identity.local_rank == 0:
             self._say_start(logged=logged)
 
     def stop(self) -> None:
-        """Undo every patch, write what is left, end the threads. Returns within a few seconds in any case."""
+        """Undo every patch, write the rest, and end the threads. Always returns within a few seconds."""
         if not self.running or os.getpid() != self._pid:
             return
         self._deadline_ns = now_ns() + int(_STOP_SECONDS * NS)
@@ -434,33 +435,33 @@ class Agent:
         try:
             self.stop()
         except BaseException:
-            # Of a signal handler. The script has ended and catches nothing: Python would print it with our frames.
+            # A signal handler raised this. The script has ended and catches nothing: Python would print our frames.
             self._end()
 
     def _stopping_first(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stop before this process executes another program: `atexit` is not called then."""
+        """Stop before this process executes another program, because `atexit` is not called then."""
 
         @functools.wraps(original)
         def execute(*args: Any, **kwargs: Any) -> Any:
             try:
-                # A forked child has a copy of this, with an agent that does not run. `os.execvp` tries many paths.
+                # A forked child has a copy of this, and its agent does not run. `os.execvp` tries many paths.
                 if self.running and _can_execute(args[0] if args else kwargs.get("path")):
                     self.attempt.end.replaced = True
                     self.stop()
             except Exception as error:
-                let_pass(error)  # it cannot be logged any more
+                let_pass(error)  # the log is closed
             return original(*args, **kwargs)
 
         return execute
 
     def _detach_late(self) -> None:
-        """Remove hooks that had to outlive `stop`. A method, so that the agent is still alive in a forked child."""
+        """Remove hooks that outlive `stop`. This is a method, so that a forked child keeps the agent alive."""
         self.attachment.detach()
 
     def after_fork_in_child(self) -> None:
         """Make this copy inert: no hook, thread, socket or log line. Takes no lock.
 
-        The objects that it refers to are kept. A profiler session, for example, must not be ended by the child.
+        The objects of the copy stay alive, because the child must not end a profiler session, for example.
         """
         keep(self)
         if not self.running:
@@ -504,7 +505,7 @@ class Agent:
         self._finish()
 
     def _settle_rank(self) -> None:
-        """Follow the rank of this process: series, log, stalls and snapshots continue under the current rank."""
+        """Follow the rank of this process. Series, log, stalls and snapshots continue under the new rank."""
         self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
         before, identity = self.identity, self._membership.look(self._board, steps=self.accounting.steps_total)
         if identity == before:
@@ -523,13 +524,13 @@ class Agent:
         self._account()
         with self.errors.contained("heartbeat"):
             self.attempt.tick(*self._stall_monitor.stuck)
-        # A tick that did not publish is followed by one that does, and so is a skipped one.
+        # A tick that did not publish, or was skipped, is followed by one that publishes.
         busy = self._stall_monitor.active_cause is not None or not self._published
         if not self._tick_pace.skips(busy=busy, wanted=self.event_log.is_due):
             self._tick()
             return
         self._skipped = True
-        with self.errors.contained("snapshot"):  # the ranks rely on it in each interval
+        with self.errors.contained("snapshot"):  # the other ranks need it in each interval
             self.snapshots.tick(None, self._stall_monitor.stall_fields)
 
     def _tick(self) -> None:
@@ -584,7 +585,7 @@ class Agent:
         self._between_ticks.turns.check()
 
     def _account(self, *, keep_up: bool = False) -> None:
-        """Count everything up to now; ``keep_up``: if the last time was long ago."""
+        """Count everything up to now. ``keep_up``: only if the last count was long ago."""
         (self.accounting.keep_up if keep_up else self.accounting.update)()
         with self.errors.contained("ledger"):
             steps = self.accounting.take_steps()
@@ -592,7 +593,7 @@ class Agent:
             self.attempt.add_steps(steps)
 
     def _finish(self) -> None:
-        """The end of the run: write the rest of the log, and remove this rank from the board."""
+        """End the run: write the rest of the log, and remove this rank from the board."""
         logged = False
         with self.errors.contained("agent"):
             self._account()
@@ -640,12 +641,12 @@ class Agent:
                 self._node.leave()
 
     def _hang_at_end(self) -> Hang | None:
-        """The hang of this rank, if no step has ended since."""
+        """The hang of this rank, unless a step has ended since."""
         ended = self._builder.current().steps - self.accounting.ledger.step_is_open
         return self._stall_monitor.hang_at_end(ended)
 
     def _end_line(self, *, logged: bool) -> str:
-        """The last line; empty on other ranks than 0. Without a step only if the process ends: it may stop early."""
+        """The run's last line, on rank 0. A run without a step has one only if the process ends: it may stop early."""
         totals, identity, stalls = self._builder.current(), self.identity, self._stall_monitor
         wanted = self.config.end_line and self.trial is None and identity.rank == 0
         if not wanted or not (totals.steps or self.attempt.end.process_ends):
@@ -667,7 +668,7 @@ class Agent:
         return end_line(verdict, totals, self.run_dir if logged else None)
 
     def _wait_for_others(self) -> None:
-        """Wait for what others still do, until the deadline of `stop`. The run's last line is written already."""
+        """Wait for the callback, the sinks and the export until the deadline. The last line is already written."""
         with self.errors.contained("on_stall"):
             self._stall_monitor.wait_for_callback(self._seconds_left())
         with self.errors.contained("sinks"):
@@ -702,7 +703,7 @@ class Agent:
         return self._node.board if self._node is not None else None
 
     def _workers_end_with_first_epoch(self) -> bool:
-        """Whether the workers are started anew in each epoch, and none has ended yet: they may give memory back."""
+        """Whether workers start anew in each epoch and none has ended yet. Then they may still give memory back."""
         source = self.tracker.loaders.newest()
         anew = source is not None and source.settings.get("persistent_workers") is False
         return anew and self.accounting.ledger.epoch_boundaries < 1
@@ -781,7 +782,6 @@ class Agent:
         }
 
     def _say_start(self, *, logged: bool) -> None:
-        """Print where the metrics and the logs are."""
         trouble = self._node.trouble if self._node is not None else ""
         where = f"metrics at {self.metrics_url}" if self.metrics_url else "no metrics endpoint"
         where += f" ({trouble})" if trouble and not self.metrics_url else ""
@@ -792,10 +792,10 @@ class Agent:
 
 
 def absolute(folder: Path) -> Path:
-    """The absolute path of a folder: the script may change its working folder.
+    """Make a path absolute, because the script may change its working folder.
 
     Raises:
-        OSError: the path is relative, and the working folder no longer exists.
+        OSError: the path is relative, and the working folder is gone.
     """
     try:
         return folder.absolute()
@@ -805,7 +805,7 @@ def absolute(folder: Path) -> Path:
 
 
 def _can_execute(path: Any) -> bool:
-    """Whether a file can be executed, as far as it can be told: it may be a descriptor."""
+    """Whether a file can be executed. A descriptor cannot be checked and counts as yes."""
     try:
         return os.access(path, os.X_OK)
     except (TypeError, ValueError):

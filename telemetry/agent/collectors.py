@@ -41,12 +41,12 @@ _LOGGED_AS: Final = {
     "memory": "host",
     "workers": "workers",
 }
-"""The log event that a collector's samples go into."""
+"""The log event for the samples of each collector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The newest sample of each collector, by its name; None while it is down."""
+    """The newest sample of each collector; None while it is down."""
 
     nvml: GpuSample | None = None
     host: HostSample | None = None
@@ -61,12 +61,12 @@ class CollectorPoller:
     """Polls every collector once a tick. A failure of one does not affect the others.
 
     Args:
-        tracker: knows the device and the workers of the training thread.
+        tracker: gives the device and the workers of the training thread.
         interval_seconds: time between two samples.
         errors: reports a collector that goes down.
 
     Attributes:
-        samples: the newest ones.
+        samples: the newest samples.
     """
 
     def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
@@ -109,7 +109,7 @@ class CollectorPoller:
             between()
 
     def health(self) -> tuple[CollectorHealth, ...]:
-        """The state of each collector. A collector with nothing to read (CUDA is not in use) is left out."""
+        """The state of each collector that has something to read. Without CUDA in use, for example, one has nothing."""
         return tuple(
             poller.health for poller in self._pollers.values() if not (poller.health.up and poller.newest is None)
         )

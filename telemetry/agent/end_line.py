@@ -1,4 +1,4 @@
-"""The agent's last line on stderr: the verdict on the run, as far as rank 0 knows it when it ends."""
+"""The agent's last line on stderr: rank 0's verdict on the run when it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from telemetry.records import RankPace, Totals
 
 _MIN_SHARE: Final = 0.005
-"""Categories with a smaller share of the wall clock are not in the line."""
+"""The line leaves out categories with a smaller share of the wall clock."""
 
 
 def verdict_at_end(
@@ -30,15 +30,15 @@ def verdict_at_end(
     job_hang: str = "",
     children: int = 0,
 ) -> Verdict:
-    """The verdict of this rank.
+    """Judge the run from this rank.
 
     Args:
-        own: its waits.
-        stall: its stall that cost most, as in the log; None without one.
-        peers: the last paces of other ranks, also of ended ones; if a rank runs, it is a few seconds old.
-        world_size: of the job.
+        own: the waits of this rank.
+        stall: its costliest stall as in the log; None without one.
+        peers: the last paces of other ranks, also of ended ones. A running rank's is a few seconds old.
+        world_size: number of ranks in the job.
         stuck: the stall in which this rank was stuck until the end; None if it was not.
-        job_hang: why the whole job was, if that is known.
+        job_hang: why the whole job was stuck, if that is known.
         children: processes that the script has started with multiprocessing.
     """
     ranks, stalls = [own], [] if stall is None else [stall | {"rank": own.rank}]
@@ -85,7 +85,7 @@ def own_waits(totals: Totals, *, rank: int, starved_ratio: float, unmeasured: st
 
 
 def end_line(verdict: Verdict, totals: Totals, run_dir: Path | None) -> str:
-    """The line, without its line break. ``run_dir``: None if it has no log."""
+    """The line, without its line break. ``run_dir``: None if the run has no log."""
     text = verdict.text + (f" {_ledger(totals)}" if verdict.kind == HEALTHY else "")
     see = "" if run_dir is None else f"; see: telemetry report {shlex.quote(str(run_dir))}"
     return f"telemetry: {text.removesuffix('.')}{see}"

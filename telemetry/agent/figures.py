@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from telemetry.util.processes import Identity
 
 
-# -- the flat table of figures: what `telemetry.metrics()`, the callbacks and the sinks give to a logger ---------------
+# -- the table of figures: `telemetry.metrics()`, the callbacks and the sinks give it to a logger ----------------------
 
 _PREFIX: Final = "training_"
 
@@ -36,7 +36,7 @@ _LEFT_OUT: Final = frozenset({"training_run_ended", "training_last_step_timestam
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of the newest window of the log or of the rank's state. ``read``: None if it was not measured."""
+    """A figure from the newest log window or the rank's state. ``read`` returns None if it was not measured."""
 
     name: str
     help: str
@@ -152,7 +152,7 @@ METRIC_FIGURES: Final = tuple(figure for _, of_group in _OF_GROUPS for figure in
 
 
 def figures(view: RunView, window: LogWindow | None) -> dict[str, float]:
-    """All figures of a rank at one moment. What was not measured is not in it, and no value is NaN or infinite.
+    """All figures of a rank at one moment. What was not measured is missing, and no value is NaN or infinite.
 
     Args:
         view: the state of the rank.
@@ -167,26 +167,26 @@ def figures(view: RunView, window: LogWindow | None) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and isfinite(value)}
 
 
-# -- the newest figures of this rank, for `telemetry.metrics()` and the sinks ------------------------------------------
+# -- the newest figures ------------------------------------------------------------------------------------------------
 
 _SOURCE: Final = "sinks"
 
 _MIN_SHARE: Final = 0.2
-"""The last window of a run goes to the sinks if it is at least this share of a usual one."""
+"""A run's last window goes to the sinks if it has at least this share of the usual length."""
 
 
 class FigureOutput:
-    """Keeps the newest figures, and passes those of each window on to the sinks.
+    """Keeps the newest figures, and passes the figures of each window on to the sinks.
 
     Args:
         config: names the sinks, and the ranks that write.
-        identity: of this process.
-        run_so_far: the steps of the attempts before: the step axis of the sinks goes on after them.
+        identity: this process.
+        run_so_far: counts earlier attempts, so that the sinks' step axis continues after them.
 
     Attributes:
         identity: the agent replaces it when the rank becomes known.
         newest: the newest figures. The dictionary is replaced, never changed, so that any thread may read it.
-        said: what the start line says of the sinks; empty without sinks.
+        said: the sinks, for the start line; empty without sinks.
     """
 
     def __init__(
@@ -203,9 +203,9 @@ class FigureOutput:
         self.said = ""
 
     def start(self, run_dir: Path) -> None:
-        """Make the sinks, and import what they need. Called on the training thread, before the agent thread starts.
+        """Make the sinks and import what they need. Called on the training thread, before the agent thread starts.
 
-        A rank that does not write has none. Neither has a trial of ``telemetry tune``: its figures are not a run's.
+        A rank that does not write has none, and a trial of ``telemetry tune`` neither: its figures are not a run's.
         """
         others = self.identity.rank > 0 and self.identity.rank_given and self._config.sink_ranks != "all"
         if not self._config.sinks or others or TRIAL_VARIABLE in os.environ:
@@ -225,22 +225,22 @@ class FigureOutput:
                 self._sinks = SinkThread(sinks)
 
     def update(self, view: RunView, window: LogWindow | None) -> None:
-        """Make the newest figures. ``window``: the newest of the log."""
+        """Make the newest figures. ``window``: the newest window of the log."""
         with self._errors.contained("figures"):
             self.newest = figures(view, window)
 
     def write(self, view: Callable[[], RunView], window: LogWindow | None) -> None:
-        """Pass the figures on if the log has a new window, and count what has failed. Called once a tick."""
+        """Pass the figures on if the log has a new window, and count failures. Called once a tick."""
         if window is not self._written and window is not None:
             usual = window.added.wall_seconds >= _MIN_SHARE * self._config.log_interval_seconds
-            # What is left of a run at its end has totals, but its rates would say nothing.
+            # A run's short last window has totals, but its rates would mean nothing.
             self.update(view(), window if usual or self._written is None else None)
             self._written = window
             self._offer(values=self.newest)
         self._note_news()
 
     def stall_opened(self, stall: dict[str, Any]) -> None:
-        """Tell the sinks of a stall in words: its cause, its size, and the first advice."""
+        """Give the sinks a stall in words: its cause, its size, and its first advice."""
         with self._errors.contained(_SOURCE):
             ratio, advice = stall.get("exposed_wait_ratio"), stall.get("advice") or ()
             size = "" if ratio is None else f", exposed wait {100 * ratio:.0f} %"

@@ -1,4 +1,4 @@
-"""Follows whether this rank hangs: detection on the agent thread, and the stacks that show where."""
+"""Detects whether this rank hangs, and collects the stacks that show where."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _LEFT_SECONDS: Final = 10.0
-"""A process that is interrupted in a hang may take so long to end. One that goes on for longer has another end."""
+"""A process that was interrupted in a hang may need this long to end. After that, its end has another reason."""
 
 
 # -- this rank ---------------------------------------------------------------------------------------------------------
@@ -44,14 +44,15 @@ _LEFT_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A hang, as far as it is known now.
+    """A hang as it is now.
 
     Attributes:
         kind: ``opened``, ``held`` or ``closed``.
-        cause: from `CAUSES`. ``category``: the ledger category that the training thread is in.
+        cause: one of `CAUSES`.
+        category: the ledger category of the training thread.
         seconds: time without progress.
         at: the innermost frames of the training thread, as text.
-        missing: the rank that has not reached the synchronisation that this rank waits in; else None.
+        missing: the rank that has not reached the synchronisation in which this rank waits, if known.
     """
 
     kind: str
@@ -66,16 +67,16 @@ class Hang:
         return {"stuck_for_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
 
     def advice(self) -> tuple[Advice, ...]:
-        """Where to look."""
+        """Advice where to look."""
         return hang_advice(self.category, self.seconds, self.at, self.missing)
 
 
 class HangMonitor:
-    """Follows one rank. Runs on the agent thread.
+    """Follows the hangs of one rank on the agent thread.
 
     Attributes:
-        fetch: where the worker stands that has been in a fetch for longest, since `stacks`; None without one.
-        left: the hang in which the loop was left a moment ago, as by Ctrl-C; None without one.
+        fetch: where the worker stands whose fetch takes longest, read by `stacks`; None without one.
+        left: the hang that ended a moment ago because the loop was left, as by Ctrl-C; None without one.
     """
 
     def __init__(self, config: Config, tracker: StepTracker) -> None:
@@ -85,7 +86,7 @@ class HangMonitor:
         self.fetch: StuckPlace | None = None
         self.left: Hang | None = None
         self._left_seconds = 0.0
-        self._steps_before = 0  # that had ended when the newest hang began
+        self._steps_before = 0  # steps that had ended when the newest hang began
 
     def tick(
         self,
@@ -96,13 +97,13 @@ class HangMonitor:
         waits_for_far_ranks: bool = False,
         peer_phase: str | None = None,
     ) -> Hang | None:
-        """Add a tick. Returns the hang that is open or that has just closed; else None.
+        """Add a tick. Returns the hang that is open or has just closed; else None.
 
         Args:
-            added: what has passed since the last tick; None if the process, or a debugger, was stopped.
+            added: what has passed since the last tick; None if the process was stopped, also in a debugger.
             source: where batches come from, see `Conditions`.
-            accounting: the current category of the training thread, and the durations of its steps.
-            waits_for_far_ranks: whether this rank waits for other ranks, and some of them are on other nodes.
+            accounting: has the training thread's category and step durations.
+            waits_for_far_ranks: this rank waits for other ranks, and some of them are on other nodes.
             peer_phase: whether another rank is in an evaluation or a checkpoint, see `Moment`.
         """
         seconds, loop_seconds = (0.0, 0.0) if added is None else (added.seconds, added.loop_seconds)
@@ -143,7 +144,7 @@ class HangMonitor:
 
     @property
     def still_seconds(self) -> float:
-        """Since the hooks last saw the training thread go on, in whatever it does."""
+        """Seconds since the hooks last saw the training thread do anything."""
         return self._watch.still_seconds
 
     def in_debugger(self) -> bool:
@@ -151,12 +152,12 @@ class HangMonitor:
         return inside(stack_of(self._tracker.thread), DEBUGGER)
 
     def blame(self, hang: Hang, missing: RankPace) -> Hang:
-        """The same hang, now that the rank that it waits for is known."""
+        """Add to a hang the rank that it waits for."""
         self._hang = replace(hang, cause="straggler", missing=missing)
         return self._hang
 
     def stacks(self) -> list[str]:
-        """The stacks of all threads and workers, one text each. Takes at most 1.5 s."""
+        """The stacks of all threads and workers, each as a text. Takes at most 1.5 s."""
         workers: list[tuple[int, int, float | None, StackPort | None]] = []
         for loader in sorted(self._tracker.loaders.live(), key=lambda handle: not handle.training):
             ports = loader.block.stack_ports() if loader.block is not None else {}
@@ -182,8 +183,8 @@ class HangMonitor:
     def _longest_fetch(self) -> float:
         """Seconds of the longest fetch in progress, over all loaders.
 
-        This includes a new loader, which may turn out to be for evaluation. The samples of the workers leave out
-        such a loader once another one has trained.
+        A new loader counts, too, although it may turn out to evaluate. The workers' samples leave such a loader out
+        once another one has trained.
         """
         blocks = [loader.block for loader in self._tracker.loaders.live() if loader.block is not None]
         since = [c.fetching_since_ns for block in blocks for c in block.read() if c.fetching_since_ns]

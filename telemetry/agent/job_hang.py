@@ -1,4 +1,4 @@
-"""Why the whole job hangs: every rank says what it does, and the rank that serves its node decides."""
+"""Why the whole job hangs: every rank publishes what it does, and the rank that serves its node decides."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
 
 
 _REFRESH_SECONDS: Final = 5.0
-"""How often a rank says what it does, while the job hangs."""
+"""While the job hangs, a rank publishes its state this often."""
 
 _OLD_SECONDS: Final = 20.0
-"""What a living rank said this long ago is of an earlier hang."""
+"""A state that a living rank published this long ago belongs to an earlier hang."""
 
 _SETTLE_SECONDS: Final = 3.0
-"""Ranks do not all become stuck at the same moment. For this time after the first one, a picture in which a rank may
-still go on is not used."""
+"""Ranks do not all become stuck at the same moment. For this time after the first one, no verdict is made while a rank
+may still go on."""
 
 _PATIENCE_SECONDS: Final = 15.0
-"""After this time, a verdict is written without the ranks of which nothing is known yet. Collectives end after minutes,
-and with them the processes."""
+"""After this time, a verdict is written even if some ranks are still unknown. Collectives end after minutes, and with
+them the processes."""
 
 _MAX_LINES: Final = 20
-"""Lines of one hang. The picture may change while ranks end one after the other."""
+"""A hang has at most this many log lines. The verdict may change while ranks end one after the other."""
 
 _RECORDER_OFF: Final = (
     "off; start the job with TORCH_FR_BUFFER_SIZE=2000, and torch records the collectives of each rank"
@@ -68,11 +68,11 @@ _RECORDER_OFF: Final = (
 
 
 class OwnState:
-    """What the training thread of this rank does while the job hangs.
+    """Reads what the training thread of this rank does while the job hangs.
 
     Args:
-        tracker: the training thread.
-        accounting: what it does, in the words of the ledger.
+        tracker: the state of the training thread.
+        accounting: has the ledger's category.
         stalls: whether this rank hangs.
     """
 
@@ -85,7 +85,7 @@ class OwnState:
 
     @property
     def node_hangs(self) -> bool:
-        """Whether this rank or one of its node is stuck."""
+        """Whether this rank or another one on its node is stuck."""
         return self._stalls.job_hangs
 
     @property
@@ -94,7 +94,7 @@ class OwnState:
         return self._accounting.steps_total
 
     def read(self, identity: Identity) -> HangState:
-        """The state at this moment. Takes about a tenth of a millisecond."""
+        """The current state. Takes about a tenth of a millisecond."""
         tracker, stalls = self._tracker, self._stalls
         hang, fetch = stalls.hang, stalls.hangs.fetch
         stack = stack_of(tracker.thread)
@@ -104,10 +104,10 @@ class OwnState:
         waits, newest = called is not None, recorded.newest if recorded is not None else None
         pending = recorded.pending if recorded is not None else None
         state = thread_state("self", tracker.native_thread)
-        if in_backward(stack):  # it computes, unless a collective has not ended or the thread is off the CPU
+        if in_backward(stack):  # it computes, unless a collective is pending or the thread is off the CPU
             waits = pending if pending is not None else not state.startswith("running")
         elif pending and called is None and self._accounting.ledger.category != DATA_WAIT:
-            waits = True  # a GPU's collective: the thread itself may be anywhere
+            waits = True  # a collective on the GPU: the thread itself may be anywhere
         if waits and called and (newest is None or not newest.name):
             newest = Collective(called, newest.sequence if newest is not None else None, newest.group if newest else "")
         doing = self._doing()
@@ -129,7 +129,7 @@ class OwnState:
         )
 
     def _doing(self) -> str:
-        """What it does, in the words of the ledger; `LEFT` after a loop."""
+        """The ledger's category, or `LEFT` after a loop."""
         tracker, category = self._tracker, self._accounting.ledger.category
         in_no_loop = category == OTHER and not tracker.explicit and not tracker.in_phase
         left = tracker.loop_left and category not in {EVALUATION, CHECKPOINT, DATA_WAIT}
@@ -145,7 +145,7 @@ class JobHang:
     Args:
         own: reads the state of this rank.
         event_log: gets the verdict.
-        wall: for the time at which the hang began.
+        wall: dates the beginning of the hang.
         mono_ns: the clock.
     """
 
@@ -172,9 +172,9 @@ class JobHang:
         self._verdict: HangVerdict | None = None
 
     def tick(self, identity: Identity, node: Board | None, job: JobLink | None) -> None:
-        """While a rank of the job is stuck: publish the state of this rank. The rank that serves its node decides.
+        """Publish the state of this rank while a rank of the job is stuck, and decide if this rank serves its node.
 
-        On a calm run this does nothing.
+        It does nothing in a calm run.
         """
         board = node.hang_board if node is not None else None
         if not (self._own.node_hangs or (job is not None and job.stuck_elsewhere)):
@@ -193,7 +193,7 @@ class JobHang:
             self._decide((*local, *elsewhere), identity.world_size, passed)
 
     def view(self) -> HangView | None:
-        """For the endpoint; None while nothing hangs, and on ranks that do not serve their node."""
+        """The verdict for the endpoint; None while nothing hangs, and on ranks that do not serve their node."""
         verdict = self._verdict
         if verdict is None:
             return None
@@ -204,7 +204,7 @@ class JobHang:
 
     @property
     def sentence(self) -> str:
-        """Why the job hangs, on the rank that serves its node. Empty if it does not, or no rank waits for another."""
+        """Why the job hangs, on the rank that serves its node. Empty if it does not, or if no rank waits."""
         verdict = self._verdict
         return verdict.sentence if verdict is not None and verdict.waiting else ""
 
@@ -215,7 +215,7 @@ class JobHang:
             self._said_ns, self._rank = now, own.rank
 
     def _of_node(self, own: HangState, board: HangBoard | None, *, name_silent: bool) -> tuple[HangState, ...]:
-        """The state of each rank of this node; ``name_silent``: also of those that are alive and say nothing."""
+        """The state of each rank of this node. ``name_silent``: include living ranks that have published nothing."""
         if board is None:
             return (own,)
         said = {report.pid: self._still_true(report) for report in board.reports()}
@@ -230,7 +230,7 @@ class JobHang:
         return tuple(found[rank] for rank in sorted(found))
 
     def _still_true(self, report: HangReport) -> HangState:
-        """For a process that is stopped, what it said last is all there is."""
+        """Drop a state that is too old. A stopped process cannot publish a newer one."""
         old = self._now() - report.at_ns >= _OLD_SECONDS * NS
         return structs.replace(report.state, stuck=False, waits=False, where=None, call=None) if old else report.state
 
@@ -241,7 +241,7 @@ class JobHang:
             return
         if passed < (_PATIENCE_SECONDS if found.silent else _SETTLE_SECONDS if any(map(_may_go_on, states)) else 0.0):
             return
-        ranks = tuple(suspect.rank for suspect in found.suspects)  # not their places: one that computes has many
+        ranks = tuple(suspect.rank for suspect in found.suspects)  # without their places: a computing rank has many
         key = (found.kind, ranks, tuple((w.ranks, w.collective, w.sequence) for w in found.waiting))
         if key == self._written:
             return
@@ -254,7 +254,7 @@ class JobHang:
             self._event_log.emit("hang", {"since": self._since} | self._verdict.fields() | recorder)
 
     def _end(self, board: HangBoard | None, job: JobLink | None) -> None:
-        """Nothing hangs any more. It is over once steps end again; else the processes are about to end."""
+        """End a hang. It is over if steps end again; otherwise the processes are about to end."""
         if self._began_ns is not None:
             if board is not None and self._rank is not None:
                 board.take_back(self._rank)
@@ -274,7 +274,7 @@ def _may_go_on(state: HangState) -> bool:
 
 
 def _state_of(process: RankProcess, said: HangState | None, node: str) -> HangState | None:
-    """What is known of a process of this node; None of one that is alive and has said nothing yet."""
+    """The state of a process of this node; None for a living one that has published nothing yet."""
     if process.ended:
         return HangState(process.rank, node, ENDED)
     if not process.state:

@@ -1,4 +1,4 @@
-"""Follows which lines of the user's code a stall spends its time in, and writes the profiles of stalls."""
+"""Finds the lines of the user's code in which a stall spends its time, and writes the profiles of stalls."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ MAX_FILES: Final = 20
 
 
 def write_profile(folder: Path, name: str, content: bytes) -> None:
-    """Write the profile of a stall over the one before, and remove the oldest of the rank if there are too many.
+    """Write the profile of a stall over the one before, and remove the rank's oldest files if there are too many.
 
     Args:
-        folder: of the profiles; made with the first.
+        folder: the folder of the profiles, which is made if missing.
         name: ``rank-RANK.PID.stall-NUMBER.CAUSE.folded``.
-        content: its beginning is written if it is too large.
+        content: the profile, which is cut if it is too large.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / name, content[:MAX_BYTES], 0o644)
@@ -55,11 +55,10 @@ def write_profile(folder: Path, name: str, content: bytes) -> None:
             remove_file(entry.path)
 
 
-# -- follows which lines of the user's code a stall spends its time in -------------------------------------------------
-# Works only while a stall is open.
+# -- the lines of an open stall ----------------------------------------------------------------------------------------
 
 _AHEAD_NS: Final = 5 * NS
-"""Workers are asked for this long at a time. If the agent ends, they stop sampling then."""
+"""Workers are asked to sample this far ahead, so that they stop soon after the agent ends."""
 
 _FIRST_SECONDS: Final = 60
 _EVERY_SECONDS: Final = 60
@@ -67,13 +66,13 @@ _PART_SECONDS: Final = 10
 """Samples are taken in the first minute of a stall, and then in ten seconds of each minute."""
 
 _MAX_FIRST_SECONDS: Final = 600
-"""The first minute is extended up to ten, until there are enough samples to name a line. Checkpoints may be rare, and
-where C calls hold the GIL all the time, the agent thread gets few turns."""
+"""The first minute grows to at most ten, until there are enough samples to name a line. Checkpoints may be rare, and
+the agent thread gets few turns while C calls hold the GIL."""
 
 _FIRST_LINES_SECONDS: Final = 10.0
 _MAX_BETWEEN_SECONDS: Final = 600.0
-"""The lines are logged 10 s after a stall has opened, or once there are enough samples. After that they are logged at
-intervals that double up to ten minutes."""
+"""The lines are logged 10 s after a stall has opened, or once there are enough samples, and then at intervals that
+double up to ten minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,8 @@ class LineFindings:
     """The lines of a stall.
 
     Attributes:
-        lines: the lines, largest share first. ``work``: of what these are shares.
+        lines: the lines, largest share first.
+        work: what the shares are shares of.
         samples: number of samples.
         verdict: a sentence on the first line.
         advice: what a change of the first line would bring.
@@ -104,13 +104,13 @@ class LineFindings:
 
 
 class LineMonitor:
-    """Follows one rank. Runs on the agent thread.
+    """Follows the lines of one rank on the agent thread.
 
     Args:
-        tracker: state of the training thread, and its loaders.
+        tracker: the state of the training thread, and its loaders.
         folder: gets the folded stacks.
         errors: counts profiles that cannot be written.
-        event_log: gets the lines of a rank that holds others up. It knows the rank.
+        event_log: writes the lines of a rank that holds others up.
 
     Attributes:
         sampler: samples the threads of this process.
@@ -126,17 +126,17 @@ class LineMonitor:
         self._slow = False
         self._number = 0
         self._lines_due = _FIRST_LINES_SECONDS
-        self._named: tuple[str, ...] = ()  # the kinds of work whose samples are enough to name a line
+        self._named: tuple[str, ...] = ()  # the kinds of work with enough samples to name a line
         self._asked: dict[int, LoaderHandle] = {}
         self._ended_workers = StackProfile()
 
     def tick(self, stall: Stall | None, *, holds_others_up: bool = False) -> bool:
-        """Follow the open stall; None without one. Returns whether its lines should be logged now.
+        """Follow the open stall. Returns whether its lines should be logged now.
 
         Args:
-            stall: the open stall.
-            holds_others_up: whether other ranks wait for this one, which has no stall itself. Then its steps are
-                sampled, and their lines are logged for the report, which shows them with the stalls of those ranks.
+            stall: the open stall; None without one.
+            holds_others_up: other ranks wait for this one, which has no stall itself. Then its steps are sampled, and
+                the log gets their lines. The report shows them with the stalls of the other ranks.
         """
         slow = holds_others_up and stall is None
         kinds = work.SLOW_RANK if slow else ()
@@ -163,12 +163,12 @@ class LineMonitor:
         return not slow
 
     def close(self) -> None:
-        """End the sampling, also that of the workers, at the end of the run."""
+        """End the sampling in this process and in the workers, at the end of the run."""
         self._pause()
         self._forget()
 
     def findings(self, stall: Stall) -> LineFindings | None:
-        """The lines of a stall so far, also written as folded stacks. None if there are too few samples."""
+        """The lines of a stall so far, which are also written as folded stacks. None if there are too few samples."""
         if not self._session or stall.is_hang or self._slow:
             return None
         profile, kind = self._profile_of(stall)
@@ -187,13 +187,12 @@ class LineMonitor:
         )
 
     def _samples_at(self, passed: float, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
-        """Whether samples are taken so many seconds after the stall has opened."""
+        """Whether to take samples this many seconds after the stall has opened."""
         if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
             return True
         return passed < _MAX_FIRST_SECONDS and not self._names_a_line(stall, kinds)
 
     def _names_a_line(self, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
-        """Whether there are enough samples to name a line."""
         if self._named != kinds:
             profile, kind = self._slow_steps() if stall is None else self._profile_of(stall)
             if profile is not None and work.line_shares(profile, kind):
@@ -229,7 +228,7 @@ class LineMonitor:
         self._lines_due = _FIRST_LINES_SECONDS
 
     def _forget(self) -> None:
-        """Forget a stall that has closed, and end the sampling of its workers."""
+        """Forget a closed stall, and end the sampling of its workers."""
         if self._session:
             for handle in self._asked.values():
                 if handle.block is not None:
@@ -255,7 +254,6 @@ class LineMonitor:
         self.sampler.want(frozenset())
 
     def _ask(self, live: list[LoaderHandle]) -> None:
-        """Ask the workers of all training loaders."""
         loaders = self._tracker.loaders
         while loaders.asked:
             handle = loaders.asked.popleft()
@@ -267,13 +265,13 @@ class LineMonitor:
                 self._asked[id(handle)] = handle
 
     def _keep_ended(self) -> None:
-        """Keep what workers have written whose loader has ended, but not the loader."""
+        """Keep the profiles of workers whose loader has ended, but not the loader."""
         alive = set(map(id, self._tracker.loaders.live()))
         for key in [key for key in self._asked if key not in alive]:
             self._ended_workers.merge(self._sampled_by(self._asked.pop(key)))
 
     def _sampled_by(self, handle: LoaderHandle) -> StackProfile:
-        """What the workers of an iterator have written in this session."""
+        """What an iterator's workers have written in this session."""
         profile = StackProfile()
         if handle.block is None or not handle.training:
             return profile
@@ -282,12 +280,12 @@ class LineMonitor:
                 try:
                     profile.merge(StackProfile.unpacked(found.content))
                 except ValueError:
-                    continue  # it was read while the worker wrote it
+                    continue  # the worker was writing it
                 sleep(0)  # the training thread gets its turn
         return profile
 
     def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:
-        """The samples that count for a stall, else None; and of what they are."""
+        """The samples that count for a stall, if any, and the kind of work in them."""
         kinds, profiles = work.WORK.get(stall.cause, ()), self.sampler.profiles
         if kinds[:1] == (work.WAIT,) and stall.evidence.source != "read_ahead":
             kind = work.SAMPLER if stall.evidence.source == "workers" else work.WAIT

@@ -1,4 +1,4 @@
-"""The log of this process: what is written into it, when, and how it comes to the disk."""
+"""The log of this process: which lines it has, when they are written, and how they reach the disk."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
     from telemetry.util.sketch import Sketch
 
 _MAX_PROCESSES: Final = 10_000
-"""Maximum number of processes with the same rank and pid that can log into one folder."""
+"""So many processes with the same rank and pid can log into one folder."""
 
 
 class LogFile:
-    """Appends lines to a file of its own; rotates ``NAME`` to ``NAME.1``, ``NAME.1`` to ``NAME.2`` and so on.
+    """Appends lines to its own file, and rotates ``NAME`` to ``NAME.1``, ``NAME.1`` to ``NAME.2`` and so on.
 
     Args:
-        path: the newest file; where another process has made one of that name, a number goes before the ending.
-        max_bytes: size at which it is rotated.
-        max_files: files kept, the newest included.
-        head: makes the first line of each file after the first.
+        path: the newest file. If another process has made that name, this one puts a number before the ending.
+        max_bytes: the file is rotated at this size.
+        max_files: how many files are kept, including the newest.
+        head: makes the first line of each later file.
 
     Attributes:
         path: the newest file.
-        dropped: lines that could not be written, or were deleted by others.
+        dropped: lines that could not be written, or that others have deleted.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_files: int, head: Callable[[], bytes]) -> None:
         self.path = self._wanted = path
-        self._made: tuple[int, int] | None = None  # what identifies the file that this one has made
+        self._made: tuple[int, int] | None = None  # the identity of the file that this object has made
         self._head = head
         self._max_bytes = max_bytes
         self._max_files = max_files
@@ -70,7 +70,7 @@ class LogFile:
         self.last_error: OSError | None = None
 
     def write(self, line: bytes) -> bool:
-        """Append one line. Returns whether it is in the file; an error is kept, not raised."""
+        """Append a line. Returns whether the file has it; keeps an error instead of raising it."""
         try:
             if self._file is None or not self._file.is_ours():
                 self._open()
@@ -89,14 +89,14 @@ class LogFile:
         written = os.write(self._file.number, line)
         self._size += written
         self._lines += 1
-        if written < len(line):  # the disk is full; _open ends the torn line, so that the next one is whole
+        if written < len(line):  # the disk is full. _open ends the torn line, so that the next one is whole
             raise OSError(errno.ENOSPC, "only a part of the line was written")
 
     def replace_if_removed(self) -> tuple[str, int] | None:
         """Begin a new file, with a head, if another process has removed or emptied this one.
 
         Returns:
-            What happened, in words, and how many lines were lost; None if the file is unchanged.
+            What happened, in words, and how many lines were lost; None if nothing happened.
         """
         if self._file is None or not self._file.is_ours():
             return None  # the next line opens it again
@@ -118,7 +118,7 @@ class LogFile:
         self.forget()
         try:
             self._open()
-            if not moved:  # a new file has begun with it
+            if not moved:  # otherwise _open has written the head
                 self._lines = 0
                 self._append(self._head())
         except OSError as error:
@@ -127,7 +127,7 @@ class LogFile:
         return f"the log file was {what} by others: a new one begins", lost
 
     def forget(self) -> None:
-        """Close the file; the next line opens it again. In a forked child, whose copy it is, there is no next line."""
+        """Close the file. The next line opens it again, except in a forked child, which writes none."""
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -136,10 +136,10 @@ class LogFile:
                 pass
 
     def move(self, path: Path) -> None:
-        """Rename the file, with its rotated parts.
+        """Rename the file and its rotated parts.
 
         Raises:
-            OSError: the file could not be renamed. It keeps its name.
+            OSError: the file keeps its name, because it could not be renamed.
         """
         if path == self._wanted:
             return
@@ -170,7 +170,7 @@ class LogFile:
                 self._append(self._head())
 
     def _reopen(self) -> bool:
-        """Open the file that was made before and end a torn line in it. Returns False if the file no longer exists."""
+        """Open the file again and end a torn line in it. Returns False if the file is gone."""
         try:
             file = opened(self.path, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -185,10 +185,10 @@ class LogFile:
         return True
 
     def _reserve(self, taken_by_us: Path | None) -> tuple[int, Path]:
-        """Make a file under the first free name. Returns its descriptor and its name.
+        """Make a file under the first free name. Returns its descriptor and path.
 
         Args:
-            taken_by_us: the name whose rotated files are this one's own.
+            taken_by_us: the name whose rotated files are our own.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
         name = self._wanted.name.removesuffix(".jsonl")
@@ -202,7 +202,7 @@ class LogFile:
                 continue
             if path == taken_by_us or not _numbered(path, 1).exists():
                 return file, path
-            os.close(file)  # its owner is in the middle of a rotation
+            os.close(file)  # its owner is rotating right now
             path.unlink()
         raise FileExistsError(errno.EEXIST, "too many processes have logged under this name", str(self._wanted))
 
@@ -217,14 +217,14 @@ class LogFile:
                 newer.replace(older)
         if self._max_files == 1:
             self.path.unlink(missing_ok=True)
-        self._open()  # no file has that name now: a new one is made and begins with a head
+        self._open()  # no file has that name now, so this makes one with a head
 
     def _numbered(self, number: int) -> Path:
         return _numbered(self.path, number)
 
 
 def identity_at(path: Path) -> tuple[int, int] | None:
-    """What identifies the file at a path, as `Descriptor.identity`; None if there is no file."""
+    """The identity of the file at a path, as `Descriptor.identity` has it; None without a file."""
     try:
         status = path.lstat()
     except OSError:
@@ -241,7 +241,7 @@ _MAX_TEXT: Final = 8192
 
 
 class _Absent(MetaPathFinder):
-    """Hides packages from imports on the thread that made this. Another thread may be importing them right now."""
+    """Hides packages from imports on the thread that made this. Another thread may import them right now."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -253,10 +253,10 @@ class _Absent(MetaPathFinder):
 
 
 def _structlog() -> ModuleType:
-    """Import structlog without the packages that it would load into the training process for its console.
+    """Import structlog without the packages that it loads for its console.
 
-    It imports rich and twisted if they are installed (structlog 26.1: dev.py, twisted.py). The copy made here is
-    removed from ``sys.modules`` again, so that a script that uses structlog itself gets a complete one.
+    It imports rich and twisted if they are installed (structlog 26.1: dev.py, twisted.py). This copy is removed from
+    ``sys.modules`` again, so that a script that uses structlog gets a complete one.
     """
     loaded = sys.modules.get("structlog")
     if loaded is not None:
@@ -273,14 +273,14 @@ def _structlog() -> ModuleType:
 
 
 class JsonLog:
-    """The log of this process.
+    """Writes the lines of this process.
 
     Args:
         folder: ``RUN_DIR/logs``.
-        identity: run, rank, node and pid, which are in every line.
-        timestamp: returns the time of a line, ISO-8601 in UTC.
-        step: returns the number of ended steps, which is in every line.
-        head: returns the fields of the ``run_start`` at the start of a rotated file, so that each file is complete.
+        identity: run, rank, node and pid for every line.
+        timestamp: returns the time for a line, ISO-8601 in UTC.
+        step: returns the number of ended steps for every line.
+        head: returns the fields of ``run_start``, with which every rotated file begins.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class JsonLog:
         )
 
     def adopt(self, identity: Identity) -> None:
-        """Write the rank of this process, which has become known, into all lines from now on.
+        """Use the rank of this process, which is now known, in all later lines.
 
         Raises:
             OSError: the file could not be renamed to match.
@@ -327,12 +327,12 @@ class JsonLog:
         return self._folder / f"rank-{identity.rank}.{identity.pid}.jsonl"
 
     def emit(self, event: str, fields: Mapping[str, Any]) -> bool:
-        """Write one line. Returns whether it is in the file."""
+        """Write one line. Returns whether the file has it."""
         written: bool = self._logger.msg(event, **fields)
         return written
 
     def msg(self, line: bytes) -> bytes | bool:
-        """Called by structlog with a finished line: writes it to the file, or returns it to `_head_line`."""
+        """Write a finished line of structlog to the file, or return it to `_head_line`."""
         return line + b"\n" if self._heading else self.file.write(line + b"\n")
 
     def _head_line(self) -> bytes:
@@ -355,7 +355,7 @@ _FIRST: Final = ("time", "event", "run", "rank", "local_rank", "node", "pid", "t
 
 
 def _order(logger: Any, method: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Put the fields every line has first, in the order of the contract."""
+    """Put the fields that every line has first, in the order of the contract."""
     del logger, method
     return {name: fields[name] for name in _FIRST} | fields
 
@@ -364,7 +364,7 @@ def _dumps(fields: dict[str, Any], **kwargs: Any) -> bytes:
     del kwargs
     try:
         return msgspec.json.encode(fields)
-    except (TypeError, ValueError):  # a lone surrogate, or a type that JSON does not know: write what can be written
+    except (TypeError, ValueError):  # a lone surrogate, or a type that JSON does not have: write what can be written
         return msgspec.json.encode(_plain(fields), enc_hook=repr)
 
 
@@ -384,7 +384,7 @@ _FIRST_CORE_BYTES: Final = 2048
 
 
 def cpu_model() -> str:
-    """The name of the processor; empty if the kernel does not tell."""
+    """The name of the processor; empty if the kernel does not give one."""
     try:
         with _CPUINFO.open("rb") as file:
             text = file.read(_FIRST_CORE_BYTES).decode(errors="replace")
@@ -395,24 +395,23 @@ def cpu_model() -> str:
 
 
 _ENOUGH: Final = 0.98
-"""Share of its time after which a window is over. A tick that comes a moment too soon must not wait for another one: in
-a calm loop that would be a tick more in each window."""
+"""A window is over after this share of its length. Otherwise a tick that comes a moment too early would cost a calm
+loop one more tick in each window."""
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
-"""Length of the first window. Each window is twice as long as the one before, up to the log interval. So a young run
-shows in the log early."""
+"""The first window's length. Each later one is twice as long, up to the log interval. So a young run shows early."""
 
 
 class EventLog:
-    """Turns the accounting and the samples of one rank into log lines. Decides what is written, and when.
+    """Decides which log lines a rank writes, and when, and makes them from its accounting and samples.
 
     Args:
-        run_dir: the run folder; the log goes into its ``logs``.
-        life: tells this agent's lines from those of other agents.
+        run_dir: the run folder, which has the folder ``logs``.
+        life: marks the lines of this agent.
 
     Attributes:
-        identity: of this process, with the rank that it is shown under.
-        newest_window: the newest window that was written; None before the first.
+        identity: the process, with the rank that it is shown under.
+        newest_window: the newest window in the log; None before the first.
     """
 
     def __init__(
@@ -463,13 +462,13 @@ class EventLog:
             "omp_threads": os.environ.get("OMP_NUM_THREADS"),
         }
         self._tracker = tracker
-        self._surroundings: dict[str, Any] = {}  # as they were last written
+        self._surroundings: dict[str, Any] = {}  # as the log has them
         self._before = Totals()  # the totals at the end of the last window
         self._children = 0
         self.newest_window: LogWindow | None = None
 
     def emit(self, event: str, values: Mapping[str, Any]) -> bool:
-        """Write a line, and count it as an error if it cannot be written. Returns whether it is in the file."""
+        """Write a line, and count an error if that fails. Returns whether the file has it."""
         try:
             if self.log.emit(event, values):
                 return True
@@ -484,10 +483,10 @@ class EventLog:
         return self.emit("run_start", self.head_fields())
 
     def adopt(self, identity: Identity, claimed_rank: int) -> None:
-        """Go on under another rank: the rank of this process has become known or has changed. The log says so.
+        """Continue under another rank, after this process has learned or changed its rank, and log that.
 
         Args:
-            identity: the identity, with the rank that the process is shown under.
+            identity: the process, with the rank that it is shown under.
             claimed_rank: the rank that the process itself claims.
         """
         self.identity, self._claimed_rank = identity, claimed_rank
@@ -498,19 +497,19 @@ class EventLog:
 
     @property
     def child_processes(self) -> int:
-        """The largest number of child processes of the script that may train."""
+        """The largest number of child processes seen so far that may train."""
         return self._children
 
     @property
     def is_due(self) -> bool:
-        """Whether a window's time is over, or a phase has ended. Errors wait for the next tick."""
+        """Whether a window is over or a phase has ended. Errors alone wait for the next tick."""
         return self._window_is_over(self._accounting.ledger.wall_seconds) or self._accounting.phase_has_ended
 
     def _window_is_over(self, wall_seconds: float) -> bool:
         return wall_seconds - self._before.wall_seconds >= _ENOUGH * self._seconds
 
     def write_what_is_due(self) -> None:
-        """Write phases and errors at once. Write a window, and the samples in it, when its time is over."""
+        """Write phases and errors, and the window with its samples once it is over."""
         self.write_phases()
         self._children = max(self._children, proc.started())
         if self._window_is_over(self._builder.current().wall_seconds):
@@ -521,7 +520,7 @@ class EventLog:
         self.write_errors()
 
     def write_phases(self, *, last: bool = False) -> None:
-        """The phases that have ended; ``last``: there is no later call."""
+        """Write the phases that have ended. ``last``: this is the last call."""
         spans = (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases())
         for fields in self._attempt.phase_lines(spans, last=last):
             self.emit("phase", fields)
@@ -547,12 +546,12 @@ class EventLog:
             "data_wait_sketch": _buckets(window.wait),
         }
         self.emit("window", rounded(line) | self._totals() | self._news())
-        # After the line: if that line begins a new file, the file's head has the totals before it.
+        # After the line: if it begins a new file, the head of that file has the totals before it.
         accounting.stats.commit(window)
         self._before = totals
 
     def _replace_removed_file(self) -> None:
-        """Begin a new file if another process has deleted or renamed the current one."""
+        """Begin a new file if another process has deleted, renamed or emptied this one."""
         found = self.log.file.replace_if_removed()
         if found is None:
             return
@@ -563,7 +562,7 @@ class EventLog:
             self._errors.tell("jsonl", text)
 
     def head_fields(self) -> dict[str, Any]:
-        """The first line of a log file. After a rotation it has the run so far, because old windows may be deleted."""
+        """The first line of a log file. A later file repeats the run so far, because old windows may be deleted."""
         head: RunStartLine = {
             "started": self._wall.iso(self._accounting.ledger.start_ns),
             "world_size": self.identity.world_size,
@@ -585,7 +584,7 @@ class EventLog:
         return {**head, **self._attempt.head_fields(), **settings, **self._known_surroundings()}
 
     def _known_surroundings(self) -> dict[str, Any]:
-        """For the head of a file: versions, cores and the script; the settings of the loader in use."""
+        """The versions, cores, script, and loader settings that are known now."""
         version = getattr(sys.modules.get("torch"), "version", None)
         torch = {"torch_version": getattr(version, "__version__", None), "cuda_version": getattr(version, "cuda", None)}
         known = self._environment | torch
@@ -597,12 +596,12 @@ class EventLog:
         return fields
 
     def _news(self) -> dict[str, Any]:
-        """For a window: the surroundings that are not as they were last written."""
+        """The surroundings that differ from what the log has."""
         before = self._surroundings
         return {name: value for name, value in self._known_surroundings().items() if before.get(name) != value}
 
     def end_fields(self) -> dict[str, Any]:
-        """The fields of the last line of the run."""
+        """The fields of the run's last line."""
         return self._totals() | {
             **self._attempt.end.fields(),
             "errors_total": dict(self._errors.counts),
@@ -610,7 +609,7 @@ class EventLog:
         }
 
     def write_errors(self) -> None:
-        """Write the errors that are not in the log yet."""
+        """Write the errors that the log does not have yet."""
         for line in self._errors.take_lines():
             self.emit("error", line)
 
@@ -619,7 +618,7 @@ class EventLog:
         self.log.file.forget()
 
     def _totals(self) -> dict[str, Any]:
-        """The totals of the run so far. They are in every window line, so the newest line alone shows the ledger."""
+        """The totals of the run so far. Every window line has them, so the newest line alone shows the ledger."""
         totals, energy_of = self._builder.current(), self._builder.energy_sample
         fields: RunTotals = {
             "steps_total": totals.steps,
@@ -645,23 +644,20 @@ class EventLog:
 
 
 def _buckets(sketch: Sketch) -> dict[int, int]:
-    """The counts of a sketch, the smallest bucket first."""
     return dict(sorted(sketch.counts.items()))
 
 
 def _percentiles(value: Percentiles | None) -> dict[str, float] | None:
-    """``{"p50", "p95", "p99", "max"}``; None if nothing was counted."""
     return None if value is None else rounded(asdict(value))
 
 
 def _cpu_seconds(totals: Totals) -> dict[str, float] | None:
-    """``cpu_total_seconds`` of `RunTotals`."""
     cpu, workers = totals.sampled.cpu, totals.sampled.workers
     if cpu.other_cores.known is None or cpu.used_cores.known is None:
         return None
     told = {"used": cpu.used_cores.known, "others": cpu.other_cores.known, "known": cpu.other_cores.seconds}
     if totals.run_queue_delay_seconds is not None and totals.thread_cpu_seconds is not None:
         told |= {"thread": totals.thread_cpu_seconds, "thread_delay": totals.run_queue_delay_seconds}
-    if workers.cpu_seconds > 0:  # the kernel tells running from run-queue delay
+    if workers.cpu_seconds > 0:  # the kernel separates running from run-queue delay
         told |= {"worker": workers.cpu_seconds, "worker_delay": workers.runnable_seconds}
     return told

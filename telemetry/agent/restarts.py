@@ -3,8 +3,8 @@
     RUN_DIR/attempts/LIFE.beat      the newest state of a process, while it is there or if it was killed
     RUN_DIR/attempts/rank-N.json    what the attempts before have done and lost on a rank; written at the start and end
 
-A life is one agent of a process. A killed attempt has left a heartbeat that is newer than the file of its rank: the
-next one goes on from both.
+A life is one agent in one process. After a kill, the heartbeat is newer than the rank's file, and the next attempt
+reads both.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ if TYPE_CHECKING:
     from telemetry.util.processes import Identity
 
 FOLDER: Final = "attempts"
-"""Of the run folder."""
+"""The folder's name in the run folder."""
 
 BEAT_BYTES: Final = 1024
-"""Size of a heartbeat. Each is filled up to it, so that nothing of a longer one before is left behind it."""
+"""Every heartbeat is padded to this size, so that it covers the one before."""
 
 WRITTEN: Final = "checkpoint_write"
-"""Name of the phase of a checkpoint that was completed on another thread."""
+"""The phase of a checkpoint that another thread has completed."""
 
 _MAX_BYTES: Final = 8192
 
 _RETRY_SECONDS: Final = 30
-"""After this time a heartbeat that could not be written is tried again."""
+"""The agent tries a failed heartbeat again after this time."""
 
 _SHORTEST_PHASE_SECONDS: Final = 0.001
-"""Shorter phases are in the ledger, but no line of the log. If they are checkpoints, the newest one of a tick is."""
+"""A shorter phase is only in the ledger. For checkpoints, the newest complete one of a tick still has a line."""
 
 _MAX_PHASE_LINES: Final = 20
-"""If more phases have ended since the tick before, the longest have lines. Each line is a write, after which the
-agent thread waits for the GIL. Beside 250 phases a second, whose C calls held the GIL, it had no time for a tick."""
+"""If more phases end between two ticks, only the longest have lines. Each line is a write, after which the agent thread
+waits for the GIL. With 250 phases a second whose C calls held the GIL, the agent had no time for a tick."""
 
 Figure = Annotated[float, Meta(ge=0, le=1e12)]
-"""Seconds. No run has more of them, and no clock shows more: a larger number is damaged."""
+"""Seconds. No run is longer, and no clock shows more: a larger number is damaged."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
@@ -85,10 +85,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class StuckTime(msgspec.Struct, frozen=True, array_like=True):
-    """For how long an attempt has been stuck.
-
-    In all, and in hangs that began in its first wait, in its replay, and after its newest complete checkpoint.
-    """
+    """How long an attempt has been stuck: in total, and by where in its loop the hang began."""
 
     seconds: Figure = 0.0
     in_startup: Figure = 0.0
@@ -100,12 +97,13 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The newest state of a process, which shows when it was killed and what it had done by then.
 
     Attributes:
-        unix_seconds: time of this state. ``wall_seconds``: since the agent started.
-        ledger_total_seconds: seconds by category. ``first_wait_seconds``: waited for the first batch.
-        seconds_before: how long the process had been there when the agent started.
-        saves_completed: checkpoints that can be resumed from; ``kept_seconds``: of the training loop up to the newest.
-        samples_total, tokens_total: None if they are unknown.
-        oom_kills_total: of the cgroup; None if it has no such counter.
+        unix_seconds: when this state was read.
+        wall_seconds: seconds since the agent started.
+        first_wait_seconds: the wait for the first batch.
+        seconds_before: how long the process had run when the agent started.
+        saves_completed: checkpoints that a run can resume from.
+        kept_seconds: seconds of the training loop before the newest of these.
+        oom_kills_total: OOM kills in the cgroup; None if the cgroup has no such counter.
     """
 
     life: str
@@ -126,36 +124,36 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def loop_seconds(self) -> float:
-        """Seconds of the training loop."""
+        """Seconds in the training loop."""
         return self.ledger_total_seconds.get(DATA_WAIT, 0.0) + self.ledger_total_seconds.get(COMPUTE, 0.0)
 
     @property
     def replay_seconds(self) -> float:
-        """Seconds of the loop in which batches were thrown away."""
+        """Seconds in which the loop threw batches away."""
         return self.resumption.get("replay_seconds", 0.0)
 
     @property
     def began(self) -> float:
-        """The first seconds of the loop: no part of it that can be kept."""
+        """Seconds at the start of the loop that no checkpoint can keep."""
         return self.first_wait_seconds + self.replay_seconds
 
     @property
     def cut(self) -> float:
-        """Seconds of the loop up to the newest checkpoint, or up to the first step."""
+        """Seconds of the loop before the newest checkpoint, or before the first step."""
         return max(self.began, self.kept_seconds if self.saves_completed else 0.0)
 
     @property
     def in_replay(self) -> bool:
-        """Whether the process resumed from an optimizer's state, draws batches, and its optimizer has not stepped."""
+        """Whether the process has resumed, draws batches, and its optimizer has not stepped yet."""
         loaded_at = self.resumption.get("resumed_at_optimizer_steps")
         return loaded_at is not None and self.optimizer_steps_total <= loaded_at and self.steps_total >= _MIN_BATCHES
 
     def lost(self, *, restored: bool, first_wait_over: bool = True) -> dict[str, float]:
-        """Seconds that the attempt has lost so far. What it was stuck for counts only as stuck.
+        """Seconds that the attempt has lost so far. Stuck time counts only as stuck.
 
         Args:
-            restored: whether the time in loading functions is a restart's: not in the first attempt.
-            first_wait_over: whether the first batch has come. Before, its wait may yet turn out to be a hang.
+            restored: whether loading counts as a restart's cost. It does not in the first attempt.
+            first_wait_over: whether the first batch has come. Until then its wait may still turn out to be a hang.
         """
         restore = self.resumption.get("restore_seconds", 0.0) if restored else 0.0
         first_wait = max(0.0, self.first_wait_seconds - self.stuck.in_startup) if first_wait_over else 0.0
@@ -169,18 +167,17 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """What the attempts of a run have left, on one rank.
+    """What the attempts of a run have done and lost on one rank.
 
     Attributes:
-        run: its name.
-        life: the agent that wrote this, whose heartbeat may be newer than ``newest``.
-        process: tells its process from others.
-        newest: the state of its attempt.
-        attempt: number of that.
-        without_progress: how many attempts directly before it have ended without completing a checkpoint.
-        lost_before: seconds lost in the attempts before, by category. Only rank 0's are shown.
-        samples_before, tokens_before, steps_before: one that did not know its own has added nothing.
-        finished: whether the attempt has ended by itself, and its work is done.
+        life: the agent that wrote this. Its heartbeat may be newer than ``newest``.
+        process: node, pid and start of its process.
+        newest: the newest state of its attempt.
+        attempt: its number.
+        without_progress: how many attempts in a row ended before it without a complete checkpoint.
+        lost_before: seconds that earlier attempts lost, by category. Only rank 0 shows them.
+        samples_before, tokens_before, steps_before: counts of earlier attempts. An unknown count adds nothing.
+        finished: whether the process ended by itself with its work done.
     """
 
     run: str
@@ -196,25 +193,25 @@ class RunState(msgspec.Struct, frozen=True):
     finished: bool = False
 
     def lost(self, *, first_wait_over: bool = True) -> dict[str, float]:
-        """Seconds lost so far, by category."""
+        """Seconds lost in all attempts so far, by category."""
         own = self.newest.lost(restored=self.attempt > 0, first_wait_over=first_wait_over)
         return {name: self.lost_before.get(name, 0.0) + own.get(name, 0.0) for name in LOST}
 
     def attempts_without_progress(self) -> int:
-        """Those before this one; 0 as soon as this one has made some."""
+        """How many attempts in a row have made no progress; 0 once this one has completed a checkpoint."""
         return 0 if self.newest.saves_completed else self.without_progress
 
     def next(self, *, process: str, first: Beat, started: float) -> RunState:
-        """What the next attempt begins with.
+        """The state that the next attempt starts from.
 
         Args:
-            process: tells its process from others.
-            first: its first state.
-            started: Unix time at which its process started.
+            process: node, pid and start of the new process.
+            first: the first state of the new attempt.
+            started: Unix time at which the new process started.
         """
         beat, lost, number, stalled = self.newest, self.lost(), self.attempt, self.attempts_without_progress()
-        # Else the agent was only stopped and started again. If it was not stopped, the process has executed another
-        # program, which is another attempt.
+        # The same finished process: the agent was only stopped and started again. The same unfinished process has
+        # executed another program, which is another attempt.
         if process != self.process or not self.finished:
             number += 1
             lost[DOWN] += max(0.0, started - beat.unix_seconds)
@@ -240,7 +237,7 @@ _Record = TypeVar("_Record", RunState, Beat)
 
 
 def read_record(path: Path, kind: type[_Record]) -> _Record | None:
-    """The record in a file; None if it cannot be read or makes no sense."""
+    """Read a record from a file; None if it cannot be read or makes no sense."""
     try:
         return msgspec.json.decode(read_small(path, _MAX_BYTES), type=kind)
     except (OSError, ValueError, RecursionError):
@@ -248,14 +245,14 @@ def read_record(path: Path, kind: type[_Record]) -> _Record | None:
 
 
 class RunSoFar:
-    """What this rank has done and lost over all attempts of the run, in the file of the rank.
+    """Keeps the file of this rank, which adds up all attempts of the run.
 
     Args:
-        folder: of that file and the heartbeats.
-        attempt: this one.
+        folder: where that file and the heartbeats are.
+        attempt: the current attempt.
 
     Attributes:
-        samples_before, tokens_before, steps_before: of the attempts before this one.
+        samples_before, tokens_before, steps_before: counts of earlier attempts.
     """
 
     def __init__(self, folder: Path, attempt: AttemptLog, errors: ErrorLog) -> None:
@@ -267,7 +264,7 @@ class RunSoFar:
         self.samples_before = self.tokens_before = self.steps_before = 0
 
     def tick(self, identity: Identity) -> None:
-        """Bring it up to the newest heartbeat. At the first time, read what is there, and write that this one began."""
+        """Take over the newest heartbeat. The first call reads the file and writes that this attempt has begun."""
         if self._state is None or self._rank != identity.rank or self._state.run != identity.run:
             self._rank = identity.rank
             self._state = begun = self._begin(identity)
@@ -277,16 +274,15 @@ class RunSoFar:
         self._state = structs.replace(self._state, newest=self._attempt.newest)
 
     def end(self, *, finished: bool) -> None:
-        """The process ends by itself; ``finished``: its work is done."""
+        """Write the last state, when the process ends by itself. ``finished``: its work is done."""
         if self._state is not None:
             self._state = structs.replace(self._state, newest=self._attempt.beat(), finished=finished)
             self._write()
 
     def view(self) -> AttemptView | None:
-        """For the endpoint; None on other ranks than 0.
+        """The counters for the endpoint; None on ranks other than 0.
 
-        These counters never fall: they have what the heartbeat has, from which the next attempt goes on if this
-        process is killed.
+        They never fall: they show what the heartbeat has, and after a kill the next attempt starts from that.
         """
         state = self._state
         if state is None or self._rank != 0:
@@ -304,13 +300,13 @@ class RunSoFar:
         before = read_record(self._path, RunState)
         if before is None or before.run != identity.run:
             return RunState(identity.run, first.life, process, first)
-        if before.life == first.life:  # this agent has had this rank before
+        if before.life == first.life:  # this agent had this rank before
             return before
         beat = read_record(self._folder / f"{before.life}.beat", Beat) if before.life.isalnum() else None
         if beat is not None and beat.life == before.life and beat.unix_seconds > before.newest.unix_seconds:
             before = structs.replace(before, newest=beat)
         started = identities.process_started(identity.pid)
-        if before.process == process and started is not None:  # it has been there longer, but that time is booked
+        if before.process == process and started is not None:  # the earlier agent has booked the time since the start
             booked = max(0.0, before.newest.unix_seconds - started)
             attempt.seconds_before = max(0.0, attempt.seconds_before - booked)
             first = attempt.beat()
@@ -329,19 +325,19 @@ class RunSoFar:
 
 
 class HangTimes:
-    """Where in the loop of an attempt its hangs began, and how long they were."""
+    """Remembers where in the loop each hang of an attempt began, and how long it was."""
 
     def __init__(self) -> None:
-        self._hangs: list[tuple[float | None, float]] = []  # None: not in the loop. The newest may go on
+        self._hangs: list[tuple[float | None, float]] = []  # None: not in the loop. The last one may still go on
         self._now = 0.0
 
     def follow(self, loop_seconds: float, stuck_for_seconds: float, stuck_in: str | None) -> None:
-        """Follow the hang that there is now, if there is one.
+        """Follow the current hang.
 
         Args:
-            loop_seconds: of the training loop so far.
-            stuck_for_seconds: for which the attempt has been stuck now; 0 if it is not.
-            stuck_in: in which category it is stuck.
+            loop_seconds: seconds in the training loop so far.
+            stuck_for_seconds: how long the current hang has lasted; 0 without one.
+            stuck_in: the category in which the process is stuck.
         """
         if stuck_for_seconds < self._now:
             self._now = 0.0  # that hang is over
@@ -353,7 +349,7 @@ class HangTimes:
         self._now = stuck_for_seconds
 
     def so_far(self, beat: Beat) -> StuckTime:
-        """By the part of the loop in which they began."""
+        """Add the hangs up by the part of the loop in which they began."""
 
         def between(first: float, last: float) -> float:
             return sum(seconds for began, seconds in self._hangs if began is not None and first <= began < last)
@@ -367,18 +363,15 @@ class HangTimes:
 
 
 class AttemptLog:
-    """What the log and the heartbeat tell of this attempt: where it resumed, its checkpoints, its hangs, its end.
+    """Collects what the log and the heartbeat need about this attempt: its resumption, checkpoints, hangs and end.
 
     Args:
-        run_dir: the run folder.
-        pid: of this process.
-        life: of this agent, see `EventLog`.
+        life: the agent's name, see `EventLog`.
 
     Attributes:
-        newest: its state at the newest heartbeat.
-        end: how this process ends.
-        seconds_before: how long the process had been there when the agent started.
-        saves_completed: checkpoints that can be resumed from.
+        newest: the state in the newest heartbeat.
+        seconds_before: how long the process had run when the agent started.
+        saves_completed: checkpoints that a run can resume from.
     """
 
     def __init__(
@@ -404,19 +397,19 @@ class AttemptLog:
         self._file: Descriptor | None = None
         self._next_beat_ns = 0
         self._told = False
-        self._waiting: list[SavedCheckpoint] = []  # whose phase has not come out of the ledger yet
+        self._waiting: list[SavedCheckpoint] = []  # the ledger has not yet returned their phases
         self._before_last: Sequence[SavedCheckpoint] = ()
         self._started = identities.process_started(pid)
-        # Once: later the clock may have been stepped.
+        # Read once: the clock may be stepped later.
         began = wall.unix_seconds(accounting.ledger.start_ns)
         self.seconds_before = 0.0 if self._started is None else max(0.0, began - self._started)
         self._launch, self._restarts = identities.launch_of()
         self._oom = OomCounter()
         self.end = EndEvidence()
         self.saves_completed = 0
-        self._kept_seconds = 0.0  # of the training loop up to the newest of them
-        self._holds_optimizer = False  # whether any checkpoint does: then others are not resumed from
-        self._begun_at: dict[int, float] = {}  # seconds of the loop at asynchronous checkpoints, by optimizer steps
+        self._kept_seconds = 0.0  # seconds of the loop before the newest of them
+        self._holds_optimizer = False  # once a checkpoint holds an optimizer, a run does not resume from others
+        self._begun_at: dict[int, float] = {}  # loop seconds when an asynchronous checkpoint began, by optimizer steps
         self.newest = self.beat()
 
     @property
@@ -425,12 +418,12 @@ class AttemptLog:
         return self._accounting.ledger.batches > 0
 
     def add_steps(self, steps: list[Step]) -> None:
-        """Steps have closed."""
+        """Look for replay in steps that have closed."""
         if not self._replay.settled:
             self._replay.add(steps, self._tracker.optimizer_steps)
 
     def tick(self, stuck_for_seconds: float, stuck_in: str | None) -> None:
-        """Everything up to now has been counted: write it where it outlives this process. See `HangTimes`."""
+        """Write a heartbeat. Called when everything up to now has been counted. See `HangTimes` for the arguments."""
         self._settle_replay()
         if self._replay.settled:
             self._accounting.samples.settle(self._replay.batches)
@@ -442,17 +435,17 @@ class AttemptLog:
         try:
             self._write(msgspec.json.encode(self.newest))
         except (OSError, ValueError) as error:
-            self._next_beat_ns = now_ns() + _RETRY_SECONDS * NS  # it may last for long, or the disk is full for a while
+            self._next_beat_ns = now_ns() + _RETRY_SECONDS * NS  # the cause, such as a full disk, may last
             if not self._told:
                 self._told = True
                 self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
 
     def _write(self, content: bytes) -> None:
-        """Write the heartbeat over the one before: one system call, and no new block on the disk.
+        """Overwrite the heartbeat with one system call, which needs no new block on the disk.
 
         Raises:
-            OSError: it cannot be written.
-            ValueError: it is too long.
+            OSError: the file cannot be written.
+            ValueError: the heartbeat is too long.
         """
         if len(content) >= BEAT_BYTES:
             raise ValueError(f"a heartbeat has at most {BEAT_BYTES - 1} bytes, not {len(content)}")
@@ -471,25 +464,25 @@ class AttemptLog:
         )
 
     def end_replay(self) -> None:
-        """No more steps could tell how many batches were thrown away: samples of the others are trained."""
+        """Decide about the replay now, because no more steps will come. The other samples count as trained."""
         self._settle_replay(ended=True)
         self._accounting.samples.settle(self._replay.batches)
 
     def close(self) -> None:
-        """The process ends by itself: the log tells all, and the heartbeat goes."""
+        """Remove the heartbeat, because the process ends by itself and the log is complete."""
         if self._file is not None:
             remove_file(self._path)
         self.forget()
 
     def forget(self) -> None:
-        """Close the file of the heartbeat: in a forked child, whose copy it is."""
+        """Close the heartbeat's file. A forked child calls this for its copy."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
                 file.close()
 
     def head_fields(self) -> dict[str, Any]:
-        """For the first line of a log."""
+        """The fields for the first line of a log file."""
         return {
             "process_started": None if self._started is None else iso_time(self._started),
             "launch": self._launch,
@@ -499,7 +492,7 @@ class AttemptLog:
         }
 
     def fields(self) -> dict[str, Any]:
-        """Of the run so far, for every line with totals."""
+        """The fields for every line with totals."""
         resumption = self._resumption()
         found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps, **self._oom_kills()}
         return found | ({"resumption": resumption} if resumption else {})
@@ -509,7 +502,7 @@ class AttemptLog:
         return {} if count is None else {"oom_kills_total": count}
 
     def _resumption(self) -> ResumptionFields:
-        """What did not happen is absent."""
+        """The fields of the resumption. A thing that did not happen has no field."""
         resume, replay = self._resume, self._replay
         since, found = resume.restoring_since, ResumptionFields()
         if resume.optimizers > 1:
@@ -528,7 +521,7 @@ class AttemptLog:
         return found
 
     def beat(self) -> Beat:
-        """The state of this process now."""
+        """Read the current state of this process."""
         accounting, ledger = self._accounting, self._accounting.ledger
         beat = Beat(
             life=self._life,
@@ -549,11 +542,11 @@ class AttemptLog:
         return structs.replace(beat, stuck=self._hangs.so_far(beat))
 
     def phase_lines(self, spans: Sequence[PhaseSpan], *, last: bool = False) -> Iterator[PhaseLine]:
-        """Lines of phases that have ended, those of checkpoints with the steps that they contain.
+        """Make the lines of phases that have ended. A checkpoint's line has its steps.
 
         Args:
-            spans: of the ledger, and those that the script has named.
-            last: there is no later call.
+            spans: phases from the ledger, and phases that the script has named.
+            last: this is the last call.
         """
         pending = [*self._waiting]
         while self._resume.saves:
@@ -562,7 +555,7 @@ class AttemptLog:
         if len(spans) > _MAX_PHASE_LINES:
             shortest = max(shortest, sorted(span.seconds for span in spans)[-_MAX_PHASE_LINES])
         lines: list[PhaseLine] = []
-        newest_short: int | None = None  # its place among the lines
+        newest_short: int | None = None  # index in ``lines``
         for span in spans:
             line, save = self._line(span), None
             if span.category == CHECKPOINT and span.loop_seconds is not None:
@@ -594,7 +587,7 @@ class AttemptLog:
         return {"name": span.name, "category": span.category, "started": started, "seconds": round(span.seconds, 6)}
 
     def _contains(self, line: PhaseLine, save: SavedCheckpoint, loop: tuple[float, float] | None) -> None:
-        """Write into a line what its checkpoint contains. Notes the newest one that can be resumed from."""
+        """Write a checkpoint's fields into its line, and note the newest one that a run can resume from."""
         loop_seconds = None if loop is None else sum(loop)
         if loop_seconds is not None and not save.complete:
             self._begun_at = {save.optimizer_steps: loop_seconds}
@@ -610,37 +603,37 @@ class AttemptLog:
             line["loop_seconds"] = {"data_wait": round(loop[0], 6), "compute": round(loop[1], 6)}
 
 
-# -- how it ends and how it began -------------------------------------------------------------------------------------
+# -- how a process ends, and what it replays ---------------------------------------------------------------------------
 
 _PEER_LOST: Final = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket closed|"
     r"nccl (communicator|error)|remote (process|server)|watchdog|time(d )?out|heartbeat",
     re.IGNORECASE,
 )
-"""In the text of one of torch.distributed's own exceptions."""
+"""Matches the text of torch.distributed's own exceptions."""
 
 _GLOO_PEER_LOST: Final = re.compile(
     r"gloo/transport/\S+\.cc:\d+\].*(closed by peer|connection (reset|refused)|broken pipe|time(d )?out)",
     re.IGNORECASE | re.DOTALL,
 )
-"""Gloo's are plain ones, which also come out of ``backward()``. Their text names the line of gloo's source."""
+"""Gloo raises plain exceptions, also out of ``backward()``. Their text contains the line of gloo's source."""
 
 _MAX_TEXT: Final = 20_000
 
 
 class EndEvidence:
-    """How this process ends, as far as that is known: an uncaught exception, an exit status, or another program.
+    """What is known of how this process ends: an uncaught exception, an exit status, or another program.
 
-    Python prints an exception that nobody catches, keeps it in `sys`, and only then calls the functions of `atexit`. So
-    it is read there, and neither a hook nor a handler of ours is involved. The exit status of ``sys.exit`` is kept
-    nowhere: ``telemetry run`` sees it pass.
+    Python prints an uncaught exception, keeps it in `sys`, and only then calls the functions of `atexit`. So it is read
+    there, and we need neither a hook nor a handler. Nothing keeps the exit status of ``sys.exit``: ``telemetry run``
+    sees it pass.
 
-    Nothing shows afterwards that the process has executed another program, such as its own script anew: it keeps its
-    pid and its start, `atexit` is not called, and the agent is gone at once, as if it were killed. So the agent hooks
-    the functions of ``os`` that do it, and ends before.
+    A process that executes another program, such as its own script anew, leaves no trace: it keeps its pid and its
+    start, `atexit` is not called, and the agent is gone at once, as after a kill. So the agent hooks the functions of
+    ``os`` that do it, and ends before.
 
     Attributes:
-        process_ends: whether the interpreter ends, and not only the agent.
+        process_ends: whether the interpreter ends. False: only the agent ends.
         replaced: whether this process is about to execute another program.
     """
 
@@ -651,12 +644,12 @@ class EndEvidence:
         self.process_ends = False
 
     def leaving(self, code: object) -> None:
-        """The script ends with this argument of ``sys.exit``."""
+        """Take the argument of ``sys.exit`` with which the script ends."""
         # The kernel keeps the lowest byte: `sys.exit(256)` is a success.
         self._status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
 
     def at_exit(self) -> None:
-        """The interpreter ends. To be called by `atexit`, and nowhere else: before, an older exception may be kept."""
+        """Take the uncaught exception. Only `atexit` may call this: before that, `sys` may hold an older exception."""
         self.process_ends = True
         if not hasattr(sys, "ps1"):
             last: Any = getattr(sys, "last_value", None)
@@ -664,11 +657,11 @@ class EndEvidence:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing tells that its work is not done."""
+        """Whether its work is done, as far as we know."""
         return self._exception is None and not self._status and not self.replaced
 
     def fields(self) -> dict[str, Any]:
-        """Of the last line of the log. What is not known is absent."""
+        """The fields for the last line of the log. What is not known is absent."""
         found: dict[str, Any] = {}
         if self._status is not None:
             found["exit_status"] = self._status
@@ -682,9 +675,9 @@ class EndEvidence:
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether an exception tells that another process of the job is gone, which then ended first.
+    """Whether an exception means that another process of the job ended first.
 
-    Only torch.distributed's exceptions tell that: the words of others are about anything, such as a data set's server.
+    Only torch.distributed's exceptions are read: other ones may name any peer, such as a data set's server.
     """
     kind = type(error)
     try:
@@ -696,31 +689,31 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 _MAX_COMPUTE_RATIO: Final = 0.125
-"""A batch is thrown away if less than this share of a usual step's compute comes after it."""
+"""A batch counts as thrown away if the step computes for less than this share of a usual step's compute."""
 
 _MIN_BATCHES: Final = 3
-"""A loop that reads a batch or two ahead throws none away."""
+"""A loop that reads one or two batches ahead does not throw them away."""
 
 _MAX_STEPS: Final = 1 << 16
-"""Of the tick in which an optimizer steps first, which is cut off from there on."""
+"""The watch keeps at most this many steps from the tick in which an optimizer first steps."""
 
 _USUAL: Final = 8
 
 _ENOUGH: Final = 4
-"""Steps that are sure to be no replay. One of them may be long because the machine is busy."""
+"""So many optimizer steps are enough for a usual duration. A busy machine may make one of them long."""
 
 _MAX_HELD_UP_RATIO: Final = 0.5
-"""A batch before the first step of an optimizer may be held up for up to this share of a usual step's compute."""
+"""A batch before the first optimizer step may take up to this share of a usual step's compute and still be replay."""
 
 
 class ReplayWatch:
-    """Finds the replay: batches that are thrown away before the first step, to come to where a checkpoint was written.
+    """Finds the replay: batches that a resumed run throws away to come to where its checkpoint was written.
 
-    They look like steps that compute nothing: the loop asks for the next batch as soon as one has come.
+    They look like steps without compute: the loop asks for the next batch as soon as one has come.
 
     Attributes:
-        settled: whether it is known how much was replay.
-        batches: thrown away. ``seconds``, ``wait_seconds``: their part of the loop's time, and of its waits.
+        settled: whether the replay has been decided.
+        batches: batches thrown away. ``seconds``, ``wait_seconds``: what they took in the loop, and in its waits.
     """
 
     def __init__(self) -> None:
@@ -728,12 +721,12 @@ class ReplayWatch:
         self.batches = 0
         self.seconds = 0.0
         self.wait_seconds = 0.0
-        # Steps before any optimizer has stepped: number, wait and compute, by the bits of their compute in ns.
+        # Steps before the first optimizer step: number, wait and compute, by the bit length of their compute in ns.
         self._before: dict[int, list[float]] = {}
-        self._after: list[tuple[float, float]] = []  # wait and compute of the others, and of the tick in between
+        self._after: list[tuple[float, float]] = []  # wait and compute of later steps, from that tick on
 
     def add(self, steps: Sequence[Step], optimizer_steps: int) -> None:
-        """Steps have closed. ``optimizer_steps``: counted so far, maybe later than these steps."""
+        """Add closed steps. ``optimizer_steps``: the count now, which may already be ahead of these steps."""
         for step in () if self.settled else steps:
             wait, compute = step.wait_seconds, max(0.0, step.seconds - step.wait_seconds)
             if not optimizer_steps:
@@ -748,14 +741,14 @@ class ReplayWatch:
                 self._after.append((wait, compute))
 
     def settle(self, optimizer_steps: int, first_wait_seconds: float, *, most: float, ended: bool = False) -> None:
-        """Decide, once optimizers have stepped. To be called when all steps so far have been added.
+        """Decide how much was replay, once optimizers have stepped. Call it after `add` has all steps so far.
 
         Args:
-            optimizer_steps: so far.
+            optimizer_steps: optimizer steps so far.
             first_wait_seconds: the wait for the first batch, which is no replay.
-            most: how many batches can have been drawn without a step of an optimizer. In a loop that steps after each
-                batch it tells all. Where gradients are accumulated or steps are skipped, the durations decide.
-            ended: there are no more steps to wait for.
+            most: how many batches can have been drawn without an optimizer step. If the loop steps after each batch,
+                this decides alone. If it accumulates gradients or skips steps, the durations decide.
+            ended: no more steps will come.
         """
         if self.settled or optimizer_steps < 2 or not self._after:
             return
@@ -772,7 +765,7 @@ class ReplayWatch:
                 number, wait, compute = number + sums[0], wait + sums[1], compute + sums[2]
             if (1 << bits) / NS <= limit:
                 short += sums[0]
-        if short < number / 2:  # short steps, such as those of accumulated gradients, and no replay
+        if short < number / 2:  # short steps without replay, such as those of accumulated gradients
             number, wait, compute = 0.0, 0.0, 0.0
         else:
             for each_wait, each_compute in self._after[: _short_ones([each for _, each in self._after], limit)]:
@@ -789,7 +782,7 @@ class ReplayWatch:
 
 
 def _short_ones(compute_seconds: Sequence[float], limit: float) -> int:
-    """How many steps at the beginning are short, though a busy machine may make one of them long."""
+    """How many steps at the beginning are short. A busy machine may make one among them long."""
     ahead, most, best = 0, 0, 0
     for place, seconds in enumerate(compute_seconds, 1):
         ahead += 1 if seconds <= limit else -1

@@ -1,4 +1,4 @@
-"""Follows whether this rank stalls, and why: turns ticks into stalls with a cause and advice."""
+"""Turns ticks into stalls of this rank, with a cause and advice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from telemetry.util.errors import ErrorLog
 
 
-# -- the user's callback for stalls: called on a thread of its own, one call at a time ---------------------------------
+# -- calls the user's callback on a thread of its own, one call at a time ----------------------------------------------
 
 _SOURCE: Final = "on_stall"
 
@@ -49,12 +49,12 @@ _SOURCE: Final = "on_stall"
 class StallCallback:
     """Calls the user's function for each stall. The caller never waits for it.
 
-    A thread exists only while a call is in progress. If a stall opens meanwhile, the function is not called for it.
-    That is counted as an error, and the log names the stall. An exception in the function is counted, too.
+    A thread exists only during a call. A stall that opens meanwhile gets no call: that counts as an error, and the log
+    names the stall. An exception in the function counts as an error, too.
 
     Args:
         callback: the function, or its dotted name, which is resolved at the first stall; None if it is not set.
-        errors: counts failed calls and skipped stalls. Used only on the caller's thread.
+        errors: counts failed and skipped calls. Used only on the caller's thread.
     """
 
     def __init__(self, callback: Callable[[dict[str, Any]], Any] | str | None, errors: ErrorLog) -> None:
@@ -64,7 +64,7 @@ class StallCallback:
         self._failed: deque[str] = deque()
 
     def tell(self, stall: dict[str, Any]) -> None:
-        """Start a call of the function with the fields of a stall. Returns at once."""
+        """Start a call of the function. Returns at once."""
         if self._callback is None:
             return
         self.note_failures()
@@ -100,7 +100,7 @@ class StallCallback:
 
 
 def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[str, Any]], Any]:
-    """Resolve a callback given by its dotted name. By the first stall, its module has long been imported."""
+    """Import a callback that is given by its dotted name. At the first stall its module has long been imported."""
     if not isinstance(callback, str):
         return callback
     module, _, name = callback.rpartition(".")
@@ -108,17 +108,17 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
     return found
 
 
-# -- a stall as log fields, which the user's callback and the manifest of a snapshot get, too --------------------------
+# -- the fields of a stall: for the log, the user's callback and the manifest of a snapshot ----------------------------
 
 
 def stall_fields(stall: Stall, hang: Hang | None, node: str, lines: LineFindings | None = None) -> dict[str, Any]:
-    """The fields of a stall: cause, evidence and advice.
+    """The cause, evidence and advice of a stall.
 
     Args:
-        stall: the stall, as far as it is known now.
-        hang: the hang, if the stall is one; else None.
-        node: name of this node.
-        lines: the lines that it spends its time in, if they are known.
+        stall: the stall as it is now.
+        hang: the hang, if the stall is one.
+        node: the name of this node.
+        lines: the lines in which the stall spends its time, if they are known.
     """
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
     ratio, hang = stall.exposed_ratio, hang if stall.is_hang else None
@@ -148,7 +148,7 @@ def stall_fields(stall: Stall, hang: Hang | None, node: str, lines: LineFindings
 
 
 def _also(other: CauseShare, stall: Stall) -> dict[str, Any]:
-    """A cause of similar size, as `report --json` has it in the evidence."""
+    """A cause of similar size, with the fields that `report --json` has in the evidence."""
     return {
         "cause": other.cause,
         "share_ratio": round(other.share, 4),
@@ -161,7 +161,7 @@ def _advice_fields(advice: Sequence[Advice]) -> list[dict[str, Any]]:
 
 
 def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:
-    """The rank that this one waits for, if the stall is caused by a straggler; else None."""
+    """The rank that causes this stall, if the stall is a straggler; else None."""
     if stall.cause != "straggler":
         return None
     if stall.is_hang:
@@ -170,11 +170,11 @@ def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:
     return straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
 
 
-# -- follows whether this rank stalls, and why: turns ticks into stalls with a cause and advice ------------------------
+# -- turns ticks into stalls -------------------------------------------------------------------------------------------
 
 _WORTH_TIMING: Final = 0.02
 _TIMED_WAITS: Final = 32
-"""If waits take this share of the loop, this many of the next batches are timed in parts instead of one: a sampler may
+"""If waits take this share of the loop, the next 32 batches are timed in parts instead of one, because a sampler may
 work only once in a few batches. With 5 µs each, this takes less than 0.2 ms a second."""
 
 _SAMPLE_SECONDS: Final = 0.1
@@ -188,19 +188,18 @@ class StallMonitor:
     """Follows the stalls of one rank.
 
     Args:
-        config: window and ratios.
-        tracker: the current state of the training thread.
-        counts: counts of stalls, updated here.
+        counts: this updates the counts of stalls in it.
         errors: counts failed and skipped calls of the user's callback.
-        event_log: gets a line for each stall. It knows the rank.
-        wall: the time at which stalls open and close.
-        lines: knows the lines that a stall spends its time in.
-        sinks: are told of stalls that open.
+        event_log: writes a line for each stall.
+        wall: dates the opening and closing of stalls.
+        lines: finds the lines in which a stall spends its time.
+        sinks: get each stall that opens.
 
     Attributes:
-        hangs: knows what the training thread does while it is stuck.
-        waits_to_time: how many of the next batches to time in parts: more if waits matter.
-        costliest: the fields of the closed stall that has cost most. ``closed_hang``: of the newest hang that closed.
+        hangs: finds what the training thread does while it is stuck.
+        waits_to_time: how many of the next batches are timed in parts: more if waits matter.
+        costliest: the fields of the closed stall that cost most.
+        closed_hang: the fields of the newest closed hang.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class StallMonitor:
         self._longest_phase = self._phase_waited_for = 0.0
         self._one_is_slow = self._peer_is_stuck = False
         self._last = Tick()
-        self._last_step = Tick()  # the newest tick in which a step has ended
+        self._last_step = Tick()  # the newest tick in which a step ended
         self._interval = config.interval_seconds
         self._errors = errors
         self._callback = StallCallback(config.on_stall, errors)
@@ -241,7 +240,7 @@ class StallMonitor:
         self.closed_hang: dict[str, Any] | None = None
 
     def tick(self, tick: Tick, accounting: Accounting, *, intervals: int = 1) -> None:
-        """Add a tick, which was due ``intervals`` after the last one. Logs a stall that opens or closes."""
+        """Add a tick, which was due ``intervals`` after the last one, and log a stall that opens or closes."""
         self._callback.note_failures()
         added, peers = tick.totals.passed_since(self._last.totals), tick.conditions.peers
         self._peer_is_stuck = any(peer.stuck for peer in peers)
@@ -276,15 +275,15 @@ class StallMonitor:
 
     @property
     def stuck(self) -> tuple[float, str | None]:
-        """For how long the run is stuck, or was until now, and in which category; 0 and None if it is not."""
+        """How long the run has been stuck, also if the hang has just closed, and in which category; else 0 and None."""
         return (0.0, None) if self._hang is None else (self._hang.seconds, self._hang.category)
 
     @property
     def sample_seconds(self) -> float:
         """Mean time between two samples of the training thread, in seconds.
 
-        It is shorter while this rank waits for a slow rank, or a peer does: the slow rank is sampled as often. It is
-        also shorter before that, if this rank seems to wait: with ten samples a second over 10 s, a rank that was 12 %
+        It is shorter while this rank, or a peer, waits for a slow rank, so that the slow rank samples itself as often.
+        It is also shorter as soon as this rank seems to wait: with ten samples a second over 10 s, a rank that was 12 %
         slower seemed to cost 23 %.
         """
         closely = self._one_is_slow or self._detector.may_have_straggler
@@ -292,7 +291,7 @@ class StallMonitor:
 
     @property
     def hang(self) -> Hang | None:
-        """The hang of this rank at the newest tick; None without one."""
+        """The hang of this rank at the newest tick, if there is one."""
         hang = self._hang
         return hang if hang is not None and hang.kind != "closed" else None
 
@@ -302,7 +301,7 @@ class StallMonitor:
         return self._peer_is_stuck or self.hang is not None
 
     def _phase_of(self, peers: Sequence[RankPace]) -> str | None:
-        """Whether a peer evaluates or writes a checkpoint, and whether it may still make progress."""
+        """Whether a peer evaluates or writes a checkpoint: `EXPECTED`, or `OVERDUE` if it takes too long; else None."""
         still = [peer.still_seconds for peer in peers if peer.phase in {CHECKPOINT, EVALUATION}]
         if not still:
             return None
@@ -310,7 +309,7 @@ class StallMonitor:
         return EXPECTED if max(still) < longest_phase(self._stuck_setting, self._longest_phase) else OVERDUE
 
     def _waits_for_ranks(self) -> bool:
-        """Whether this rank has spent the time since its newest step in calls in which ranks wait for one another."""
+        """Whether this rank has spent the time since its newest step in calls that wait for other ranks."""
         now, then = self._last.totals.own, self._last_step.totals.own
         return mostly_in_sync(now.samples - then.samples, now.in_sync_samples - then.in_sync_samples)
 
@@ -328,7 +327,7 @@ class StallMonitor:
             self._close(change.stall)
 
     def _tell_lack_of_cores(self) -> None:
-        """Say why no straggler is named although this rank waits for one."""
+        """Log why no straggler is named although this rank waits for one."""
         window = self._detector.window
         if window is None:
             return
@@ -357,7 +356,7 @@ class StallMonitor:
         self._opened_now(stall, with_stacks=True)
 
     def adopt(self, rank: int) -> None:
-        """Use another rank: the rank of this process has become known or has changed."""
+        """Use another rank, after this process has learned its rank or changed it."""
         self._detector.rank = rank
 
     def end(self, totals: Totals) -> None:
@@ -376,7 +375,7 @@ class StallMonitor:
         self._callback.wait(seconds)
 
     def pace(self) -> RankPace | None:
-        """The pace of this rank, for the other ranks."""
+        """The pace of this rank, which the other ranks read."""
         pace = self._detector.pace()
         if pace is None:
             return None
@@ -392,7 +391,7 @@ class StallMonitor:
         )
 
     def _of_run(self, totals: Totals) -> dict[str, Any]:
-        """What a pace tells of the whole run."""
+        """The part of a pace that is about the whole run."""
         stall, closed = self._detector.stall, self.costliest
         found = [] if closed is None else [(closed["cause"], lost_seconds(closed))]
         found += [] if stall is None else [(stall.cause, stall.lost_seconds.get(stall.cause, 0.0))]
@@ -408,37 +407,37 @@ class StallMonitor:
         }
 
     def hang_at_end(self, steps: int) -> Hang | None:
-        """The hang in which the run ends, after so many steps; None if a step has ended since it began."""
+        """The hang in which the run ends, after ``steps`` steps; None if a step has ended since it began."""
         return (self.hang or self.hangs.left) if steps == self._last_step.totals.steps else None
 
     @property
     def open_stall(self) -> Stall | None:
-        """The open stall; None without one."""
+        """The stall that is open now, if any."""
         return self._detector.stall
 
     @property
     def active_cause(self) -> str | None:
-        """Its cause."""
+        """The cause of the open stall, if any."""
         return None if self._detector.stall is None else self._detector.stall.cause
 
     def view(self) -> StallView:
-        """Stalls so far, for the endpoint."""
+        """The stalls so far, for the endpoint."""
         stall, cause = self._detector.stall, self.active_cause
         slow = None if stall is None else slow_rank(stall, self._hang)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 
     @property
     def holds_others_up(self) -> bool:
-        """Whether a peer waits for a slow rank, and this rank has no stall itself: it may be that rank."""
+        """Whether this rank may be the slow rank: a peer waits for one, and this rank has no stall itself."""
         return self._detector.stall is None and self._one_is_slow
 
     def stall_fields(self) -> dict[str, Any] | None:
-        """Fields of the open stall, as in the log; None without one."""
+        """The fields of the open stall as the log has them; None without one."""
         stall = self._detector.stall
         return None if stall is None else self._fields(stall) | {"opened": self._opened}
 
     def log_lines(self) -> None:
-        """Log the lines that the open stall has spent its time in so far. A run that is killed logs no close."""
+        """Log the lines of the open stall now, because a run that is killed logs no close."""
         fields = self.stall_fields()
         if fields is not None and "lines" in fields["evidence"]:
             self._event_log.emit("stall_lines", fields)

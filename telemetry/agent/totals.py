@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
 # -- splits the energy of the GPU over the categories of the ledger ----------------------------------------------------
 # The GPU counts its energy itself, so the sum is exact. The split is an estimate: between two readings, each category
-# gets the share that it had of the time. A GPU that waits draws less than one that computes. So waits that are short
-# against an interval get too much.
+# gets its share of the time. A waiting GPU draws less than a computing one, so waits that are short against an interval
+# get too much.
 
 MAX_WATTS: Final = 20e3
-"""No GPU draws so much. A larger difference is a counter that began anew, or an error of the driver."""
+"""No GPU draws so much. After a larger difference the counter has begun anew, or the driver is wrong."""
 
 _MARGIN_SECONDS: Final = 1.0
-"""The driver counts in steps: it may add the energy of a whole step to a short interval."""
+"""The driver counts in steps, and may add the energy of a whole step to a short interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnergyReading:
-    """The GPU's counter at one moment.
+    """The GPU's energy counter at one moment.
 
     Attributes:
-        uuid: of the GPU. ``joules``: of its counter, which began with the driver.
-        ledger_seconds: of the run at this moment, by category.
+        joules: the value of the counter, which began with the driver.
+        ledger_seconds: the run's seconds so far, by category.
     """
 
     uuid: str
@@ -63,7 +63,7 @@ class EnergyReading:
 def added_energy(
     before: dict[str, float] | None, earlier: EnergyReading, later: EnergyReading
 ) -> dict[str, float] | None:
-    """Joules by category with those between two readings of one GPU added; unchanged if these cannot be used.
+    """Add the joules between two readings of one GPU, by category. Unusable readings add nothing.
 
     Args:
         before: joules by category so far; None before the first.
@@ -82,17 +82,17 @@ def added_energy(
 
 
 # -- adds samples to counters: a sampled value enters `Totals` as its integral over the time of its tick ---------------
-# The meaning of a sample depends on how the time of the tick was spent, for example whether the training loop ran. Only
-# this module decides that. Code that reads the totals does not have to.
+# What a sample means depends on how the tick was spent, for example whether the training loop ran. Only this module
+# decides that, not the code that reads the totals.
 
 _ONLY_LOOP: Final = 0.95
-"""From this share of a tick in the training loop on, the GPU's activity in the tick counts as the loop's."""
+"""If the loop took at least this share of a tick, the GPU's activity in the tick counts as the loop's."""
 
 _MOSTLY: Final = 0.5
-"""From this share of a tick in the training loop on, what workers and process did in the tick counts as the loop's."""
+"""If the loop took at least this share of a tick, what workers and process did in the tick counts as the loop's."""
 
 HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
-"""Reasons for a low clock that are a fault. A GPU at its power cap is not: it reaches the cap when it is used well."""
+"""Reasons for a low clock that are a fault. A power cap is not: a GPU reaches it when it is used well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,12 @@ class Readings:
     """How one tick was spent, and what was sampled at its end. None: not measured.
 
     Attributes:
-        seconds: length of the tick. ``loop_seconds``, ``compute_seconds``, ``garbage_seconds`` and
-            ``exposed_wait_seconds`` are parts of it.
-        samples: the newest ones.
+        seconds: length of the tick. The other times of the training thread are parts of it.
+        samples: the newest samples.
         process_cpu_seconds: CPU time of the training process in the tick, without its workers.
         children_cpu_seconds: CPU time of its children that ended in the tick. Workers may be among them.
         fetches, fetch_busy_seconds: batches that the workers finished in the tick, and their time in fetches.
-        gpu_clock_ratio: clock of the SMs, relative to the clock in this run when the GPU is not throttled.
+        gpu_clock_ratio: the SMs' clock, relative to their clock in this run when the GPU is not throttled.
     """
 
     seconds: float
@@ -123,7 +122,7 @@ class Readings:
 
     @property
     def in_loop(self) -> bool:
-        """Whether the tick was mostly spent in the training loop."""
+        """Whether the loop took most of the tick."""
         return self.loop_seconds >= _MOSTLY * self.seconds
 
 
@@ -178,7 +177,7 @@ def _cpu(before: CpuTotals, tick: Readings) -> CpuTotals:
     )  # fmt: skip
     host_cores = None if host is None or host.cpu_ratio is None else host.cpu_ratio * host.cpu_count
     if tick.process_cpu_seconds is not None and seconds > 0:
-        # The first tick has all that the process used before the agent started.
+        # The first tick contains everything that the process used before the agent started.
         process = process.plus(tick.process_cpu_seconds * min(1.0, tick.loop_seconds / seconds) / seconds, seconds)
     if tick.process_cpu_seconds is not None and seconds > 0 and tick.in_loop:
         workers = tick.samples.workers
@@ -203,11 +202,11 @@ def _cpu(before: CpuTotals, tick: Readings) -> CpuTotals:
 
 
 def _by_children(used: float, own: float, host_used: float, host_cores: int) -> float:
-    """Cores that children used which ended in the tick, such as a decoder for each sample: those are no others.
+    """Cores used by children that ended in the tick, such as a decoder for each sample. They do not count as others.
 
-    What one used that lived for longer comes all at once. It is left out if no tick has so much of it, and it is never
-    more than was in use beside the process and its workers. So others may be taken for children, but no workers that
-    end are counted twice.
+    A child that lived for longer adds all its time at once. It is left out if no tick can have so much. The result is
+    at most what was in use besides the process and its workers. So others may be taken for children, but no worker that
+    ends is counted twice.
     """
     return 0.0 if used > host_cores else min(used, max(0.0, host_used - own))
 
@@ -243,19 +242,19 @@ def _is_held_back(gpu: GpuSample | None) -> bool:
 
 
 class HasThread(Protocol):
-    """A part of the agent with a thread of its own."""
+    """A part of the agent with its own thread."""
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of that thread."""
+        """CPU seconds of that thread."""
 
 
 class Overhead:
-    """The cost in seconds, by thread.
+    """The cost of the agent in seconds, by thread.
 
     Args:
         tracker: measures the hooks on the training thread.
-        parts: the parts of the agent that have threads of their own.
+        parts: parts of the agent with their own threads.
 
     Attributes:
         agent_thread_seconds: CPU time of the agent thread.
@@ -267,18 +266,18 @@ class Overhead:
         self.agent_thread_seconds = 0.0
 
     def measure(self) -> None:
-        """Read the CPU time of this thread, the agent's."""
+        """Read the CPU time of the agent thread, which calls this."""
         self.agent_thread_seconds = thread_time()
 
     def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds on the training thread, and CPU seconds of the agent's own threads."""
+        """Wall-clock seconds on the training thread, and CPU seconds of the agent's threads."""
         own = self.agent_thread_seconds + sum(part.cpu_seconds for part in self._parts)
         return {"training": self._tracker.overhead_ns / NS, "agent": own}
 
 
 @dataclass(slots=True)
 class StallCounts:
-    """Stalls so far, by cause: how many have opened, and the seconds lost."""
+    """Stalls so far, by cause: how many have opened, and how many seconds they cost."""
 
     opened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     lost_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
@@ -288,25 +287,26 @@ class StallCounts:
         return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
 
 
-# -- makes the `Totals` of a tick from the hooks' figures, the accounting and the samples ------------------------------
+# -- makes the `Totals` of a tick --------------------------------------------------------------------------------------
 
 _WORKING_RATIO: Final = 0.5
-"""If a GPU runs something for at least this share of the time, its clock counts as its working clock."""
+"""If a GPU is busy for at least this share of the time, its clock counts as its working clock."""
 
 
 class TotalsBuilder:
     """Keeps the newest `Totals`, and adds to them.
 
     Args:
-        accounting: ledger, steps and exposed wait. ``tracker``: counters of the training thread itself.
-        collectors: the newest samples. ``thread_sampler``: samples of the training thread.
-        overhead: the cost of the agent itself, seconds by thread.
+        accounting: ledger, steps and exposed wait.
+        tracker: counters of the training thread.
+        collectors: the newest samples.
+        thread_sampler: samples of the training thread.
+        overhead: the cost of the agent.
 
     Attributes:
         totals: the newest totals.
-        loader: the settings of the loader that the newest batches came from; empty before the first.
-        energy_sample: the newest sample of the GPU whose energy is counted, also while NVML is down; None before the
-            first.
+        loader: the settings of the loader of the newest batches; empty before the first.
+        energy_sample: the newest sample of the GPU whose energy is counted, kept while NVML is down.
     """
 
     def __init__(
@@ -325,19 +325,19 @@ class TotalsBuilder:
         self.totals = Totals()
         self.loader: dict[str, Any] = {}
         self.energy_sample: GpuSample | None = None
-        self._integrated = self.totals  # the totals when the samples were last integrated
-        self._process_cpu_seconds = 0.0  # at that time; the first tick has everything that was used before
+        self._integrated = self.totals  # the totals when samples were last integrated
+        self._process_cpu_seconds = 0.0  # at that time. The first tick adds everything from before
         self._children_cpu_seconds: float | None = None
         self._updated_ns = 0
-        self._source_kind: str | None = None  # not the source: nothing here may keep a loader's queue alive
+        self._source_kind: str | None = None  # not the source, so that no loader's queue is kept alive
         self._where: str | None = None
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
         self._energy: EnergyReading | None = None
-        self._exposed: float | None = 0.0  # as measured by the clock, which reads the first wait late
+        self._exposed: float | None = 0.0  # as the clock measures it, which reads the first wait late
 
     def tick(self, peers: tuple[RankPace, ...] = ()) -> Tick:
-        """The current totals and conditions. ``peers``: the newest paces of other ranks."""
+        """Make the totals and conditions of a tick. ``peers``: the newest paces of other ranks."""
         batches_from, before = self._accounting.take_source(), self._integrated
         self._source_kind = None if batches_from is None else batches_from.kind
         self.loader = self.loader if batches_from is None else batches_from.settings
@@ -363,13 +363,13 @@ class TotalsBuilder:
         return Tick(totals, conditions)
 
     def current(self) -> Totals:
-        """The newest totals, updated if more has happened. Samples are only integrated in `update`, once a tick."""
+        """The newest totals, counted again if more has happened. Only `update` integrates samples."""
         if self._accounting.updated_ns != self._updated_ns:
             self.totals = self._by_source(self._count(None), self.totals)
         return self.totals
 
     def update(self) -> Totals:
-        """Update the totals, with the samples since the last update. Called once a tick, and at the end."""
+        """Update the totals and integrate the samples since the last update. Called once a tick, and at the end."""
         sampled = self._thread_sampler.take()
         self._where = sampled.where
         self.totals = self._with_samples(self._by_source(self._count(sampled), self.totals))
@@ -377,7 +377,7 @@ class TotalsBuilder:
         return self.totals
 
     def _count(self, sampled: ThreadSamples | None) -> Totals:
-        """The current counters. ``sampled``: the samples of the training thread that were not counted yet."""
+        """The current counters. ``sampled``: new samples of the training thread."""
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker, before = self._accounting, self._tracker, self.totals
         ledger, stats = accounting.ledger, accounting.stats
@@ -442,13 +442,12 @@ class TotalsBuilder:
         )
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:
-        """Attribute the waits since the last totals to the source that batches come from now."""
+        """Attribute the waits since the last totals to the current source of batches."""
         waits, source = before.wait_seconds_by_source, self._source_kind
         waited = max(0.0, counted.wait_seconds - before.wait_seconds)
         return replace(counted, wait_seconds_by_source=waits | {source: waits.get(source, 0.0) + waited})
 
     def _with_samples(self, counted: Totals) -> Totals:
-        """Add the samples since the last integration to the integrals."""
         before, samples = self._integrated, self._collectors.samples
         workers, process = samples.workers, samples.process
         used = children = None
@@ -477,7 +476,7 @@ class TotalsBuilder:
         return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=energy)
 
     def _with_energy(self, counted: Totals, gpu: GpuSample | None) -> dict[str, float] | None:
-        """Add the energy since the last reading of the GPU. The same sample again is no new reading."""
+        """Add the energy since the GPU's last reading. The same sample again is no new reading."""
         if gpu is None or gpu is self.energy_sample or gpu.energy_joules is None:
             return counted.gpu_energy_joules
         self.energy_sample = gpu
@@ -486,10 +485,10 @@ class TotalsBuilder:
         return counted.gpu_energy_joules if before is None else added_energy(counted.gpu_energy_joules, before, now)
 
     def _after_first(self, exposed: float | None, first_wait: float, steps: int) -> float | None:
-        """The exposed wait without that for the first batch.
+        """The exposed wait without the wait for the first batch.
 
         The GPU's clock is read some steps after a wait has ended. So the exposed part of the first wait may come later,
-        but not after the run has enough steps to be judged.
+        but never after the run has enough steps to be judged.
         """
         before = self.totals
         known, so_far = self._exposed, before.exposed_after_first_seconds
@@ -503,7 +502,7 @@ class TotalsBuilder:
         return so_far + added - first
 
     def _clock_ratio(self, gpu: GpuSample | None) -> float | None:
-        """The GPU's clock relative to its clock in this run when it is not throttled; before that, to its maximum."""
+        """The GPU's clock relative to its unthrottled clock in this run, or to its maximum before that is known."""
         if gpu is None or gpu.sm_clock_hertz is None or not gpu.sm_clock_max_hertz:
             return None
         if not _is_held_back(gpu) and (gpu.utilization_ratio or 0.0) >= _WORKING_RATIO:

@@ -1,4 +1,4 @@
-"""Follows what changes slowly: memory that grows, and steps that became slower or faster for good."""
+"""Follows slow changes: memory that grows, and steps that became slower or faster for good."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ READ_SECONDS: Final = 2.0
 """Readings that come faster are merged."""
 
 _SPANS: Final = (1350.0, 64.0)
-"""Maximum seconds between two readings of the two histories of each figure: they reach back a day, and an hour."""
+"""Maximum seconds between two readings, for the two histories of each figure: they reach back a day and an hour."""
 
 _JUDGE_SECONDS: Final = 5.0
 
 _MAX_MISSED: Final = 3
-"""A forecast is only withdrawn after this many judgements without one. A busy machine changes the pace for a while."""
+"""A forecast is withdrawn only after this many judgements without one, because a busy machine changes the pace."""
 
 _USED_MEMORY: Final = "used"
 _COPYABLE: Final = "copyable"
 _USED_SHARED_MEMORY: Final = "shared_memory_used"
 _USED: Final = frozenset({_USED_MEMORY, _USED_SHARED_MEMORY})
-"""Figures of which the peaks count: minus the bytes that are left."""
+"""For these figures peaks count. Each is minus the bytes that are left."""
 
 
 class MemoryWatch:
-    """The histories of one rank."""
+    """Keeps the memory histories of one rank, and judges them."""
 
     def __init__(self) -> None:
         self._histories: tuple[dict[str, ReadingHistory], ...] = tuple({} for _ in _SPANS)
@@ -50,13 +50,13 @@ class MemoryWatch:
         self._missed = 0
 
     def tick(self, samples: Samples, *, workers_end: bool, now: int | None = None) -> None:
-        """Take the newest reading, if there is a new one, and judge the histories if they have changed.
+        """Take a new reading, if there is one, and judge the histories if they have changed.
 
-        Not to be called before the first step has ended: what a run needs at its start is not growth.
+        Do not call it before the first step has ended: what a run needs at its start is not growth.
 
         Args:
-            samples: the newest ones.
-            workers_end: whether the workers are started anew in each epoch, and the first epoch has not ended.
+            samples: the newest samples.
+            workers_end: the workers start anew in each epoch, and the first epoch has not ended.
             now: monotonic nanoseconds.
         """
         if samples.memory is None or samples.memory is self._last:
@@ -82,7 +82,7 @@ class MemoryWatch:
         return replace(growth, exhausted_in_seconds=max(0.0, growth.exhausted_in_seconds - passed))
 
     def log_field(self, now: int | None = None) -> dict[str, Any] | None:
-        """The growth for the log; None if no memory grows for good. What is not known is left out."""
+        """The growth for the log; None if no memory grows for good. Unknown values are left out."""
         growth = self.view(now)
         if growth is None or growth.where_bytes_per_second is None:
             return None
@@ -99,7 +99,7 @@ class MemoryWatch:
     def _values(
         self, sample: MemorySample, gpu: GpuSample | None, allocator: TorchMemorySample | None
     ) -> dict[str, float]:
-        """What was measured, by the name of its history. Also notes what is left."""
+        """The measured values, by the name of their history. Notes the bytes that are left, too."""
         values = {
             TRAINING: sample.training_bytes,
             WORKERS: sample.workers_bytes,
@@ -111,7 +111,7 @@ class MemoryWatch:
         }
         free = {MEMORY: sample.memory_available_bytes, SHARED_MEMORY: sample.shared_memory_free_bytes}
         if allocator is not None and gpu is not None and None not in (gpu.memory_total_bytes, gpu.memory_used_bytes):
-            # What the allocator holds but does not use is free for tensors, too.
+            # Tensors can also use what the allocator holds and does not use.
             others = (gpu.memory_used_bytes or 0) - allocator.reserved_bytes
             free[CUDA] = max(0, (gpu.memory_total_bytes or 0) - max(0, others) - allocator.allocated_bytes)
         self._free = {name: float(value) for name, value in free.items() if value is not None}
@@ -125,7 +125,7 @@ class MemoryWatch:
         self._judged_ns = now
 
     def _judge(self, *, workers_end: bool) -> MemoryGrowth:
-        """By the longer history, or by the shorter one if growth only began lately."""
+        """Judge the longer history, or the shorter one if growth began only lately."""
         found = MemoryGrowth()
         for histories in self._histories:
             kept = {name: history.readings for name, history in histories.items()}
@@ -154,25 +154,25 @@ _DIGITS = 6
 
 
 class ChangeMonitor:
-    """Looks for a change once a tick."""
+    """Looks for a change of the step time once a tick."""
 
     def __init__(self) -> None:
         self._blocks = BlockBuilder()
         self._detector = ChangeDetector()
 
     def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
-        """Add a tick. Returns a change that is confirmed by it."""
+        """Add a tick. Returns a change that this tick confirms."""
         block = self._blocks.add(totals, _signals(samples.nvml, samples.pressure))
         return None if block is None else self._detector.add(block)
 
     @property
     def ratio(self) -> float | None:
-        """Step time now over step time before the slow-down that holds on, see `ChangeDetector`."""
+        """Step time now divided by step time before a lasting slow-down, see `ChangeDetector`."""
         return self._detector.ratio
 
 
 def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str, float]:
-    """Figures of the machine that no counter has. What was not measured is missing."""
+    """The machine's gauges. What was not measured is missing."""
     found: dict[str, float | None] = {}
     if gpu is not None:
         found["gpu_clock_hertz"] = gpu.sm_clock_hertz
@@ -183,7 +183,7 @@ def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str
 
 
 def change_line(change: StepChange, at: str) -> ChangeLine:
-    """The line of a change. ``at``: when it happened, ISO-8601."""
+    """The log line of a change. ``at``: when it happened, ISO-8601."""
     return {
         "at": at,
         "first_step": change.step,

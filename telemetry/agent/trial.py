@@ -1,8 +1,8 @@
-"""Follows a trial of ``telemetry tune`` from inside: leaves out the warm-up, measures, and ends the process.
+"""Runs a trial of ``telemetry tune`` in its process: leaves out the warm-up, measures, and ends the process.
 
-The process is ended with `os._exit`. So nothing of the script runs after that: no last checkpoint, no upload, no
-``finally`` block and no exit handler. The training thread does it when it asks for its next batch: no file stays half
-written. If it does not ask for one soon, the agent thread does it.
+It ends with `os._exit`, so nothing of the script runs after that: no last checkpoint, no upload, no ``finally`` block
+and no exit handler. The training thread does it when it asks for its next batch, so that no file stays half written. If
+it does not ask for one soon, the agent thread does it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENDED_LATE: Final = "time was over"
 
 _MIN_STEPS: Final = 3
 _EXTRA_WARM_UP: Final = 2
-"""Steps that are not measured, in addition to those whose batches may lie ready already."""
+"""Steps that are not measured, in addition to those whose batches may already be ready."""
 
 _MAX_WARM_UP_SHARE: Final = 0.25
 """The warm-up takes at most this share of the maximum time."""
@@ -49,16 +49,18 @@ _NEXT_FETCH_SECONDS: Final = 5.0
 
 
 class TrialOutcome(msgspec.Struct, frozen=True):
-    """What one rank of a trial has measured. The training process writes it; ``telemetry tune`` reads it.
+    """What one rank of a trial has measured. The training process writes it, and ``telemetry tune`` reads it.
 
     Attributes:
-        pid: of the training process.
-        end: why the measurement ended, one of ``ENDED_…``. ``warm``: whether the warm-up was left out.
+        pid: pid of the training process.
+        end: why the measurement ended, one of ``ENDED_…``.
+        warm: whether the warm-up was left out.
         device: type of the device that trained; None for the CPU.
         loaders: where loaders were made.
-        saves: how many checkpoints were not written. ``hook_errors``: how many hooks failed.
-        steps: whole steps that were measured. ``seconds``: of the training loop, in which they were made.
-        evidence: of what was measured; None if no step was.
+        saves: how many checkpoints were not written.
+        hook_errors: how many hooks failed.
+        steps: whole steps that were measured. ``seconds``: their time in the training loop.
+        evidence: the evidence of the measured time; None without a step.
     """
 
     pid: int = 0
@@ -74,17 +76,17 @@ class TrialOutcome(msgspec.Struct, frozen=True):
 
 
 def outcome_path(folder: str, rank: int) -> Path:
-    """The file of one rank's outcome."""
+    """Where a rank writes its outcome."""
     return Path(folder) / f"outcome-{rank}.json"
 
 
 class TrialRun:
-    """One rank of a trial. Its hooks are in place when it is made. Used by the agent thread from then on.
+    """One rank of a trial. Making it places the hooks. After that the agent thread uses it.
 
     Args:
         path: the file of the plan.
         identity: rank and size of the job.
-        tracker, accounting, errors: of this process's agent.
+        tracker, accounting, errors: parts of this process's agent.
 
     Raises:
         OSError, msgspec.MsgspecError: the plan cannot be read.
@@ -100,21 +102,21 @@ class TrialRun:
         self._errors = errors
         self._hooks = TrialHooks(self._plan, tracker, errors)
         self._began = monotonic()
-        self._first: float | None = None  # when the first step had ended
+        self._first: float | None = None  # when the first step ended
         self._warm = False
-        self._ticks: list[Tick] = []  # of what is measured
-        self._open_before = 0.0  # seconds of the open step at the first of these
+        self._ticks: list[Tick] = []  # the measured ticks
+        self._open_before = 0.0  # seconds of the open step at the first of them
         self._measured: float | None = None  # when the outcome was written
         self._asked: float | None = None  # when the training thread was asked to end the process
 
     def tick(self, tick: Tick, node: NodeService | None) -> None:
-        """Follow the trial. Ends the process when the trial is over. ``node``: this rank is removed from it then."""
+        """Follow the trial, and end the process when it is over. ``node``: this rank is then removed from it."""
         with self._errors.contained("trial"):
             if self._measured is None and (end := self._follow(tick)):
                 self._finish(end)
             if self._measured is None:
                 return
-            # The script goes on while other ranks still measure: they may wait for this one.
+            # The script goes on while other ranks measure, because they may wait for this one.
             if not self._others_are_done() and monotonic() - self._measured < _OTHERS_SECONDS:
                 return
             if self._asked is None:
@@ -128,7 +130,7 @@ class TrialRun:
                 os._exit(0)
 
     def script_ended(self, tick: Tick) -> None:
-        """The script has ended before the trial. What was measured so far counts."""
+        """Keep what was measured so far, because the script has ended before the trial."""
         if self._measured is None:
             if self._first is not None:
                 self._ticks.append(tick)
@@ -165,7 +167,7 @@ class TrialRun:
         return enough or seconds >= self._plan.max_seconds * _MAX_WARM_UP_SHARE
 
     def _passed(self) -> tuple[int, float]:
-        """Whole steps, and the seconds of the training loop in which they were made."""
+        """Whole measured steps, and their seconds in the training loop."""
         first, last = self._ticks[0].totals, self._ticks[-1].totals
         seconds = last.loop_seconds - first.loop_seconds
         return last.steps - first.steps, seconds + self._open_before - self._accounting.ledger.open_step_seconds
@@ -175,7 +177,6 @@ class TrialRun:
         return all(outcome_path(self._plan.folder, rank).exists() for rank in ranks)
 
     def _finish(self, end: str) -> None:
-        """Write the outcome."""
         self._measured = monotonic()
         identity, tracker = self._identity, self._tracker
         measured = len(self._ticks) > 1
