@@ -36,7 +36,7 @@ _STUCK_IN: Final = {
 
 
 def stuck_in_words(category: str) -> str:
-    """What a training thread is doing that is stuck in a category of the ledger, such as "waiting for a batch"."""
+    """The activity of a training thread that is stuck in a category of the ledger, such as "waiting for a batch"."""
     return _STUCK_IN.get(category, f"in {category}")
 
 
@@ -54,7 +54,7 @@ STUCK: Final = "stuck"
 DOWN: Final = "down"
 
 LOST: Final = (REDONE, RESTORE, REPLAY, STARTUP, STUCK, DOWN)
-"""What restarts and hangs cost a run: the values of the ``category`` label. The rest is its effective training time."""
+"""Costs of restarts and hangs: the values of the ``category`` label. The rest is the effective training time."""
 
 RECORDED: Final = "recorded"
 REFUSED: Final = "refused"
@@ -117,20 +117,20 @@ class Step(NamedTuple):
 
 
 class DroppedSpans(NamedTuple):
-    """The sum of one stretch of spans that did not fit into the ring, from its first span to its newest.
+    """The sums of one stretch of spans that did not fit into the ring, from its first span to its newest.
 
     Stamps are monotonic nanoseconds; categories are indices into `CATEGORIES`.
 
     Attributes:
-        stretch: number of the stretch in this run, from 1. Between the spans of one stretch no span was kept.
+        stretch: number of the stretch in this run, from 1. No span was kept between the spans of one stretch.
         start_ns, end_ns: start of its first span, end of its newest.
         ns: time by category. The sum is ``end_ns - start_ns``.
         first, category: category of the training thread during the first span, and after the newest.
-        entered_ns: when it entered ``category``; 0 if it has been in it since the start.
+        entered_ns: when the thread entered ``category``; 0 if it has been in it since the start.
         steps, batches: steps that ended, and training batches that came.
-        last_step_ns: when the newest of those steps ended; 0 for none.
+        last_step_ns: end of the newest of those steps; 0 for none.
         open: whether a step is open after the newest span. ``opened``: whether a step was opened in this stretch.
-        wait_ns, compute_ns, checkpoint: for the newest step: wait and compute in this stretch, and whether it has a
+        wait_ns, compute_ns, checkpoint: wait and compute of the newest step in this stretch, and whether it has a
             checkpoint in this stretch.
     """
 
@@ -160,14 +160,14 @@ class PhaseSpan:
     start_ns: int
     seconds: float
     loop_seconds: tuple[float, float] | None = None
-    """Data wait and compute of the process so far, when the phase ended; None where the ledger has not made it."""
+    """Data wait and compute of the process until the phase ended; None if the phase does not come from the ledger."""
 
 
 class SavedCheckpoint(NamedTuple):
     """One checkpoint that was written.
 
     Attributes:
-        start_ns, end_ns: monotonic stamps. Of an asynchronous one, ``end_ns`` is when it was complete.
+        start_ns, end_ns: monotonic stamps. An asynchronous checkpoint was complete at ``end_ns``.
         optimizer_steps, steps: of this process when the checkpoint began; a step that is open counts.
         complete: whether everything is written: not if the saving function raised, or still writes in the background.
         holds_optimizer: whether it contains an optimizer's state, without which no training is resumed.
@@ -183,22 +183,22 @@ class SavedCheckpoint(NamedTuple):
     background: bool = False
 
 
-# -- what the log writes of a sample ---------------------------------------------------------------------------------
+# -- how the log summarises the samples of a window --------------------------------------------------------------------
 
 LOG_KIND: Final = "log"
-"""In the metadata of a sample's field: what the log writes for the several samples of a window.
+"""Key in the metadata of a sample's field: how the log summarises the samples of a window.
 
-If a field names no kind, a number is averaged; of everything else the newest value is written.
+Without it, numbers are averaged; of everything else the newest value is written.
 """
 
 MEAN: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "mean"})
-"""The mean of the samples, said of a duration: its name does not tell it from a counter."""
+"""The mean of the samples. A duration needs this, because it has the name of a counter."""
 
 NEWEST: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "newest"})
-"""The newest value that is known: a counter over the run, or a number whose mean makes no sense (a worker's number)."""
+"""The newest known value: a counter over the run, or a number whose mean makes no sense (a worker's number)."""
 
 SKIP: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "skip"})
-"""Nothing: it grows during the run, and so would every log line."""
+"""Nothing. The value grows during the run, and so would every log line."""
 
 
 # -- one reading of each polled source ---------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ class GpuSample:
     """One reading of this rank's GPU.
 
     Attributes:
-        sm_active_source: where ``sm_active_ratio`` comes from: ``gpm`` (hardware counters), ``process`` (the share of
-            time this process ran a kernel) or None when there is no reading.
-        energy_joules: of the whole GPU since its driver was loaded.
-        throttled: the reasons the clocks are held back right now, from `THROTTLE_REASONS`.
+        sm_active_source: source of ``sm_active_ratio``: ``gpm`` (hardware counters), ``process`` (the share of time
+            this process ran a kernel) or None when there is no reading.
+        energy_joules: energy of the whole GPU since its driver was loaded.
+        throttled: present reasons for reduced clocks, from `THROTTLE_REASONS`.
     """
 
     index: int
@@ -246,13 +246,13 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
-    """This process.
+    """One reading of this process.
 
     Attributes:
-        cpu_seconds: user + system time since it began. ``children_cpu_seconds``: of its children that have ended and
-            been waited for.
+        cpu_seconds: user + system time since it began. ``children_cpu_seconds``: time of its children that have ended
+            and been waited for.
         runnable_seconds: run-queue delay of its training thread; None if the kernel does not report it.
-            ``running_seconds``: its time on a core.
+            ``running_seconds``: time of that thread on a core.
     """
 
     cpu_seconds: float = field(metadata=NEWEST)
@@ -269,8 +269,8 @@ class PressureSample:
 
     Attributes:
         pressure_ratio: by resource (``cpu``, ``io``, ``memory``), the share of time some task waited for it.
-        cgroup_cpu_limit: cores the cgroup may use, None without a limit. ``cgroup_cpu_used``: cores that all of it has
-            used, other ranks too; None without a limit.
+        cgroup_cpu_limit: cores the cgroup may use. ``cgroup_cpu_used``: cores that the whole cgroup has used, with
+            other ranks. Both are None without a limit.
         cgroup_throttled_ratio: share of the enforcement periods in which the cgroup was throttled.
     """
 
@@ -302,17 +302,17 @@ class CollectorHealth:
 
 @dataclass(frozen=True, slots=True)
 class Deliveries:
-    """Batches that were taken, by what was waited for. Sums over the batches that could be matched with their fetch.
+    """Sums over the batches that were taken and could be matched with their fetch, by the reason for their wait.
 
     Attributes:
-        batches: how many. ``slack_seconds``: how long they had been ready when they were requested.
+        batches: number of batches. ``slack_seconds``: how long they had been ready when they were requested.
         fetch_wait_seconds: waits until their fetch had ended. ``transfer_wait_seconds``: waits after that (pickling,
             sending, pinning, unpickling).
         from_busy: batches whose worker was in another fetch during their transfer.
             ``transfer_wait_busy_worker_seconds``: the transfer wait for these. ``transfer_wait_long_fetch_seconds``:
             the part of it in which the worker was in a fetch much longer than its usual ones.
         head_of_line_wait_seconds: fetch wait during which a later batch was finished. ``head_of_line_worker_seconds``:
-            by the number of the worker that was waited for.
+            the same by the number of the worker that was waited for.
     """
 
     batches: int = 0
@@ -363,17 +363,16 @@ class WorkersSample:
         pickling_ratio: running outside of fetches. A thread of each worker pickles its finished batches.
         ready_batches: batches that are ready in the result queues; None if the queue cannot report it.
         fetching_seconds: duration so far of the longest fetch in progress.
-        fetches_total, fetch_duration: all workers of the run so far.
-        slack_seconds: how long a batch had been ready when it was requested, mean since the last sample.
+        fetches_total, fetch_duration: fetches of all workers of the run so far.
+        slack_seconds: mean time that a batch had been ready when it was requested, since the last sample.
         deliveries: sums over the run so far.
         head_of_line_batches: finished batches that wait right now behind an unfinished one. ``head_of_line_worker``:
             the worker that fetches it. ``head_of_line_since_seconds``: how long that fetch has taken.
-        read_bytes_per_second: read from storage by all workers.
-        written_bytes_per_second: written by all workers: files, and the pickled part of batches, which goes through a
-            pipe to the training process. The tensors of a batch are in shared memory and do not count.
-        fetched: for each training worker, by pid: fetches so far, and their seconds.
-        allowed_cores: number of cores that all training workers together may use; None if the kernel does not report
-            it.
+        read_bytes_per_second: bytes that all workers read from storage.
+        written_bytes_per_second: bytes that all workers wrote: files, and the pickled part of batches, which goes
+            through a pipe to the training process. The tensors of a batch are in shared memory and do not count.
+        fetched: fetches so far, and their seconds, by pid of each training worker.
+        allowed_cores: cores that all training workers together may use; None if the kernel does not report it.
     """
 
     workers: int
@@ -399,7 +398,7 @@ class WorkersSample:
     allowed_cores: int | None = field(default=None, metadata=NEWEST)
 
 
-# -- readings of the memory of a run, and what is concluded from them --------------------------------------------------
+# -- readings of the memory of a run, and their result -----------------------------------------------------------------
 
 TRAINING: Final = "training"
 WORKERS: Final = "workers"
@@ -407,13 +406,13 @@ SHARED_MEMORY: Final = "shared_memory"
 CUDA: Final = "cuda"
 
 MEMORY_PARTS: Final = (TRAINING, WORKERS, SHARED_MEMORY, CUDA)
-"""What can grow, the values of the ``where`` label: the training process, its DataLoader workers, /dev/shm, and the
-tensors on the GPU."""
+"""Parts whose memory can grow, the values of the ``where`` label: the training process, its DataLoader workers,
+/dev/shm, and the tensors on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """One reading, in bytes. None: not measured.
+    """One reading in bytes. None: not measured.
 
     Attributes:
         training_bytes: anonymous memory of the training process. Pages of files and of shared memory do not count.
@@ -421,10 +420,10 @@ class MemorySample:
             process that forked them. None without workers.
         workers_shared_bytes: the anonymous memory that they still share. If they write to it, it is copied.
         shared_memory_bytes: shared memory of this process's cgroup; without a cgroup all of /dev/shm that is in use.
-            ``shared_memory_free_bytes``: what all processes have left of the size of /dev/shm.
-        memory_available_bytes: what this process and all others can still allocate before the kernel has to kill one:
-            the smallest of what is left on the machine and of what is left in each memory cgroup above this process.
-            Page cache counts as available.
+            ``shared_memory_free_bytes``: free bytes of /dev/shm for all processes.
+        memory_available_bytes: bytes that this process and all others can still allocate before the kernel has to kill
+            one: the least that is left on the machine, or in a memory cgroup above this process. Page cache counts as
+            available.
         memory_limit_bytes: the limit that leaves least: of a cgroup, or the memory of the machine.
     """
 
@@ -444,10 +443,10 @@ class MemoryGrowth:
     Attributes:
         bytes_per_second: lasting growth by part, from `MEMORY_PARTS`; 0 for a part that does not grow for good. A part
             is missing if it was not measured for long enough.
-        where: the part that grows most; None if none does, or if the growth is of none of them.
-        where_bytes_per_second: growth of that part, or of whatever it is that uses up the memory.
-        exhausted_in_seconds: when there is no memory left, at this rate; None if that is not in sight.
-        exhausted: what is used up then: ``memory``, ``shared_memory`` or ``cuda``.
+        where: the part that grows most; None if none does, or if none of them causes the growth.
+        where_bytes_per_second: growth of that part, or else of what uses up the memory.
+        exhausted_in_seconds: time until no memory is left, at this rate; None if that is not in sight.
+        exhausted: the memory that is used up then: ``memory``, ``shared_memory`` or ``cuda``.
         copied_on_write: whether the growth of the workers is memory of the training process that they copy.
     """
 
@@ -459,11 +458,11 @@ class MemoryGrowth:
     copied_on_write: bool = False
 
 
-# -- a lasting change of how long the steps of a rank take -------------------------------------------------------------
+# -- a lasting change of the duration of steps -------------------------------------------------------------------------
 
 
 class Companion(NamedTuple):
-    """What changed together with the steps: a figure with its unit in its name, before and after."""
+    """A figure that changed together with the steps, before and after. Its name contains its unit."""
 
     what: str
     before: float
@@ -472,13 +471,13 @@ class Companion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepChange:
-    """One change.
+    """One lasting change.
 
     Attributes:
-        at_seconds: when the steps changed, on the clock of `Totals.wall_seconds`. ``step``: the first step after it.
-        before_seconds, after_seconds: duration of a step, median.
+        at_seconds: time of the change on the clock of `Totals.wall_seconds`. ``step``: the first step after it.
+        before_seconds, after_seconds: median duration of a step.
         part: the part of a step that changed most: ``data_wait`` or ``compute``.
-        companions: what changed with it: first the seconds of that part in a step.
+        companions: figures that changed with it. The first is the seconds of that part in a step.
     """
 
     at_seconds: float
@@ -496,10 +495,9 @@ class StepChange:
 
 # -- the counters of one rank: `Totals`, which the agent makes once a tick ---------------------------------------------
 # The endpoint shows the newest `Totals`. The log writes the difference since its last window. The stall monitor
-# compares the newest with the oldest of its window. All three use ``newest - oldest``.
-#
-# Two others keep figures of earlier ticks: `TickPace` takes differences of ledgers, because a skipped tick has no
-# `Totals`, and `RunLosses` adds up the hangs that have ended.
+# compares the newest with the oldest of its window. All three use ``newest - oldest``. Two others keep figures of
+# earlier ticks: `TickPace` takes differences of ledgers, because a skipped tick has no `Totals`, and `RunLosses` adds
+# up the hangs that have ended.
 
 _T = TypeVar("_T")
 
@@ -527,7 +525,7 @@ class Sampled:
         return self.integral if self.seconds > ROUNDING_SECONDS else None
 
     def plus(self, value: float | None, seconds: float) -> Sampled:
-        """Add one more sample, which stands for this many seconds."""
+        """Add a sample that stands for this many seconds."""
         return self if value is None else Sampled(self.integral + value * seconds, self.seconds + seconds)
 
 
@@ -536,8 +534,8 @@ class EpochTotals:
     """Epoch boundaries and the waits at them, see `Ledger`.
 
     Attributes:
-        near_boundary_wait_seconds: how much longer than others the batches next to the boundaries were waited for. This
-            is the only counter that can decrease.
+        near_boundary_wait_seconds: additional wait for the batches next to the boundaries. This is the only counter
+            that can decrease.
     """
 
     boundaries: int = 0
@@ -548,7 +546,7 @@ class EpochTotals:
 
 @dataclass(frozen=True, slots=True)
 class GarbageTotals:
-    """Garbage collection on the training thread: all of it; during requests in mid-epoch; at epoch boundaries."""
+    """Garbage collection on the training thread: in total, during requests in mid-epoch, and at epoch boundaries."""
 
     seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -557,7 +555,7 @@ class GarbageTotals:
 
 @dataclass(frozen=True, slots=True)
 class SamplerTotals:
-    """What the training thread itself does in the timed waits for workers' batches, see `SamplerTimer`."""
+    """Times of the training thread in the timed waits for workers' batches, see `SamplerTimer`."""
 
     timed_batches: int = 0
     seconds: float = 0.0
@@ -569,13 +567,12 @@ class SamplerTotals:
 
 @dataclass(frozen=True, slots=True)
 class OwnTotals:
-    """What the training thread does for a batch outside of its waits, if that was timed.
+    """Work of the training thread for batches outside of its waits, if that was timed.
 
     Attributes:
-        fetch_seconds, fetch_cpu_seconds: its own fetches, wall clock and CPU clock.
-        releases, release_seconds: batches of workers that it was seen to free, and the time for that.
-        samples, in_sync_samples: how often it was sampled while it computed, and how often while ranks wait for one
-            another.
+        fetch_seconds, fetch_cpu_seconds: wall clock and CPU clock of its own fetches.
+        releases, release_seconds: observed releases of batches of workers, and their time.
+        samples, in_sync_samples: number of samples while it computed, and of samples while ranks wait for one another.
     """
 
     fetch_seconds: float = 0.0
@@ -617,13 +614,13 @@ class WorkerTotals:
 
 @dataclass(frozen=True, slots=True)
 class CpuTotals:
-    """Cores by who used them. The first four only count ticks that were mostly spent in the training loop.
+    """Cores by their users. The first four only count ticks that were mostly spent in the training loop.
 
     Attributes:
         process_seconds: CPU time of the training process in the loop. ``used_cores``: including its workers and
             short child processes.
-        other_cores: cores used by other processes of the machine. ``other_quota_cores``: by others in the same CPU
-            quota.
+        other_cores: cores used by other processes of the machine. ``other_quota_cores``: by other processes in the
+            same CPU quota.
     """
 
     process_seconds: Sampled = Sampled()
@@ -636,7 +633,7 @@ class CpuTotals:
 
 @dataclass(frozen=True, slots=True)
 class GpuTotals:
-    """The GPU.
+    """The GPU of this rank.
 
     Attributes:
         unused_ratio: share of the time that the GPU was unused while the loop ran. ``exposed_wait_seconds``,
@@ -657,8 +654,8 @@ class SampledTotals:
     """Everything that is sampled.
 
     Attributes:
-        workers: in ticks that were mostly spent in the training loop. ``idle_workers``: in the others. During an
-            evaluation, for example, the training's workers have nothing to do.
+        workers: in ticks that were mostly spent in the training loop. ``idle_workers``: in the other ticks. During an
+            evaluation, for example, the training's workers are idle.
     """
 
     workers: WorkerTotals = WorkerTotals()
@@ -671,7 +668,7 @@ class SampledTotals:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The difference of two `Totals`, but only the figures that are needed at every tick. See `Totals`."""
+    """The figures of a difference of two `Totals` that are needed at every tick."""
 
     seconds: float
     wait_seconds: float
@@ -683,7 +680,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters of the run so far. The difference of two is the time between them. None: not measured.
+    """Counters of the run so far. The difference of two `Totals` is for the time between them. None: not measured.
 
     Attributes:
         ledger_seconds: by category. The categories add up to ``wall_seconds``.
@@ -691,13 +688,13 @@ class Totals:
         exposed_wait_seconds: exposed wait of the run. ``exposed_after_first_seconds``: without the first batch.
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.
         checkpoint_steps: steps in which a checkpoint was written. ``checkpoint_steps_compute_seconds``: their compute.
-        wait_seconds_by_source: without the first batch. See `Conditions` for the sources.
-        process_cpu_seconds: of the training process. ``run_queue_delay_seconds``: of the training thread.
-            ``thread_cpu_seconds``: its time on a core.
+        wait_seconds_by_source: waits without the first batch. See `Conditions` for the sources.
+        process_cpu_seconds: CPU time of the training process. ``run_queue_delay_seconds``: that of the training thread.
+            ``thread_cpu_seconds``: time of the training thread on a core.
         worker_fetches: fetches of all workers. ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
-        gpu_energy_joules: of the whole GPU, by category of the ledger; None before its second reading.
-        samples, tokens: of the batches that the training took, without those that were thrown away after a restart.
+        gpu_energy_joules: energy of the whole GPU, by category of the ledger; None before its second reading.
+        samples, tokens: in batches that the training took, without those that were thrown away after a restart.
     """
 
     wall_seconds: float = 0.0
@@ -731,11 +728,11 @@ class Totals:
     gpu_energy_joules: dict[str, float] | None = None
 
     def __sub__(self, earlier: Totals) -> Totals:
-        """What was added since ``earlier``."""
+        """The difference to earlier totals."""
         return _fieldwise(self, earlier)
 
     def passed_since(self, earlier: Totals) -> Passed:
-        """The figures of the difference that every tick needs. The whole difference costs ten times as much."""
+        """Only the figures of the difference that every tick needs. The whole difference costs ten times as much."""
         return Passed(
             seconds=self.wall_seconds - earlier.wall_seconds,
             wait_seconds=self.wait_seconds - earlier.wait_seconds,
@@ -749,7 +746,7 @@ class Totals:
 
     @property
     def wait_seconds(self) -> float:
-        """Wait for batches, without the first of the run: every run has to start."""
+        """Wait for batches without the first of the run: every run has to start."""
         return max(0.0, self.ledger_seconds.get(DATA_WAIT, 0.0) - self.first_wait_seconds)
 
     @property
@@ -770,12 +767,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class LogWindow:
-    """The newest window of the log, as the figures and the sinks need it.
+    """The newest window of the log for the figures and the sinks.
 
     Attributes:
-        added: what the window has added to the totals. ``added.wall_seconds`` is its length.
-        step: durations of its steps, seconds; None without a step.
-        wait: how long its steps waited for their batches, seconds; None without a step.
+        added: difference of the totals over the window. ``added.wall_seconds`` is its length.
+        step: durations of its steps in seconds; None without a step.
+        wait: waits of its steps for their batches in seconds; None without a step.
     """
 
     added: Totals
@@ -791,8 +788,8 @@ def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
 def difference(later: _T, earlier: _T) -> _T:
     """Subtract two values. If one of them is None, the result is None.
 
-    Records, and dictionaries and tuples of numbers, are subtracted part by part. A key or index that is missing in the
-    earlier value counts as zero there. One that is missing in the later value is dropped.
+    Records, and dictionaries and tuples of numbers, are subtracted part by part. If the earlier value lacks a key or an
+    index, it counts as zero there. If the later value lacks it, it is dropped.
     """
     if isinstance(later, (int, float)) and isinstance(earlier, (int, float)):
         return later - earlier  # type: ignore[return-value,operator]
@@ -803,7 +800,7 @@ def difference(later: _T, earlier: _T) -> _T:
     if isinstance(later, tuple) and isinstance(earlier, tuple):
         same_places = len(earlier) == len(later)
         return tuple(map(sub, later, earlier)) if same_places else later  # type: ignore[return-value]
-    # The same object: nothing has been counted in this part meanwhile.
+    # The same object: nothing has been counted in this part since.
     return type(later)() if later is earlier else _fieldwise(later, earlier)
 
 
@@ -825,15 +822,15 @@ DEBUGGED: Final = "debugger"
 
 
 class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One rank over its newest window, as its peers see it.
+    """The newest window of one rank for its peers.
 
     Attributes:
         seconds: length of the window without the start of the run. ``steps``: steps that ended in it. ``last_step``:
-            steps of the run that had ended at its end. It shows which windows of two ranks are of the same time: what
-            other nodes say is some seconds old.
+            steps of the run that had ended at its end. With it, windows of two ranks are matched in time, because the
+            paces of other nodes are some seconds old.
         compute_seconds: compute in the window. ``exposed_wait_seconds``: None if unknown. ``away_seconds``: neither
             wait nor compute.
-        samples: how often the training thread was sampled while it computed. ``in_sync_samples``: samples in calls in
+        samples: number of samples of the training thread while it computed. ``in_sync_samples``: samples in calls in
             which ranks wait for one another.
         on_gpu: whether it trains on a GPU. There, ranks wait for one another wherever the host waits for the GPU.
             ``gpu_busy_ratio``: share of the time in which the GPU ran something. A rank that waits for others keeps its
@@ -852,9 +849,9 @@ class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
             fastest of them. If the others wait even for these, they wait for all ranks of that node.
         stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
             progress of its training thread, of any kind.
-        run_wait_seconds, run_loop_seconds, run_first_wait_seconds: of the whole run so far, as `RankWaits` has them.
+        run_wait_seconds, run_loop_seconds, run_first_wait_seconds: sums of the run so far, see `RankWaits`.
             ``run_exposed_seconds``: None if it is unknown, or batches were not seen.
-        run_cause: the cause of its costliest stall of the run; None without one. ``run_lost_seconds``: what that cost.
+        run_cause: the cause of its costliest stall of the run; None without one. ``run_lost_seconds``: its cost.
     """
 
     rank: int
@@ -891,17 +888,17 @@ class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What was true at a tick and is not a counter.
+    """The conditions at a tick, which are not counters.
 
     Attributes:
-        source: where the batches since the last tick came from: ``training_thread`` (a DataLoader without workers),
+        source: source of the batches since the last tick: ``training_thread`` (a DataLoader without workers),
             ``workers``, ``watched`` (an iterable that is not a DataLoader), ``read_ahead`` (threads of the training
-            process), None before the first batch.
+            process); None before the first batch.
         settings: settings of the loader in use, by the names of DataLoader's arguments.
         in_loop: whether most of the time since the last tick was spent in the training loop.
         where: the line of the user's code in most samples of the training thread, see `RankPace`.
         fetching_seconds: duration so far of the longest fetch in progress; None without a sample of the workers.
-        fetched: for each live training worker, by pid: its fetches so far, and their seconds.
+        fetched: fetches so far, and their seconds, by pid of each live training worker.
         worker_cores: number of cores that the workers may use; None if unknown.
         cores: cores that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
         host_cores: cores of the machine, 0 if unknown.
@@ -939,11 +936,11 @@ NAMESPACE: Final = "telemetry"
 
 @dataclass(frozen=True, slots=True)
 class SinkItem:
-    """Something to write: the figures of a rank at the end of one window, or a stall that has opened, in words.
+    """An item for the sinks: the figures of a rank at the end of one window, or a stall that has opened, in words.
 
     Attributes:
         step: number of training steps so far, over all attempts of the run.
-        unix_seconds: the time.
+        unix_seconds: Unix time.
         rank: the rank. ``several``: whether other ranks write as well.
         figures: the values by name, see `telemetry.agent.figures`; empty for a stall.
         stall: the stall; empty for figures.
@@ -961,7 +958,7 @@ class SinkItem:
         return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"
 
 
-# -- what the log and the reports write of figures and advice ----------------------------------------------------------
+# -- figures and advice in the log and the reports ---------------------------------------------------------------------
 
 
 def rounded(value: Any) -> Any:
@@ -982,8 +979,7 @@ class Advice:
             A value without a setting is the factor named in the action.
         predicted_speedup: factor on the run's steps per second; None if there is no prediction.
         because: the reason, with its figures.
-        predicted_low: the least factor, where the measurements allow a range from it to ``predicted_speedup``; None if
-            there is no range.
+        predicted_low: the low end of the range up to ``predicted_speedup``; None if there is no range.
     """
 
     action: str
@@ -995,7 +991,7 @@ class Advice:
 
 
 def speedup_text(advice: Mapping[str, Any]) -> str:
-    """The predicted speed-up of an advice of the log or of a report, such as 1.9 or 1.2 to 1.9; empty without one."""
+    """The predicted speed-up in an advice of the log or of a report, such as 1.9 or 1.2 to 1.9; empty without one."""
     high = advice.get("predicted_speedup")
     return "" if high is None else factor_text(high, advice.get("predicted_low"))
 

@@ -1,1 +1,1 @@
-"""Pure functions: from figures to causes, verdicts and advice."""
+"""Pure functions that turn figures into causes, verdicts and advice."""

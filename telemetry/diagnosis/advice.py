@@ -33,8 +33,8 @@ ON_CPU: Final = 0.5
 """Workers whose fetches use the CPU for this share of their time hold the GIL most of the time."""
 
 _MIN_MENTIONED: Final = 0.1
-"""The reason mentions a secondary cost from this share of the main one on: epoch boundaries of the sampler's time,
-waits next to epoch boundaries, the release of a batch against its transfer, the time around checkpoints."""
+"""From this share of the main cost on, the reason also mentions a secondary one: epoch boundaries of the sampler's
+time, waits next to epoch boundaries, the release of a batch beside its transfer, the time around checkpoints."""
 
 _SHARED_CORES_FACTOR: Final = 1.1
 """Extra CPU time when several processes do the work of one: they compete for caches and memory bandwidth."""
@@ -62,10 +62,10 @@ _SLOW_TRANSFER: Final = 1.1
 
 _BOUNDARY_SHARE: Final = 0.05
 _CHECKPOINT_SHARE: Final = 0.05
-"""The advised length of epochs, and interval of checkpoints, leave these the share of the time."""
+"""The advised length of epochs, or interval of checkpoints, reduces their cost to this share of the time."""
 
 _MUCH_LONGER: Final = 1.5
-"""The reason mentions that rare checkpoints take longer from this factor on."""
+"""From this factor on, the reason mentions that rare checkpoints take longer than frequent ones."""
 
 
 def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
@@ -81,7 +81,7 @@ def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
 
 
 def _do(action: str, because: str, gain: float | None = None) -> Advice:
-    """Advice that changes no setting."""
+    """An advice without a setting."""
     return Advice(action, None, None, gain, because)
 
 
@@ -93,7 +93,7 @@ def _cpu_words(share: float | None) -> str:
 
 
 def _on_training_thread(evidence: Evidence) -> list[Advice]:
-    """The training thread does the loader's work: it fetches batches itself, or runs a slow sampler for the workers."""
+    """Advice if the training thread fetches batches itself, or runs a slow sampler for the workers."""
     if evidence.source == "workers":
         return _slow_sampler(evidence)
     why = "the training thread fetches each batch itself"
@@ -110,11 +110,11 @@ def _on_training_thread(evidence: Evidence) -> list[Advice]:
 
 
 def _slow_sampler(evidence: Evidence) -> list[Advice]:
-    """Workers fetch, but the training thread runs the sampler for each of their batches."""
+    """Advice if the sampler, which the training thread runs for the workers, is slow."""
     now, own, cpu = evidence.step_seconds, own_time(evidence), evidence.sampler_cpu_ratio
     each, at_edges = own.all_sampler / evidence.steps, own.edge_sampler
     if evidence.edges < THRESHOLDS.epoch_boundaries and evidence.edge_share_of_sampler > 0:
-        # Epochs are longer than the window, so it holds no fair share of their starts.
+        # Epochs are longer than the window, so the starts in it are not representative.
         rest = now - evidence.edge_sampler_seconds / evidence.steps
         now = rest / max(1e-9, 1 - evidence.edge_share_of_sampler)
         each = own.sampler / evidence.steps + now - rest
@@ -148,7 +148,7 @@ def _run_queue_delay_ratio(evidence: Evidence) -> float:
 
 
 def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | None = None) -> list[Advice]:
-    """Fetch in workers. ``fetch`` is the seconds that the batches of a step take; by default the whole wait."""
+    """Advice to fetch in workers. ``fetch``: seconds for the batches of a step; by default the whole wait."""
     fetch = evidence.wait_seconds / evidence.steps if fetch is None else fetch
     moved, fetch_cpu, first = _without_own_fetches(evidence, fetch)
     workers, step = best_workers(moved, fetch, fetch_cpu, boundary=first)
@@ -161,10 +161,10 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
 
 
 def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float, float]:
-    """Moves the fetches of the training thread into workers.
+    """Move the fetches of the training thread into workers.
 
     Returns:
-        The evidence without them, the CPU seconds of a step's fetches in workers, and the seconds of a step for the
+        The evidence without them, the CPU seconds of a step's fetches in workers, and the seconds per step of the
         first fetches of epochs, which are not prefetched.
     """
     own_cpu, compute = evidence.process_cpu_per_step_seconds, evidence.step_compute_seconds
@@ -179,12 +179,12 @@ def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, fl
 
 
 def _cpu_bound(evidence: Evidence) -> list[Advice]:
-    """The workers are the limit, and use the CPU."""
+    """Advice if the workers are the limit and use the CPU."""
     return [*_more_workers(evidence), _cheaper_in_worker(evidence)]
 
 
 def _io_bound(evidence: Evidence) -> list[Advice]:
-    """The workers are the limit, and are blocked."""
+    """Advice if the workers are the limit and are blocked."""
     fetch, blocked = evidence.fetch_seconds, evidence.worker_blocked_ratio
     advice = _more_workers(evidence, ", if the storage can serve more requests at once")
     if fetch is not None and blocked is not None:
@@ -196,7 +196,7 @@ def _io_bound(evidence: Evidence) -> list[Advice]:
 
 
 def _throttled(evidence: Evidence) -> list[Advice]:
-    """There are too few cores, or the workers may not use all of them."""
+    """Advice if there are too few cores, or the workers may not use all of them."""
     runnable, cores = evidence.worker_runnable_ratio, evidence.worker_cores
     share = runnable if runnable is not None else evidence.worker_blocked_ratio or 0.0
     because = f"workers wait for a core for {100 * share:.0f} % of their time in fetches"
@@ -225,7 +225,7 @@ def _fetch_on_its_own(evidence: Evidence) -> tuple[float, float]:
 
 
 def _fewer_workers(evidence: Evidence) -> list[Advice]:
-    """Fewer workers, so that the training thread has a core. The gain is at most its run-queue delay."""
+    """Advice to use fewer workers, so that the training thread has a core. The gain is at most its run-queue delay."""
     crowded = crowded_out(evidence)
     if evidence.fetch_cpu_seconds is None or evidence.workers < 2 or not evidence.steps or not crowded:
         return []
@@ -249,7 +249,7 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
 
 
 def _slow_source(evidence: Evidence) -> list[Advice]:
-    """Batches come from an iterable that is not a DataLoader."""
+    """Advice if batches come from an iterable that is not a DataLoader."""
     now, compute, fetch = evidence.step_seconds, evidence.step_compute_seconds, evidence.wait_seconds / evidence.steps
     if evidence.source == "read_ahead":  # threads of this process are too slow, although they work all the time
         if evidence.settings.get("reader") == "DALI":
@@ -272,7 +272,7 @@ def _slow_source(evidence: Evidence) -> list[Advice]:
 
 
 def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
-    """More workers. ``provided``: what storage must be able to do for that, which is not known."""
+    """Advice to use more workers. ``provided``: what the storage must be able to do, which is not known."""
     if evidence.fetch_seconds is None or not evidence.steps:
         return []
     fetch, fetch_cpu = _fetch_on_its_own(evidence)
@@ -294,7 +294,7 @@ def _loaders(evidence: Evidence) -> int:
 
 
 def _workers_each(evidence: Evidence) -> int:
-    """The present ``num_workers`` of the loader that the training thread waits for."""
+    """Present ``num_workers`` of the loader that the training thread waits for."""
     return int(evidence.settings.get("num_workers") or evidence.workers or 1)
 
 
@@ -318,12 +318,12 @@ def _faster_storage(because: str) -> Advice:
 
 
 def _startup(evidence: Evidence) -> list[Advice]:
-    """Each epoch waits until its workers have started."""
+    """Advice if each epoch waits for the start of its workers."""
     now, at_edges, loop = evidence.step_seconds, evidence.edge_wait_seconds, evidence.loop_seconds
     around = evidence.around_edges_seconds
     boundary, often = (at_edges + around) / evidence.steps, f"{evidence.edges} epochs began in the window"
     if evidence.edges < THRESHOLDS.epoch_boundaries:
-        # Epochs are longer than the window, so it holds no fair share of them.
+        # Epochs are longer than the window, so the starts in it are not representative.
         rest = now - at_edges / evidence.steps
         now = rest / max(1e-9, 1 - evidence.edge_share)
         boundary = now - rest
@@ -356,7 +356,7 @@ def _prefetch_factor(evidence: Evidence) -> int:
 
 
 def _uneven(evidence: Evidence) -> list[Advice]:
-    """Single batches are late: some fetches are long, or one worker is always slower."""
+    """Advice if single batches are late: some fetches are long, or one worker is always slower."""
     compute, supply, in_order = evidence.step_compute_seconds, evidence.supply_seconds, supply_in_order(evidence)
     if supply is None or in_order is None:
         return []
@@ -393,10 +393,10 @@ def _transferred_by_busy_workers(evidence: Evidence) -> bool:
 
 
 def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice]:
-    """A larger prefetch factor, so that the longest fetch is hidden behind compute.
+    """Advice to prefetch more, so that the longest fetch is hidden behind compute.
 
     A worker starts on a batch when the training thread takes the one ``workers * prefetch_factor`` before it. ``step``
-    is the predicted step without late batches and without the transfer. Both are added here. With busy workers
+    is the predicted step without late batches and without the transfer. This adds both. With busy workers
     prefetching alone does not help: fetches are no longer late, but transfers are.
     """
     compute, longest, workers = evidence.step_compute_seconds, evidence.longest_fetch_seconds, evidence.workers
@@ -427,10 +427,10 @@ def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice
 
 
 def _transfer(evidence: Evidence) -> list[Advice]:
-    """Finished batches take long to reach the training thread, and to be released.
+    """Advice if finished batches take long to reach the training thread, and to be released.
 
-    Objects that are unpickled on the training thread start garbage collections. Fewer objects start fewer. But a
-    collection inside ``next()`` may also be the sampler's, so the prediction is a range if they matter. In the zoo they
+    Objects that are unpickled on the training thread start garbage collections, so fewer objects start fewer. But the
+    sampler may also start a collection inside ``next()``, so the prediction is a range if they matter. In the zoo they
     took 4 ms of each step of 69 ms where a batch is hundreds of small tensors.
     """
     collected = 0.0
@@ -441,7 +441,7 @@ def _transfer(evidence: Evidence) -> list[Advice]:
     waited /= evidence.steps
     freed = min(compute, (evidence.freeing_seconds or 0.0) * evidence.batches_per_step)
     crowded = _crowded_by_pickling(evidence) * (compute - freed)
-    # Bytes that are written to the pipe now would have to be sent in another way.
+    # Another way must carry the bytes that are written to the pipe now.
     each = (evidence.written_bytes or 0.0) / evidence.fetches if evidence.fetches else 0.0
     size = each * evidence.batches_per_step
     kept = min(waited + freed, size * _MAPPED_BYTE_SECONDS)
@@ -482,7 +482,7 @@ def _transfer(evidence: Evidence) -> list[Advice]:
 def _crowded_by_pickling(evidence: Evidence) -> float:
     """Share of the compute that is run-queue delay because workers that pickle batches use the cores.
 
-    The run-queue delay is spread evenly over the loop. Pickling is blamed for its share of the load on the cores.
+    The run-queue delay is spread evenly over the loop. The share of pickling is its share of the load on the cores.
     """
     pickling, delay = evidence.packing_cores, evidence.own_runnable_seconds
     if not pickling or not delay or evidence.loop_seconds <= 0:
@@ -494,7 +494,7 @@ def _crowded_by_pickling(evidence: Evidence) -> float:
 
 
 def _stuck_worker(evidence: Evidence) -> list[Advice]:
-    """One fetch does not end."""
+    """Advice if a fetch does not end."""
     fetching, longest = evidence.fetching_seconds, max(evidence.long_fetches, default=0.0)
     for_seconds = f"has been in progress for {fetching:.0f} s"
     if fetching < longest:
@@ -604,11 +604,11 @@ _OF_STEPS: Final = frozenset(
         "loader_on_training_thread", "worker_startup", "uneven_batches", "batch_transfer", "source_slow", "straggler",
     }
 )  # fmt: skip
-"""These are about the time of a step, so without a step there is nothing to say."""
+"""The causes that are about the time of a step. Without a step there is no advice for them."""
 
 
 # -- what if -----------------------------------------------------------------------------------------------------------
-# What a step would take with other settings of the loader: predictions that `tune` compares with each other.
+# Predictions of the step with other settings of the loader, which `tune` compares.
 
 _TUNED: Final = frozenset({"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order"})
 
@@ -617,9 +617,9 @@ _TRANSFER_MATTERS: Final = 0.05
 
 
 def step_with_workers(evidence: Evidence, workers: int) -> float | None:
-    """Predicted seconds of a step with a number of workers, all loaders together; None if there is no prediction.
+    """Predicted seconds of a step with a total number of workers; None if there is no prediction.
 
-    The prediction for the present number is what was measured. The others have the same error as the model has there.
+    The present number gets the measured time. The other predictions have the error that the model has for it.
     """
     if not evidence.steps:
         return None
@@ -642,7 +642,7 @@ def step_with_workers(evidence: Evidence, workers: int) -> float | None:
 
 
 def shortest_step(evidence: Evidence) -> float | None:
-    """Seconds of a step without any wait for data, and without waiting for a core that workers use."""
+    """Seconds of a step if it never waits for data, nor for a core that workers use."""
     if not evidence.steps:
         return None
     exposed = evidence.exposed_seconds
@@ -651,7 +651,7 @@ def shortest_step(evidence: Evidence) -> float | None:
 
 
 def loader_advice(evidence: Evidence) -> list[tuple[str, Advice]]:
-    """Advice on settings of the loader, with its cause, that of the costliest cause first."""
+    """Advice on settings of the loader with their causes, the costliest cause first."""
     lost = costs(evidence)
     return [
         (cause, advice)
@@ -662,7 +662,7 @@ def loader_advice(evidence: Evidence) -> list[tuple[str, Advice]]:
 
 
 def wants_shared_files(evidence: Evidence) -> bool:
-    """Whether batches are transferred late by busy workers, so that the sharing strategy ``file_system`` may help."""
+    """Whether busy workers transfer batches late, so that the sharing strategy ``file_system`` may help."""
     idle, busy = evidence.moving_seconds, evidence.moving_from_busy_seconds
     slow = idle is None or (busy is not None and busy > idle)
     late = evidence.transfer_wait_seconds > _TRANSFER_MATTERS * evidence.loop_seconds

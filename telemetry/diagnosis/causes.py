@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 # -- the thresholds ----------------------------------------------------------------------------------------------------
-# Those of stragglers and of hangs are in `diagnosis.stragglers` and `diagnosis.hangs`, next to the code that checks
-# them; those of when a stall opens and closes in `diagnosis.stalls`.
+# `diagnosis.stragglers` and `diagnosis.hangs` have their own, and `diagnosis.stalls` those for its open and close.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +29,17 @@ class Thresholds:
     Attributes:
         starved_supply: the workers are the limit if the compute of a step is at most this share of the supply time.
         busy: the workers are also the limit if they are in fetches for at least this share of their time.
-        runnable: if workers are without a core for this share of their fetch time, more workers do not help.
-        cores_busy: if the kernel does not report that share: all cores of the machine are busy to this degree.
-        throttled: ... or the CPU quota was used up in this share of its periods.
+        runnable: if workers lack a core for this share of their fetch time, more workers do not help.
+        cores_busy, throttled: if the kernel does not report that share, workers lack cores when all cores of the
+            machine are busy to this degree, or when the CPU quota was used up in this share of its periods.
         own_load: workers that lack cores and use this share of the cores take cores from the training thread.
-        ready: if batches could not be matched with their fetches: this many were ready on average while the training
-            thread waited. Then the wait is for their transfer.
-        late: ... unless single late batches make up at least this share of the wait.
+        ready: if batches could not be matched with their fetches and this many were ready on average while the
+            training thread waited, it waited for their transfer.
+        late: but not if single late batches make up at least this share of the wait.
         epoch_boundaries: from this many epoch starts in the window on, their waits are a pattern. Fewer are single
             events.
-        stuck_fetches: a fetch that lasts this many times the mean of the others ...
-        stuck_fetch_seconds: ... and at least this long means that its worker is stuck.
+        stuck_fetches, stuck_fetch_seconds: a worker is stuck if its fetch lasts this many times the mean of the others
+            and at least this long.
     """
 
     starved_supply: float = 0.85
@@ -62,14 +61,14 @@ WAITS: Final = frozenset({
     "loader_on_training_thread", "workers_cpu_bound", "workers_io_bound", "workers_throttled", "worker_startup",
     "uneven_batches", "batch_transfer", "worker_stuck", "source_slow", "unknown",
 })  # fmt: skip
-"""The causes of exposed wait. A run is starved by the sum of them, however many contribute."""
+"""The causes of exposed wait. Whether a run is starved depends on their sum."""
 
 NAMED_BY_SOURCE: Final = {
     "watched": "source_slow",
     "read_ahead": "source_slow",
     "training_thread": "loader_on_training_thread",
 }
-"""If batches come from one of these sources, the source alone is the cause of waiting for them."""
+"""The sources of batches that are themselves the cause of waiting for them."""
 
 
 # -- own time ----------------------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ NAMED_BY_SOURCE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class OwnTime:
-    """Seconds in the window's waits, in mid-epoch and at epoch boundaries.
+    """Own time within the waits of the window, in mid-epoch and at epoch boundaries, in seconds.
 
     Attributes:
         sampler, edge_sampler: in the sampler of a loader with workers.
@@ -97,17 +96,17 @@ class OwnTime:
 
     @property
     def all_sampler(self) -> float:
-        """Seconds in the sampler."""
+        """Seconds in the sampler, in mid-epoch and at epoch boundaries."""
         return self.sampler + self.edge_sampler
 
     @property
     def all_garbage(self) -> float:
-        """Seconds in garbage collections."""
+        """Seconds in garbage collections, in mid-epoch and at epoch boundaries."""
         return self.garbage + self.edge_garbage
 
 
 def own_time(evidence: Evidence) -> OwnTime:
-    """The own time in a window. At most the wait, because the sampler's time is an estimate."""
+    """The own time in a window. It is at most the wait, because the sampler's time is an estimate."""
     edge = min(evidence.edge_wait_seconds, evidence.wait_seconds)
     middle = evidence.wait_seconds - edge
     garbage, edge_garbage = min(evidence.garbage_wait_seconds, middle), min(evidence.edge_garbage_seconds, edge)
@@ -122,7 +121,7 @@ def own_time(evidence: Evidence) -> OwnTime:
 
 
 def without_own_time(evidence: Evidence) -> Evidence:
-    """The same window, with the training thread's own time in ``next()`` booked as compute."""
+    """The same window, with the training thread's own time in ``next()`` counted as compute."""
     own, exposed, before = own_time(evidence), evidence.exposed_seconds, evidence.transfer_wait_seconds
     middle, edge = own.sampler + own.garbage, own.edge_sampler + own.edge_garbage
     if middle + edge + evidence.edge_share_of_sampler <= 0:
@@ -151,7 +150,7 @@ def without_own_time(evidence: Evidence) -> Evidence:
 
 
 def less(seconds: float | None, by: float) -> float | None:
-    """Subtract seconds from a figure that may be unknown. Never below 0."""
+    """Subtract seconds from a figure, but not below 0; None if the figure is unknown."""
     return None if seconds is None else max(0.0, seconds - by)
 
 
@@ -161,7 +160,7 @@ def less(seconds: float | None, by: float) -> float | None:
 def costs(evidence: Evidence) -> dict[str, float]:
     """Seconds lost in the window by cause. Causes that cost nothing are left out."""
     own, of_others = own_time(evidence), without_own_time(evidence)
-    # The start of one epoch is no pattern, but that of three is, however long they are: then ``edge_share`` counts.
+    # The start of one epoch is no pattern. Those of three are, however long they are: then ``edge_share`` counts.
     many_edges = evidence.edges >= THRESHOLDS.epoch_boundaries
     slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
     lost = {
@@ -180,7 +179,7 @@ def costs(evidence: Evidence) -> dict[str, float]:
         # A slow sampler costs this time with any number of workers.
         lost["loader_on_training_thread"] = own.exposed_ratio * own.sampler + at_edges
         edge = 0.0
-        if evidence.source == "workers":  # else nothing is started; the first batch is a batch like the others
+        if evidence.source == "workers":  # other sources start nothing; their first batch is like the others
             share = of_others.edge_wait_seconds / of_others.wait_seconds if of_others.wait_seconds > 0 else 0.0
             edge = exposed * min(1.0, share)
             lost["worker_startup"] = edge if many_edges else of_others.edge_share * evidence.loop_seconds
@@ -192,7 +191,7 @@ def costs(evidence: Evidence) -> dict[str, float]:
 
 
 def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
-    """The causes of the wait in mid-epoch, and the share of each."""
+    """The share of each cause of the wait in mid-epoch."""
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
@@ -241,8 +240,8 @@ def _transfer_share(evidence: Evidence, *, limited: bool) -> float:
 def crowded_out(evidence: Evidence) -> float:
     """Seconds of compute in which the training thread had no core because its own workers used them.
 
-    The workers are fast enough, so the training thread waits for no batch. Other processes may use cores, too. So the
-    workers get only their share of the delay, and none if they do not lack cores themselves.
+    The workers are fast enough here, so the training thread waits for no batch. Other processes may use cores, too, so
+    the workers get only their share of the delay, and none if they do not lack cores themselves.
     """
     delay = evidence.own_runnable_seconds
     if delay is None or (evidence.worker_runnable_ratio or 0.0) < THRESHOLDS.runnable:
@@ -255,7 +254,7 @@ def crowded_out(evidence: Evidence) -> float:
 
 
 def _stuck_for(evidence: Evidence) -> float:
-    """Seconds of fetches in stuck workers. Ended fetches count, too: they were waited for in this window."""
+    """Seconds of fetches in stuck workers. Fetches that have ended count, too: this window waited for them."""
     longest, fetches = max(evidence.long_fetches, default=0.0), evidence.fetches or 0
     usual = max(0.0, (evidence.fetch_seconds or 0.0) * fetches - longest) / max(1, fetches)  # without the longest one
     stuck = max(THRESHOLDS.stuck_fetch_seconds, THRESHOLDS.stuck_fetches * usual)
@@ -276,8 +275,8 @@ def _workers_are_the_limit(evidence: Evidence) -> bool:
 def _what_limits_them(evidence: Evidence) -> str:
     cpu, blocked, runnable = evidence.worker_cpu_ratio, evidence.worker_blocked_ratio, evidence.worker_runnable_ratio
     if cpu is None or blocked is None:
-        return "unknown"  # busy, but it is not known with what
-    if runnable is None:  # not running, and not known whether for lack of a core
+        return "unknown"  # they are busy, but the reason is not known
+    if runnable is None:  # they do not run, but it is not known whether they lack a core
         used_up = (evidence.throttled_ratio or 0.0) >= THRESHOLDS.throttled
         all_busy = (evidence.host_cpu_ratio or 0.0) >= THRESHOLDS.cores_busy
         runnable = blocked if used_up or all_busy else 0.0
@@ -289,10 +288,10 @@ def _what_limits_them(evidence: Evidence) -> str:
 # -- two causes at once: those that cost nearly as much as the one that a stall is named after -------------------------
 
 _SIMILAR: Final = 0.5
-"""A cause is also named if it costs at least this share of what the first one costs ..."""
+"""Least cost of another cause that is named, as a share of the cost of the first one."""
 
 _MIN_SHARE: Final = 0.1
-"""... and this share of the time."""
+"""Least cost of another cause that is named, as a share of the time."""
 
 _MAX_NAMED: Final = 2
 
@@ -307,7 +306,7 @@ class CauseShare:
 
 
 def shares_of(cause: str, evidence: Evidence) -> tuple[CauseShare, ...]:
-    """The cause of a stall, and those of similar size after it, the largest first.
+    """The cause of a stall, and then the causes of similar size, the largest first.
 
     Args:
         cause: the cause that the stall is named after. It stays the first, even if another costs more in this window.
@@ -326,7 +325,7 @@ def shares_of(cause: str, evidence: Evidence) -> tuple[CauseShare, ...]:
 
 
 def with_what_remains(advice: Sequence[Advice], others: Sequence[CauseShare], evidence: Evidence) -> tuple[Advice, ...]:
-    """Advice for the first cause that also says what the others take after it was followed."""
+    """Advice for the first cause, with the costs of the other causes that remain after it is followed."""
     whole = evidence.loop_and_checkpoint_seconds
 
     def remaining(one: Advice) -> str:

@@ -1,4 +1,4 @@
-"""Finds lasting changes of how long steps take: sudden ones, and slow drifts."""
+"""Finds lasting changes of the duration of steps: sudden changes and slow drifts."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 # -- loop blocks -------------------------------------------------------------------------------------------------------
-# Joins ticks to blocks of the training loop: how long a step takes, without what interrupts the loop now and then.
+# They join ticks to blocks of the training loop, to measure the steps without occasional interruptions of the loop.
 
 BLOCK_SECONDS: Final = 30.0
-"""Length of a block, in seconds of the training loop. Single pauses, and long sequences between short ones, are a small
-part of it."""
+"""Length of a block in seconds of the training loop. Single pauses, and long sequences between short ones, are a small
+part of such a block."""
 
 BLOCK_STEPS: Final = 8
-"""A block has at least this many steps, however long they take."""
+"""Least steps in a block, however long they take."""
 
 FIRST_SECONDS: Final = 60.0
-"""The first steps belong to no block. They fill caches, start workers and choose kernels."""
+"""This time at the start belongs to no block: its steps fill caches, start workers and choose kernels."""
 
 SETTLE_TICKS: Final = 3
-"""After an epoch boundary, an evaluation or a checkpoint this many ticks belong to no block."""
+"""After an epoch boundary, an evaluation or a checkpoint, this many ticks belong to no block."""
 
 RARE_SECONDS: Final = 120.0
-"""What interrupts the loop more often than this is a part of it."""
+"""Interruptions that are more frequent than this are part of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class LoopBlock:
     """A stretch of the training loop.
 
     Attributes:
-        at_seconds: its start, on the clock of `Totals.wall_seconds`. ``step``: the steps before it.
-        steps: how many steps ended in it. ``wait_seconds``, ``compute_seconds``: of all of them.
-        signals: means of sampled figures, by name; one that is unknown is missing.
-        held_slow, held_fast: the longest and shortest steps that most of several blocks in a row had. Means of joined
-            blocks do not show them. Without any, they are 0 and infinite.
+        at_seconds: start of the block on the clock of `Totals.wall_seconds`. ``step``: number of steps before it.
+        steps: number of steps that ended in it. ``wait_seconds``, ``compute_seconds``: their sums over these steps.
+        signals: means of sampled figures by name, without unknown ones.
+        held_slow, held_fast: step time that most of several blocks in a row exceeded, or stayed below. The means of
+            joined blocks do not show them. Without any, they are 0 and infinite.
     """
 
     at_seconds: float
@@ -91,12 +91,7 @@ class BlockBuilder:
         self._settling = 0
 
     def add(self, totals: Totals, signals: Mapping[str, float]) -> LoopBlock | None:
-        """Add a tick. Returns a block if one is full now.
-
-        Args:
-            totals: at this tick.
-            signals: sampled figures at this tick, by name.
-        """
+        """Add the totals and sampled figures of a tick. Returns a block if one is full now."""
         if self._rare_interruption(totals):
             # The block in progress is not used: the interruption may have begun in it.
             self._start, self._settling = None, SETTLE_TICKS
@@ -123,7 +118,7 @@ class BlockBuilder:
         return rare
 
     def _take(self, totals: Totals, start: Totals) -> LoopBlock:
-        """The block from ``start`` on, with the sampled figures and those that the counters know themselves."""
+        """The block from ``start`` on, with the sampled figures and those that come from counters."""
         added = totals - start
         workers, cpu, own = added.sampled.workers, added.sampled.cpu, added.own
         known = {
@@ -141,30 +136,30 @@ class BlockBuilder:
         return LoopBlock(start.wall_seconds, start.steps, added.steps, wait, added.compute_seconds, signals)
 
 
-# -- finds lasting changes of how long steps take: sudden ones, and slow drifts ----------------------------------------
-# All blocks of the run are kept, old ones joined two by two. So their number stays small, and a run of weeks is
-# remembered to its start. A change must be clear against the scatter of the blocks, in which neighbours resemble each
-# other. And steps must take longer than nearly all steps before: what the run has done before is no change. So a
-# recurring mix of short and long sequences is no change. A single pause is no change either, however long it is. Joined
-# blocks remember how long steps took in stretches that are shorter than they are.
+# -- finds lasting changes of the duration of steps: sudden changes and slow drifts ------------------------------------
+# All blocks of the run are kept, and old ones are joined in pairs. So their number stays small, and a run of weeks is
+# remembered to its start. A change must be clear against the scatter of the blocks, where neighbours are similar. And
+# steps must take longer than nearly all steps before: if the run has been as slow before, it has not changed. So
+# neither a recurring mix of short and long sequences nor a single pause, however long, is a change. Joined blocks
+# remember how long steps took in stretches that are shorter than they are.
 
 MIN_RATIO: Final = 1.05
 """A smaller ratio of step times is not reported."""
 
 MIN_CLEARNESS: Final = 6.0
-"""The difference of the medians is at least this many of its standard errors. Each block is judged at many places."""
+"""Least difference of the medians in standard errors. It is high because each block is judged at many places."""
 
 MIN_BEFORE: Final = 20
 MIN_AFTER: Final = 8
-"""Blocks before and after a change."""
+"""Least blocks on each side of a change."""
 
 MIN_DRIFT: Final = 60
-"""Blocks from which on the first third is compared with the last one, to find a drift."""
+"""Least blocks for a drift: the first third of them is compared with the last."""
 
 _LENGTHS: Final = (8, 11, 16, 22, 32, 45, 64)
 _NEAR: Final = 12
-"""How many blocks there may be after a change; and within how many of such a place it is then looked for exactly. To
-judge every place would take milliseconds."""
+"""How many blocks may be after a change, and how far from the best of these places the exact one is searched. To judge
+every place would take milliseconds."""
 
 MAX_RECENT: Final = 40
 MAX_OLD: Final = 80
@@ -191,14 +186,14 @@ _MIN_COMPANION_SHARE: Final = 0.05
 """A share of the time has changed with the steps if it differs by this much; any other figure by that factor."""
 
 _COMPANION_MINIMA: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
-"""Smaller differences of these do not count, whatever their factor."""
+"""Least differences of these figures in addition to the factor."""
 
 
 class ChangeDetector:
-    """Used by the agent thread. Its memory is bounded.
+    """Finds changes in the blocks that the agent thread adds. Its memory is bounded.
 
     Attributes:
-        ratio: step time now over step time before the slow-down that holds on; 1 without one, and None while too few
+        ratio: step time now over step time before the slow-down that lasts; 1 without one, and None while too few
             blocks are known.
     """
 
@@ -206,8 +201,8 @@ class ChangeDetector:
         self._old: list[LoopBlock] = []
         self._recent: list[LoopBlock] = []
         self._newest_old: deque[float] = deque(maxlen=MIN_AFTER)  # step times of the newest blocks that became old
-        self._since = 0.0  # what is earlier was judged already
-        self._usual: float | None = None  # seconds of a step before the slow-down that holds on
+        self._since = 0.0  # earlier blocks were judged already
+        self._usual: float | None = None  # seconds of a step before the slow-down that lasts
         self._undone_below = 0.0
         self.ratio: float | None = None
 
@@ -216,7 +211,7 @@ class ChangeDetector:
         self._recent.append(block)
         if len(self._recent) > MAX_RECENT:
             self._old.append(self._with_held(self._recent.pop(0)))
-            if len(self._old) > MAX_OLD:  # every two neighbours become one; of an odd number the newest stays as it is
+            if len(self._old) > MAX_OLD:  # neighbours are joined; of an odd number the newest stays as it is
                 pairs = [one + two for one, two in zip(self._old[::2], self._old[1::2], strict=False)]
                 self._old = pairs + self._old[2 * len(pairs) :]
         known = [*self._old, *self._recent]
@@ -235,7 +230,7 @@ class ChangeDetector:
         before, after = known[first : place.start], known[place.end :]
         change = _described(before, after, known[place.start])
         self._since = known[place.end].at_seconds
-        if change.ratio < 1:  # faster than ever: what was before is no measure any more
+        if change.ratio < 1:  # faster than ever: earlier blocks are no measure any more
             self._old, self._recent, self._usual, self.ratio = [], after, None, 1.0
             self._newest_old.clear()
         else:
@@ -245,7 +240,7 @@ class ChangeDetector:
         return change
 
     def _with_held(self, block: LoopBlock) -> LoopBlock:
-        """A block that becomes old, with what most of it and the blocks before it had."""
+        """Add the quantiles of the newest old blocks to a block that becomes old."""
         self._newest_old.append(block.step_seconds)
         if len(self._newest_old) < MIN_AFTER:
             return block
@@ -254,18 +249,18 @@ class ChangeDetector:
 
 
 class Place(NamedTuple):
-    """Where blocks changed: before ``start`` and from ``end`` on. They are the same but for a drift."""
+    """The place of a change: blocks before ``start`` and from ``end`` on differ. Only for a drift the two are apart."""
 
     start: int
     end: int
 
 
 def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
-    """Where steps changed for good; None if they did not.
+    """The place at which steps changed for good; None if they did not.
 
     Args:
-        blocks: all that are known, oldest first.
-        first: the first block after the last change. Those before it only tell what the run has done before.
+        blocks: all known blocks, the oldest first.
+        first: the first block after the last change. The blocks before it only show what is not new.
     """
     seconds = [block.step_seconds for block in blocks]
     best, clearest = None, MIN_CLEARNESS
@@ -296,7 +291,7 @@ def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
 
 
 def _is_new(before: Sequence[LoopBlock], after: Sequence[float]) -> bool:
-    """Whether the blocks after a place take longer than nearly all before it, or less time than nearly all."""
+    """Whether the blocks after a place take longer than nearly all blocks before it, or less time than nearly all."""
     usual = median(each.step_seconds for each in before)
     slow = [max(each.step_seconds, each.held_slow * _scatter(each.held_slow, usual)) for each in before]
     fast = [min(each.step_seconds, each.held_fast / _scatter(usual, each.held_fast)) for each in before]
@@ -305,12 +300,12 @@ def _is_new(before: Sequence[LoopBlock], after: Sequence[float]) -> bool:
 
 
 def _scatter(longer: float, shorter: float) -> float:
-    """How far a stretch may be from an earlier one and still be the same. Only one with the size of a change recurs."""
+    """The factor by which a stretch may differ from an earlier one and be the same; 1 for small differences."""
     return _AGAIN if longer > MIN_RATIO * shorter else 1.0
 
 
 def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
-    """The difference of two medians, in its standard errors. Neighbours resemble each other, so it is larger."""
+    """The difference of two medians in standard errors, which are larger because neighbours are similar."""
     usual, level = median(before), median(after)
     sides = [[value - middle for value in side] for side, middle in ((before, usual), (after, level))]
     scatter = max(1.4826 * median(abs(value) for side in sides for value in side), _MIN_SCATTER * usual)
@@ -365,6 +360,6 @@ def _level(blocks: Sequence[LoopBlock]) -> float:
 
 
 def _quantile(values: Collection[float], share: float) -> float:
-    """Of the sorted values, the one at this share of their number."""
+    """The value at a share of the number of sorted values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, round(share * (len(ordered) - 1))))]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from telemetry.records import Conditions, Tick, WorkerTotals
 
 
-# -- the record, and the same as a field of the log --------------------------------------------------------------------
+# -- the record, and its field in the log ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,44 +32,44 @@ class Evidence:
 
         edges: epoch boundaries: iterations that began. ``left``: iterations that were left before their end.
         edge_wait_seconds: wait at the boundaries: start and end of an iteration, and its first batch.
-        around_edges_seconds: how much longer than others the first and last batches of epochs were waited for: workers
-            start, and end, one by one.
-        edge_share: share of the loop spent in waits at boundaries, if one epoch is longer than the window; 0.0 if that
-            has not been seen.
+        around_edges_seconds: additional wait for the first and last batches of epochs: workers start, and end, one by
+            one.
+        edge_share: share of the loop in waits at boundaries, if one epoch is longer than the window; 0.0 if that has
+            not been seen.
 
-        checkpoint_seconds: time to write checkpoints. ``checkpoints``: how many steps had one.
+        checkpoint_seconds: time to write checkpoints. ``checkpoints``: number of steps with one.
         checkpoint_interval_seconds: training time between the newest checkpoint and the one before; 0.0 if the window
             has several.
         early_checkpoint_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
-        around_checkpoints_seconds: how much longer the compute of their steps took than that of other steps: work for a
-            checkpoint other than writing it.
+        around_checkpoints_seconds: additional compute of their steps compared with other steps: work for a checkpoint
+            other than writing it.
 
         garbage_seconds: all garbage collections on the training thread. ``garbage_wait_seconds``: those during requests
             in mid-epoch. ``edge_garbage_seconds``: those at epoch boundaries.
 
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.
         fetch_wait_seconds, transfer_wait_seconds, transfer_wait_long_fetch_seconds, head_of_line_seconds: see
-            `Deliveries`; 0.0 if no batch could be matched with its fetch. ``blocking_worker``: the worker that was
-            waited for longest with head-of-line blocking.
+            `Deliveries`; 0.0 if no batch could be matched with its fetch. ``blocking_worker``: the worker with the
+            longest head-of-line blocking.
         moving_seconds: mean time to transfer a batch of an idle worker. ``moving_from_busy_seconds``: of a worker that
             is in another fetch.
         freeing_seconds: mean time of the training thread to free a batch after the next has come, a part of compute.
         receiving_cpu_seconds: mean CPU time of the training thread to receive and unpickle a batch of workers.
         ready_batches: mean number of ready batches. ``slack_seconds``: mean time that a batch was ready.
 
-        sampler_seconds: time of the sampler in mid-epoch waits, extrapolated from the timed batches. It is the sampler
-            of a loader with workers, which runs on the training thread.
+        sampler_seconds: time in mid-epoch waits in the sampler of a loader with workers, which runs on the training
+            thread. It is extrapolated from the timed batches.
         edge_sampler_seconds: its time at epoch boundaries. ``edge_share_of_sampler``: its part of ``edge_share``.
         sampler_cpu_ratio: share of its time on a core.
 
         workers: number of DataLoader workers. ``worker_cores``: number of cores that they may use, if it is lower than
             that of this rank.
         fetches: batches that they finished. ``fetch_seconds``: mean time of a worker for one batch.
-            ``fetch_cpu_seconds``: its CPU time.
+            ``fetch_cpu_seconds``: mean CPU time.
         longest_fetch_seconds: upper bound of all fetches. ``slowest_fetch_seconds``: mean of the slowest worker.
-            ``long_fetches``: fetches of more than a second, by how long they were in progress when last seen.
-            ``fetching_seconds``: how long a fetch has been in progress at the end of the window.
-        read_bytes: read from storage by all workers. ``written_bytes``: written, including pickled batches.
+            ``long_fetches``: durations of fetches of more than a second, as last seen.
+            ``fetching_seconds``: duration so far of the longest fetch in progress at the end of the window.
+        read_bytes: bytes that all workers read from storage. ``written_bytes``: that they wrote, with pickled batches.
         busy_ratio: share of the workers' time in fetches.
         worker_cpu_ratio, worker_runnable_ratio, worker_blocked_ratio: shares of the time in fetches. If the kernel does
             not separate running from run-queue delay, the second is None and the other two come from CPU time alone.
@@ -79,14 +79,14 @@ class Evidence:
         host_cpu_ratio: use of all cores of the machine.
         process_cpu_per_step_seconds: CPU time of the training process (without its workers) for one step, without
             startup, evaluations and checkpoints.
-        own_runnable_seconds: how long the training thread was runnable without a core.
+        own_runnable_seconds: time in which the training thread was runnable without a core.
         throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
 
         gpu_idle_seconds: time in the loop without a kernel and without waiting for a batch.
         gpu_slowed_seconds: time lost because the GPU's clock was throttled.
 
-        pace: the pace of this rank. ``peers``: the other ranks that it may wait for. ``earlier_paces``: of this rank,
-            at the time of the peers' paces that are older.
+        pace: the pace of this rank. ``peers``: other ranks that it may wait for. ``earlier_paces``: paces of this rank
+            at the time of those peers' paces that are older.
     """
 
     window_seconds: float
@@ -179,7 +179,7 @@ class Evidence:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step as measured, including the waits at epoch boundaries. There must be a step."""
+        """Measured seconds of a step, with the waits at epoch boundaries. There must be a step."""
         return self.loop_seconds / self.steps
 
     @property
@@ -196,7 +196,7 @@ class Evidence:
 
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:
-    """The evidence as a field of the log: the figures that were measured. The others are left out."""
+    """The evidence as a field of the log, without figures that were not measured."""
     told: dict[str, Any] = {spec.name: getattr(evidence, spec.name) for spec in fields(evidence)}
     del told["pace"], told["peers"], told["earlier_paces"]
     told["where"] = evidence.pace.where
@@ -222,7 +222,7 @@ _PACE_IF_KNOWN: Final = {
     "last_step": "last_step", "away_in": "away_in", "core_wait": "core_wait_seconds", "cores_busy": "cores_busy_ratio",
     "node": "node", "node_ranks": "node_ranks", "node_fastest": "node_fastest",
 }  # fmt: skip
-"""The fields of a pace in the log, with their names in `RankPace`: always, and where there is something to say."""
+"""The fields of a pace in the log, with their names in `RankPace`: those that are always there, and the others."""
 
 
 def _pace_fields(pace: RankPace) -> dict[str, Any]:
@@ -232,9 +232,8 @@ def _pace_fields(pace: RankPace) -> dict[str, Any]:
 
 
 # -- costs that recur less often than once in a window: checkpoints, and epoch boundaries ------------------------------
-# A window contains one of them or none, so its share of the window is not that of the run. A checkpoint of 45 s every
-# half hour fills a whole window. If workers take 12 s to start for each epoch of a minute, only every other window has
-# a start.
+# A window has one of them or none, so its share differs from that of the run. A checkpoint of 45 s every half hour
+# fills a whole window. If workers take 12 s to start for each epoch of a minute, only every other window has a start.
 
 _FIRST_CHECKPOINTS: Final = 2
 """The first checkpoints are written to new files. Later ones may reuse space of the file that they replace."""
@@ -248,12 +247,12 @@ class RecurringCosts:
     """The costs of checkpoints and epoch boundaries over the run so far.
 
     Attributes:
-        checkpoint_interval_seconds: training time, with checkpoints, between the newest checkpoint and the one before
-            it, or the start.
+        checkpoint_interval_seconds: training time, with checkpoints, between the newest checkpoint and the one before,
+            or the start.
         early_checkpoint_seconds: mean time of the first checkpoints; 0.0 before there are any.
         edge_share: share of the loop spent in waits at epoch boundaries: the lower value of the newest two epochs.
             0.0 before two epochs have ended, and if the current epoch is much longer than they were.
-        edge_share_of_sampler: the part of it that the training thread has spent in the sampler.
+        edge_share_of_sampler: the part of ``edge_share`` that the training thread has spent in the sampler.
     """
 
     checkpoint_interval_seconds: float = 0.0
@@ -264,7 +263,7 @@ class RecurringCosts:
 
 @dataclass(frozen=True, slots=True)
 class _EpochCosts:
-    """Seconds of the loop, of the waits at its boundary, and of these in the sampler."""
+    """Seconds of the loop in one epoch, of the waits at its boundary, and of the sampler in these waits."""
 
     loop: float
     boundary: float
@@ -289,7 +288,7 @@ class RecurringCostsWatch:
         self._epochs: deque[_EpochCosts] = deque(maxlen=2)  # epochs that have ended
 
     def add(self, tick: Tick) -> None:
-        """Take in a tick."""
+        """Add a tick."""
         before, now = self._before, tick.totals
         saved, saved_before = (each.ledger_seconds.get(CHECKPOINT, 0.0) for each in (now, before))
         if self._first_checkpoints < _FIRST_CHECKPOINTS:
@@ -320,13 +319,13 @@ class RecurringCostsWatch:
         return RecurringCosts(self._interval, first, epoch.ratio, sampler)
 
 
-# -- a window of ticks as evidence: the difference of its last and first totals, and the conditions --------------------
+# -- a window of ticks as evidence: the difference of its totals, and the conditions -----------------------------------
 
 _LONG_FETCH_SECONDS: Final = 1.0
 """A fetch that takes longer than this is recorded on its own, to decide whether it was stuck."""
 
 _ENOUGH_FETCHES: Final = 3
-"""Minimum fetches of one worker before their mean shows how slow it is."""
+"""Least fetches of a worker for a mean that shows how slow it is."""
 
 _NEARLY_ALL: Final = 1 - 1e-6
 _NO_RECURRING_COSTS: Final = RecurringCosts()
@@ -339,7 +338,7 @@ def aggregate(
     cause: str | None = None,
     recurring: RecurringCosts = _NO_RECURRING_COSTS,
 ) -> Evidence:
-    """Aggregate a window.
+    """Make the evidence of a window.
 
     Args:
         ticks: the ticks of the window, from its start to the newest; at least two.
@@ -355,9 +354,9 @@ def aggregate(
     source, settings = _waited_for(added, conditions)
     cores, cores_of_others = _cores(added, conditions)
 
-    # The workers while the training loop runs; in a window without the loop, the workers at any time.
+    # The workers while the training loop runs, or at any time in a window without the loop.
     workers = sampled.workers if sampled.workers.sampled_seconds > ROUNDING_SECONDS else sampled.idle_workers
-    counted = workers.counted_seconds > ROUNDING_SECONDS  # before they have begun there are no figures
+    counted = workers.counted_seconds > ROUNDING_SECONDS  # there are no figures before they have begun
     fetch = _each(workers.fetch_busy_seconds, workers.fetches) if counted else None
     worker_cpu, worker_runnable, worker_blocked = _shares(workers)
     by_count, blocking = _positive(workers.seconds_by_count), _positive(workers.head_of_line_seconds)
@@ -469,7 +468,7 @@ def _mid_epoch_wait(added: Totals) -> float:
 
 
 def _sampler_seconds(added: Totals) -> float | None:
-    """The sampler's time for all workers' batches in mid-epoch, from the timed ones; at most the wait."""
+    """The sampler's time for all workers' batches in mid-epoch, from the timed batches; at most the wait."""
     each = _each(added.sampler.seconds, added.sampler.timed_batches)
     if each is None:
         return None
@@ -496,14 +495,14 @@ def _shares(workers: WorkerTotals) -> tuple[float | None, float | None, float | 
 
 
 def _slowest_fetch(ticks: Sequence[Tick]) -> float | None:
-    """Mean fetch of the slowest live worker, over the better half of the window, which excludes a single long fetch."""
+    """Mean fetch of the slowest live worker. The better half of the window counts, without a single long fetch."""
     oldest, middle, newest = (ticks[at].conditions.fetched for at in (0, len(ticks) // 2, -1))
     first, second = _mean_fetches(oldest, middle), _mean_fetches(middle, newest)
     return max((min(mean, second[pid]) for pid, mean in first.items() if pid in second), default=None)
 
 
 def _mean_fetches(before: dict[int, tuple[int, float]], after: dict[int, tuple[int, float]]) -> dict[int, float]:
-    """Mean fetch seconds by pid, for the workers with enough fetches for a mean."""
+    """Mean fetch seconds by pid, of the workers with enough fetches."""
     means = {}
     for pid, (fetches, seconds) in after.items():
         fetches_before, seconds_before = before.get(pid, (0, 0.0))
@@ -513,7 +512,7 @@ def _mean_fetches(before: dict[int, tuple[int, float]], after: dict[int, tuple[i
 
 
 def _cores(added: Totals, conditions: Sequence[Conditions]) -> tuple[float, float | None]:
-    """Cores that this rank may use, minus those that other processes (including other ranks) use; and the latter."""
+    """Cores that this rank may use and no other process uses, and the cores that others (including ranks) use."""
     cpu, theirs = added.sampled.cpu, None
     cores = conditions[-1].cores
     own = max(cpu.used_cores.mean or 0.0, 1.0)
@@ -554,7 +553,7 @@ def _pace(added: Totals, conditions: Sequence[Conditions], rank: int, cause: str
 
 
 def _positive(seconds: Mapping[Any, float]) -> dict[Any, float]:
-    """Without keys that are zero in the window. A difference of totals keeps every key of the run."""
+    """Leave out values that are zero in the window. A difference of totals keeps every key of the run."""
     return {key: value for key, value in seconds.items() if value > ROUNDING_SECONDS}
 
 

@@ -1,11 +1,11 @@
-"""Whether a rank hangs, and why the whole job does.
+"""Decides whether a rank hangs, and why the whole job hangs.
 
 **A rank hangs** if its training thread has made no progress for much longer than a step takes. Time in the training
 loop counts: waiting for a batch, and the compute of a step. Startup, phases that the user has named and the time after
 a loop do not count. Time in which the agent did not run either does not count: the machine slept, or the process was
-stopped. Evaluations and checkpoints have a patient limit of their own, `longest_phase`. A rank is stuck in one if the
-hooks have seen nothing for that long, and it then stays at one place. While another rank is in one, the time of a rank
-that waits for it does not count before that limit.
+stopped. Evaluations and checkpoints have a longer limit, `longest_phase`. A rank is stuck in one if the hooks have
+seen nothing for that long, and it then stays at one place. While another rank is in one, the time of a rank that waits
+for it does not count before that limit.
 
 **The job hangs** because of the ranks that do not wait: they are the suspects. A process that is gone or stopped comes
 first: nothing else matters then. If all ranks wait, and those of one process group are not in the same collective, the
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 MIN_SECONDS: Final = 30.0
-"""Without the setting ``stuck_seconds``, a hang is reported after this time at the earliest, ..."""
+"""A hang is reported after this time at the earliest, unless ``stuck_seconds`` is set."""
 
 TIMES_P99: Final = 20.0
-"""... and at the earliest after this multiple of the 99th percentile of its step durations."""
+"""A hang is also reported after this multiple of the 99th percentile of step durations at the earliest."""
 
 MIN_TIMES_P99: Final = 4.0
-"""Where that is longer than `EARLY_SECONDS`, this multiple is enough: the report has to come before NCCL's timeout."""
+"""If that is longer than `EARLY_SECONDS`, this multiple is enough: the report must come before NCCL's timeout."""
 
 TIMES_LONGEST: Final = 2.0
 """The first batch of an epoch may take this multiple of the longest step so far, because workers have to start."""
 
 MIN_STEPS: Final = 10
-"""The first steps of a run compile and allocate. Before this many steps have ended, ..."""
+"""Until so many steps have ended, `EARLY_SECONDS` holds: the first steps of a run compile and allocate."""
 
 EARLY_SECONDS: Final = 540.0
-"""... a hang is reported after this time at the earliest. NCCL ends a hung collective after ten minutes; then the cause
-can no longer be found."""
+"""Early in a run, a hang is reported after this time at the earliest. NCCL ends a hung collective after ten minutes;
+then the cause can no longer be found."""
 
 LATE_TICKS: Final = 2.0
-"""A tick counts at most this many intervals. The agent did not observe the rest."""
+"""A tick counts for at most this many intervals. The agent did not observe the rest."""
 
 PHASE_SECONDS: Final = 480.0
 PHASE_TIMES: Final = 6.0
@@ -61,13 +61,13 @@ then, neither its rank nor one that waits for it is stuck."""
 
 MAX_PHASE_SECONDS: Final = 510.0
 TIMES_LONG_PHASE: Final = 1.1
-"""Twice the longest one so far may be longer. It counts up to this limit, so that a report comes before NCCL's timeout.
-But each may take this multiple of the longest one."""
+"""Twice the longest phase so far is allowed up to the first of these limits, so that a report comes before NCCL's
+timeout. The second, a multiple of the longest phase, is always allowed."""
 
 FAR_SECONDS: Final = 45.0
-"""What a rank on another node does may become known this late: NFS shows a change up to 30 s late, and the nodes write
-every few seconds. A rank that waits for other ranks is not stuck before, because one of them may be in an evaluation.
-With ``stuck_seconds`` set, it is `PHASE_TIMES` of that, if that is less."""
+"""The news from a rank on another node may be this old: NFS shows a change up to 30 s late, and the nodes write every
+few seconds. A rank that waits for other ranks is not stuck before, because one of them may be in an evaluation. With
+``stuck_seconds``, the time is `PHASE_TIMES` of that, if that is less."""
 
 MAX_EXCUSES: Final = 10
 """The end of an epoch may take this many times as long, because workers can be slow to stop."""
@@ -90,18 +90,18 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What one tick has observed of the training thread.
+    """The training thread at one tick.
 
     Attributes:
         loop_seconds: seconds since the last tick that the thread waited for a batch or computed a step.
-        progress: changes with every observed action: a batch request, a batch, an optimizer step, a phase.
+        progress: it changes with every observed action: a batch request, a batch, an optimizer step, a phase.
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
         at_epoch_boundary: whether the thread waits for the first batch of an epoch.
         seconds: time since the last tick, whatever the thread did; 0.0 if the process or a debugger was stopped.
-        waits_for_far_ranks: whether it waits for other ranks, and some of them are on other nodes.
-        phase_at: in an evaluation or a checkpoint of this rank, a hash of the stack; else None.
-        peer_phase: while another rank is in one: `EXPECTED`, or `OVERDUE` once that takes too long; else None.
+        waits_for_far_ranks: whether the thread waits for other ranks, and some of them are on other nodes.
+        phase_at: a hash of the stack in an evaluation or a checkpoint of this rank; else None.
+        peer_phase: `EXPECTED` while another rank is in one, `OVERDUE` once that takes too long; else None.
     """
 
     loop_seconds: float
@@ -116,15 +116,15 @@ class Moment:
 
 
 class HangDetector:
-    """Decides for one rank, tick by tick.
+    """Decides for one rank, tick by tick, whether it hangs.
 
     Args:
         setting: ``stuck_seconds``; None for auto.
         interval: seconds between two ticks.
 
     Attributes:
-        seconds: counted seconds without progress. ``still_seconds``: all of them, such as those in a checkpoint.
-        excused_seconds: those in which another rank was in an evaluation or a checkpoint.
+        seconds: counted seconds without progress. ``still_seconds``: all of them, even those in a checkpoint.
+        excused_seconds: seconds in which another rank was in an evaluation or a checkpoint.
         hanging: whether the run hangs.
         excuses: how many times in a row `excuse` was called.
     """
@@ -158,7 +158,7 @@ class HangDetector:
             return "closed" if was else None
         self.still_seconds += moment.seconds
         if moment.phase_at is not None:
-            # What counts is time at one place, after the longest that an evaluation or a checkpoint may take.
+            # Only time at one place counts, and only after the longest allowed evaluation or checkpoint.
             moved, self._phase_at = moment.phase_at != self._phase_at, moment.phase_at
             late = self.still_seconds > longest_phase(self._setting, self._longest_phase)
             counts = self.hanging or (late and not moved)
@@ -169,7 +169,7 @@ class HangDetector:
             self.seconds += min(moment.loop_seconds, self._most)
         if self.hanging:
             return "held"
-        # Once the other rank's evaluation or checkpoint takes too long, the time waited for it counts, too.
+        # Once the other rank's evaluation or checkpoint takes too long, the wait for it counts, too.
         without_step = self.seconds + (self.excused_seconds if moment.peer_phase == OVERDUE else 0.0)
         self.hanging = self._is_stuck(moment, without_step, steps)
         if not self.hanging:
@@ -190,13 +190,13 @@ class HangDetector:
         return without_step >= hang_after_seconds(self._setting, steps(), at_epoch_boundary=moment.at_epoch_boundary)
 
     def excuse(self) -> None:
-        """Start counting again: the run does not hang, although it looked like it."""
+        """Start counting again, because the run did not hang."""
         self.seconds, self.hanging = 0.0, False
         self.excuses += 1
 
 
 def longest_phase(setting: float | None, longest: float) -> float:
-    """How many seconds an evaluation or checkpoint may show no progress.
+    """Seconds for which an evaluation or checkpoint may show no progress.
 
     Args:
         setting: ``stuck_seconds``; None for auto.
@@ -220,10 +220,10 @@ def paused(seconds: float, interval: float, process_cpu: float | None, *, interv
     """Whether the process or the machine was stopped since the last tick: the tick is late, and nothing ran.
 
     Args:
-        seconds: since the last tick.
-        interval: usual time between two.
+        seconds: time since the last tick.
+        interval: usual time between two ticks.
         process_cpu: CPU seconds of the process in that time; None if they are unknown.
-        intervals: after how many intervals this tick was due.
+        intervals: number of intervals after which this tick was due.
     """
     late = seconds > (intervals - 1 + LATE_TICKS) * interval + 1.0
     return late and process_cpu is not None and process_cpu < 0.02 * seconds
@@ -234,9 +234,9 @@ def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck
 
     Args:
         category: the ledger category that the training thread is in.
-        source: where its batches come from, see `Conditions`; None before the first batch of a new loader, too.
+        source: source of its batches, see `Conditions`; None also before the first batch of a new loader.
         fetching_seconds: duration so far of the longest fetch in progress in a worker.
-        stuck_for_seconds: how long the run has made no progress.
+        stuck_for_seconds: time for which the run has made no progress.
     """
     if category != DATA_WAIT:
         return "unknown"
@@ -246,7 +246,7 @@ def hang_cause(category: str, source: str | None, fetching_seconds: float, stuck
 
 
 def hang_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
-    """Advice for a hang: where to look. For the arguments see `telemetry.agent.hangs.Hang`."""
+    """Advice for a hang: the place to look at. For the arguments see `telemetry.agent.hangs.Hang`."""
     if missing is not None:
         slow = absent_rank(missing)
         because = f"this rank has waited {seconds:.0f} s in a step for {slow.name}, which {slow.why}"
@@ -263,13 +263,13 @@ STOPPED: Final = "stopped"
 GONE: Final = "gone"
 
 LEFT: Final = "left"
-"""Instead of a category of the ledger: the training loop is over, the process is there."""
+"""A state in place of a category of the ledger: the training loop is over, but the process is there."""
 ENDED: Final = "ended"
-"""Likewise: the agent has ended by itself, as at the end of the script."""
+"""Another such state: the agent has ended by itself, as at the end of the script."""
 
 SILENT: Final = "its agent does not answer"
 NODE_SILENT: Final = "nothing comes from its node"
-"""Instead of what the kernel says of the thread."""
+"""A thread state in place of the kernel's."""
 
 RANK_GONE: Final = "rank_gone"
 RANK_STOPPED: Final = "rank_stopped"
@@ -288,7 +288,7 @@ class Collective(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The newest collective of a rank.
 
     Attributes:
-        name: such as ``all_reduce``; empty if only its number is known.
+        name: its name, such as ``all_reduce``; empty if only its number is known.
         sequence: its number in its process group; None if nothing counts them.
         group: name of the process group; empty if unknown.
         shapes: shapes and types of its tensors, as text; empty if unknown.
@@ -308,13 +308,13 @@ class HangState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         doing: a category of the ledger, or `LEFT`, or `ENDED`.
         process: `ALIVE`, `STOPPED` or `GONE`.
         stuck: whether it has ended no step for ``stuck_seconds``.
-        seconds: since its training thread last went on.
+        seconds: time since the last progress of its training thread.
         waits: whether it waits for other ranks: in a collective, or for one that it has entered.
         where: file and line of the user's own code, such as ``data.py:88``. ``call``: the function called there.
-        state: what the kernel says of the thread, in words.
-        stack: a hash of the stack, the same on ranks that are at the same place.
-        steps: that have ended.
-        collective: the newest one that it has entered.
+        state: the kernel's state of the thread, in words.
+        stack: a hash of the stack; ranks at the same place have the same hash.
+        steps: steps that have ended.
+        collective: the newest one that the rank has entered.
     """
 
     rank: int
@@ -333,12 +333,12 @@ class HangState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 MAX_SUSPECTS: Final = 16
-"""The most suspects that are named. The number of all is given beside them."""
+"""The most suspects that are named. Their total is given as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangSuspect:
-    """A rank that the others wait for. ``doing`` continues "rank 3 is ..."."""
+    """A rank that the others wait for. ``doing`` completes "rank 3 is ..."."""
 
     rank: int
     node: str
@@ -362,11 +362,11 @@ class HangVerdict:
 
     Attributes:
         kind: from `HANG_KINDS`.
-        suspects: the ranks that the others wait for, at most `MAX_SUSPECTS`; ``suspects_total``: how many there are.
+        suspects: the ranks that the others wait for, at most `MAX_SUSPECTS`; ``suspects_total``: number of all.
         waiting: the ranks that wait, by collective, the largest group first.
-        seconds: how long the job has hung.
+        seconds: duration of the hang.
         silent: ranks of the job of which nothing is known.
-        sentence: all of it in one sentence.
+        sentence: the verdict as one sentence.
     """
 
     kind: str
@@ -378,7 +378,7 @@ class HangVerdict:
     sentence: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of its line in the log. Ranks are ranges, with the first and the last of each."""
+        """The fields of its line in the log. Ranks are ranges of a first and a last rank."""
         return {
             "verdict": self.sentence,
             "kind": self.kind,
@@ -397,17 +397,17 @@ _SAME_SHAPES: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 
 _NO_PHASE: Final = {DATA_WAIT: FETCH, COMPUTE: IN_COMPUTE, LEFT: RANK_LEFT, ENDED: RANK_LEFT}
 _ORDER: Final = (FETCH, PHASE, IN_COMPUTE)
-"""Of two kinds with as many ranks, the one that says more comes first."""
+"""Of two kinds with as many ranks, the first one counts, because it is more specific."""
 
 _Group = list["HangState"]  # ranks that wait in one collective
 
 
 def decide(states: Iterable[HangState], world_size: int = 0) -> HangVerdict | None:
-    """Why the job hangs; None where no rank is stuck.
+    """The verdict on a hang; None if no rank is stuck.
 
     Args:
-        states: of all ranks of which something is known. Of two of one rank, the one that is alive counts.
-        world_size: number of ranks of the job; 0 where that is not known.
+        states: states of the known ranks. If a rank has two, the one that is alive counts.
+        world_size: number of ranks of the job; 0 if unknown.
     """
     by_rank: dict[int, HangState] = {}
     for state in states:
@@ -443,7 +443,7 @@ def _newest(state: HangState) -> Collective:
 
 
 def _waiting(states: Sequence[HangState]) -> list[_Group]:
-    """The ranks that wait for others, those in one collective together, the largest group first."""
+    """The ranks that wait for others, grouped by collective, the largest group first."""
     groups: dict[object, _Group] = defaultdict(list)
     for state in states:
         if state.process == ALIVE and state.waits:
@@ -484,7 +484,7 @@ def _suspects(states: Sequence[HangState], waiting: Sequence[_Group], *, silent:
 
 
 def _minority_of(states: list[HangState]) -> list[HangState]:
-    """Where no rank is seen to wait, as on GPUs: the few that are at another place than the most; else all."""
+    """The few ranks at another place than the most, if no rank is seen to wait, as on GPUs; else all ranks."""
     places: dict[str, list[HangState]] = defaultdict(list)
     for state in states:
         places[state.stack].append(state)
@@ -502,9 +502,9 @@ def _clashes(waiting: Sequence[_Group]) -> list[list[_Group]]:
 
 
 def _odd_ones(waiting: list[_Group]) -> list[HangState]:
-    """The ranks that are not in the collective in which most are; all where no collective has most."""
-    # Different calls at one number are the clash, the smallest such number first. A rank that is ahead of it has come
-    # through it: with gloo, the source of a broadcast does not wait for all.
+    """The ranks that are in another collective than the most; all ranks if no collective has most."""
+    # Different calls with one number are the clash, and the smallest such number counts. A rank with a higher number
+    # has passed it: with gloo, the source of a broadcast does not wait for all.
     calls: dict[tuple[int, str], list[_Group]] = defaultdict(list)
     for group in waiting:
         newest = _newest(group[0])
@@ -516,7 +516,7 @@ def _odd_ones(waiting: list[_Group]) -> list[HangState]:
         return [state for group in waiting[1:] for state in group]
     numbers = [_newest(state).sequence for state in everyone]
     known = [number for number in numbers if number is not None]
-    if len(set(known)) > 1 and len(known) == len(numbers):  # who is behind has not come to where the others are
+    if len(set(known)) > 1 and len(known) == len(numbers):  # ranks with a lower number have not come to the others
         return [state for state, number in zip(everyone, numbers, strict=True) if number == min(known)]
     return everyone
 
@@ -543,14 +543,14 @@ _KERNEL: Final = (
     ("tcp_recvmsg", "reading from a socket"),
     ("running", "running"),
 )
-"""What the kernel says of a thread that does not go on, in plain words."""
+"""The kernel's names of states of a waiting thread, in plain words."""
 
 _MAX_CLAUSES: Final = 3
-"""Groups of ranks that the sentence names; of more, the number."""
+"""The sentence names this many groups of ranks, and counts the others."""
 
 
 def doing(state: HangState) -> str:
-    """What a rank does, continues "rank 3 is ..."."""
+    """The activity of a rank; it completes "rank 3 is ..."."""
     if state.process == GONE:
         what = "nothing has come from its node for a minute" if state.state == NODE_SILENT else "its process has ended"
         return f"gone: {what}"
@@ -561,7 +561,7 @@ def doing(state: HangState) -> str:
         words += f", after {state.steps} steps"
     if state.waits:
         return f"{words}, waiting for the others in {_newest(state).name or 'a collective'}"
-    # In a fetch by a worker the training thread waits for the worker, which says nothing.
+    # In a fetch by a worker the training thread waits for the worker, so its state means nothing.
     kernel = next((text for part, text in _KERNEL if part in state.state), "")
     return f"{words}, {kernel}" if kernel and state.doing in {DATA_WAIT, COMPUTE} else words
 
@@ -573,12 +573,7 @@ def _place(state: HangState) -> str | None:
 
 
 def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
-    """The verdict with its sentence.
-
-    Args:
-        verdict: without one.
-        since: the time of the day at which the job stopped to go on.
-    """
+    """Add the sentence to a verdict. ``since``: time of day at which the job stopped to go on."""
     clauses, groups = [], verdict.waiting
     for group in groups[:_MAX_CLAUSES]:
         number = f" #{group.sequence}" if group.sequence is not None else ""
@@ -601,7 +596,7 @@ def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
 
 
 def _blamed(verdict: HangVerdict, since: str) -> list[str]:
-    """What the suspects do, those that do the same at the same place together."""
+    """The activities of the suspects. Suspects with the same activity at the same place share a clause."""
     groups: dict[tuple[str, str | None, str], list[int]] = defaultdict(list)
     for suspect in verdict.suspects:
         groups[suspect.doing, suspect.where, suspect.node].append(suspect.rank)
@@ -620,7 +615,7 @@ def _blamed(verdict: HangVerdict, since: str) -> list[str]:
 
 
 def _odd_words(verdict: HangVerdict) -> str:
-    """Which ranks are in another collective than the most; empty where none has most."""
+    """The ranks that are in another collective than the most; empty if none has most."""
     ranks = [suspect.rank for suspect in verdict.suspects]
     if not ranks or verdict.suspects_total == sum(len(group.ranks) for group in verdict.waiting):
         return ""

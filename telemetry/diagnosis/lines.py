@@ -1,4 +1,4 @@
-"""From a profile to lines of the user's code, and what a faster line would bring."""
+"""Finds the lines of the user's code that a profile blames, and predicts the gain of faster lines."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ CHECKPOINT: Final = "checkpoint"
 
 MAX_LINES: Final = 10
 MIN_SAMPLES: Final = 40
-"""Lines are named from this many samples on. Then a share of one half is off by up to 16 points, in 95 of 100 cases."""
+"""Least samples to name lines. With so many, a share of one half is off by up to 16 points, in 95 of 100 cases."""
 
 _MIN_SAMPLES_OF_WORK: Final = 10
-"""Fewest samples inside the sampler, of a wait. From so few, the predicted speed-up is a range."""
+"""Least samples of a wait that are inside the sampler. With so few, the predicted speed-up is a range."""
 
 _NEVER_SEEN: Final = 1.5**2
 """If all of n samples are of one line, its share is at least 1 - 3 / n in 95 of 100 cases: twice this error."""
@@ -63,10 +63,10 @@ WORK: Final[dict[str, tuple[str, ...]]] = {
     "host_bound": (STEP,),
     "unknown": (FETCH,),
 }
-"""What is sampled during a stall of each cause. Other causes have no line: their time is not spent in code."""
+"""The work that is sampled during a stall of each cause. Other causes have no line: they spend no time in code."""
 
 SLOW_RANK: Final[tuple[str, ...]] = (STEP,)
-"""What is sampled on a rank that the others wait for."""
+"""The work that is sampled on a rank that the others wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ class LineShare:
     """A line of the user's code.
 
     Attributes:
-        file, line, function: where it is.
+        file, line, function: place of the line.
         calls: the library function that the line called, such as ``Image.resize``; None if the time was spent in the
             line itself, or in a function that is not written in Python.
         share: its share of the wall clock of the fetch or the step, 0 to 1.
         cpu_share: its share of the CPU time, 0 to 1.
-        error: standard error of ``share``, from the number of samples of the work, which is estimated by its time.
-        gil_ratio: share of its own time in which it held the GIL, 0 to 1; 0 where that is not known.
-        rest_gil_ratio: that of the rest of the work.
+        error: standard error of ``share``. The number of samples of the work is estimated from its time.
+        gil_ratio: share of its own time in which it held the GIL, 0 to 1; 0 if that is not known.
+        rest_gil_ratio: the same share for the rest of the work.
     """
 
     file: str
@@ -96,16 +96,16 @@ class LineShare:
 
     @property
     def place(self) -> str:
-        """``train.py:42``."""
+        """File and line, such as ``train.py:42``."""
         return f"{self.file.rpartition(os.sep)[2]}:{self.line}"
 
     @property
     def named(self) -> str:
-        """``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no function of a library."""
+        """Such as ``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no library function."""
         return f"{self.calls or self.function} at {self.place}"
 
     def as_field(self) -> dict[str, Any]:
-        """The line as it is in the log and in the report."""
+        """The line as a field of the log and of the report."""
         return {
             "file": self.file,
             "line": self.line,
@@ -116,11 +116,11 @@ class LineShare:
 
 
 def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
-    """The lines with the largest shares, largest first; empty if there are too few samples.
+    """The lines with the largest shares, the largest first; empty if there are too few samples.
 
     Args:
         profile: the samples.
-        work: what was sampled. Of the sampler's time only stacks inside the sampler count.
+        work: the sampled work. For the sampler only stacks inside the sampler count.
     """
     none = StackTime(0, 0)
     total = none if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
@@ -141,7 +141,7 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
             named = spot.file, spot.line, calls
             times[named] = time.plus(times.get(named, none))
     wall, cpu, gil = total
-    samples = profile.samples * wall / max(1, profile.wall_ns)  # of a wait, few samples are in the sampler
+    samples = profile.samples * wall / max(1, profile.wall_ns)  # few samples of a wait are in the sampler
     if profile.samples < MIN_SAMPLES or samples < _MIN_SAMPLES_OF_WORK:
         return ()
     longest = sorted(times.items(), key=lambda item: -item[1].wall_ns)[:MAX_LINES]
@@ -156,7 +156,7 @@ def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
 
 
 def _inside(stack: Stack, work: str) -> Stack:
-    """The frames of the work for a batch, in a fetch or a sampler; without either, the whole stack."""
+    """The frames of the work for a batch, in a fetch or a sampler; the whole stack if it is in neither."""
     end = _first(stack, _is_sampling if work == SAMPLER else _begins_a_batch)
     if end is None:
         return () if work == SAMPLER else stack
@@ -195,7 +195,7 @@ def _is_sampling(spot: Spot) -> bool:
 
 
 def _called(callees: Stack) -> str | None:
-    """The function that a line called, as ``Image.resize``. Functions that only pass a call on are left out."""
+    """The function that a line called, such as ``Image.resize``, without functions that only pass a call on."""
     outermost_first = [spot for spot in reversed(callees) if _OURS not in spot.file]
     if not outermost_first:
         return None
@@ -206,20 +206,20 @@ def _called(callees: Stack) -> str | None:
 
 
 # -- line advice -------------------------------------------------------------------------------------------------------
-# What a faster line, or a batch without it, would bring: the predicted speed-up, and the sentence of the verdict.
+# The predicted speed-up by a faster line, or by a batch without it, and the sentence of the verdict.
 
 _MIN_ADVISED_SHARE: Final = 0.1
-"""A line gets advice from this share on."""
+"""Least share of a line with advice."""
 
 _ERRORS: Final = 2
 _SURE: Final = 1.2
-"""A prediction is a range if the share may be off by twice its standard error, and the speed-up by this factor then.
+"""A prediction is a range if twice the standard error of the share changes the speed-up by this factor.
 
-Of a line with 96 % of a step, 150 samples cannot tell whether the step would be 14 or 60 times as fast without it.
+If a line has 96 % of a step, 150 samples cannot show whether the step would be 14 or 60 times as fast without it.
 """
 
 _TURNS_SECONDS: Final = 0.005
-"""How much longer a fetch may take where sending batches takes turns with it: Python's default switch interval."""
+"""Additional seconds of a fetch that takes turns with the sending of batches: Python's default switch interval."""
 
 _HOLDS_THE_GIL: Final = 0.5
 """Code that holds the GIL for less than this part of its time leaves it to other threads."""
@@ -234,12 +234,12 @@ _PART: Final = {
 
 
 def verdict_part(line: LineShare, kind: str) -> str:
-    """How much of what: ``61 % of each fetch``."""
+    """The share of the line in its work, such as ``61 % of each fetch``."""
     return f"{rounded_percent(line.share)} of {_PART[kind]}"
 
 
 def line_verdict(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> str:
-    """One sentence on the line that takes most."""
+    """One sentence about the line that takes most time."""
     seconds = _seconds_of(evidence, kind)
     gain, low = _gain_or_range(evidence, kind, line, 1.0, cause=cause)
     text = f"{verdict_part(line, kind)} is {line.named}"
@@ -256,7 +256,7 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
 
     Args:
         evidence: the window.
-        kind: what was sampled.
+        kind: the sampled work.
         line: the line.
         cause: cause of the stall.
     """
@@ -278,7 +278,7 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
 
 
 def _seconds_of(evidence: Evidence, kind: str) -> float | None:
-    """Mean seconds of the work that was sampled; None if they are not known."""
+    """Mean seconds of the sampled work; None if they are not known."""
     if kind == FETCH:
         return evidence.fetch_seconds
     if kind == WAIT and evidence.steps:
@@ -293,7 +293,7 @@ def _seconds_of(evidence: Evidence, kind: str) -> float | None:
 def _gain_or_range(
     evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str
 ) -> tuple[float | None, float | None]:
-    """The factor that `_gain` gives, and None; or, if the samples and the model do not tell, the most and the least."""
+    """The factor of `_gain`, and None; or the most and the least if the samples and the model are not exact enough."""
     least = _with_share(line, line.share - _ERRORS * line.error)
     most = _with_share(line, line.share + _ERRORS * line.error)
     gain, low, high = (
@@ -304,8 +304,8 @@ def _gain_or_range(
     sampled = gain <= _SURE * low and high <= _SURE * gain
     if kind == FETCH and part == 1.0 and line.gil_ratio < _HOLDS_THE_GIL <= line.rest_gil_ratio:
         # Sending batches may make the fetches longer once the line is gone. A thread of the worker sends each batch
-        # while the next one is fetched. A line that releases the GIL leaves it to that thread. If what remains of the
-        # fetch holds the GIL, the two take turns. Each batch of one worker took 2.6 to 4.9 ms longer then
+        # while the next one is fetched. A line that releases the GIL leaves it to that thread. If the rest of the
+        # fetch holds the GIL, the two take turns. Each batch of one worker then took 2.6 to 4.9 ms longer
         # (`c_releases_gil` and `read` of `tests.lines`).
         slowed = _gain(evidence, kind, line if sampled else least, part, cause=cause, longer=_TURNS_SECONDS)
         if slowed is not None and (not sampled or gain > _SURE * slowed):
@@ -314,7 +314,7 @@ def _gain_or_range(
 
 
 def _with_share(line: LineShare, share: float) -> LineShare:
-    """The line if its share were another one, and that of the CPU time with it. A quarter of the rest always stays."""
+    """The line with another share of wall clock and CPU time. A quarter of the rest of the work always stays."""
     share = min(max(share, 0.0), 1 - (1 - line.share) / 4)
     return replace(line, share=share, cpu_share=min(line.cpu_share * share / line.share, 1.0))
 
@@ -322,11 +322,8 @@ def _with_share(line: LineShare, share: float) -> LineShare:
 def _gain(
     evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str, longer: float = 0.0
 ) -> float | None:
-    """Predicted factor on the steps per second if ``part`` of the line's time is saved.
-
-    ``longer``: seconds that each fetch takes longer then.
-    """
-    saved = part * min(line.share, 1 - line.error)  # something else takes time as well
+    """Predicted factor on the steps per second if ``part`` of the line's time is saved, with ``longer`` fetches (s)."""
+    saved = part * min(line.share, 1 - line.error)  # other work takes time as well
     if kind == CHECKPOINT:
         whole = evidence.loop_and_checkpoint_seconds
         return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoint_seconds), now=whole)

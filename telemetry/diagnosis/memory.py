@@ -1,4 +1,4 @@
-"""Memory that grows: whether it does for good, when it is used up, and what to do."""
+"""Memory that grows: whether the growth lasts, when the memory is used up, and what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # -- the history of one figure in a fixed amount of memory, however long the run ---------------------------------------
 
 MAX_READINGS: Final = 64
-"""Of one history."""
+"""The most readings in one history."""
 
 
 class TimedReading(NamedTuple):
@@ -30,13 +30,13 @@ class TimedReading(NamedTuple):
 class ReadingHistory:
     """Readings that are evenly spread over the time since the first one.
 
-    When it is full, neighbours are merged, and from then on readings are twice as far apart. At the maximum spacing the
-    oldest are dropped instead.
+    When the history is full, neighbours are merged, and the spacing doubles. At the maximum spacing the oldest readings
+    are dropped instead.
 
     Args:
-        spacing: seconds between two readings at first. Readings that come faster are merged.
-        max_spacing: seconds between two readings at most.
-        highest: whether merged readings are shown as the highest of them; else as their mean.
+        spacing: seconds between two readings at first. Readings in between are merged.
+        max_spacing: largest distance of two readings in seconds.
+        highest: whether merged readings become the highest of them, and not their mean.
     """
 
     def __init__(self, spacing: float, max_spacing: float, *, highest: bool = False) -> None:
@@ -45,7 +45,7 @@ class ReadingHistory:
         self._max_spacing = max_spacing
         self._merged: list[TimedReading] = []
         self._slot = 0
-        self._now: list[TimedReading] = []  # what is to be merged
+        self._now: list[TimedReading] = []  # readings to merge
 
     def add(self, seconds: float, value: float) -> bool:
         """Add a reading. Returns whether `readings` has changed."""
@@ -58,7 +58,7 @@ class ReadingHistory:
 
     @property
     def readings(self) -> tuple[TimedReading, ...]:
-        """The merged readings, oldest first."""
+        """The merged readings, the oldest first."""
         return tuple(self._merged)
 
     def _close_slot(self) -> None:
@@ -78,38 +78,37 @@ class ReadingHistory:
 
 
 # -- whether a figure grows for good, and how fast ---------------------------------------------------------------------
-# Memory also grows at the start of a run, up to a cache's size, in steps, and in a saw-tooth while workers live. None
-# of that is a leak. So growth only counts if it goes on evenly, and if it is large compared with what the figure has
-# ever fallen by.
+# Memory also grows at the start of a run, up to a cache's size, in steps, and in a saw-tooth while workers live. These
+# are no leaks. So only even growth counts, and only if it is large compared with each fall of the figure so far.
 
 SHARES: Final = (2 / 3, 1 / 3, 1 / 6)
-"""The newest part of the history that is judged. The first third of a run is always left out: it is its start-up."""
+"""Shares of the history, its newest part, that are judged. The first third is always left out: it is the start-up."""
 
 _MIN_READINGS: Final = 8
 _MIN_SECONDS: Final = 20.0
 
 _MIN_TIMES_FALL: Final = 2.0
-"""Growth counts if it is this many times what the figure has ever fallen by. Memory of workers that are started anew in
-each epoch falls by as much as it grows."""
+"""Growth counts if it is this many times the largest fall of the figure. If workers are started anew in each epoch,
+their memory falls by as much as it grows."""
 
 _QUARTERS: Final = 4
 _MIN_EVEN: Final = 0.3
-"""From each quarter of the time to the next it must grow by this share of the mean. A single jump is no growth."""
+"""Each quarter of the time must grow over the last by this share of the mean. A single jump is no growth."""
 
 _SLOWING: Final = 0.75
 """Growth slows down if it is less in each third of the time than in the one before, and if the last third has less than
-this share of the first. Then it is assumed to go on slowing down in the same way."""
+this share of the first. It is then assumed to slow down further in the same way."""
 
 _THIRDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LastingGrowth:
-    """Growth that goes on.
+    """Growth that lasts.
 
     Attributes:
-        per_second: how fast, over the time that was judged. ``seconds``: that time.
-        since: where that time begins.
+        per_second: growth per second over the judged time. ``seconds``: length of that time.
+        since: start of that time.
         slowing: growth in a third of that time over that in the third before it; 1 if it does not slow down.
         newest: growth in the last third.
     """
@@ -121,7 +120,7 @@ class LastingGrowth:
     newest: float = 0.0
 
     def seconds_to(self, amount: float) -> float:
-        """When it will have grown by an amount; infinite if never, because it slows down."""
+        """Time until it has grown by an amount; infinite if the growth ends before."""
         if self.slowing >= 1:
             return amount / self.per_second
         # A geometric series of thirds, of which the next has grown by `following`.
@@ -131,11 +130,11 @@ class LastingGrowth:
 
 
 def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> LastingGrowth | None:
-    """The growth over the longest of the times that show one; None if none does.
+    """The growth over the longest part of the history that shows one; None if none does.
 
     Args:
-        readings: oldest first.
-        at_least: growth by less does not count, in the unit of the figure.
+        readings: the oldest first.
+        at_least: the least growth that counts, in the unit of the figure.
     """
     if len(readings) < _MIN_READINGS:
         return None
@@ -147,7 +146,7 @@ def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> Lasting
         if len(window) < _MIN_READINGS or seconds < _MIN_SECONDS:
             return None
         quarters = _quarters(window)
-        # Looked at first: it takes no time, and most figures grow by nothing.
+        # Checked first: it takes no time, and most figures do not grow.
         if quarters[-1] - quarters[0] < at_least * (_QUARTERS - 1) / _QUARTERS:
             continue
         fall = _largest_fall(readings) if fall is None else fall
@@ -171,15 +170,15 @@ def slope_of(readings: Sequence[TimedReading]) -> float:
 
 
 def long_enough(readings: Sequence[TimedReading]) -> bool:
-    """Whether it can be told if a figure grows."""
+    """Whether the readings are enough to judge growth."""
     return len(readings) >= _MIN_READINGS and SHARES[0] * (readings[-1].seconds - readings[0].seconds) >= _MIN_SECONDS
 
 
 def peak(readings: Sequence[TimedReading], growth: LastingGrowth) -> float:
-    """The highest that a figure is now and then, at the time of the last reading.
+    """The highest value that the figure reaches now and then, at the time of the last reading.
 
-    That is the highest reading since the growth began, moved along it. Memory is used up at a peak, such as a
-    checkpoint. For growth that slows down this would be too high, so it is the last reading.
+    This is the highest reading since the growth began, moved along it. A peak, such as a checkpoint, uses up the
+    memory. For growth that slows down this would be too high, so it is the last reading.
     """
     last = readings[-1]
     if growth.slowing < 1:
@@ -190,7 +189,7 @@ def peak(readings: Sequence[TimedReading], growth: LastingGrowth) -> float:
 def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
     """The slope from a time on, from its first to its last quarter; None if there are fewer than four readings.
 
-    Memory that workers share is seldom read, so their own is a staircase, on which most pairs have no slope.
+    The shared memory of workers is seldom read, so their own is a staircase, where most pairs have no slope.
     """
     window = [reading for reading in readings if reading.seconds >= since]
     if len(window) < _QUARTERS:
@@ -201,7 +200,7 @@ def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
 
 
 def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:
-    """What `LastingGrowth` has as ``slowing`` and ``newest``."""
+    """The values of ``slowing`` and ``newest`` for `LastingGrowth`."""
     bounds = [(len(window) - 1) * part // _THIRDS for part in range(_THIRDS + 1)]
     thirds = [window[a : b + 1] for a, b in pairwise(bounds)]
     slopes = [slope_of(third) for third in thirds]
@@ -211,7 +210,7 @@ def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:
 
 
 def _quarters(window: Sequence[TimedReading]) -> list[float]:
-    """The medians of four parts of the same number of readings."""
+    """The medians of four parts with the same number of readings."""
     bounds = [len(window) * part // _QUARTERS for part in range(_QUARTERS + 1)]
     return [median(r.value for r in window[a:b]) for a, b in pairwise(bounds)]
 
@@ -227,22 +226,22 @@ def _largest_fall(readings: Sequence[TimedReading]) -> float:
     return fall
 
 
-# -- when the memory of a run is used up, and by which of its parts ----------------------------------------------------
+# -- when the memory of a run is used up, and by which part ------------------------------------------------------------
 
 MEMORY: Final = "memory"
 
 _MIN_BYTES: Final = 16 << 20
 _MIN_LIMIT_RATIO: Final = 0.01
-"""Growth by less than 16 MiB, or than this share of the limit, within the time that was judged is of no interest."""
+"""Growth of less than 16 MiB, or than this share of the limit, within the judged time is ignored."""
 
 _HORIZON: Final = 4.0
-"""The end of the memory is forecast for at most this many times the time from which it is told."""
+"""The end of the memory is forecast for at most this many times the judged time."""
 
 _FIRST_EPOCH_HORIZON: Final = 2.0
-"""... and this many times if the workers grow, are started anew in each epoch, and it is not known when that is."""
+"""The same limit if the workers grow and are started anew in each epoch, and no epoch has ended yet."""
 
 _MIN_SHARE: Final = 0.3
-"""A part is named if it makes up this share of what is used up."""
+"""A part is named if it causes this share of the growth."""
 
 _COPIED_SHARE: Final = 0.5
 """Workers copy on write if their shared memory falls by this share of what their own memory grows by."""
@@ -253,12 +252,12 @@ class MemoryReadings:
     """The histories that are judged, and the newest readings. Bytes over seconds.
 
     Attributes:
-        parts: by part, from `MEMORY_PARTS`.
-        used: what this run and all others use of the limit: minus the bytes that are available.
-        shared_memory_used: what this run and all others use of /dev/shm: minus the bytes that are free.
+        parts: histories by part, from `MEMORY_PARTS`.
+        used: memory that this run and all others use of the limit, as minus the bytes that are available.
+        shared_memory_used: bytes that this run and all others use of /dev/shm, as minus the bytes that are free.
         workers_shared: anonymous memory that workers share with the process that forked them.
-        free: what is left now, of ``memory``, ``shared_memory`` and ``cuda``. One that is not known is missing.
-        limit_bytes: the memory limit, for the least growth of interest; None if not known.
+        free: bytes that are left of ``memory``, ``shared_memory`` and ``cuda``, as far as they are known.
+        limit_bytes: the memory limit, from which the least relevant growth is derived; None if not known.
         workers_end: whether the workers are started anew in each epoch, and no epoch has ended yet.
     """
 
@@ -272,7 +271,7 @@ class MemoryReadings:
 
 
 def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
-    """Judge the histories. What was not measured for long enough is missing in the result."""
+    """Judge the histories. Parts that were not measured for long enough are missing in the result."""
     at_least = max(float(_MIN_BYTES), _MIN_LIMIT_RATIO * (now.limit_bytes or 0.0))
     growths = {part: lasting_growth(readings, at_least) for part, readings in now.parts.items()}
     rates = {
@@ -287,7 +286,7 @@ def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
     )
     first = min((end for end in ends if end is not None), key=lambda end: end.exhausted_in_seconds or 0, default=None)
     if first is not None:
-        if first.where is not None:  # its growth was seen, even if it is not even enough to be judged by itself
+        if first.where is not None:  # its growth was seen, even if it is too uneven to be judged by itself
             rates[first.where] = first.where_bytes_per_second or 0.0
         return replace(first, bytes_per_second=rates)
     where = max(rates, key=lambda part: rates[part], default=None)
@@ -295,7 +294,7 @@ def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
         return MemoryGrowth(dict.fromkeys(rates, 0.0))
     growth, free = growths[where], now.free.get(where, now.free.get(MEMORY))
     if growth is not None and free is not None and growth.seconds_to(free) == math.inf:
-        return MemoryGrowth(dict.fromkeys(rates, 0.0))  # it will have stopped before the memory is used up
+        return MemoryGrowth(dict.fromkeys(rates, 0.0))  # the growth ends before the memory is used up
     return MemoryGrowth(rates, where, rates[where])
 
 
@@ -303,7 +302,7 @@ def _end_of_memory(
     now: MemoryReadings, growths: Mapping[str, LastingGrowth | None], at_least: float
 ) -> MemoryGrowth | None:
     growth, free = lasting_growth(now.used, at_least), now.free.get(MEMORY)
-    if growth is None:  # what others use goes up and down, but a part of this run may grow all the same
+    if growth is None:  # the memory of others goes up and down, but a part of this run may still grow
         own = [growth for part, growth in growths.items() if growth is not None and part != CUDA]
         growth = max(own, key=lambda growth: growth.per_second, default=None)
     if growth is None or free is None:
@@ -362,7 +361,7 @@ _BY_PART: Final = {
 
 
 def memory_advice(growth: MemoryGrowth) -> str:
-    """What to look for; empty if it is not known what grows."""
+    """The advice; empty if it is not known what grows."""
     if growth.where is None:
         return ""
     return _COPIED if growth.copied_on_write else _BY_PART[growth.where]

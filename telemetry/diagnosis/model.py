@@ -1,4 +1,4 @@
-"""The model behind every predicted speed-up: the seconds of a step now, and after a change.
+"""The model of every predicted speed-up: the seconds of a step now, and after a change.
 
 All but `gain_over_window` need a window in which a step has ended.
 """
@@ -25,7 +25,7 @@ _MAX_WORKERS: Final = 32
 
 
 def supply_in_order(evidence: Evidence) -> float | None:
-    """`supply_seconds` for batches that are taken in order: the slowest worker sets the pace of all."""
+    """`supply_seconds` for batches that are taken in order: the slowest worker limits all."""
     supply, slowest = evidence.supply_seconds, evidence.slowest_fetch_seconds
     if supply is None or slowest is None or not evidence.settings.get("in_order", True):
         return supply
@@ -40,7 +40,7 @@ def predicted_step(
     Args:
         evidence: the compute, the CPU time of the training process, and the cores that it and its workers may use.
         fetch: seconds that a worker with a core of its own takes for the batches of a step.
-        fetch_cpu: CPU seconds of that.
+        fetch_cpu: CPU seconds of these fetches.
         workers: number of workers.
         boundary: seconds per step of waiting at epoch boundaries; by default as measured.
     """
@@ -59,16 +59,16 @@ def _on_the_cores(evidence: Evidence, fetch_cpu: float) -> float:
 
 
 def _with_all_others(evidence: Evidence, cpu: float) -> float:
-    """Minimum seconds of a step if the other processes of the machine use as much CPU time for each step as now."""
+    """Least seconds of a step if the other processes of the machine use as much CPU time for each step as now."""
     others = evidence.cores_of_others
     return (cpu + others * evidence.step_seconds) / (evidence.cores + others) if others else 0.0
 
 
 def low_gain(evidence: Evidence, then: float, *, fetch_cpu: float) -> float | None:
-    """The low end of the factor on the steps per second that more fetches at a time bring.
+    """The low end of the factor on the steps per second that more fetches at a time bring; None if it is no lower.
 
-    Fetches wait for storage. If a process of this machine serves it, that process needs CPU time for each step. Which
-    one it is, is not known. So the low end counts all of them. None if that makes no difference.
+    Fetches wait for storage. If a process of this machine serves it, that process needs CPU time for each step. It is
+    not known which one that is, so the low end counts all of them.
 
     Args:
         evidence: as for `predicted_step`.
@@ -82,7 +82,7 @@ def low_gain(evidence: Evidence, then: float, *, fetch_cpu: float) -> float | No
 
 
 def with_transfer(evidence: Evidence, step: float) -> float:
-    """Seconds of a step including the transfer of its batches. ``step`` is without it, and the workers are fast enough.
+    """Add the transfer of its batches to the seconds of a step, for workers that are fast enough.
 
     A transfer needs the worker, too, because it sends the file descriptors of the tensors. A busy worker answers later.
     The shorter the step, the larger the share of time in which the worker is busy.
@@ -111,8 +111,8 @@ def best_workers(
 def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: float | None = None) -> float | None:
     """The factor on steps per second if a step of this rank takes ``then`` seconds.
 
-    Other ranks may take longer. ``but`` is the rank that the change is made on, if it is not this one. ``now`` is the
-    present duration; by default `step_seconds`, which is right for a change inside the loop.
+    Other ranks may take longer. ``but`` is the changed rank, if it is not this one. ``now`` is the present duration; by
+    default `step_seconds`, which is right for a change inside the loop.
     """
     peers = peers_at_same_pace(evidence.pace, evidence.peers)
     others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
@@ -120,7 +120,7 @@ def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: flo
 
 
 def gain_over_window(evidence: Evidence, then: float, *, now: float) -> float | None:
-    """The same for all steps of the window together. It also works for a window in which no step has ended."""
+    """Like `gain_of`, for all steps of the window together. It also works for a window in which no step has ended."""
     steps = evidence.steps
     return gain_of(evidence, then / steps, now=now / steps) if steps else _factor(now, then)
 
@@ -131,5 +131,5 @@ def times_less(part: float, rest: float, share: float) -> int:
 
 
 def _factor(now: float, then: float) -> float | None:
-    """Speed-up factor; None if there is nothing to compare with."""
+    """Speed-up factor; None if one of the durations is 0."""
     return round(now / then, 2) if then > 1e-9 and now > 0 else None

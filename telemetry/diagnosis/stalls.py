@@ -1,4 +1,4 @@
-"""Decides when a stall opens and closes: by the share of a window that one avoidable cause has cost."""
+"""Opens and closes stalls, by the share of a window that one avoidable cause has cost."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ MIN_STEPS: Final = 5
 """Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""
 
 MIN_STEPS_OF_A_RUN: Final = 20
-"""If a run ends before its first window is full, a stall needs this many steps ..."""
+"""Least steps for a stall if a run ends before its first window is full."""
 
 MIN_SECONDS_OF_A_RUN: Final = 2.0
-"""... and this many seconds of the training loop."""
+"""Least seconds of the training loop for such a stall."""
 
 WINDOW_STEPS: Final = 2 * MIN_STEPS
-"""If steps are long, a window grows until it has this many steps ..."""
+"""If steps are long, a window grows until it has this many steps."""
 
 MAX_WINDOWS: Final = 10.0
-"""... up to this many times its length."""
+"""The longest window, in multiples of its usual length."""
 
 MIN_SHARE: Final = 0.5
-"""Minimum share of the window that must have been measured."""
+"""Least share of the window that must have been measured."""
 
 _MORE: Final = 1 + 1e-6
 """A cause replaces another one only if it has cost more by this factor. Smaller differences are rounding errors."""
@@ -44,9 +44,9 @@ class Stall:
     """A stall, as far as it is known now.
 
     Attributes:
-        cause: the cause that has cost most of it. ``lost_seconds``: by cause.
+        cause: the cause with the largest cost. ``lost_seconds``: costs by cause.
         opened_step: steps that had ended when it opened.
-        exposed_ratio: exposed wait over training-loop seconds, since it opened; None if exposed wait is not known.
+        loop_seconds, exposed_wait_seconds: sums since it opened; None if exposed wait is not known.
         evidence: the newest window that lost enough to open a stall. A window during recovery would give wrong advice.
         is_hang: whether it is a hang. A hang ends when the run goes on.
     """
@@ -64,20 +64,20 @@ class Stall:
         """Exposed wait over training-loop seconds of the stall."""
         if self.exposed_wait_seconds is None or self.loop_seconds <= 0:
             return None
-        # Just below 0 by rounding: it is a difference of differences.
+        # The ratio may be just below 0 by rounding: it is a difference of differences.
         return min(1.0, max(0.0, self.exposed_wait_seconds / self.loop_seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class StallUpdate:
-    """A stall has ``opened``, has ``closed``, has another cause now (``renamed``), or goes on (``held``)."""
+    """A stall that has ``opened`` or ``closed``, has another cause (``renamed``), or continues (``held``)."""
 
     kind: str
     stall: Stall
 
 
 class StallDetector:
-    """Follows one rank.
+    """Detects the stalls of one rank.
 
     Args:
         window_seconds: length of the window.
@@ -98,13 +98,13 @@ class StallDetector:
         self._own_paces = OwnPaces()
         self._evidence: Evidence | None = None  # the current window
         self._ever_opened = False
-        self._straggler_ratio = 0.0  # what waiting for one costs, in the newest window
+        self._straggler_ratio = 0.0  # the share that waiting for a straggler costs in the newest window
         self.stall: Stall | None = None
 
     # -- tick by tick
 
     def update(self, tick: Tick) -> StallUpdate | None:
-        """Add a tick. Returns what it has changed."""
+        """Add a tick. Returns the change of the stall, if any."""
         self._straggler_ratio = 0.0
         added = self._added(tick)
         if added.seconds > self._window_seconds:  # the machine slept, or a debugger paused it: nothing was measured
@@ -127,7 +127,7 @@ class StallDetector:
         return self._open_if_costly(lost, evidence, enough=enough)
 
     def last(self) -> StallUpdate | None:
-        """Judge what there is of the window at the end of a run that was too short for one."""
+        """Judge the incomplete window of a run that has ended early."""
         if self._ever_opened or len(self._ticks) < 2:
             return None
         evidence = self._aggregate()
@@ -163,7 +163,7 @@ class StallDetector:
         self.stall = None
         self._begin_anew(tick)
 
-    # -- what it shows
+    # -- results
 
     @property
     def window(self) -> Evidence | None:
@@ -172,7 +172,7 @@ class StallDetector:
 
     @property
     def may_have_straggler(self) -> bool:
-        """Whether waiting for a straggler costs so much that its stall, if it were open, would not close."""
+        """Whether waiting for a straggler costs so much that an open stall of it would not close."""
         return self._straggler_ratio >= self._exit
 
     def pace(self) -> RankPace | None:
@@ -224,7 +224,7 @@ class StallDetector:
     # -- the stall
 
     def _open_if_costly(self, lost: dict[str, float], evidence: Evidence, *, enough: bool) -> StallUpdate | None:
-        """Open a stall if its cause costs enough, and a straggler not just by chance in the samples.
+        """Open a stall if its cause costs enough. For a straggler that must not be by chance in the samples.
 
         With ten samples a second over 10 s, a rank that was 12 % slower seemed to cost 21 %. While a straggler may be
         there, samples are taken more often, so a real one is certain a few seconds later.
@@ -262,7 +262,7 @@ class StallDetector:
 
     @staticmethod
     def _grown(before: Stall, added: Passed, cause: str, lost: dict[str, float], evidence: Evidence) -> Stall:
-        """A stall after another tick."""
+        """The stall after another tick."""
         loop, exposed = before.loop_seconds + added.loop_seconds, before.exposed_wait_seconds
         more = added.exposed_after_first_seconds
         exposed = None if exposed is None or more is None else exposed + more
@@ -277,7 +277,7 @@ def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
 
 
 def _costliest(lost: dict[str, float]) -> tuple[str, float]:
-    """The most expensive cause and its seconds. All waits for data count together, under their largest cause."""
+    """The costliest cause and its seconds. All waits for data count together, under their largest cause."""
     waits = {cause: seconds for cause, seconds in lost.items() if cause in WAITS}
     kinds = [waits, *({cause: seconds} for cause, seconds in lost.items() if cause not in WAITS)]
     kind = max((kind for kind in kinds if kind), key=lambda kind: sum(kind.values()), default={"unknown": 0.0})

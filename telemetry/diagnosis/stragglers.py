@@ -1,4 +1,4 @@
-"""Stragglers of a synchronised job: which rank is the slowest, what it costs the others, and why it is slow."""
+"""Stragglers of a synchronised job: the slowest rank, its cost for the others, and the reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 # -- own paces ---------------------------------------------------------------------------------------------------------
-# The paces of this rank in the last minute: those of other nodes are some seconds old, and are compared with these.
+# The paces of this rank in the last minute, to compare with the paces of other nodes, which are some seconds old.
 
 _KEPT: Final = 90
-"""Paces that are kept, at most one a second. Another node's may be a cycle of 10 s old, and 30 s more on NFS."""
+"""The most paces, one a second. A pace of another node may be a cycle of 10 s old, and 30 s more on NFS."""
 
 _APART_SECONDS: Final = 0.9
 
@@ -36,7 +36,7 @@ class OwnPaces:
         self._newest_seconds = 0.0
 
     def add(self, pace: RankPace, wall_seconds: float) -> None:
-        """Add the pace of a tick. ``wall_seconds``: of the run so far."""
+        """Add the pace of a tick. ``wall_seconds``: length of the run so far."""
         if self._paces and pace.last_step < self._paces[-1].last_step:
             self._paces.clear()
         if not self._paces or wall_seconds - self._newest_seconds >= _APART_SECONDS:
@@ -44,7 +44,7 @@ class OwnPaces:
             self._newest_seconds = wall_seconds
 
     def at_the_time_of(self, peers: Iterable[RankPace]) -> tuple[RankPace, ...]:
-        """Those of the earlier paces of this rank whose windows end where windows of its peers end."""
+        """The earlier paces of this rank whose windows end where windows of its peers end."""
         if not self._paces:
             return ()
         newest = self._paces[-1]
@@ -58,8 +58,8 @@ class OwnPaces:
 
 
 # -- straggler ---------------------------------------------------------------------------------------------------------
-# A rank that finishes early waits for the others inside its compute, where its own clock cannot tell waiting from work.
-# So the ranks are compared with each other. There are two signs:
+# A rank that finishes early waits for the others inside its compute, where its own clock cannot separate waiting from
+# work. So the ranks are compared with each other. There are two signs:
 #
 # * A step takes equally long on all ranks. If the compute of one rank is shorter than that of the others, it does
 #   something else in the rest of the step, such as waiting for data or writing a checkpoint, and the others wait for
@@ -69,17 +69,17 @@ class OwnPaces:
 #   only while the thread is off the CPU. On GPUs the slow rank's own GPU must be idle as well.
 #
 # Both signs also show a rank whose training thread waits for a core while all cores of its machine are busy. Its own
-# work is not slow then, and a moment later another rank may be the one without a core. So that time does not count.
+# work is not slow then, and a moment later another rank may lack a core. So that time does not count.
 
 MIN_STEPS: Final = 5
 _SAME_PACE: Final = 0.15
 """Ranks have the same pace if their step durations differ by less than this ratio."""
 
 _ALIKE: Final = 0.5
-"""A node is slow if each of its ranks surely costs the others at least this share of what its slowest rank costs ..."""
+"""A node is slow if each of its ranks surely costs the others at least this share of the cost of its slowest rank."""
 
 _SURELY: Final = 2.0
-"""... with this many standard errors of its samples to spare."""
+"""The cost less this many standard errors of its samples counts as sure."""
 
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank has mostly waited for the others from this share of its samples on."""
@@ -94,10 +94,10 @@ _ALL_CORES: Final = 0.9
 """The machine of a rank lacks cores if its cores are used to this degree."""
 
 _FOR_CORES: Final = 0.5
-"""The reason is the wait for a core if it is at least this share of what a rank costs the others."""
+"""The reason is the wait for a core if that is at least this share of the cost of a rank."""
 
 _AWAY: Final = {EVALUATION: "is in an evaluation", CHECKPOINT: "is in a checkpoint"}
-"""What a rank does while it neither waits for data nor computes a step."""
+"""Activities of a rank that neither waits for data nor computes a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class Straggler:
     """The rank that others wait for.
 
     Attributes:
-        lost: seconds of each of their steps.
-        why: continues "rank 3 ...".
+        lost: seconds that each of their steps loses.
+        why: the reason; it completes "rank 3 ...".
         node: name of its node if it is on another node; None for this node.
         error: the standard error of ``lost``, if it comes from samples; else 0.0.
     """
@@ -119,7 +119,7 @@ class Straggler:
 
     @property
     def name(self) -> str:
-        """The rank as a person reads it: ``rank 3``, or ``rank 3 on n2``."""
+        """The rank for people: ``rank 3``, or ``rank 3 on n2``."""
         return f"rank {self.rank}" if self.node is None else f"rank {self.rank} on {self.node}"
 
 
@@ -129,7 +129,7 @@ def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankP
     Args:
         own: the pace of this rank.
         others: the paces of the others. Those of other nodes are some seconds old.
-        earlier: paces of this rank at that time. If a rank has just become slow, its steps before and after must not be
+        earlier: earlier paces of this rank. If a rank has just become slow, its steps before and after must not be
             compared with one another.
     """
     others = tuple(others)
@@ -140,8 +140,8 @@ def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankP
         return slowest
     there = [other for _, other in pairs if other.node == slowest.node]
     ranks, known = max(peer.node_ranks for peer in there), {peer.rank for peer in there}
-    # They show what all ranks of the node cost if the fastest are among them. A rank may be the fastest by one sign
-    # only. The one by another sign may have another pace, as it is at another step.
+    # The paces of the fastest ranks show the cost of the whole node. A rank may be the fastest by one sign only. The
+    # one by another sign may have another pace, as it is at another step.
     fastest = {other.rank for other in others if other.node == slowest.node and other.node_fastest}
     if ranks < 2 or (len(there) < ranks and not (fastest and fastest <= known)):
         return slowest
@@ -152,9 +152,9 @@ def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankP
 
 
 def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
-    """What this rank loses because another one lacks a core while all cores of its machine are busy; else None.
+    """The cost for this rank if another rank lacks a core while all cores of its machine are busy; else None.
 
-    `straggler` does not count this: the machine is too small for what runs on it, whichever rank is without a core.
+    `straggler` does not count this: the machine is too small for its load, whichever rank is without a core.
     """
     why = "waits for a core, and all cores of its machine are busy"
     pairs = [(mine, other) for mine, other in _at_same_pace(own, others, earlier) if _lacks_cores(other)]
@@ -183,10 +183,10 @@ def _at_same_pace(
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
-    """What this rank loses to the other one, with the larger part of it as the reason.
+    """The loss of this rank to the other one, with the larger part of it as the reason.
 
     While the other rank is outside of its compute, it is not in synchronisation either. So `_slow` includes the loss of
-    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: what may be chance is no reason.
+    `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: a loss by chance is no reason.
     """
     elsewhere, slow = _elsewhere(own, other), _slow(own, other)
     if elsewhere is None or slow is None:
@@ -208,7 +208,7 @@ def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
 
 
 def _lost_to_cores(own: RankPace, other: RankPace) -> float:
-    """Seconds of a step for which the other rank's training thread waits for a core longer than this rank's."""
+    """Seconds of a step for which the other rank's training thread waits longer for a core than this rank's."""
     if own.core_wait_seconds is None or other.core_wait_seconds is None:
         return 0.0
     return max(0.0, other.core_wait_seconds / other.steps - own.core_wait_seconds / own.steps)
@@ -237,8 +237,8 @@ def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
 def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     """Loss by slow compute: how much less of its compute the other rank spends in synchronisation.
 
-    The steps of a job take equally long on all ranks. So if those of this rank's window take longer, that window has
-    more of what slows the job, such as evaluations: it began or ended later. Its longer waits then accuse nobody.
+    The steps of a job take equally long on all ranks. So if those of this rank's window take longer, the window began
+    or ended at another time and has more delays of the job, such as evaluations. These longer waits accuse nobody.
     """
     if min(own.samples, other.samples) < _MIN_SAMPLES:
         return None
@@ -269,7 +269,7 @@ def _sync_error(pace: RankPace) -> float:
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
-    """During a standstill: a rank that has not reached the synchronisation that this one waits in; else None."""
+    """During a standstill: a rank that has not reached the synchronisation in which this rank waits; else None."""
     if not own.waits_for_ranks:
         return None
     still = _MIN_STANDSTILL_SHARE * own.seconds_without_step
@@ -277,7 +277,7 @@ def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
 
 
 def absent_rank(pace: RankPace) -> Straggler:
-    """For `held_up_by`: a rank that has not reached the synchronisation that the others wait in."""
+    """The result of `held_up_by` as a straggler."""
     where = f"was last seen in {pace.where}" if pace.where is not None else "has not come to where the others wait"
     return Straggler(pace.rank, pace.seconds_without_step, where, pace.node)
 

@@ -1,4 +1,4 @@
-"""The verdict on a run: what it lost most to, and in which words a report and the agent's last line say so."""
+"""The verdict on a run: its largest loss, in the words of a report and of the agent's last line."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _MAX_UNSEEN_RATIO: Final = 0.05
 
 
 def batches_unseen(unseen: int, steps: int) -> bool:
-    """Whether the batches of so many of the steps were not seen that it is unknown whether a rank waits for data."""
+    """Whether too many steps had unseen batches, so that it is unknown whether a rank waits for data."""
     return steps > 0 and unseen / steps >= _MAX_UNSEEN_RATIO
 
 
 @dataclass(frozen=True, slots=True)
 class RankWaits:
-    """How long one rank waited for data, over the whole run.
+    """The waits for data of one rank over the whole run.
 
     Attributes:
-        steps: steps that have ended. ``unseen_steps``: those that had no batch request that the hooks see.
+        steps: steps that have ended. ``unseen_steps``: steps without a batch request that the hooks see.
         wait_seconds: all waits. ``first_wait_seconds``: the part before the first batch.
-        exposed_seconds: None if it was not measured; ``unmeasured`` says why, if that is known.
+        exposed_seconds: None if it was not measured; ``unmeasured``: the reason, if it is known.
         starved_ratio: its ``stall_enter_ratio``: from this share of the training loop on it is starved.
     """
 
@@ -74,13 +74,13 @@ class RankWaits:
 
     @property
     def exposed_after_start_ratio(self) -> float:
-        """The same without the wait for the first batch. Each run has that wait, and it is no sign of starvation."""
+        """`exposed_ratio` without the wait for the first batch, which each run has and which is no starvation."""
         left = self.loop_seconds - self.first_wait_seconds
         return ((self.exposed_seconds or 0.0) - self.first_wait_seconds) / left if left > 0 else 0.0
 
 
 def healthy_share(worst: RankWaits) -> tuple[float, str]:
-    """What the rank that waited most lost of its loop if no rank is starved, and words that go after it.
+    """The share of the loop that the rank with the longest wait lost if no rank is starved, and words that follow it.
 
     In a short run the wait for the first batch may be most of the loop. Then the share is that of the time after it.
     """
@@ -92,12 +92,12 @@ def healthy_share(worst: RankWaits) -> tuple[float, str]:
 
 @dataclass(frozen=True, slots=True)
 class RunFinding:
-    """What a run lost most to.
+    """The largest loss of a run.
 
     Attributes:
         kind: `NO_STEPS`, `UNMEASURED`, `STARVED`, `UNKNOWN`, `STALLED` or `HEALTHY`.
-        worst: the rank that waited most; None without steps, and if only batches were seen that nobody waited for.
-        starving: how many ranks are starved. ``measured``: how many have exposed wait.
+        worst: the rank that waited most; None without steps, or if nobody waited for any batch that was seen.
+        starving: number of starved ranks. ``measured``: number of ranks with exposed wait.
         unseen: the rank with the largest share of unseen batches, if it is too large; else None.
         stalled: the stall that cost most, as in the log, with its rank; None without one.
     """
@@ -112,12 +112,12 @@ class RunFinding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a run is all right, and else what it loses most to.
+    """Whether a run is all right, or else what it loses most to.
 
     Attributes:
-        kind: that of the finding, `STUCK`, `HANGS`, or `HUNG` if it has ended so.
-        text: in words.
-        finding: what it lost most to, hangs aside.
+        kind: kind of the finding, or `STUCK`, `HANGS`, or `HUNG` for a run that has ended so.
+        text: the verdict in words.
+        finding: the largest loss apart from hangs.
     """
 
     kind: str
@@ -126,7 +126,7 @@ class Verdict:
 
 
 def find(ranks: Sequence[RankWaits], stalls: Sequence[dict[str, Any]]) -> RunFinding:
-    """Decide for these ranks of one run, with all their stalls."""
+    """Find the largest loss of one run from its ranks and all their stalls."""
     stepping = [rank for rank in ranks if rank.steps]
     if not stepping:
         return RunFinding(NO_STEPS)
@@ -150,22 +150,18 @@ def find(ranks: Sequence[RankWaits], stalls: Sequence[dict[str, Any]]) -> RunFin
 
 
 def lost_seconds(stall: dict[str, Any]) -> float:
-    """The seconds that a stall has cost by its own cause.
-
-    Args:
-        stall: its fields, as in the log.
-    """
+    """The seconds that a stall, as in the log, has cost by its own cause."""
     lost: float = stall["evidence"].get("lost_seconds", {}).get(stall["cause"], 0.0)
     return lost
 
 
 def weight(cause: str | None, lost: float) -> tuple[bool, float]:
-    """What stalls are compared by: causes of a rank's own come before its wait for another rank."""
+    """Weight of a stall for comparisons: a rank's own causes come before its wait for another rank."""
     return cause != "straggler", lost
 
 
 def costliest(stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The stall with a cause that weighs most, see `weight`; None without one."""
+    """The stall with a cause and the largest `weight`; None without one."""
     return max(
         (stall for stall in stalls if stall["cause"]),
         key=lambda stall: weight(stall["cause"], lost_seconds(stall)),
@@ -174,14 +170,14 @@ def costliest(stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def costliest_of(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The stall of a rank that has cost most time; None without one."""
+    """The stall of a rank with the largest `weight`; None without one."""
     return costliest([stall for stall in stalls if stall["rank"] == rank])
 
 
 class Recommended(NamedTuple):
-    """What an advice says to change: ``typed``, such as ``num_workers=2``, and the predicted ``gain``.
+    """The change that an advice recommends: ``typed``, such as ``num_workers=2``, and the predicted ``gain``.
 
-    The gain is a factor or a range of factors. Each is empty if the advice does not have it.
+    The gain is a factor or a range of factors. Both are empty if the advice does not have them.
     """
 
     typed: str
@@ -189,7 +185,7 @@ class Recommended(NamedTuple):
 
 
 def recommended(advice: dict[str, Any]) -> Recommended:
-    """The change that an advice names, as the verdict writes it."""
+    """The recommended change in the words of the verdict."""
     setting, value = advice.get("setting"), advice.get("value")
     return Recommended(f"{setting}={value}" if setting and value else "", speedup_text(advice))
 
@@ -204,7 +200,7 @@ _NOTHING_SEEN: Final = (
 )
 
 _MIN_MENTIONED_RATIO: Final = 0.20
-"""A category outside of the training loop is mentioned from this share of the wall clock on."""
+"""From this share of the wall clock on, a category outside of the training loop is mentioned."""
 
 
 def judge(
@@ -221,14 +217,14 @@ def judge(
     """The verdict on a run.
 
     Args:
-        ranks: those that are known.
-        stalls: of these ranks, with the fields of the log and ``rank``.
-        world_size: how many ranks there are, if not all may be known.
+        ranks: the known ranks.
+        stalls: stalls of these ranks, with the fields of the log and ``rank``.
+        world_size: number of ranks, if not all may be known.
         hang: why the whole job hangs; empty if it does not.
-        stuck: the stalls in which ranks are stuck, or were until they ended. Each with whether its process has ended.
+        stuck: stalls of ranks that are stuck, or were until they ended. Each with whether its process has ended.
         ended: whether the run has ended.
-        ledger: seconds by category, to mention what else took long.
-        children: processes that the script has started with multiprocessing.
+        ledger: seconds by category, to mention other large categories.
+        children: number of processes that the script has started with multiprocessing.
     """
     finding = find(ranks, stalls)
     if hang:
@@ -273,7 +269,7 @@ def _no_steps(children: int) -> str:
 
 
 def _unseen(rank: RankWaits | None) -> str:
-    """A sentence on steps whose batches were not seen; empty if these are few."""
+    """A sentence about steps whose batches were not seen; empty if there are few."""
     if rank is None:
         return ""
     return (
@@ -332,7 +328,7 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
 
 
 def _other_time(ledger: Mapping[str, float]) -> str:
-    """What else took a large share of the wall clock."""
+    """Other categories with a large share of the wall clock."""
     wall = sum(ledger.values())
     words = {STARTUP: "starting up", EVALUATION: "evaluating", CHECKPOINT: "writing checkpoints"}
     shares = {c: ledger.get(c, 0.0) / wall for c in words} if wall > 0 else {}

@@ -1,4 +1,4 @@
-"""The live view in a terminal: a Textual app that shows the lines of a `Frame`. The one user of Textual."""
+"""The live view in a terminal: a Textual app that shows the lines of a `Frame`. Only this file uses Textual."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from telemetry.top.view import JobView
 
 _LOOK_SECONDS: Final = 0.1
-"""Between two looks for a newer view. A key is answered at once."""
+"""Time between two looks for a newer view. The app reacts to a key at once."""
 
 _IDLE_FACTOR: Final = 5.0
-"""The reader rests so many times as long as a poll takes: it takes a sixth of a core at most."""
+"""After each poll the reader rests for so many times its duration: it takes at most a sixth of a core."""
 
 _GRACE_SECONDS: Final = 10.0
 _GRACE_FACTOR: Final = 2.0
-"""A poll is overdue if its view has not come so long after it began, or in so many times what the last one took."""
+"""A view is overdue so long after its poll began, in seconds or in durations of the last poll."""
 
 _HANG_UP_SECONDS: Final = 3.0
-"""Textual waits for ever for a terminal that takes no output. When it has hung up, the process ends after this time."""
+"""Textual waits for ever for a terminal that takes no output. After a hang-up the process ends after this time."""
 
 _MAX_SAID: Final = 4096
 _MAX_FIND: Final = 40
@@ -59,8 +59,8 @@ class Reader(threading.Thread):
     """Reads the source on a thread of its own, so that keys stay quick while a file system or an endpoint is slow.
 
     Args:
-        source: used by this thread alone.
-        begin: what is shown before the first view.
+        source: source of the view, which only this thread uses.
+        begin: text before the first view.
 
     Attributes:
         view: the newest view.
@@ -82,7 +82,7 @@ class Reader(threading.Thread):
                 known = self._source.poll()
                 pause = self._source.pause_seconds
             except Exception as error:
-                # A log can hold anything. The view goes on, and says so.
+                # A log can hold anything. The view goes on, and shows the error.
                 note = one_line(f"cannot be read: {type(error).__name__}: {error}")
             took = time.monotonic() - began
             rest = max(pause, _IDLE_FACTOR * took)
@@ -92,13 +92,13 @@ class Reader(threading.Thread):
 
 
 class SnapshotRequest:
-    """Requests snapshots by running ``telemetry snapshot``, one at a time. Of its output the last line is shown.
+    """Requests snapshots by running ``telemetry snapshot``, one at a time. The last line of its output is shown.
 
     Args:
         run_dir: the run folder.
 
     Attributes:
-        said: the newest line of the command that was not shown yet; empty without one.
+        said: newest line of the command that was not shown yet; empty without one.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -107,7 +107,7 @@ class SnapshotRequest:
         self.said = ""
 
     def begin(self, rank: str) -> str:
-        """Request a snapshot of a rank, or of ``all``. Returns what to tell the person."""
+        """Request a snapshot of a rank, or of ``all``. Returns a message for the person."""
         if self._child is not None and self._child.poll() is None:
             return "another snapshot is being taken"
         command = [sys.executable, "-m", "telemetry", "snapshot", str(self._run_dir), "--rank", rank]
@@ -135,12 +135,12 @@ class SnapshotRequest:
 
 
 class Lines(Widget):
-    """Lines of styled text, of which only those that changed are drawn again."""
+    """Lines of styled text. Only lines that changed are drawn again."""
 
     _lines: Sequence[Line] = ()
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Show other lines."""
+        """Show these lines in place of the current ones."""
         before, self._lines = self._lines, lines
         changed = [place for place, line in enumerate(lines) if place >= len(before) or before[place] != line]
         if changed:
@@ -156,9 +156,9 @@ class TopApp(App[None]):
     """The screen: a frame, and below it one line: the keys, a question, a message, or the text to find.
 
     Args:
-        reader: gives the newest view; it is started and ended here.
+        reader: reader of the newest view; the app starts and ends it.
         frame: makes the lines.
-        snapshots: None where no snapshot can be requested.
+        snapshots: None if no snapshot can be requested.
     """
 
     CSS = """
@@ -210,16 +210,16 @@ class TopApp(App[None]):
         yield self._line
 
     def on_load(self) -> None:
-        """End by the loop on a signal, so that the terminal is restored. This runs before Textual changes it."""
+        """Handle signals in the loop, so that the terminal is restored. This runs before Textual changes it."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             loop.add_signal_handler(number, self.action_leave, 128 + number)
 
     def on_mount(self) -> None:
-        """Begin to read and to look for newer views."""
+        """Start the reader and the timer that looks for newer views."""
         self._reader.start()
         self.set_interval(_LOOK_SECONDS, self._look)
-        # After Ctrl-Z and fg the terminal is empty, but Textual takes it as drawn.
+        # After Ctrl-Z and fg the terminal is empty, but Textual does not draw it again.
         self.app_resume_signal.subscribe(self, lambda _: self.query(Lines).refresh())
         self.call_after_refresh(self.draw)
 
@@ -228,7 +228,7 @@ class TopApp(App[None]):
         self.call_after_refresh(self.draw)
 
     def on_unmount(self) -> None:
-        """End what was begun."""
+        """End the reader and the snapshot requests."""
         self._reader.closed.set()
         if self._snapshots is not None:
             self._snapshots.close()
@@ -260,7 +260,7 @@ class TopApp(App[None]):
     # -- keys ----------------------------------------------------------------------------------------------------------
 
     def on_key(self, event: Key) -> None:
-        """Before the bindings: a question takes any key as an answer, a text takes all that can be typed."""
+        """Handle keys before the bindings: any key answers a question, and what can be typed goes into a text."""
         message, self._message = self._message, ""
         if self._asked:
             event.prevent_default()
@@ -286,7 +286,7 @@ class TopApp(App[None]):
             self.draw()
 
     def action_leave(self, code: int = 0) -> None:
-        """End with an exit status; the first one counts."""
+        """End with an exit status; if called again, the first status counts."""
         if self.return_code is not None:
             return
         if code == 128 + signal.SIGHUP:
@@ -296,7 +296,7 @@ class TopApp(App[None]):
         self.exit(return_code=code)
 
     def action_close_page(self, otherwise: str = "") -> None:
-        """Go back to the list. There, end (``quit``), or show all ranks (``all``)."""
+        """Go back to the list. From the list, end (``quit``), or show all ranks (``all``)."""
         if self._page != LIST:
             self._page = LIST
         elif otherwise == "quit":
@@ -336,22 +336,22 @@ class TopApp(App[None]):
             self.action_move(len(self._reader.view.rows))
 
     def action_page(self, pages: int) -> None:
-        """Move by about a screen."""
+        """Move the cursor by about a screen."""
         self.action_move(pages * max(1, self.size.height - 10))
 
     def action_sort(self, steps: int) -> None:
-        """Take the next or the last order."""
+        """Choose the next or the previous order."""
         names = list(SORTS)
         self._choice.sort = names[(names.index(self._choice.sort) + steps) % len(names)]
         self._to_first_row()
 
     def action_trouble(self) -> None:
-        """Show only ranks in trouble, or all."""
+        """Switch between ranks in trouble and all ranks."""
         self._choice.trouble_only = not self._choice.trouble_only
         self._to_first_row()
 
     def action_bars(self) -> None:
-        """Show bars over the whole run, or over the last minute."""
+        """Switch the bars between the whole run and the last minute."""
         self._choice.whole_run = not self._choice.whole_run
         self.draw()
 
@@ -372,6 +372,6 @@ class TopApp(App[None]):
         elif not rows:
             self._message = "there is no rank to take a snapshot of"
         else:
-            # The rank that is asked about stays the one, even if the order changes before the answer.
+            # The question stays about this rank, even if the order changes before the answer.
             self._asked, self._choice.selected = True, rows[self._choice.cursor(rows)].key
         self.draw()

@@ -1,4 +1,4 @@
-"""``telemetry top RUN_DIR``: a live view of a run; one frame as text where there is no terminal."""
+"""``telemetry top RUN_DIR``: a live view of a run; without a terminal, one frame as text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DUMB: Final = ("dumb", "unknown")
-"""Values of TERM: such a terminal can place no text and has no colours."""
+"""Values of TERM for terminals that cannot place text and have no colours."""
 
 _PRINTED_ROWS: Final = 64
 _BEATS_SECONDS: Final = 1.2
-"""One frame shows what happens now: the difference of two heartbeats, which come once a second."""
+"""One frame shows the difference of two heartbeats, which come once a second."""
 
 
 def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:

@@ -1,4 +1,4 @@
-"""Follows a run through the metrics endpoints of its nodes. Metrics have no advice: the run folder has it."""
+"""Follows a run through the metrics endpoints of its nodes. Advice is only in the run folder, not in metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from telemetry.log_lines import AdviceFields, HangLine
 
 _TIMEOUT_SECONDS: Final = 2.0
-"""Of each part of a response."""
+"""Timeout for each part of a response."""
 
 _WHOLE_SECONDS: Final = 10.0
 _MAX_BYTES: Final = 64 << 20
@@ -69,7 +69,7 @@ _ADVICE: Final[AdviceFields] = {"action": "metrics have no advice: run telemetry
 
 
 class ScrapeError(Exception):
-    """The endpoint gave no metrics; the text says why."""
+    """The endpoint gave no metrics; the text has the reason."""
 
 
 _without_proxy: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -119,10 +119,10 @@ def samples(text: str, names: Collection[str] | None = None) -> Iterator[tuple[s
 
 @dataclass(slots=True)
 class _Scraped:
-    """What one exposition says of one rank.
+    """The values of one rank in one exposition.
 
     Attributes:
-        values: by metric. ``by_label``: the values of a metric of `_BY_LABEL` by that label.
+        values: by metric. ``by_label``: for the metrics of `_BY_LABEL`, by that label.
         info: labels of ``training_run_info``. ``gpu``: name of the GPU.
     """
 
@@ -143,7 +143,7 @@ class _Scraped:
 
 
 def _by_rank(text: str) -> list[_Scraped]:
-    """What is shown of each rank.
+    """The values of each rank.
 
     Raises:
         ValueError: the text is no exposition.
@@ -167,7 +167,7 @@ def _by_rank(text: str) -> list[_Scraped]:
 
 @dataclass(slots=True)
 class _Known:
-    """One rank over time. ``changed``: when its ledger was seen to grow, by this machine's monotonic clock."""
+    """One rank over time. ``changed``: when its ledger last grew, by this machine's monotonic clock."""
 
     recent: RecentTotals
     log: ProcessLog
@@ -179,11 +179,11 @@ class _Known:
 
 
 class Endpoints:
-    """Some endpoints, each read by a thread.
+    """Follows endpoints, each with a thread.
 
     Args:
-        urls: such as ``http://node:9464/metrics``.
-        read: gives the exposition at a URL.
+        urls: URLs such as ``http://node:9464/metrics``.
+        read: returns the exposition at a URL.
     """
 
     pause_seconds = 1.0
@@ -199,7 +199,7 @@ class Endpoints:
         self._started = False
 
     def poll(self) -> JobView:
-        """The view of what the endpoints have said last. The first call starts the threads."""
+        """The view of the newest values. The first call starts the threads."""
         if not self._started:
             self._started = True
             for first in range(min(_MAX_THREADS, len(self._urls))):
@@ -208,7 +208,7 @@ class Endpoints:
         return self._view()
 
     def read(self) -> JobView:
-        """Read each endpoint once, here."""
+        """Read each endpoint once, on this thread."""
         for url in self._urls:
             self._scrape(url)
         return self._view()
@@ -300,7 +300,7 @@ class Endpoints:
         )
 
     def _note_stall(self, known: _Known, scraped: _Scraped, now: float) -> None:
-        """Put the stall that is open into the log, with the moment at which it was first seen here."""
+        """Add the open stall to the log, with the time at which it was first seen here."""
         log, cause = known.log, scraped.active("training_stall_active")
         if cause is None:
             log.stalls.clear()
@@ -317,7 +317,7 @@ class Endpoints:
 
 
 def _hang_line(scraped: _Scraped, kind: str, now: float) -> HangLine:
-    """A hang as a log would tell it. Metrics know its kind, and the first of the ranks that the others wait for."""
+    """A hang as a line of a log. Metrics contain its kind, and the first of the ranks that the others wait for."""
     suspect = scraped.rank_in("training_hang_suspect_rank")
     waits = "" if suspect is None else f"; the others wait for rank {suspect}"
     return {

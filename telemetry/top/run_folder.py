@@ -1,4 +1,4 @@
-"""Follows a run through its run folder: logs, heartbeats, and what the nodes report. Writes nothing."""
+"""Follows a run through its run folder: logs, heartbeats, and the reports of the nodes. It writes nothing."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ if TYPE_CHECKING:
     from telemetry.report.process_log import ProcessLog
 
 FIRST_BYTES: Final = 1 << 16
-"""Of the end of a log, read at first: the windows of about two minutes."""
+"""Bytes at the end of a log that are read at first: the windows of about two minutes."""
 
 _BACK_BYTES: Final = 1 << 21
-"""Searched backwards for the begin of an open stall."""
+"""Bytes that are searched backwards for the begin of an open stall."""
 
 _FINDING: Final = re.compile(rb'"event": ?"(stall_open|stall_lines|stall_close|hang)"')
 
 _LIST_SECONDS: Final = 5.0
-"""Between two looks for new logs, and for node reports, which are written as often."""
+"""Time between two looks for new logs, and for node reports, which are written as often."""
 
 _SAME_TIME_SECONDS: Final = 120.0
-"""Of a rank with several logs, those are followed that were written to this shortly before the newest."""
+"""If a rank has several logs, those are followed that were written to within this time before the newest."""
 
 _SEEN_SECONDS: Final = 30.0
-"""A process whose files were seen to change so recently is there, whatever the clock of its machine says."""
+"""A process whose files have changed within this time is alive, whatever the clock of its machine shows."""
 
 _REPORT_ALIVE_SECONDS: Final = 45.0
-"""A node report that has not changed for this time says nothing about now."""
+"""A node report that has not changed for this time is out of date."""
 
 _MAX_REPORTS: Final = 4096
 _MAX_FINDINGS: Final = 40
-"""Lines of stalls, hangs and so on, kept of each process."""
+"""The most lines of stalls, hangs and so on that are kept for each process."""
 
 
 class LogTail:
-    """Follows one log file: of a large one it reads only the last part, and then what is added.
+    """Follows one log file. If it is large, only its last part is read, and then what is added.
 
     Args:
-        path: of the log; the file that was rotated away last has ``.1`` at its end.
+        path: path of the log; the newest rotated file has ``.1`` at its end.
 
     Attributes:
         from_start: whether all of the file was read.
@@ -89,7 +89,7 @@ class LogTail:
                 self._at = 0
             first, self._inode = self._inode is None, status.st_ino
             file = open_regular(self._path)
-            if file is None:  # a FIFO, a device
+            if file is None:  # such as a FIFO or a device
                 return lines
             with file:
                 return lines + (self._first(file) if first else self._added(file))
@@ -97,7 +97,7 @@ class LogTail:
             return lines
 
     def older_findings(self) -> list[bytes]:
-        """Lines of stalls and hangs from before the part that was read first: from the newest opened stall on."""
+        """Lines of stalls and hangs from before the part that was read first, from the newest opened stall on."""
         try:
             file = open_regular(self._path)
             if file is None:
@@ -141,7 +141,7 @@ class LogTail:
 
 
 class NodeReports:
-    """What the nodes of a job report of their ranks: phase, line of code, and the state in a hang.
+    """The reports of a job's nodes on their ranks: phase, line of code, and the state in a hang.
 
     Args:
         folder: ``job`` in the run folder; a job on one node has none.
@@ -150,13 +150,13 @@ class NodeReports:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next = 0.0
-        # A report has no time that can be compared with this machine's clock: its age is that of its sequence.
+        # A report has no time that can be compared with this machine's clock. Its age is the age of its sequence.
         self._sequences: dict[str, tuple[int, float]] = {}
         self.paces: dict[int, RankPace] = {}
         self.hangs: dict[int, HangState] = {}
 
     def read(self, here: float) -> None:
-        """Read the reports, if it is time by this machine's monotonic clock."""
+        """Read the reports, unless they were read a moment ago. ``here``: this machine's monotonic clock."""
         if here < self._next:
             return
         self._next = here + _LIST_SECONDS
@@ -185,11 +185,7 @@ class _FollowedLog:
 
 @dataclass(slots=True)
 class _Extras:
-    """What the view keeps of a process beside its log.
-
-    Attributes:
-        changed: when anything new was seen of it, by this machine's monotonic clock; None before.
-    """
+    """The state of a process beside its log. ``changed``: monotonic time of its last news, or None."""
 
     recent: RecentTotals
     figures: dict[str, Any] = field(default_factory=dict)
@@ -200,11 +196,11 @@ class _Extras:
 
 
 class RunFolder:
-    """One run.
+    """Follows one run.
 
     Args:
         path: the run folder, which may not exist yet.
-        clock: Unix time; ``monotonic``: of this machine.
+        clock: returns Unix time; ``monotonic``: returns the monotonic time of this machine.
     """
 
     def __init__(
@@ -222,11 +218,11 @@ class RunFolder:
 
     @property
     def pause_seconds(self) -> float:
-        """Between two polls: longer on a file system that many machines ask."""
+        """Time between two polls: longer on a file system that many machines use."""
         return 5.0 if caches_folders(self._path) else 1.0
 
     def poll(self) -> JobView:
-        """Read what is new."""
+        """Read the new lines and reports."""
         now, here = self._clock(), self._monotonic()
         if here >= self._next_list:
             self._next_list = here + _LIST_SECONDS
@@ -349,7 +345,7 @@ class RunFolder:
         )
 
     def _verdict_of_report(self, facts: Sequence[RankFacts]) -> tuple[Verdict | None, list[str]]:
-        """The report's verdict on the whole logs of a run that has ended, read once for each end, or why not."""
+        """The report's verdict on a run that has ended, from its whole logs, or why there is none; once per end."""
         ended_as = tuple((each.log.rank, each.log.pid, each.log.started, each.log.last_time) for each in facts)
         if ended_as != self._ended_as:
             try:
@@ -368,5 +364,5 @@ def _loses_time(recent: RecentTotals) -> bool:
 
 
 def _begins_or_ends(stalls: Iterable[StallLine]) -> bool:
-    """Whether it is known how the newest stall began, or that it is over. Its lines of code alone do not tell."""
+    """Whether the begin or the end of the newest stall is known. Its lines of code alone do not show it."""
     return any(line["event"] != "stall_lines" for line in stalls)

@@ -1,4 +1,4 @@
-"""The screen as lines of styled text, for a terminal and for a pipe alike. Knows nothing of terminals."""
+"""The screen as lines of styled text, for a terminal and for a pipe. It does not depend on the terminal."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ _STATE_STYLES: Final = (
 )
 
 _PARTS: Final = {
-    DATA_WAIT: ("w", "\u2592", "red"),  # what is looked for begins each bar
+    DATA_WAIT: ("w", "\u2592", "red"),  # each bar begins with the most important category
     STARTUP: ("s", "\u2591", "yellow"),
     COMPUTE: ("#", "\u2588", "green"),
     EVALUATION: ("e", "\u2593", "cyan"),
     CHECKPOINT: ("c", "\u259a", "blue"),
     OTHER: (".", "\u00b7", "dim white"),
 }
-"""How a category is drawn in a bar: as a letter, or as a block of a colour."""
+"""The form of a category in a bar: a letter, or a block of a colour."""
 
 _BAR_COLUMNS: Final = (8, 48)
 _WIDE_COLUMNS: Final = 110
-"""Some columns are shown from this width on."""
+"""Least width for some columns."""
 
 _TALL_LINES: Final = 29
-"""From this height on, a long verdict has more lines."""
+"""Least height for a long verdict with more lines."""
 
 _OLD_SECONDS: Final = 10.0
-"""From this age on, the screen says how old its data is."""
+"""From this age on, the screen shows the age of its data."""
 
 _MAX_STALLS: Final = 8
-"""Shown of an opened rank."""
+"""The most stalls on the page of a rank."""
 
 KEYS: Final = (
     ("s", "sort"), ("f", "trouble"), ("/", "find"), ("enter", "open"), ("t", "bars"), ("n", "snapshot"),
@@ -111,7 +111,7 @@ HELP_LINES: Final = (
 
 
 def columns_of(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """The number of columns that a text takes in a terminal."""
     return len(text) if text.isascii() else sum(map(_character_columns, text))
 
 
@@ -138,8 +138,8 @@ class Column(NamedTuple):
     """One column of the table.
 
     Attributes:
-        name: its heading. ``width``: its least width. ``right``: whether it is set to the right.
-        text: of a row.
+        name: its heading. ``width``: its least width. ``right``: whether it is aligned to the right.
+        text: makes the text of a row.
         gpu: whether it needs the figures of a GPU. ``wide``: whether it needs a wide terminal.
     """
 
@@ -185,7 +185,7 @@ _COLUMNS: Final = (
 
 
 def _columns(width: int, rows: Sequence[RankRow]) -> list[Column]:
-    """The columns that fit. GPU columns are left out if no rank has a figure for them."""
+    """The columns that fit, without GPU columns if no rank has a figure for them."""
     gpu, wide = any("utilization_ratio" in row.figures for row in rows), width >= _WIDE_COLUMNS
     found = [column for column in _COLUMNS if (gpu or not column.gpu) and (wide or not column.wide)]
     found[0] = found[0]._replace(width=max(4, len(str(max((row.rank for row in rows), default=0)))))
@@ -208,8 +208,8 @@ class Frame:
     """Makes the lines of a screen.
 
     Attributes:
-        encoding: of the terminal. What it lacks is escaped.
-        blocks: whether bars are made of blocks. Without colours, letters are easier to tell apart.
+        encoding: encoding of the terminal. Characters that it lacks are escaped.
+        blocks: whether bars are made of blocks. Without colours, letters are easier to distinguish.
         source: the run folder or the endpoints, as a person gave them.
     """
 
@@ -220,13 +220,13 @@ class Frame:
     def page(
         self, kind: str, view: JobView, choice: Choice, scrolled: int = 0, *, width: int, height: int, now: float
     ) -> list[Line]:
-        """The verdict, and below it what the page has: exactly ``height`` lines, none wider than ``width``.
+        """The verdict, and below it the page: exactly ``height`` lines, none wider than ``width``.
 
         Args:
-            kind: `LIST`, the ranks and the newest stall; `RANK`, all that is known of the selected one; or `HELP`.
+            kind: `LIST`, the ranks and the newest stall; `RANK`, all that is known of the selected rank; or `HELP`.
             view: the job.
-            choice: which ranks, and in which order.
-            scrolled: so many lines of an opened rank are above the page.
+            choice: the ranks to show, and their order.
+            scrolled: number of lines of an opened rank above the page.
             width: columns of the terminal.
             height: lines of the terminal.
             now: Unix time.
@@ -263,7 +263,7 @@ class Frame:
         return [*lines, ((where, "dim"), *self._legend()), *panel]
 
     def printed(self, view: JobView, *, width: int, now: float, rows: int) -> str:
-        """One frame as plain text: the verdict whole, and the worst ranks."""
+        """One frame as plain text: the whole verdict, and the worst ranks."""
         lines = self._head(view, width, 20, now)
         shown = sorted(view.rows, key=lambda row: row.rank)
         if len(shown) > rows:
@@ -276,7 +276,7 @@ class Frame:
         return "".join(f"{''.join(text for text, _ in line).rstrip()}\n" for line in lines)
 
     def foot(self, choice: Choice, width: int) -> Line:
-        """The keys, and what is chosen."""
+        """The keys and the current choice."""
         chosen = f"{choice.sort}{', trouble only' if choice.trouble_only else ''}"
         chosen += f", find {choice.text}" if choice.text else ""
         keys = [span for key, does in KEYS for span in ((key, "bold"), (f" {does} ", "dim"))]
@@ -301,7 +301,7 @@ class Frame:
         return lines + [((self._cell(note, width), WARN_STYLE),) for note in view.notes[:2]]
 
     def _table(self, rows: Sequence[RankRow], at: int, view: JobView, width: int, *, whole_run: bool) -> list[Line]:
-        """The headings, and a line for each of ``rows``; the one at ``at`` has the cursor."""
+        """The headings, and a line for each of ``rows``; the cursor is at the row ``at``."""
         columns = _columns(width, view.rows)
         bar_width = max(0, min(width - 1 - sum(column.width + 1 for column in columns), _BAR_COLUMNS[1]))
         headings = "".join(f"{self._in_column(column.name, column)} " for column in columns)
@@ -368,7 +368,7 @@ class Frame:
         return shown if shown.isascii() else shown.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
     def _cell(self, text: str, width: int) -> str:
-        """A text of exactly this width; one that is longer ends in two dots."""
+        """A text of exactly this width; a longer text is cut and ends in two dots."""
         shown, width = self._safe(text), max(0, width)
         cut = columns_of(shown) > width > 3
         return fit(shown, width - 2) + ".." if cut else fit(shown, width)
@@ -377,7 +377,7 @@ class Frame:
         return text.rjust(column.width)[: column.width] if column.right else self._cell(text, column.width)
 
     def _wrapped(self, text: str, width: int, most: int) -> list[str]:
-        """A text in lines, at most ``most``; the last one ends in dots if something is missing."""
+        """A text in at most ``most`` lines; the last one ends in dots if something is missing."""
         return textwrap.wrap(
             self._safe(text), max(8, width), max_lines=most, placeholder=" ...", break_on_hyphens=False
         ) or [""]
@@ -396,7 +396,7 @@ class Frame:
         return (*spans, (" " * (width - at), "")) if at < width else tuple(spans)
 
     def _legend(self) -> Line:
-        """What the parts of a bar mean."""
+        """The legend of the bars."""
         return tuple(
             span
             for category, (letter, block, style) in _PARTS.items()
@@ -404,7 +404,7 @@ class Frame:
         )
 
     def _cut(self, line: Line, width: int) -> Line:
-        """A line that is no wider than the screen."""
+        """The line, cut to the width of the screen."""
         spans: list[tuple[str, str]] = []
         for text, style in line:
             shown = self._safe(text)

@@ -1,4 +1,4 @@
-"""What is known of a job and its ranks, and what it means: states, the verdict, the order of the ranks.
+"""The view of a job and its ranks: states, the verdict, the order of the ranks.
 
 A source (`run_folder`, `endpoints`) makes `RankFacts`; `job_view` makes a `JobView` of them.
 """
@@ -35,26 +35,26 @@ STUCK: Final = "stuck"
 SILENT: Final = "silent"
 STALLED: Final = "stalled"
 STARVED: Final = "starved"
-"""The rank waits for data, and no stall is open: not yet, or no longer."""
+"""The rank waits for data, but no stall is open: not yet, or no longer."""
 
 WAITING: Final = "waiting"
-"""The rank waits for another one, which is to blame."""
+"""The rank waits for another one, which causes the delay."""
 
 STARTING: Final = "starting"
 OK: Final = "ok"
 
 STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, STARVED, WAITING, STARTING, OK, FINISHED)
-"""The worst first."""
+"""The states, the worst first."""
 
 SILENT_SECONDS: Final = 15.0
 """A rank without a sign of life for this time is shown as silent. Heartbeats come every second or two."""
 
 RECENT_SECONDS: Final = 60.0
-"""What is called the last minute."""
+"""Length of the last minute."""
 
 _RECENT_STEPS: Final = 3
 _RECENT_LONGEST_SECONDS: Final = 600.0
-"""If steps are long, the last minute is longer: it has some steps, but ends here."""
+"""If steps are long, the last minute is longer until it has some steps, but at most this long."""
 
 _SUMS: Final = (
     *("steps_total", "wall_seconds", "exposed_wait_total_seconds", "unseen_steps_total", "first_wait_seconds"),
@@ -64,7 +64,7 @@ _SUMS_BY_NAME: Final = ("ledger_total_seconds", "stall_lost_total_seconds")
 _KEPT: Final = (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent")
 
 
-# -- what a source knows ---------------------------------------------------------------------------------------------
+# -- the facts from a source -----------------------------------------------------------------------------------------
 
 
 class RecentTotals:
@@ -92,10 +92,10 @@ class RecentTotals:
             self._from_start = False
 
     def over(self, newest: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The totals over the last minute, named as in a ``window`` line; empty where they are not known yet.
+        """The totals over the last minute, named as in a ``window`` line; empty if they are not known yet.
 
         Args:
-            newest: totals that are newer than the last that were added, such as those of a heartbeat.
+            newest: totals that are newer than the last added ones, such as those of a heartbeat.
         """
         if not self._kept:
             return {}
@@ -110,7 +110,7 @@ class RecentTotals:
 
 
 def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What was added to totals. What one of them lacks is absent; a sum by name begins at 0."""
+    """The difference of totals. A number that one of them lacks is absent; a sum by name begins at 0."""
     added: dict[str, Any] = {name: now[name] - before[name] for name in _SUMS if name in now and name in before}
     for name in _SUMS_BY_NAME:
         if name in now:
@@ -134,15 +134,15 @@ def most_time(seconds: dict[str, float]) -> str:
 
 @dataclass(slots=True)
 class RankFacts:
-    """What a source knows of one rank.
+    """The facts about one rank from a source.
 
     Attributes:
         log: its log so far: head, totals of the whole run, stalls, hangs.
         how: how it ended, or `RUNNING`.
-        seen: Unix time of its newest sign of life. ``silent_seconds``: how long ago that is, by this machine's clocks.
-        totals: of the whole run, as new as they are known. ``recent``: those of the last minute, empty if not known.
-            ``live``: the same up to a newer moment, perhaps without exposed wait.
-        now_in: the category of the ledger that it is in; empty if not known. ``where``: the line of code.
+        seen: Unix time of its newest sign of life. ``silent_seconds``: time since then, by this machine's clocks.
+        totals: newest totals of the whole run. ``recent``: those of the last minute, empty if not known.
+            ``live``: those of the last minute up to a newer moment, perhaps without exposed wait.
+        now_in: its present category of the ledger; empty if not known. ``where``: the line of code.
         figures: its newest GPU and memory readings, by the names of log fields.
         step_seconds: percentiles of its steps in the newest window.
         hang: its state while the job hangs.
@@ -163,7 +163,7 @@ class RankFacts:
 
     @property
     def node(self) -> str:
-        """Where it runs."""
+        """The name of the rank's node."""
         return str(self.log.head.get("node") or "")
 
 
@@ -172,19 +172,19 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank as it is shown.
+    """One rank on the screen.
 
     Attributes:
-        state: from `STATES`. ``since``: Unix time from which it is in it, None if not known.
+        state: from `STATES`. ``since``: Unix time at which the state began, None if not known.
         finding: the state in a few words.
-        now_in: the category of the ledger that it is in; empty if not known or no longer. ``where``: the line of code.
-        steps: that have ended, in the whole run; None before the first reading.
+        now_in: its present category of the ledger; empty if not known or no longer true. ``where``: the line of code.
+        steps: steps that have ended in the whole run; None before the first reading.
         steps_per_second, samples_per_second, tokens_per_second: over the last minute, without startup.
         wait_ratio: exposed wait of its training loop over the last minute; None if not known.
         recent_ledger: seconds by category over the last minute. ``ledger``: over the whole run.
         figures, step_seconds: as in `RankFacts`.
-        stalls: as ``report --json`` has them, the newest last.
-        memory: how it grows, as the log has it.
+        stalls: as in ``report --json``, the newest last.
+        memory: growth of its memory, as in the log.
     """
 
     rank: int
@@ -209,7 +209,7 @@ class RankRow:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """Differs from that of every other row, also where two processes claim one rank."""
+        """A key that no other row has, even if two processes claim one rank."""
         return self.rank, self.node, self.pid
 
     @property
@@ -222,9 +222,9 @@ def row_of(facts: RankFacts, now: float, suspects: dict[int, str], waits: Collec
     """The row of a rank.
 
     Args:
-        facts: of this rank.
+        facts: facts about this rank.
         now: Unix time.
-        suspects: while the job hangs, the ranks that the others wait for, and what each does.
+        suspects: while the job hangs, the ranks that the others wait for, and their activities.
         waits: the ranks that wait for them.
     """
     log, live = facts.log, facts.live
@@ -255,7 +255,7 @@ def row_of(facts: RankFacts, now: float, suspects: dict[int, str], waits: Collec
 
 
 def _rate(totals: dict[str, Any], name: str) -> float | None:
-    """How many per second, without startup; None if it is not known."""
+    """The rate per second, without startup; None if it is not known."""
     wall = totals.get("wall_seconds", 0.0) - totals.get("ledger_total_seconds", {}).get(STARTUP, 0.0)
     return totals[name] / wall if wall > 0 and name in totals else None
 
@@ -321,13 +321,13 @@ BAD: Final = "bad"
 UNSURE: Final = "unsure"
 
 _LEVELS: Final = {HEALTHY: GOOD} | dict.fromkeys((RUN_STARVED, RUN_STALLED, RUN_STUCK, HANGS, HUNG), BAD)
-"""By the kind of a verdict; the others are `UNSURE`."""
+"""Levels by kind of verdict; all other kinds are `UNSURE`."""
 
 _RANK: Final = re.compile(r"\b[Rr]ank (\d+)\b(?! on )")
 
 
 class Headline(NamedTuple):
-    """What the first line says, and how it is meant: `GOOD`, `BAD` or `UNSURE`."""
+    """The text of the first line, and its level: `GOOD`, `BAD` or `UNSURE`."""
 
     text: str
     level: str
@@ -335,16 +335,16 @@ class Headline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """All that is shown.
+    """The whole contents of the screen.
 
     Attributes:
         headline: the first line.
         run: name of the run.
-        rows: the ranks, in no order. ``nodes``: how many nodes they are on.
+        rows: the ranks, in no order. ``nodes``: number of their nodes.
         notes: what is missing or cannot be read.
         running: whether any rank runs.
         seen: Unix time of this state.
-        overdue: Unix time from which a newer one is overdue; 0 if it is not known when the next one comes.
+        overdue: Unix time from which the next view is overdue; 0 if it is not known when it comes.
     """
 
     headline: Headline
@@ -357,7 +357,7 @@ class JobView:
     nodes: int = 0
 
     def newest_stall(self) -> tuple[RankRow, Stall] | None:
-        """The newest open stall, else the newest; of ranks that wait for another one only where there is no other."""
+        """The newest open stall, or else the newest stall. Ranks that wait for another count only without others."""
         found = [(row, row.stalls[-1]) for row in self.rows if row.stalls]
         return max(
             found,
@@ -367,17 +367,17 @@ class JobView:
 
 
 def waiting(text: str, now: float, notes: Sequence[str] = ()) -> JobView:
-    """A view without a rank: nothing is there yet."""
+    """A view without ranks, while there is nothing to show."""
     return JobView(Headline(text, UNSURE), notes=tuple(notes), seen=now)
 
 
 def job_view(
     facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: Verdict | None = None
 ) -> JobView:
-    """The view of a job.
+    """Make the view of a job.
 
     Args:
-        facts: of the processes that no later one has replaced, at least one.
+        facts: facts about the processes that no later one has replaced, at least one.
         now: Unix time.
         notes: what cannot be read.
         whole: the report's verdict, if the run has ended and its logs can be read.
@@ -445,7 +445,7 @@ def _ended(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> Hea
 
 
 def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
-    """The rank that failed first, and those that are gone; empty without any. Others may fail because of it."""
+    """The rank that failed first, and the ranks that are gone; empty without any. Others may fail because of it."""
     failed = [each for each in facts if each.how == FAILED]
     gone = [each for each in facts if each.how == KILLED]
     own = [each for each in failed if not each.log.end.get("lost_peer")]
@@ -466,11 +466,11 @@ def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
 
 
 def _recent_log(facts: RankFacts) -> ProcessLog:
-    """A rank over the last minute, as the report takes it: only the stall that is open."""
+    """The log of a rank over the last minute for the report's functions: only the stall that is open."""
     totals = facts.recent or facts.totals
     ledger = totals.get("ledger_total_seconds", {})
     if not ledger.get(DATA_WAIT) and facts.totals.get("ledger_total_seconds", {}).get(DATA_WAIT):
-        # No wait in a minute of long steps. The report takes no wait at all as batches that it cannot see.
+        # A minute of long steps has no wait. For the report, no wait at all means that the batches were not seen.
         totals = totals | {"ledger_total_seconds": ledger | {DATA_WAIT: 1e-9}}
     stalls: list[StallLine] = []
     for line in facts.log.stalls if facts.how != KILLED else ():
@@ -520,19 +520,19 @@ SORTS: Final[dict[str, Callable[[RankRow], Any]]] = {
     "GPU, idle first": lambda row: (row.figures.get("utilization_ratio", _UNKNOWN_LAST), row.rank),
     "memory": lambda row: _largest(row.figures.get("process_resident_memory_bytes"), row),
 }
-"""The orders, by the name that is shown."""
+"""The orders by their names on the screen."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """What the person has chosen to see of the ranks.
+    """The person's choice of ranks and their order.
 
     Attributes:
         sort: from `SORTS`.
         trouble_only: leave out ranks that are all right.
         text: leave out ranks without this text in their number, node, state, finding or activity.
-        selected: key of the rank under the cursor; None: the first row, whichever that is.
-        whole_run: whether the bars are of the whole run.
+        selected: key of the rank under the cursor; None for the first row.
+        whole_run: whether the bars show the whole run.
     """
 
     sort: str = WORST
@@ -554,7 +554,7 @@ class Choice:
         )
 
     def cursor(self, rows: Sequence[RankRow]) -> int:
-        """The place of the cursor among the rows that are shown. It stays on its rank when the order changes."""
+        """The row of the cursor. It stays on its rank when the order changes."""
         return next((place for place, row in enumerate(rows) if row.key == self.selected), 0)
 
 

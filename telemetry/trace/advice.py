@@ -1,4 +1,4 @@
-"""What to change, and the share of the step that it could save. Each change needs a reason that this trace shows.
+"""Changes that a trace suggests, and the share of the step that each could save. Each needs a reason in the trace.
 
 A time is exposed while no kernel runs: only that can be saved.
 """
@@ -51,7 +51,7 @@ _FLOATS: Final = ("['float'", "['double'")
 
 
 class Hardware(NamedTuple):
-    """What the trace tells about the device; None where it does not tell."""
+    """The device that the trace is from; None for what it does not contain."""
 
     compute_major: int | None
     memory_bytes: int | None
@@ -64,9 +64,9 @@ class Advisor:
     Args:
         events: the events of the trace.
         steps: its steps; their length is above 0.
-        parts: the times of each category; no time is in two.
+        parts: the times of each category, which do not overlap.
         average: shares of the average step by category.
-        hardware: the device that it ran on.
+        hardware: the device of the trace.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Advisor:
     def advise(
         self, owner: Sequence[int], waits: Sequence[DeviceWait], gaps: Sequence[Sequence[TimeRange]]
     ) -> tuple[Suggestion, ...]:
-        """All changes that this trace gives a reason for. The change that saves most is first.
+        """All changes for which this trace has a reason, the change that saves most first.
 
         Args:
             owner: for each device event, the number of the operator's name.
@@ -132,7 +132,7 @@ class Advisor:
     def _copying(self, waits: Sequence[DeviceWait]) -> Iterator[Suggestion]:
         """Copies to the device, with the calls that make them."""
         events, count = self._events, len(self._steps.spans)
-        spans: dict[bool, list[TimeRange]] = {True: [], False: []}  # of pageable memory, and of other
+        spans: dict[bool, list[TimeRange]] = {True: [], False: []}  # by whether the memory is pageable
         sizes = {True: 0, False: 0}
         floats = 0
         made: dict[int, tuple[float, bool]] = {}
@@ -191,7 +191,7 @@ class Advisor:
         yield Suggestion("use a larger batch", because, host * (1 - 1 / factor))
 
     def _kernels(self, owner: Sequence[int]) -> Iterator[Suggestion]:
-        """Kernels that change layouts, and those whose work tensor cores could do, and do not."""
+        """Kernels that change layouts, and kernels that do not use tensor cores although they could."""
         traits = self._events.traits
         layout: list[TimeRange] = []
         eligible: list[TimeRange] = []
@@ -230,7 +230,7 @@ class Advisor:
             yield Suggestion("compile the model (torch.compile) or use CUDA graphs", because, idle / self._whole)
 
     def _gradients(self) -> Iterator[Suggestion]:
-        """Clearing the gradients, on the host and on the device, if it launches something."""
+        """The clearing of the gradients, on the host and on the device, if it launches something."""
         by_thread: dict[int, list[TimeRange]] = {}
         for mark in self._events.marks:
             if self._events.traits[mark.name] & ZERO_GRAD:

@@ -1,6 +1,6 @@
 """``telemetry trace FILE_OR_DIR [--json]``: prints the figures of traces.
 
-Of a trace that is one screen with the main figures and the advice, then the long tables.
+The text of one trace is one screen with the main figures and the advice, and then the long tables.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def trace(path: str, *, as_json: bool, max_bytes: int | None) -> int:
     Args:
         path: the file or the folder.
         as_json: whether to print JSON: an object for a file, a list for a folder.
-        max_bytes: limit of one file, uncompressed; None for that of `ReadLimits`.
+        max_bytes: limit of one file, uncompressed; None for the limit in `ReadLimits`.
     """
     limits = ReadLimits() if max_bytes is None else ReadLimits(max_bytes=max_bytes)
     if Path(path).is_dir():
@@ -123,7 +123,7 @@ def _several(traces: list[Trace]) -> str:
 
 
 def _render(trace: Trace) -> str:
-    """What the step consists of, where it waits and what to change. Then tables of operators, kernels and copies."""
+    """The text: the parts of the step, its waits and the advice; then tables of operators, kernels and copies."""
     flops = wrap(f"FLOPs    {trace.flops}", _WIDTH, subsequent_indent=9 * " ")
     parts = [_head(trace), _categories(trace), [*_device(trace), *flops], _advice(trace), list(trace.notes)]
     return _joined(*parts, *_tables(trace))

@@ -1,4 +1,4 @@
-"""How well the devices were used, what their streams do, and where they wait for the host to launch a kernel.
+"""The use of the devices, the work of their streams, and their waits for the host to launch a kernel.
 
 `usage` is over the steps, as TensorBoard's PyTorch profiler estimates it. `streams` is over the trace, exactly as
 Holistic Trace Analysis defines it, with its rounding: if timestamps have fractions of a microsecond, starts are rounded
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telemetry.trace.steps import TraceSteps
 
 _NO_BLOCKS: Final = 1e-9
-"""A sum below this is zero, apart from rounding."""
+"""A smaller sum is zero, apart from rounding."""
 
 _LAUNCH_DELAY_US: Final = 30.0
 """A shorter gap between two kernels that were launched in time is the cost of starting the next one."""
@@ -35,10 +35,10 @@ _MIN_LAUNCHES: Final = 20
 """A launch-bound stretch has at least this many launches in a row that the device waited for."""
 
 _MAX_GAP_US: Final = 500.0
-"""In a longer gap the host did something else than to launch."""
+"""In a longer gap the host was busy with something else than launching."""
 
 _CALL_US: Final = 5.0
-"""What a launch takes on the host. A launch that began so shortly before the device became idle was late, too."""
+"""Duration of a launch on the host. A launch that began so shortly before the device became idle was late, too."""
 
 
 def main_device(events: TraceEvents) -> int | None:
@@ -174,7 +174,7 @@ def _covered(intervals: list[TimeRange]) -> float:
 def _idle(
     stream: int, work: list[tuple[float, float, int]], launches: dict[int, float], until: float | None
 ) -> StreamIdle:
-    """Why one stream was idle. ``work``: start, end and correlation of what ran there."""
+    """Why one stream was idle. ``work``: start, end and correlation of its events."""
     host = kernel = other = 0.0
     for (_, dry, _), (start, _, correlation) in pairwise(sorted(work)):
         gap = start - dry

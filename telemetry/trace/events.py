@@ -1,4 +1,4 @@
-"""The events of a trace that the figures need, as packed rows. These take a tenth of the memory of dicts.
+"""The events of a trace that the figures need, as packed rows. They take a tenth of the memory of dicts.
 
 Times are microseconds, as in the file. The Trace Event Format has no other unit, whatever ``displayTimeUnit`` says.
 """
@@ -35,7 +35,7 @@ _MAX_SIGNATURE: Final = 4000
 _LATEST_US: Final = 1e17
 """Valid timestamps are below this (the year 5138)."""
 
-# -- what follows from a name --------------------------------------------------------------------------------------
+# -- traits of a name ----------------------------------------------------------------------------------------------
 
 STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, COPY, SYNCHRONIZING, ELIGIBLE, MATRIX = (
     1 << bit for bit in range(9)
@@ -114,7 +114,7 @@ def step_number(name: str) -> int:
 
 
 def copy_kind(name: str) -> tuple[str, bool | None]:
-    """The direction of a copy, and whether its host memory is pageable; None if the name does not tell."""
+    """The direction of a copy, and whether its host memory is pageable; None if the name does not show it."""
     match = _MEMCPY.match(name)
     if match is None:
         return ("other", None)
@@ -131,7 +131,7 @@ def _user_frame(frame: str) -> bool:
 
 
 class DeviceWork(NamedTuple):
-    """What ran on a device. -1 if the trace does not tell.
+    """An event on a device. -1 if the trace does not contain a figure.
 
     Attributes:
         start, took: microseconds.
@@ -155,7 +155,7 @@ class DeviceWork(NamedTuple):
 
     @property
     def span(self) -> tuple[float, float]:
-        """Its start and end."""
+        """Start and end in microseconds."""
         return self.start, self.start + self.took
 
 
@@ -171,7 +171,7 @@ class HostEvent(NamedTuple):
 
     @property
     def span(self) -> tuple[float, float]:
-        """Its start and end."""
+        """Start and end in microseconds."""
         return self.start, self.start + self.took
 
 
@@ -179,7 +179,7 @@ _Row = TypeVar("_Row", DeviceWork, HostEvent)
 
 
 class Rows(Generic[_Row]):
-    """Rows of one kind, in the order of the file. They are kept packed: `pack` one into `packed`."""
+    """Rows of one kind, in the order of the file. They are kept packed: `pack` a row into `packed`."""
 
     def __init__(self, kind: type[_Row], layout: str) -> None:
         self.packed = bytearray()
@@ -192,7 +192,7 @@ class Rows(Generic[_Row]):
         return map(self._named, self._unpack(self.packed))
 
     def plain(self) -> Iterator[tuple[Any, ...]]:
-        """The rows as tuples without names, for loops over all operators and calls: a third of the time."""
+        """The rows as tuples without names, for loops over all operators and calls: it takes a third of the time."""
         return self._unpack(self.packed)
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ def _host_rows() -> Rows[HostEvent]:
 
 
 class Signature(NamedTuple):
-    """What calls of a matrix operator have in common: its name, and the shapes, first type and values of its inputs.
+    """The properties by which calls of matrix operators are grouped: name, and shapes, first type and values of inputs.
 
     The values come from the file as they are, and may be anything.
     """
@@ -219,20 +219,20 @@ class TraceEvents:
     """The kept events of one trace.
 
     Attributes:
-        names: the names of all events, each once. ``traits``: what follows from each.
+        names: the names of all events, each once. ``traits``: the traits of each name.
         fractional: whether device times have fractions of a microsecond.
         last_gpu_step: start of the last step's annotation on the device, microseconds; None without one.
         input_types: input types of copying operators, by external id.
         call_sites: the user's line that called a synchronising operator, by external id.
         reserved_bytes: the most memory that the allocator had reserved, by device.
-        work: what ran on devices.
+        work: events on devices.
         calls: runtime calls on the host.
         operators: operators; in old traces annotations too, but not those of steps.
         marks: steps, waits for a batch, collectives and clearing of gradients, as operators or annotations.
         frames: Python functions of the user's own code.
         products: matrix operators. Here ``external`` is the number in ``signatures``, or -1 if there were too many.
         signatures: the distinct signatures of ``products``.
-        malformed: how many events were skipped because a field is invalid.
+        malformed: number of events that were skipped because a field is invalid.
     """
 
     def __init__(self, limits: ReadLimits) -> None:
@@ -260,11 +260,11 @@ class TraceEvents:
             RUNTIME: self._call,
             FRAME: self._frame,
             GPU_ANNOTATION: self._step_on_device,
-            MEMORY: lambda *_: None,  # with a duration and no category it is not of the profiler
+            MEMORY: lambda *_: None,  # an event with a duration and no category is not from the profiler
         } | dict.fromkeys((KERNEL, MEMCPY, MEMSET, SYNC, OTHER), self._work)
 
     def add(self, batch: Iterable[Any]) -> None:
-        """Keep what is needed of some events. Invalid events are counted and skipped.
+        """Keep the needed rows of some events. Invalid events are counted and skipped.
 
         Raises:
             TraceError: there are more events, or longer names, than the limits allow.
@@ -291,7 +291,7 @@ class TraceEvents:
 
     @property
     def is_amd(self) -> bool:
-        """Whether the trace is of AMD's runtime. The names of AMD's kernels do not tell about matrix cores."""
+        """Whether the trace is of AMD's runtime. The names of AMD's kernels do not show the use of matrix cores."""
         return any(name.startswith("hip") for name in self.names)
 
     def _add(self, events: Iterator[Any]) -> None:
@@ -313,7 +313,7 @@ class TraceEvents:
 
     def _host(self, event: dict[str, Any], start: float, duration: float, kind: int) -> None:
         name, tid = event["name"], event.get("tid")
-        number = self._numbers.get(name)  # not through `_name` and `_thread`: two calls for each operator
+        number = self._numbers.get(name)  # inlines `_name` and `_thread`, to save two calls for each operator
         if number is None:
             number = self._name(name)
         trait = self.traits[number]
@@ -373,7 +373,7 @@ class TraceEvents:
             self.frames.packed += self.frames.pack(start, duration, NOTHING, NOTHING, number, thread)
 
     def _name(self, name: Any) -> int:
-        """The number of a name. A new one is kept, unless all together are longer than the limit."""
+        """The number of a name. A new name is kept, unless all names together are longer than the limit."""
         number = self._numbers.get(name)
         if number is not None:
             return number
@@ -447,7 +447,7 @@ def _external(args: dict[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int:
-    """A whole number, which may be written as text; -1 for anything else, such as the address of a stream."""
+    """A whole number, which may be text; -1 for anything else, such as the address of a stream."""
     if type(value) is int:
         return value
     try:

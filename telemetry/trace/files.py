@@ -46,7 +46,7 @@ _NO_JSON: Final = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 class TraceError(Exception):
-    """A file cannot be read as a trace; the text says what is wrong, where, and what to do."""
+    """A file cannot be read as a trace; the text has the reason, the place, and what to do."""
 
 
 class NoTraceError(TraceError):
@@ -62,7 +62,7 @@ class ReadLimits:
         max_ratio: uncompressed bytes per compressed byte. Real traces reach 30, a gzip bomb 1,000.
         max_depth: nesting of brackets, when events are read one by one. Otherwise the parser's own limit holds.
         max_event_bytes: size of one event, and of one value beside the events.
-        max_events: how many events are kept. A trace of 540,000 events took 130 MiB to analyse.
+        max_events: number of kept events. A trace of 540,000 events took 130 MiB to analyse.
         max_name_bytes: size of all distinct names together.
     """
 
@@ -151,7 +151,7 @@ class Scanner:
 
     Attributes:
         metadata: the values in `_WANTED`, complete after the last batch.
-        repaired: how many events were not valid JSON (a bare ``nan``, bytes that are not UTF-8) and could be read.
+        repaired: number of events that were no valid JSON (a bare ``nan``, bytes that are not UTF-8) but could be read.
     """
 
     def __init__(self, source: FileStream, limits: ReadLimits) -> None:
@@ -168,12 +168,12 @@ class Scanner:
 
         Raises:
             TraceError: the file is no JSON, cut off, damaged or beyond the limits.
-            NoTraceError: it is JSON and holds no events.
+            NoTraceError: it is JSON without events.
         """
         if self._peek() == _BYTE_ORDER_MARK[:1] and self._buffer.startswith(_BYTE_ORDER_MARK, self._at):
             self._at += len(_BYTE_ORDER_MARK)
         first = self._peek()
-        if first == b"[":  # the events alone: the other form of the Trace Event Format
+        if first == b"[":  # the other form of the Trace Event Format, which has only the events
             yield from self._array()
         elif first == b"{":
             yield from self._object()
@@ -256,7 +256,7 @@ class Scanner:
         return value
 
     def _end_of_value(self) -> int:
-        """Where the value at the current place ends in the buffer; -1 if it does not end there."""
+        """The end of the value at the current place in the buffer; -1 if it does not end there."""
         buffer, at = self._buffer, self._at
         first = buffer[at : at + 1]
         if first not in (b"{", b"["):

@@ -1,8 +1,8 @@
 """Model FLOPs utilization (MFU): the floating-point operations of a step, as a share of what the device could do.
 
-A multiplication and an addition are two operations. Only what the mathematics needs counts: not what an attention
-computes again in its backward pass, nor pairs that a causal mask leaves out. Operators call one another. Of nested ones
-the innermost that can be counted is counted, because it has the types of what really ran.
+A multiplication and an addition are two operations. Only operations that the mathematics needs count: not what an
+attention computes again in its backward pass, nor pairs that a causal mask leaves out. Operators call one another. The
+innermost countable one of nested operators counts, because it has the types that really ran.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMATS: Final = {
     "double": "float64", "float": "float32", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
     "c10::Float8_e4m3fn": "float8", "c10::Float8_e5m2": "float8",
 }  # fmt: skip
-"""A number format by the type of an input, as a trace spells it."""
+"""The number format for the type of an input in a trace."""
 
 PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
     r"Tesla T4": (None, 8.1, None, 65, None, None),
@@ -44,13 +44,13 @@ PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
     r"NVIDIA H200 NVL": (60, 60, 417.5, 835.5, 835.5, 1670.5),
     r"NVIDIA B200": (37, 75, 1100, 2250, 2250, 4500),
 }
-"""By the name that CUDA gives: dense TFLOP per second for float64, float32, TF32, float16, bfloat16 and float8."""
+"""Dense TFLOP per second for float64, float32, TF32, float16, bfloat16 and float8, by CUDA's name of the device."""
 
 _MATRICES: Final = {
     "mm": 0, "bmm": 0, "_scaled_mm": 0, "matmul": 0, "linear": 0, "dot": 0, "mv": 0,
     "addmm": 1, "_addmm_activation": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1,
 }  # fmt: skip
-"""Products: place of the first matrix."""
+"""Operators that multiply matrices, with the place of their first matrix."""
 
 ATTENTION: Final = {
     "flash_attention": (0, 4, 1), "flash_attention_backward": (1, 11, 2),
@@ -58,7 +58,7 @@ ATTENTION: Final = {
     "cudnn_attention": (0, 6, 1), "cudnn_attention_backward": (1, 14, 2),
     "flash_attention_for_cpu": (0, 4, 1), "flash_attention_for_cpu_backward": (1, 7, 2),
 }  # fmt: skip
-"""Fused attention: place of the query, place of ``is_causal``, and how many times the products of the forward pass."""
+"""Fused attention: places of the query and of ``is_causal``, and the work in multiples of the forward pass."""
 
 _FLAG: Final = {"True": True, "False": False}
 _NO_SHAPES: Final = "the trace has no shapes of inputs (record_shapes; in snapshots the setting snapshot_shapes)"
@@ -74,7 +74,7 @@ def peaks_of(device: str) -> dict[str, float]:
 
 
 def measure(events: TraceEvents, steps: TraceSteps, device: str | None) -> FlopsUsage:
-    """Count the matrix operators of the steps. ``device``: name of the GPU that most work ran on."""
+    """Count the matrix operators of the steps. ``device``: name of the GPU with most work."""
     flops, missing = _count(events, steps)
     if not flops:
         why = "no operator in it multiplies matrices, convolves or attends"
@@ -136,7 +136,7 @@ def _count(events: TraceEvents, steps: TraceSteps) -> tuple[dict[str, float], tu
 
 
 def _flops(call: Signature) -> float | None:
-    """Of one call; None if shapes and values do not tell. They come from a file, and may be anything."""
+    """The FLOPs of one call; None if its shapes and values, which come from a file, are not enough."""
     shapes, values = call.shapes, call.values
     name = call.name.removeprefix("aten::").removeprefix("_scaled_dot_product_")
     try:
@@ -160,7 +160,7 @@ def _flops(call: Signature) -> float | None:
 
 
 def _product(one: Sequence[int], other: Sequence[int], *, turned: bool) -> float | None:
-    """Of two matrices, of two batches of matrices, or of a batch with one matrix or vector."""
+    """The FLOPs for two matrices, two batches of matrices, or a batch with one matrix or vector."""
     other = other[::-1] if turned else other
     inner, width = (other[-2], other[-1]) if len(other) > 1 else (other[0], 1)
     fits = one[-1] == inner and (len(other) < 3 or one[:-2] == other[:-2])
@@ -176,7 +176,7 @@ def _output(batch: Sequence[int], weight: Sequence[int], values: Sequence[str]) 
 
 
 def _attention(query: int, causal: int, times: int, shapes: Any, values: Any) -> float | None:
-    """Of query, key and value, each (batch, heads, length, width); forward: two products."""
+    """The FLOPs for query, key and value, each (batch, heads, length, width). The forward pass has two products."""
     q, k, v = shapes[query : query + 3]
     rows, columns = q[-2], k[-2]
     pairs = rows * columns

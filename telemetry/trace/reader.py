@@ -1,4 +1,4 @@
-"""Reads a trace of torch.profiler: what its steps consist of, where they wait, and what to change.
+"""Reads a trace of torch.profiler: the parts of its steps, their waits, and what to change.
 
 It needs neither torch nor numpy. A file is read as a stream, within `ReadLimits`. The figures: docs/snapshots.md.
 """
@@ -35,7 +35,7 @@ def read_trace(path: str | os.PathLike[str], limits: ReadLimits | None = None, *
 
     Raises:
         NoTraceError: the file is valid JSON, but not a trace.
-        TraceError: it cannot be read as a trace; the text says why and what to do.
+        TraceError: it cannot be read as a trace; the text has the reason and what to do.
     """
     file, limits = Path(path), limits or ReadLimits()
     collecting = gc.isenabled()

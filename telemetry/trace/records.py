@@ -1,6 +1,6 @@
 """The figures of one trace. Encoded as they are, they are what ``telemetry trace --json`` prints.
 
-Shares are 0 to 1. What the trace does not tell is None.
+Shares are 0 to 1. Figures that the trace does not contain are None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TraceStep(Struct, frozen=True):
-    """One step: its number, its seconds, and the seconds by category, which sum to those of the step."""
+    """One step: its number, its seconds, and its seconds by category, which add up to it."""
 
     step: int
     seconds: float
@@ -48,14 +48,14 @@ class GpuUsage(Struct, frozen=True):
 
 
 class FlopsUsage(Struct, frozen=True):
-    """Floating-point operations of the average step. What is not known is None, and ``absent`` says why.
+    """Floating-point operations of the average step. Unknown figures are None, and ``absent`` has the reason.
 
     Attributes:
         per_step: of the operators that could be counted, forward and backward.
-        by_format: the same by number format, such as ``bfloat16``.
-        not_counted: operators that compute too and could not be counted. With any, the figures are at least so high.
+        by_format: the operations by number format, such as ``bfloat16``.
+        not_counted: operators that compute too but could not be counted. With any, the figures are lower bounds.
         peak_per_second: dense peak of the device for these formats. For float32 it is that of TF32, where there is one.
-        mfu_ratio: the time that the counted operations take at the peak, as a share of the step.
+        mfu_ratio: time of the counted operations at the peak, as a share of the step.
         absent: why there is no ``per_step`` or no ``mfu_ratio``.
     """
 
@@ -97,12 +97,12 @@ class StreamIdle(Struct, frozen=True):
 
 
 class Operator(Struct, frozen=True):
-    """What one operator cost over the trace.
+    """The cost of one operator over the trace.
 
     Attributes:
-        calls: how often it ran.
+        calls: number of calls.
         device_seconds: time of the kernels and copies that it launched itself, without those of operators inside it.
-        device_ratio: their share of all device time.
+        device_ratio: share of this time in all device time.
         host_seconds: time on the host without the operators inside it, summed over threads.
         tensor_core_eligible: whether tensor cores can do its work.
         tensor_core_ratio: the share of its kernel time that uses tensor cores.
@@ -143,12 +143,12 @@ class Copy(Struct, frozen=True):
 
 
 class Synchronization(Struct, frozen=True):
-    """Calls within the steps that wait for the device, grouped by where they come from.
+    """Calls within the steps that wait for the device, grouped by their origin.
 
     Attributes:
         name: name of the call, such as ``cudaStreamSynchronize``.
         operator: the innermost operator around it; ``within``: the outermost; ``call_site``: the user's line.
-        calls, seconds: how many there were, and how long the host waited in them.
+        calls, seconds: number of calls, and time that the host waited in them.
         to_device: whether they wait for copies to the device.
     """
 
@@ -168,7 +168,7 @@ class LaunchBoundStretch(Struct, frozen=True):
         step: number of the step in which it begins.
         offset_seconds: time from the start of that step.
         seconds: its length; ``idle_ratio``: the share of it in which nothing ran on any stream.
-        launches: how many times the device became idle and then got work.
+        launches: number of times that the device became idle and then got work.
     """
 
     step: int
@@ -179,11 +179,11 @@ class LaunchBoundStretch(Struct, frozen=True):
 
 
 class Suggestion(Struct, frozen=True):
-    """One change.
+    """One suggested change.
 
     Attributes:
         action: what to do.
-        because: what this trace shows.
+        because: the reason in this trace.
         share_ratio: the share of the average step that this change alone could save, at most.
     """
 
@@ -197,15 +197,16 @@ class Trace(Struct, frozen=True):
 
     Attributes:
         file: the path as it was given.
-        rank, world_size: those of the process that recorded it; None if neither the trace nor the file's name tells.
-        device: name of the GPU that most work ran on; ``device_memory_bytes``: its memory; ``peak_memory_bytes``: the
+        rank, world_size: rank and world size of the process that recorded it; None if they are neither in the trace nor
+            in the file's name.
+        device: name of the GPU with most work; ``device_memory_bytes``: its memory; ``peak_memory_bytes``: the
             most that torch had reserved there.
         steps, average: the breakdown into TensorBoard's categories.
         temporal, overlap_ratio, idle: as Holistic Trace Analysis defines them.
         operators, kernels, memcpy, synchronizations, launch_bound: the largest of each.
-        layout_conversions: those of ``kernels`` that only change a tensor's layout.
+        layout_conversions: the ``kernels`` that only change a tensor's layout.
         advice: what to change; the change that saves most is first.
-        notes: what is missing in the trace, in words.
+        notes: a sentence for each thing that is missing in the trace.
     """
 
     file: str
@@ -232,5 +233,5 @@ class Trace(Struct, frozen=True):
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first three, and how many more there are."""
+    """The first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,6 +1,6 @@
-"""Where each step begins and ends, and what it consists of, as TensorBoard's PyTorch profiler defines it.
+"""The bounds of each step, and its parts, as TensorBoard's PyTorch profiler defines them.
 
-That tool does not know what newer versions of torch write. There its definitions are kept, and its figures differ:
+That tool does not support what newer versions of torch write. There its definitions are kept, and its figures differ:
 ``cuda_runtime`` calls are runtime calls, a user annotation ``enumerate(DataLoader)#…`` is the wait for a batch, a NCCL
 kernel is communication even without an external id, and a step's annotation on the device is not a second step.
 
@@ -66,7 +66,7 @@ def union(intervals: Iterable[TimeRange]) -> Intervals:
 
 
 def intersection(one: Intervals, other: Intervals) -> Intervals:
-    """The times that are in both."""
+    """The times that are in both sets."""
     return split(one, other)[0]
 
 
@@ -76,7 +76,7 @@ def difference(one: Intervals, other: Intervals) -> Intervals:
 
 
 def split(one: Intervals, other: Intervals) -> tuple[Intervals, Intervals]:
-    """The times in the first that are in the second, and those that are not."""
+    """The times of the first set that are in the second, and those that are not."""
     common: Intervals = []
     rest: Intervals = []
     at, count = 0, len(other)
@@ -104,7 +104,7 @@ def split(one: Intervals, other: Intervals) -> tuple[Intervals, Intervals]:
 
 
 def within(intervals: Intervals, start: float, end: float) -> Intervals:
-    """The times from ``start`` to ``end``. Takes as long as the result is, not the list."""
+    """The times from ``start`` to ``end``. The duration of the call depends on the result, not on the list."""
     if end <= start:
         return []
     first = max(0, bisect_left(intervals, (start, start)) - 1)
@@ -152,7 +152,7 @@ class TraceSteps:
         spans: the steps with the work that they launched on the device.
         host: the same steps on the host only, where the calls are made.
         marked: whether the trace has annotations of steps; otherwise all of it is one step.
-        dropped: how many steps at the end are left out because part of their device events is missing.
+        dropped: number of steps at the end that are left out because part of their device events is missing.
     """
 
     spans: tuple[Span, ...]
@@ -167,7 +167,7 @@ class TraceSteps:
 
     @property
     def length(self) -> float:
-        """The sum of their lengths, microseconds."""
+        """The sum of the lengths of the steps, microseconds."""
         return sum(span.end - span.start for span in self.spans)
 
     def hold(self, time: float) -> bool:
@@ -176,7 +176,7 @@ class TraceSteps:
 
 
 def find_steps(events: TraceEvents) -> TraceSteps | None:
-    """The steps, or all of the trace as one step if no step is marked; None if no event has a duration."""
+    """The steps, or the whole trace as one step if no step is marked; None if no event has a duration."""
     steps = events.named(STEP)
     host = [
         Span(step_number(events.names[mark.name]), *mark.span)
@@ -195,7 +195,7 @@ def find_steps(events: TraceEvents) -> TraceSteps | None:
 
 
 def categorize(events: TraceEvents, steps: TraceSteps) -> dict[str, Intervals]:
-    """The times of the steps, each in one category."""
+    """The times of the steps by category."""
     traits = events.traits
     found: dict[str, Iterable[TimeRange]] = {
         "Runtime": ((start, start + took) for start, took, _, _, _, _ in events.calls.plain()),
@@ -234,7 +234,7 @@ def breakdown(steps: TraceSteps, parts: dict[str, Intervals]) -> list[dict[str, 
 
 
 def _with_device(events: TraceEvents, host: Sequence[Span]) -> tuple[list[Span], int]:
-    """The steps, each until the device has finished what it launched, and how many were dropped at the end.
+    """The steps, each until the device has finished what it launched, and the number of steps dropped at the end.
 
     A step begins where the one before it ends. The first step begins after the device has finished earlier work.
     """

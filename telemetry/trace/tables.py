@@ -99,7 +99,7 @@ def _self_times(rows: Rows[HostEvent], names: int) -> tuple[list[float], list[in
 
 
 def operators(events: TraceEvents, owner: Sequence[int]) -> list[Operator]:
-    """The operators that took longest, by device time and then by host time. ``owner``: as `owners` gives it."""
+    """The operators that took longest, by device time and then by host time. ``owner``: result of `owners`."""
     names, traits = events.names, events.traits
     own, calls = _self_times(events.operators, len(names))
     device, kernel, tensor = ([0.0] * len(names) for _ in range(3))
@@ -178,7 +178,7 @@ def copies(events: TraceEvents) -> list[Copy]:
 
 
 class DeviceWait(NamedTuple):
-    """One call that waits for the device: its start and end on the host in microseconds; the rest as in a group."""
+    """One call that waits for the device: start and end on the host in microseconds; the other fields as in a group."""
 
     start: float
     end: float
