@@ -1,1 +1,1 @@
-"""What runs on the training thread, or in a DataLoader worker: hooks that stamp and store."""
+"""The hooks: they run on the training thread or in a DataLoader worker, and only stamp and store."""

@@ -1,4 +1,4 @@
-"""Every hook into torch, attached and detached together."""
+"""Attaches and detaches every hook into torch together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """The hooks of one tracker. They are placed at once if torch is already imported, else when it is imported.
+    """The hooks of one tracker. They are placed now if torch is imported, else when it is imported.
 
     Args:
         tracker: gets every event.
@@ -30,9 +30,9 @@ class Attachment:
 
     Attributes:
         optimizer: counts the steps of optimizers.
-        profilers: knows which of the user's own profilers record.
-        captures: knows which CUDA graphs are being captured.
-        clock: the GPU's clock, also after `detach`; else None.
+        profilers: tracks which of the user's own profilers record.
+        captures: tracks which CUDA graphs are being captured.
+        clock: the GPU's clock, also after `detach`; None without one.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Attachment:
             self._when_imported(name, patch)
 
     def watch_gpu(self, name: str = CUDA) -> str | None:
-        """Time waits on the device that the training uses, if that is wanted and possible.
+        """Time waits on the device that the training uses, if the config wants it and the device can.
 
-        Must be called once a tick while the device is in use. Any thread may call it.
+        Call it once a tick while the device is in use, from any thread.
 
         Args:
             name: the type of device, as `device_in_use` returns it.
@@ -82,7 +82,7 @@ class Attachment:
         tracker = self._tracker
         tracker.accelerator = name
         if not self._gpu_watched:
-            self._gpu_watched = True  # once: a clock that failed is not tried again
+            self._gpu_watched = True  # a clock that failed is not tried again
             torch = sys.modules["torch"]
             if not self._gpu_events:
                 self._clock_absent = "gpu_events is off"
@@ -155,7 +155,7 @@ class Attachment:
 
 
 def _not_traced(trace_rules: Any) -> None:
-    """Put this package on the list of those whose functions Dynamo calls and does not trace.
+    """Add this package to those whose functions Dynamo calls and does not trace.
 
     A compiled loop that traced our hooks had up to 15 graph breaks more, and its first epoch took seconds longer.
     """

@@ -1,4 +1,4 @@
-"""The hooks in functions that save and load. What they find is in `hooks.resume`.
+"""Hooks functions that save and load. `hooks.resume` keeps what they find.
 
 A call of a saving function on the training thread is a checkpoint. A call of a loading function before the first step
 is a restore.
@@ -38,7 +38,7 @@ LOADING: Final = {
     f"{_DISTRIBUTED}.state_dict_loader": ("load", "load_state_dict"),
     "safetensors.torch": ("load_file", "load_model"),
 }
-"""The functions by module. Those that the installed version does not have are skipped."""
+"""The functions by module. A function that the installed version does not have is skipped."""
 
 
 def patch_module(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
@@ -59,7 +59,7 @@ def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[
                 tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args, kwargs))
             elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
                 elsewhere = tracker.optimizer_steps, tracker.ring.closed
-            if not tracker.checkpointing:  # saving functions call one another: only the outermost counts
+            if not tracker.checkpointing:  # saving functions call each other: only the outermost counts
                 before = tracker.enter_phase(CHECKPOINT)
         except Exception as error:
             tracker.fault(error)
@@ -89,12 +89,12 @@ def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[
 def _returned(tracker: StepTracker, result: object) -> None:
     try:
         tracker.resume.returned(result)
-    except Exception as error:  # of a result that only looks like a future
+    except Exception as error:  # the result only looks like a future
         tracker.note_error(error)
 
 
 def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """What torch.distributed.checkpoint writes is taken for whole: its parts may be objects that save themselves."""
+    """Whether a saved object has an optimizer's state. torch.distributed.checkpoint is taken to save everything."""
     return original.__module__.startswith(_DISTRIBUTED) or holds_optimizer(args[0] if args else kwargs.get("obj"))
 
 
@@ -140,7 +140,7 @@ def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patche
                 tracker.note_error(error)
             return result
 
-        # As torch marks the original: Dynamo is not to trace it.
+        # Torch marks the original in the same way, so that Dynamo does not trace it.
         load_state_dict._torchdynamo_disable = True  # type: ignore[attr-defined]
         return load_state_dict
 
@@ -148,7 +148,7 @@ def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patche
 
 
 def patch_state_creation(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
-    """Do not count the step by which torch.distributed.checkpoint creates an optimizer's state: it trains nothing."""
+    """Do not count the step with which torch.distributed.checkpoint creates an optimizer's state: it trains nothing."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

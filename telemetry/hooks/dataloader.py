@@ -1,4 +1,4 @@
-"""The hooks in the DataLoader: requests for batches, start and end of an iteration, and the probe in its workers."""
+"""Hooks the DataLoader: requests for batches, the start and end of iterations, and the probe in its workers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patc
     """Patch the start and the end of an iteration.
 
     Args:
-        loader: a class of loaders.
+        loader: the class of loaders.
         workers: the class of its iterators with workers.
-        tracker: gets both.
-        patches: undo it.
+        tracker: gets the spans.
+        patches: can undo the patches.
     """
     patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
     patches.replace(workers, "__init__", lambda original: _timed_constructor(original, tracker))
@@ -52,11 +52,11 @@ def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patc
 
 
 def timed_next(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
-    """The ``__next__`` of an iterator, with its wait written into the ring.
+    """Wrap the ``__next__`` of an iterator, so that the ring gets its wait.
 
-    The fast path (see `hooks.tracker`) is inlined: a call costs more than all the stores together. All that it needs
-    are default values of its parameters, which are adjacent in memory. A closure variable has its own cell and a global
-    variable needs two dictionaries; a real step evicts these from the caches. Between the arrival of the batch and the
+    The fast path (see `hooks.tracker`) is inlined, because a call costs more than all the stores together. All that it
+    needs is in default values of parameters, which are adjacent in memory. A closure variable has its own cell and a
+    global needs two dictionaries; a real step evicts these from the caches. Between the arrival of the batch and the
     last store there is no call, so neither a signal nor a thread switch can interrupt.
     """
     grad_enabled = getattr(sys.modules.get("torch"), "is_grad_enabled", tracker.gradients_on)
@@ -116,7 +116,7 @@ def timed_next(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
 
 
 def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
-    """``__next__`` for all other cases: another thread or loader, evaluation, a phase, a wait timed on the GPU."""
+    """``__next__`` in all other cases: another thread or loader, evaluation, a phase, a wait timed on the GPU."""
 
     @unseen
     def __next__(self: Any) -> Any:  # noqa: N807
@@ -173,7 +173,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
 
 
 def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, error: BaseException) -> None:
-    """The caller ends the wait, because a signal handler may raise before the first line of this."""
+    """Note a failed request. The caller ends the wait, because a signal handler may raise before this runs."""
     try:
         tracker.failed(iterator, start, entry, error)
         tracker.mark_arrival(start, now_ns())
@@ -182,7 +182,7 @@ def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, erro
 
 
 def _time_wait(tracker: StepTracker, iterator: object) -> TimedWait | None:
-    """Time the parts of a wait for training data that is about to begin. None if no known workers fetch."""
+    """Time the parts of the wait that is about to begin. None if no known workers fetch."""
     tracker.sampler_timer.wanted -= 1
     if tracker.loaders.known(iterator) is None or not timeable(iterator):
         return None
@@ -209,17 +209,14 @@ def _end_parts(
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
-    """``DataLoader.__iter__`` with the start of the workers written into the ring."""
+    """Wrap ``DataLoader.__iter__``, so that the ring gets the start of the workers."""
     timed = _timed_boundary(original, tracker, leaves=False)
     timed._telemetry_timed = True  # type: ignore[attr-defined]
     return timed
 
 
 def _timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
-    """The constructor of an iterator, timed as the start of an iteration of its loader.
-
-    Inside the loader's ``__iter__`` it is part of that span.
-    """
+    """Time an iterator's constructor as the start of an iteration. Inside ``__iter__`` it is part of that span."""
 
     @functools.wraps(original)
     @unseen
@@ -243,7 +240,7 @@ def _timed_constructor(original: Callable[..., None], tracker: StepTracker) -> C
 
 
 def _timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
-    """``_shutdown_workers`` with its time written into the ring.
+    """Wrap ``_shutdown_workers``, so that the ring gets its time.
 
     At the end of an epoch it is part of a request. But if an iterator is left (with ``break``, or after one batch), its
     workers are stopped when it is freed. The training thread waits for that, because a fetch in progress is not
@@ -273,7 +270,7 @@ def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: A
         original: makes an iterator of a loader, or stops the workers of an iterator.
         tracker: gets the span.
         subject: the argument of ``original``.
-        leaves: whether it stops workers.
+        leaves: whether ``original`` stops workers.
     """
     entry = None
     try:
@@ -319,7 +316,7 @@ def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: obj
 
 
 def _timed_start(original: Callable[..., Any], tracker: StepTracker, map_style: object) -> Callable[..., Any]:
-    """What begins an iteration, in the base class of all iterators: it calls ``iter(sampler)``."""
+    """Time what begins an iteration in the base class of all iterators, which calls ``iter(sampler)``."""
 
     def before(_iterator: Any) -> Clocks | None:
         return Clocks(tracker.garbage) if _at_boundary(tracker) else None
@@ -336,7 +333,7 @@ def _timed_start(original: Callable[..., Any], tracker: StepTracker, map_style: 
 
 
 def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
-    """``_reset`` of an iterator with workers, timed. It draws the indices of all batches that are prefetched."""
+    """Time ``_reset`` of an iterator with workers, which draws the indices of all prefetched batches."""
 
     def before(iterator: Any) -> TimedWait | None:
         try:
@@ -360,13 +357,13 @@ def _at_boundary(tracker: StepTracker) -> bool:
     return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
 
 
-# -- in the training process: how the probe gets into the workers --------------------------------------------------
+# -- how the probe gets into the workers, in the training process ------------------------------------------------------
 
 _NAME: Final = "_worker_init_fn"
 
 
 def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch a class of iterators with workers: its constructor starts them.
+    """Patch the constructor of iterators with workers, which starts the workers.
 
     The constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and passes that to each
     worker. While it runs, the descriptor `_InitFunction` returns a probe instead. Nothing is set on the loader or kept
@@ -374,15 +371,15 @@ def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> Non
     one another.
 
     Args:
-        iterators: the class.
-        tracker: its sources get each iterator.
-        patches: undo it.
+        iterators: the class of iterators.
+        tracker: its registry gets each iterator.
+        patches: can undo the patches.
 
     Raises:
         AttributeError: the class itself has a ``_worker_init_fn``, so this version of torch is unknown.
     """
     for kind in iterators.__mro__:
-        if not isinstance(vars(kind).get(_NAME), _InitFunction | None):  # after a fork the parent's may still be there
+        if not isinstance(vars(kind).get(_NAME), _InitFunction | None):  # the parent's may still be there after a fork
             raise AttributeError(f"{kind.__name__} has {_NAME} already")  # noqa: TRY004
     init_function = _InitFunction(tracker)
     patches.put(iterators, _NAME, init_function)
@@ -417,10 +414,10 @@ def _probed(original: Callable[..., None], init_function: _InitFunction, tracker
 
 
 def _forget_notes(error: BaseException) -> None:
-    """Drop the probe from what Python 3.14 notes of a function of the user's that cannot be pickled for a worker.
+    """Remove the probe from Python 3.14's notes on a function of the user's that cannot be pickled for a worker.
 
-    From the inside out, each note names an object that holds the one before it; two of them are a probe's state and the
-    probe. The note before its state says which part of that state it was.
+    From the inside out, each note names an object that holds the object of the note before. Two of them are the probe's
+    state and the probe. The note before these names the part of that state.
     """
     kept: list[str] = []
     for note in getattr(error, "__notes__", ()):
@@ -436,8 +433,8 @@ class _InitFunction:
     """``_worker_init_fn`` of a class of iterators: the user's function, with a probe around it in the constructor.
 
     Attributes:
-        making: the iterators whose constructors run, on any thread, by id; each with its block, or None if none can be
-            made. It is empty until the constructor has read the function.
+        making: the iterators whose constructors run, on any thread, by id. Each has its block, or None if no block can
+            be made; its list is empty until the constructor has read the function.
     """
 
     def __init__(self, tracker: StepTracker) -> None:
@@ -483,7 +480,7 @@ class _InitFunction:
 
 
 def _without_probe(value: Any) -> Any:
-    """The user's function. For a data pipe the constructor reads the probe and keeps it in a ``partial``."""
+    """The user's function. For a data pipe, the constructor reads the probe and keeps it in a ``partial``."""
     if type(value) is functools.partial and any(isinstance(argument, WorkerProbe) for argument in value.args):
         return functools.partial(value.func, *map(_without_probe, value.args), **value.keywords)
     return value.user if isinstance(value, WorkerProbe) else value

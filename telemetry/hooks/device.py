@@ -1,6 +1,6 @@
-"""The asynchronous device that the training uses, and the exposed wait on its own clock.
+"""Finds the asynchronous device that the training uses, and measures the exposed wait on its clock.
 
-Never imports torch and never initialises a device.
+It never imports torch and never initialises a device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODULES: Final = (CUDA, "xpu", "npu", "hpu", "mlu", "musa", "mtia", "maia")
 """Types of devices whose module in torch may report whether the device is initialised."""
 
 _BATCHED: Final = frozenset({"xla", "hpu"})
-"""These queue operations and run them later. Their events give the time of recording, not of execution."""
+"""These queue operations and run them later. Their events have the time of recording, not of execution."""
 
 
 def device_in_use(trained_on: str | None) -> str | None:
@@ -53,13 +53,13 @@ def device_in_use(trained_on: str | None) -> str | None:
 def _names(torch: ModuleType) -> Iterator[str]:
     yield from _MODULES
     try:
-        yield str(torch._C._get_privateuse1_backend_name())  # a device that an extension has added to torch
+        yield str(torch._C._get_privateuse1_backend_name())  # a device that an extension adds to torch
     except Exception:
         return  # torch is half imported
 
 
 def _allocated(torch: ModuleType) -> str | None:
-    """The accelerator of this torch, if some of its memory is allocated. Used for devices that report no more (MPS)."""
+    """The accelerator, if some of its memory is allocated. Used for devices that report no more (MPS)."""
     named = getattr(vars(torch).get("accelerator"), "current_accelerator", None)
     used = getattr(vars(torch).get("_C"), "_accelerator_isAllocatorInitialized", None)
     try:
@@ -79,12 +79,12 @@ def _says_yes(question: Callable[[], object] | None) -> bool:
 
 
 # -- captures of CUDA graphs in progress in this process, on any thread ------------------------------------------------
-# In torch's default capture mode, "global", a capture fails if any thread of the process makes a call that CUDA
-# considers unsafe, such as the query of an event. Torch only reports captures on the calling thread's own stream. So
-# the start and the end of every capture are recorded here.
+# In torch's default capture mode, "global", a capture fails if any thread makes a call that CUDA considers unsafe, such
+# as the query of an event. Torch only reports captures on the calling thread's own stream. So the start and the end of
+# every capture are recorded here.
 
 _MAX_NS: Final = NS
-"""How long the start of a capture waits at most until a call of the agent returns. Such a call takes microseconds."""
+"""A capture waits at most this long for a call of the agent to return. Such a call takes microseconds."""
 
 
 class Captures:
@@ -95,7 +95,7 @@ class Captures:
 
     Attributes:
         graphs: the graphs that are being captured.
-        touching: ident of the thread that makes calls to the device for the agent right now; 0 for none.
+        touching: ident of the thread that uses the device for the agent right now; 0 for none.
     """
 
     def __init__(self) -> None:
@@ -108,19 +108,19 @@ class Captures:
         return len(self.graphs) > 0
 
     def begin(self, graph: Any) -> None:
-        """A capture is about to begin."""
+        """Announce a capture, and wait for a call of the agent to return."""
         self.graphs[graph] = None
         deadline = now_ns() + _MAX_NS
         while self.touching not in {0, get_ident()} and now_ns() < deadline:
             sleep(0.0001)
 
     def begun(self, graph: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
-        """It has begun, unless that failed."""
+        """Forget a capture whose beginning failed."""
         if failed:
             self.graphs.discard(graph)
 
     def ended(self, graph: Any, _noted: None, _failed: bool) -> None:  # noqa: FBT001
-        """It has ended."""
+        """Forget a capture that has ended."""
         self.graphs.discard(graph)
 
 
@@ -128,7 +128,7 @@ class Captures:
 
 
 class DeviceStream(NamedTuple):
-    """Where the work of a thread goes: index of the device, and number of the stream."""
+    """The device (its index) and the stream (its number) that get a thread's work."""
 
     device: int
     stream: int
@@ -140,7 +140,7 @@ class DeviceEvents:
     Args:
         torch: the module ``torch``.
         name: the type of device.
-        captures: the captures in progress; the device must not be used during one.
+        captures: the captures in progress. The device must not be used during one.
     """
 
     def __init__(self, torch: ModuleType, name: str, captures: Captures) -> None:
@@ -151,13 +151,13 @@ class DeviceEvents:
         self._captures = captures
 
     def event(self) -> Any:
-        """A new event with timing. Raises what torch raises if the device has no events."""
+        """Make an event with timing. Raises what torch raises if the device has no events."""
         if self._name == CUDA:
             return self._module.Event(enable_timing=True)
         return self._torch.Event(device=self._name, enable_timing=True)
 
     def begin(self) -> DeviceStream | None:
-        """Announce calls; `end` must follow. Returns the stream of this thread's work; None if no call is allowed."""
+        """Announce calls; `end` must follow. Returns the stream of this thread's work; None if calls are forbidden."""
         self._captures.touching = get_ident()
         if self._captures.under_way:
             return None
@@ -172,12 +172,12 @@ class DeviceEvents:
         return DeviceStream(stream.device_index, stream.stream_id)
 
     def end(self) -> None:
-        """The calls are over."""
+        """Announce that the calls are over."""
         self._captures.touching = 0
 
 
 def timed(torch: ModuleType, name: str) -> bool:
-    """Whether this torch has events that can time the work of a type of device, as far as torch reports it."""
+    """Whether torch reports events that can time the work of a type of device."""
     if name in _BATCHED:
         return False
     if name == CUDA:
@@ -190,19 +190,19 @@ def timed(torch: ModuleType, name: str) -> bool:
 # -- the clock ---------------------------------------------------------------------------------------------------------
 
 BUDGET_RATIO: Final = 0.001
-"""The share of a step that timing it may cost."""
+"""Timing a step may cost this share of it."""
 
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
 _MAX_THINNING: Final = 1000
 _BOTH_HALVES: Final = 1.5  # the measured half also reads an old pair; the other half only records
-# A wait on the GPU cannot be longer than the host's wait, except for a launch's latency and the events' 0.5 us grain.
+# A wait on the GPU can exceed the host's wait only by a launch's latency and the events' 0.5 us grain.
 _TOLERANCE_SECONDS: Final = 0.001
 _MAX_SKIPPED: Final = 20
 
 
 class _Pair(NamedTuple):
-    """Two events of one device, in its stream ``place``. An event belongs to the device it was first recorded on."""
+    """Two events of one device, in its stream ``place``. An event belongs to the device that first records it."""
 
     before: Any
     after: Any
@@ -217,12 +217,12 @@ class GpuClock:
         device: the device whose events are used.
 
     Attributes:
-        sampled_ns: exposed wait and host wait of the pairs of ordinary steps that were read.
-        boundary_ns: the same at epoch boundaries, where every wait is timed.
+        sampled_ns: exposed wait and host wait of the ordinary steps whose pairs were read.
+        boundary_ns: exposed wait and host wait at epoch boundaries, where every wait is timed.
         pairs: how many pairs were read.
         distrusted: pairs that were dropped because they contradict the host's clock.
-        skipped: waits that should have been timed, but were on another stream than the step's work.
-        failed: whether a call to the device raised. The clock is not used any more.
+        skipped: waits that were not timed, because they were on another stream than the step's work.
+        failed: whether a call to the device raised. Then the clock is not used any more.
     """
 
     def __init__(self, device: DeviceEvents) -> None:
@@ -245,13 +245,13 @@ class GpuClock:
 
     @property
     def on_another_stream(self) -> bool:
-        """Whether no wait of an ordinary step could be timed, because all of them were on another stream."""
+        """Whether no wait of an ordinary step could be timed, because all were on another stream."""
         return not self.sampled_ns[1] and self.skipped + self.distrusted >= _MAX_SKIPPED
 
     def worked(self) -> None:
-        """Note the stream of this thread's work as that of the training: the optimizer has stepped.
+        """Note this thread's stream as that of the training, because the optimizer has stepped.
 
-        It holds for one request only: a graph that was captured before the agent came calls no optimizer, and may run
+        This holds for one request only: a graph that was captured before the agent came calls no optimizer, and may run
         in another stream than the one it was captured in.
         """
         if self._skip > 0:
@@ -262,7 +262,7 @@ class GpuClock:
             self._device.end()
 
     def step_ended(self) -> None:
-        """Mark the end of the step's work if this step is to be timed. The next batch is about to be requested."""
+        """Mark the end of the step's work if this step is timed, before the next batch is requested."""
         if self._skip > 0:
             self._skip -= 1
             return
@@ -293,7 +293,7 @@ class GpuClock:
             self._device.end()
 
     def batch_arrived(self, start: int, end: int) -> None:
-        """Mark the moment from which the GPU can have work again: the wait is over.
+        """Mark the end of a wait, when the GPU can have work again.
 
         Args:
             start: start of the wait, monotonic ns.
@@ -364,7 +364,7 @@ class GpuClock:
             self._give_back(pair)
 
     def _thinning(self) -> int:
-        """The number of steps of which one is timed."""
+        """Time one of this many steps."""
         if self._step_ns <= 0:
             return 1
         return min(_MAX_THINNING, max(1, round(self._cost_ns / (BUDGET_RATIO * self._step_ns))))

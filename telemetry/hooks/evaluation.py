@@ -1,4 +1,4 @@
-"""Distinguishes training batches from evaluation batches if the state of gradients does not."""
+"""Separates evaluation batches from training batches where the state of gradients does not."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _MAX_WITHOUT_A_STEP: Final = 2
-"""This many batches, times the batches per optimizer step so far, may come without a sign of training before the loop
+"""So many batches, times the batches per optimizer step so far, may come without a sign of training before the loop
 counts as an evaluation. Gradient accumulation may begin within a set, and accelerate's loaders read one batch ahead."""
 
 _TRAINED_BEFORE: Final = 4
-"""The limit is this many times higher for a loader that was used for training before."""
+"""The limit is this many times higher for a loader that has trained before."""
 
 _MAX_PARAMETERS: Final = 64
 
 
 def _nobody() -> None:
-    """In place of a weak reference to an object that is gone."""
+    """Stands for a weak reference to an object that is gone."""
 
 
 class TrainingSigns:
-    """What shows that the training thread trains, besides optimizers that step.
+    """Looks for signs that the training thread trains, besides optimizers that step.
 
     It only reads, between two batches and off the fast path: a hook on a parameter or a patched ``backward`` would be
     part of the user's graph and of what is compiled.
@@ -38,18 +38,18 @@ class TrainingSigns:
         self._torch: Any = None
         self._graph_nodes: Callable[[], int] = lambda: 0
         self._optimizer: Callable[[], Any] = _nobody
-        self._place = 0  # of the parameter that is read, among the optimizer's
+        self._place = 0  # index of the parameter that is read
         self._nodes = 0
         self._parameter: tuple[int, ...] | None = None
 
     def use_torch(self, torch: ModuleType) -> None:
-        """Use torch, now imported."""
+        """Use torch, which is now imported."""
         self._torch = torch
-        # Torch numbers the nodes of its autograd graphs, on each thread: one more for each operation with gradients on.
+        # Torch numbers the nodes of its autograd graphs on each thread: one more for each operation with gradients on.
         self._graph_nodes = getattr(torch._C._autograd, "_get_sequence_nr", self._graph_nodes)
 
     def follow(self, optimizer: Any) -> None:
-        """An optimizer has stepped, off the fast path: one of its parameters is read from now on."""
+        """Read a parameter of an optimizer from now on. Called after it has stepped, off the fast path."""
         if self._optimizer() is optimizer:
             return
         self._optimizer, self._place = weakref.ref(optimizer), 0
@@ -61,9 +61,9 @@ class TrainingSigns:
             let_pass(error)
 
     def look(self) -> tuple[bool, bool | None]:
-        """Whether the model was run with gradients on since the last look; and whether gradients or parameters changed.
+        """Whether the model ran with gradients on since the last look, and whether gradients or parameters changed.
 
-        The second is None where no parameter shows it: FSDP keeps the gradients of its own kind elsewhere meanwhile.
+        The second is None if no parameter shows it: FSDP keeps its own gradients elsewhere meanwhile.
         """
         nodes, parameter = self._nodes, self._parameter
         self._nodes, self._parameter = self._graph_nodes(), self._read()
@@ -71,24 +71,24 @@ class TrainingSigns:
         return self._nodes != nodes, self._parameter != parameter if known else None
 
     def _read(self) -> tuple[int, ...] | None:
-        """Versions of the parameter and of its gradient, which every change in place raises."""
+        """The versions of the parameter and of its gradient. Every change in place raises them."""
         optimizer = self._optimizer()
         if optimizer is None:
             return None
         try:
-            with self._torch._C.DisableTorchFunction():  # no code of a mode is to run
+            with self._torch._C.DisableTorchFunction():  # a mode's code must not run
                 parameter = _parameters(optimizer)[self._place]
                 if not parameter.is_leaf or type(parameter) not in {self._torch.nn.Parameter, self._torch.Tensor}:
-                    return None  # reading the gradient of no leaf would warn
+                    return None  # reading the gradient of a tensor that is no leaf would warn
                 gradient = parameter.grad
                 return parameter._version, id(gradient), 0 if gradient is None else gradient._version
-        except Exception as error:  # other parameters now, or without versions
+        except Exception as error:  # the parameters were replaced, or have no versions
             let_pass(error)
             return None
 
 
 def _parameters(optimizer: Any) -> list[Any]:
-    """The first group of an optimizer's parameters. A property of a subclass is not called."""
+    """The first group of an optimizer's parameters, without calling a property of a subclass."""
     parameters: list[Any] = vars(optimizer)["param_groups"][0]["params"]
     return parameters
 
@@ -96,14 +96,13 @@ def _parameters(optimizer: Any) -> list[Any]:
 class EvaluationDetector:
     """Watches the newest batches of one iterator, and whether anything is trained meanwhile.
 
-    Batches with no sign of training at all are those of an evaluation. If the model is run with gradients on, without a
-    backward pass, they are so only if another loader trains: the optimizer may have copies of the model's parameters.
-
-    A loader is recognised by its sampler, else by its data set. Neither is kept alive. Until a torch optimizer has
-    stepped, all batches count as training.
+    Batches without any sign of training are an evaluation's. If the model runs with gradients on but without a backward
+    pass, that holds only if another loader trains: the optimizer may have copies of the model's parameters. A loader
+    is recognised by its sampler, else by its data set. Neither is kept alive. Until a torch optimizer has stepped, all
+    batches count as training.
 
     Attributes:
-        signs: of training.
+        signs: the signs of training.
     """
 
     def __init__(self) -> None:
@@ -113,20 +112,20 @@ class EvaluationDetector:
         self._iterator = 0
         self._since = 0  # optimizer steps when the first batch was requested
         self._batches = 0  # batches requested since then without a sign of training
-        self._max_batches = 0  # with more batches than this it is an evaluation
+        self._max_batches = 0  # more batches than this are an evaluation
         self._parts: list[Callable[[], Any]] = []
         self._trained: WeakMap[None] = WeakMap()
         self._evaluated: WeakMap[None] = WeakMap()
 
     def known_to_evaluate(self, loader: object) -> bool:
-        """Whether an iteration of this loader that begins now is an evaluation, judging by its earlier iterations."""
+        """Whether an iteration of this loader would be an evaluation, judging by its earlier iterations."""
         return self._evaluates(_parts_of(loader))
 
     def requested(self, iterator: object, optimizer_steps: int, closed: int) -> bool:
-        """A batch is about to be requested. Returns whether it is for an evaluation.
+        """Note that a batch is about to be requested. Returns whether it is for an evaluation.
 
         Args:
-            iterator: the iterator that gives it.
+            iterator: the iterator that gives the batch.
             optimizer_steps: optimizer steps so far.
             closed: training steps that have ended so far.
         """
@@ -153,7 +152,7 @@ class EvaluationDetector:
             self._evaluating = self._batches > self._max_batches
 
     def _another_trains(self) -> bool:
-        """Whether there is a loader that trains, and neither this one nor its data did."""
+        """Whether some other loader has trained, with other data than this one's."""
         return len(self._trained) > 0 and not self._in(self._trained, self._parts)
 
     def settled(self, optimizer_steps: int) -> bool:
@@ -165,7 +164,7 @@ class EvaluationDetector:
         return self.settled(optimizer_steps) or self._in(self._trained, self._parts)
 
     def leave(self, optimizer_steps: int) -> None:
-        """The iteration has ended, or another begins. The purpose of its batches is remembered for its loader."""
+        """End an iteration, and remember for its loader what its batches were for."""
         if not self._iterator:
             return
         parts = [part for reference in self._parts if (part := reference()) is not None]
@@ -180,7 +179,7 @@ class EvaluationDetector:
         self._iterator, self._parts, self._evaluating, self._trains = 0, [], False, False
 
     def _evaluates(self, parts: list[Callable[[], Any]]) -> bool:
-        """Whether the loader evaluates. Another loader, with another sampler, may train on the same data set."""
+        """Whether the loader evaluates. Another loader with another sampler may train on the same data set."""
         return self._in(self._evaluated, parts) and not self._in(self._trained, parts[:1])
 
     @staticmethod
@@ -191,7 +190,7 @@ class EvaluationDetector:
 def _parts_of(loader: object) -> list[Callable[[], Any]]:
     """The objects that a loader shares with its iterators: its sampler, which no other loader has, and its data set.
 
-    For a watched object it is the object itself. Only attributes of torch's own classes are read.
+    A watched object stands for itself. Only attributes of torch's own classes are read.
     """
     watched = origin(loader)
     if watched is not None:

@@ -1,4 +1,4 @@
-"""Which object is a loader, and which iterators give batches, without keeping them alive."""
+"""Recognises loaders, and registers the iterators that give batches, without keeping them alive."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from telemetry.hooks.worker_block import WorkerBlock
 
 
-# -- recognises an object by its type only: its attributes prove nothing, and reading one may raise --------------------
+# -- recognises an object by its type only, because its attributes prove nothing and reading one may raise -------------
 
 
 class Arrival(NamedTuple):
-    """A batch that the training thread has taken from its workers. A tuple, because one is made for each batch.
+    """A batch that the training thread has taken from its workers. A tuple, because each batch makes one.
 
     Attributes:
-        epoch: epoch of the loader's iterator, the first is 1. ``number``: of the batch in the epoch, the first is 0.
+        epoch: the epoch of the loader's iterator, from 1 on.
+        number: the batch's number in the epoch, from 0 on.
         requested_ns, arrived_ns: start and end of the wait, monotonic.
     """
 
@@ -44,7 +45,7 @@ def origin(candidate: object) -> weakref.ref[Any] | None:
     """A weak reference to the object that was passed to ``watch()``.
 
     Args:
-        candidate: its wrapper, or an iterator of the wrapper. For anything else the result is None.
+        candidate: its wrapper, or an iterator of the wrapper. Anything else returns None.
     """
     if not issubclass(type(candidate), Wrapper):
         return None
@@ -73,7 +74,7 @@ def is_loader_iterator(candidate: object) -> bool:
 
 
 def own_value(candidate: Any, name: str, default: Any = None) -> Any:
-    """An attribute of an object that no code of its class computes, as ``vars`` has it, without making it a dictionary.
+    """An attribute that no code of the object's class computes. Unlike ``vars``, this does not make it a dictionary.
 
     With a dictionary, Python takes longer for each attribute of the object: 0.15 us more for torch's own part of
     ``next()`` (`benchmarks/`, hot; Python 3.11).
@@ -98,7 +99,7 @@ def workers_of(candidate: Any) -> list[Any]:
 
 
 def batch_size_of(candidate: Any) -> int | None:
-    """The batch size of a ``DataLoader``'s iterator; None if another sampler than torch's makes its batches."""
+    """The batch size of a ``DataLoader``'s iterator; None if a sampler makes its batches that is not torch's."""
     sampler = own_value(candidate, "_index_sampler") if is_loader_iterator(candidate) else None
     size = vars(sampler).get("batch_size") if _is_a(sampler, "BatchSampler", "torch.utils.data.sampler") else None
     return size if isinstance(size, int) else None
@@ -112,7 +113,7 @@ def _is_a(candidate: object, name: str, module: str = "torch.utils.data.dataload
 # -- describes where batches come from, without keeping the iterator alive ---------------------------------------------
 
 _MAX_ARRIVALS: Final = 512
-"""Maximum number of arrivals between two readings. In a faster loop only the newest are used."""
+"""So many arrivals are kept between two readings. In a faster loop only the newest are used."""
 
 
 class BatchSource:
@@ -123,7 +124,7 @@ class BatchSource:
         settings: the loader's settings, by the names of DataLoader's arguments. Also ``loader_used_again`` (whether the
             newest iteration was not its first) and, if workers are forked, ``sharing_strategy`` of
             torch.multiprocessing.
-        unseen: iterations whose start was dropped because the ring was full. Written by the training thread.
+        unseen: iterations whose start was dropped because the ring was full. The training thread writes it.
     """
 
     def __init__(self, kind: str, settings: dict[str, Any]) -> None:
@@ -138,19 +139,19 @@ READ_AHEAD: Final = BatchSource("read_ahead", {})
 
 
 class LoaderHandle(BatchSource):
-    """An iterator with workers.
+    """An iterator with workers. The last three attributes are the agent thread's.
 
     Attributes:
         pids: the pids of its workers, 0 for a worker that is a thread of this process.
         threads: how many workers are threads of this process.
         queue: the queue of finished batches.
-        block: counters that the workers write; None if they were started before the agent, or are threads.
+        block: counters that the workers write; None if they started before the agent, or are threads.
         training: whether it has given a training batch.
         resumed: whether its first iteration began in the middle. Then its batches cannot be matched with fetches.
-        in_order: whether batch number ``n`` of an epoch comes from worker ``n % len(pids)``.
-        epoch: how many iterations have begun. Agent thread only.
-        delivered: how many batches were taken in the newest iteration; None if the count was lost. Agent thread only.
-        arrivals: training batches taken since the last reading. Agent thread only.
+        in_order: whether batch ``n`` of an epoch comes from worker ``n % len(pids)``.
+        epoch: how many iterations have begun.
+        delivered: how many batches of the newest iteration were taken; None if the count was lost.
+        arrivals: training batches taken since the last reading.
     """
 
     def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
@@ -184,27 +185,27 @@ def _is_forked(worker: Any) -> bool:
     return getattr(getattr(worker, "_popen", None), "method", None) == "fork"
 
 
-# -- registers the iterators that give batches, without keeping them alive ---------------------------------------------
+# -- registers iterators -----------------------------------------------------------------------------------------------
 
 _MAX_ITERATORS: Final = 64
 
 
 class LoaderRegistry:
-    """Written by the training thread. The agent thread may use `live`, `take_retired` and `newest`.
+    """The training thread writes it. The agent thread may use `live`, `take_retired` and `newest`.
 
     Attributes:
-        newest: returns the source of the newest batches; None before the first batch, and if it no longer exists.
+        newest: returns the source of the newest batches; None before the first batch, and if it is gone.
         newest_begun: returns the handle of the iteration that began last, on any thread; None if it has no workers.
-        finding: whether the first batch of a generator is being requested, which shows the source of its batches.
+        finding: whether a generator's first batch is being requested, which shows the source of its batches.
         known_iterators: iterator classes of other libraries, each with a function from an iterator to its source.
-        sampling: what new workers are asked for: the session, and the stamp until which they sample their fetches.
-            Written by the agent thread.
+        sampling: the request to new workers: the session, and the stamp until which they sample their fetches. The
+            agent thread writes it.
         asked: handles of the iterators that were registered with such a request. The agent thread takes them.
     """
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[weakref.ref[Any], LoaderHandle]] = {}
-        self._gone: deque[weakref.KeyedRef[int, Any]] = deque()  # appended to when an iterator is freed
+        self._gone: deque[weakref.KeyedRef[int, Any]] = deque()  # gets each iterator that is freed
         self._retired: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
@@ -221,7 +222,7 @@ class LoaderRegistry:
         shuts the workers down.
 
         Args:
-            iterator: the iterator; one without workers is ignored.
+            iterator: the iterator. One without workers is ignored.
             block: counters that its workers write, if there are any.
             again: whether its loader has made an iterator before.
         """
@@ -247,7 +248,7 @@ class LoaderRegistry:
             self.newest_begun = weakref.ref(handle)
 
     def known(self, iterator: object) -> LoaderHandle | None:
-        """The handle of a live iterator with workers, watched or not; None for any other."""
+        """The handle of a live iterator with workers, watched or not; else None."""
         self._retire()
         entry = self._live.get(id(unwrapped(iterator)))
         return None if entry is None else entry[1]
@@ -263,7 +264,7 @@ class LoaderRegistry:
         return source
 
     def newest_batch_size(self) -> int | None:
-        """How many samples a batch of the newest loader has; None if it does not tell."""
+        """How many samples a batch of the newest loader has; None if unknown."""
         return self._batch_size
 
     def live(self) -> list[LoaderHandle]:
@@ -272,13 +273,13 @@ class LoaderRegistry:
         return [handle for _, handle in list(self._live.values())]
 
     def take_retired(self) -> Iterator[LoaderHandle]:
-        """Handles of iterators that ended since the last call, and whose counters must still be read."""
+        """Handles of iterators that ended since the last call. Their counters must still be read."""
         self._retire()
         while self._retired:
             yield self._retired.popleft()
 
     def _retire(self) -> None:
-        """Move the iterators that were freed. Any thread may be first."""
+        """Move iterators that were freed to the retired ones. Several threads may do this at once."""
         while self._gone:
             try:
                 reference = self._gone.popleft()

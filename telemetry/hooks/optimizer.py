@@ -1,11 +1,11 @@
-"""The hook that runs after every optimizer step, also of those that a CUDA graph contains.
+"""Counts optimizer steps, also those in a CUDA graph.
 
-It counts the steps, which distinguishes training from evaluation. If no batch is requested on the training thread,
-because another thread prefetches, then each step of the optimizer is a training step.
+They separate training from evaluation. If the training thread requests no batch, because another thread prefetches,
+each step of the optimizer is a training step.
 
-Torch calls the hook for each ``step`` of any optimizer. One that wraps another, or whose class calls the ``step`` of
-its base class, makes two calls for one step: the inner one does not count. Where the step of an optimizer is captured
-in a graph, a replay of the graph is that step: Python no longer calls the optimizer.
+Torch calls the hook for each ``step`` of any optimizer. An optimizer that wraps another, or calls the ``step`` of its
+base class, makes two calls for one step: the inner one does not count. If a graph has captured the step, a replay of
+the graph is that step, because Python no longer calls the optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _BOUNDARY: Final = r.code(r.S_COMPUTE, r.S_COMPUTE, r.CLOSES | r.OPENS | r.BATCH)
 
 _MAX_FRAMES: Final = 12
-"""Between the step of an optimizer and that of one around it. A gradient scaler and a scheduler add some."""
+"""So many frames are searched for the step of an outer optimizer. A gradient scaler and a scheduler add some."""
 
 _LOOKS: Final = 16
 """So many steps after a new optimizer are looked at: it may be in another one, or around one. A look takes 1 µs."""
@@ -43,8 +43,8 @@ class OptimizerSteps:
     """Counts the steps of optimizers.
 
     Args:
-        tracker: gets them.
-        captures: knows which CUDA graphs are being captured.
+        tracker: gets the steps.
+        captures: the CUDA graphs that are being captured.
     """
 
     def __init__(self, tracker: StepTracker, captures: Captures) -> None:
@@ -53,14 +53,14 @@ class OptimizerSteps:
         self._known: set[int] = set()  # ids of optimizers that have stepped
         self._looks = 0  # how many of the next steps are looked at
         self._device_read_from = 0  # id of the optimizer whose parameters gave the device
-        self._optimizer_id = 0  # id of the optimizer whose steps count as training steps, if no batch is requested
+        self._optimizer_id = 0  # id of the optimizer whose steps count as training steps if no batch is requested
         # The optimizers whose steps a graph contains. They are not kept alive: one may have a reference to its graph.
         self._in_graph: WeakMap[list[weakref.ref[Any]]] = WeakMap()
 
     def patch(self, module: Any, patches: Patches) -> None:
         """Register the hook with ``torch.optim.optimizer``."""
 
-        # Both are default values and not closure variables: see `hooks.dataloader.timed_next`.
+        # Both are default values instead of closure variables: see `hooks.dataloader.timed_next`.
         def stepped(
             optimizer: object,
             _args: object,
@@ -76,7 +76,7 @@ class OptimizerSteps:
             except Exception as error:
                 tracker.fault(error)
 
-        # As torch.compiler.disable marks a function. That would import Dynamo. A compiled step must not trace this.
+        # torch.compiler.disable marks a function in this way, but imports Dynamo. A compiled step must not trace this.
         stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
         patches.on_undo(module.register_optimizer_step_post_hook(stepped).remove)
 
@@ -93,20 +93,20 @@ class OptimizerSteps:
             patches.replace(graph, "replay", lambda original: around(original, after=self._replayed))
 
     def stepped(self, optimizer: object) -> None:
-        """The ``step`` of an optimizer has returned, outside the fast path."""
+        """Handle a step of an optimizer that is not on the fast path."""
         tracker = self._tracker
         if id(optimizer) not in self._known:
             self._known = {id(optimizer), *(self._known if len(self._known) < _MAX_OPTIMIZERS else ())}
             self._looks = _LOOKS
         self._looks -= 1
         if (tracker.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(2)):
-            tracker.nested_steps = True  # the fast path cannot tell
+            tracker.nested_steps = True  # the fast path cannot see it
             tracker.resume.read_position(optimizer, tracker.optimizer_steps + 1)
         elif not self._only_captured(optimizer):
             self._count(optimizer)
 
     def _count(self, optimizer: object) -> None:
-        """Count a step of an optimizer: now, or captured in a graph that was replayed now."""
+        """Count a step of an optimizer that ran now, or is in a graph that was replayed now."""
         tracker = self._tracker
         tracker.optimizer_steps += 1
         if tracker.resume.initializing:
@@ -148,12 +148,12 @@ class OptimizerSteps:
 
     def _capture_begins(self, graph: Any) -> None:
         if self._tracker.here:
-            self._tracker.loop_changed()  # the steps of optimizers are to be seen
+            self._tracker.loop_changed()  # the slow path must see the optimizers' steps
         self._in_graph.discard(graph)
         self._captures.begin(graph)
 
     def _only_captured(self, optimizer: object) -> bool:
-        """An optimizer has stepped. Returns whether that was only recorded in a graph, by this thread."""
+        """Whether the step of an optimizer was only recorded in a graph, by this thread."""
         if not self._captures.under_way or not self._tracker.here:
             return False
         for graph in self._captures.graphs.objects():
@@ -173,7 +173,7 @@ class OptimizerSteps:
 
 
 def _is_nested(step: FrameType) -> bool:
-    """Whether an optimizer steps within the step of another. ``step``: torch's frame that calls the hooks."""
+    """Whether an optimizer steps within another's step. ``step``: torch's frame that calls the hooks."""
     frame = step.f_back
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -185,7 +185,7 @@ def _is_nested(step: FrameType) -> bool:
 
 
 def _device_of(optimizer: Any) -> str | None:
-    """The type of device that holds an optimizer's parameters; None if it is unknown."""
+    """The type of device that holds an optimizer's parameters, if known."""
     try:
         return str(optimizer.param_groups[0]["params"][0].device.type)
     except Exception as error:

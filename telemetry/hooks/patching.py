@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-# -- keeps our frames out of what the user sees: tracebacks, and the places that warnings name -------------------------
+# -- keeps our frames out of tracebacks, and out of the places that warnings name --------------------------------------
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -27,7 +27,7 @@ _SKIPPED: Final = os.path.join(os.path.dirname(__file__), "importlib._bootstrap"
 
 
 def unseen(function: F) -> F:
-    """Make a function around one of torch's or the script's invisible for ``warnings.warn(…, stacklevel=…)``.
+    """Make a function around torch's or the script's invisible for ``warnings.warn(…, stacklevel=…)``.
 
     A warning with a stack level names the file and line of a caller, and warning filters go by these. Python skips the
     frames of its import system, which it recognises by the name of their file (bpo-24305). So the function gets such a
@@ -41,15 +41,15 @@ def unseen(function: F) -> F:
 def forget_frame(error: BaseException) -> None:
     """Drop the first frame, the caller's own, from the traceback of the exception it has just caught.
 
-    Must be followed by a bare ``raise``. From Python 3.11 on, that restores the traceback as it is now and adds
-    nothing. On 3.10 the frame stays, because a bare ``raise`` restores the traceback as it was caught.
+    A bare ``raise`` must follow. From Python 3.11 on, it restores the traceback as it is now and adds nothing. On 3.10
+    the frame stays, because a bare ``raise`` restores the traceback as it was caught.
     """
     trace = error.__traceback__
     if trace is not None and trace.tb_next is not None:
         error.__traceback__ = trace.tb_next
 
 
-# -- values by object, which does not keep the objects alive and runs no Python when one of them is freed --------------
+# -- maps objects to values without keeping the objects alive, and runs no Python when an object is freed --------------
 # The dictionaries and sets of `weakref` have Python callbacks. A signal that arrives while an object is freed is
 # handled at the first bytecode of such a callback, and Python drops what a callback raises: Ctrl-C would be lost.
 
@@ -57,7 +57,7 @@ V = TypeVar("V")
 
 
 class WeakMap(Generic[V]):
-    """Objects are compared by identity, and must take weak references. A value is freed with its object."""
+    """Compares objects by identity; they must take weak references. A value is freed with its object."""
 
     __slots__ = ("_entries",)
 
@@ -66,7 +66,7 @@ class WeakMap(Generic[V]):
 
     def __setitem__(self, key: object, value: V) -> None:
         number = id(key)
-        # The callback gets the reference, which is the default of `pop` and not used.
+        # The callback gets the reference as the default of `pop`, which is not used.
         self._entries[number] = weakref.ref(key, partial(self._entries.pop, number)), value
 
     def __contains__(self, key: object) -> bool:
@@ -76,7 +76,7 @@ class WeakMap(Generic[V]):
         return len(self._entries)
 
     def get(self, key: object) -> V | None:
-        """The value of an object; None if it has none."""
+        """The value of an object, if it has one."""
         entry = self._entries.get(id(key))
         return None if entry is None else entry[1]
 
@@ -85,7 +85,7 @@ class WeakMap(Generic[V]):
         self._entries.pop(id(key), None)
 
     def objects(self) -> list[Any]:
-        """The objects that are alive. While the caller has them, it keeps them alive."""
+        """The objects that are alive. The result keeps them alive."""
         return [key for reference, _ in [*self._entries.values()] if (key := reference()) is not None]
 
     def clear(self) -> None:
@@ -137,8 +137,8 @@ def around(
 class Patches:
     """Patches that can all be undone, in reverse order.
 
-    If other code has patched over one of our patches, that patch is not undone, because that would undo theirs, too. It
-    stays underneath and passes straight through.
+    If other code has patched over one of them, that patch is not undone, because that would undo theirs, too. It stays
+    underneath and passes straight through.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Patches:
         original = vars(owner).get(name, _MISSING)
         if original is _MISSING:
             raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no {name} of its own to patch")
-        # A function known under two names gets one wrapper. Otherwise it could not be pickled by its name.
+        # A function with two names gets one wrapper. Otherwise it could not be pickled by its name.
         same = [ours for _, _, theirs, ours in self._undo if theirs is original]
         replacement = same[0] if same else wrap(original)
         setattr(owner, name, replacement)
@@ -176,11 +176,11 @@ class Patches:
         self.on_undo(remove)
 
     def on_undo(self, remove: Callable[[], None]) -> None:
-        """Call ``remove`` when the patches are undone: for hooks that are removed in another way."""
+        """Call ``remove`` when the patches are undone, for hooks with another way to remove them."""
         self._removers.append(remove)
 
     def undo(self) -> list[str]:
-        """Undo all patches. Returns the names of patches that stay, because other code has patched over them."""
+        """Undo all patches. Returns the names of patches that must stay, because other code has patched over them."""
         left: list[str] = []
         for owner, name, original, replacement in reversed(self._undo):
             if vars(owner).get(name) is replacement:
@@ -195,12 +195,12 @@ class Patches:
 
 
 # -- calls a function when a module has been imported, without importing it --------------------------------------------
-# Under ``telemetry run`` the script has not imported torch yet. The script must import torch itself: before that, it
-# may set variables that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
+# Under ``telemetry run`` the script has not imported torch yet. It must do that itself: before, it may set variables
+# that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls back once for each watched module: at once if it is already imported, else when it has been imported.
+    """Calls back once for each watched module: now if it is already imported, else when it has been imported.
 
     It is in ``sys.meta_path`` only while it waits for a module.
 
@@ -211,7 +211,7 @@ class ImportWatch(MetaPathFinder):
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._waiting: dict[str, Callable[[ModuleType], None]] = {}
         self._on_error = on_error
-        self._searching: set[tuple[int, str]] = set()  # threads, and the module that each looks for
+        self._searching: set[tuple[int, str]] = set()  # each thread with the module that it looks for
 
     def when_imported(self, name: str, then: Callable[[ModuleType], None]) -> None:
         """Call ``then(module)``. An exception in it goes to ``on_error`` and does not fail the import."""
@@ -232,7 +232,7 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The other finders' spec for a watched module, with a loader that calls back; None for any other module."""
+        """Return the other finders' spec for a watched module, with a loader that calls back; else None."""
         del path, target
         # For this thread and this module only. CPython calls one finder at a time, but does not guarantee it.
         search = (get_ident(), fullname)
@@ -287,14 +287,14 @@ class _Announcing(Loader):
         self._then(module)
 
 
-# -- keeps objects that own a resource of a device from being destroyed in a forked child ------------------------------
+# -- keeps objects with a resource of a device from being destroyed in a forked child ----------------------------------
 # A child inherits a copy of such objects. The destructor of a CUDA event calls the driver, which does not work in a
 # forked child: the call fails, or ends the process. Many things can drop the last reference: code, the garbage
 # collector, or the interpreter when it exits and clears every module. So an object that is kept here has one more
-# reference, which Python does not know of. Only `release` drops it, in the process that made the object.
+# reference, which Python does not count. Only `release` drops it, in the process that made the object.
 
 _KEPT: Final[dict[int, Any]] = {}
-# This reference is never dropped: the dictionary and its contents outlive the interpreter, in the parent, too.
+# Nobody ever drops this reference: the dictionary and its contents outlive the interpreter, in the parent, too.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))
 
 
@@ -304,5 +304,5 @@ def keep(owner: Any) -> None:
 
 
 def release(owner: Any) -> None:
-    """Release an object. Must not be called in a forked child for an object of its parent."""
+    """Release an object. A forked child must not release its parent's objects."""
     _KEPT.pop(id(owner), None)

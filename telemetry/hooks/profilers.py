@@ -1,4 +1,4 @@
-"""The user's own profilers: when one records, and named ranges in their traces."""
+"""The user's own profilers: whether one records, and named ranges in their traces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ProfilerWatch:
     """Tracks the profilers of the process.
 
     Args:
-        on_error: called with a failure of our code while one of theirs begins.
+        on_error: called if our code fails while one of theirs begins.
 
     Attributes:
         before_theirs: called before one of theirs begins, on its thread. It returns when ours has ended.
@@ -55,7 +55,7 @@ class ProfilerWatch:
         self._enabled: Callable[[], bool] = lambda: False
 
     def patch(self, module: ModuleType, enabled: Callable[[], bool], patches: Patches) -> None:
-        """Patch ``torch.autograd.profiler``. ``enabled``: whether a profiler records on the calling thread."""
+        """Patch ``torch.autograd.profiler``. ``enabled`` returns whether a profiler records on the calling thread."""
         self._enabled = enabled
         for name, beginnings in _BEGIN.items():
             owner = vars(module).get(name)
@@ -106,13 +106,10 @@ class ProfilerWatch:
         self._theirs.discard(profiler)
 
 
-# -- profiler ranges ---------------------------------------------------------------------------------------------------
-# Named ranges in the traces of profilers: ``record_function`` and NVTX.
-#
+# -- named ranges in the traces of profilers: ``record_function`` and NVTX ---------------------------------------------
 # While a snapshot records, phases and waits for watched iterables are ranges of its trace. Torch itself marks the waits
-# for a DataLoader. With the setting ``nvtx``, steps, waits, phases and the workers' fetches are always NVTX ranges,
-# which Nsight Systems shows (those of the fetches come from `hooks.worker`). Then no step takes the fast path of the
-# hooks.
+# for a DataLoader. With the setting ``nvtx``, steps, waits, phases and the workers' fetches are always NVTX ranges, for
+# Nsight Systems (`hooks.worker` marks the fetches). Then no step takes the fast path of the hooks.
 
 
 class ProfilerRanges:
@@ -151,6 +148,6 @@ class ProfilerRanges:
             end()
 
     def step(self, ended: int, *, opens: bool) -> None:
-        """``ended`` steps have ended. With ``opens`` the next step begins."""
+        """Mark that ``ended`` steps have ended. With ``opens`` the next step begins."""
         self.end(self._step)
         self._step = self.begin(f"step {ended + 1}") if opens else ()

@@ -1,4 +1,4 @@
-"""What the training thread tells about checkpoints: which it has written, and where it has resumed."""
+"""Keeps what the training thread has done with checkpoints: which it has written, and where it has resumed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _MAX_PARAMETERS: Final = 8
 
 
 class ResumeState:
-    """Kept by the training thread, off the fast path. The agent thread reads it and takes ``saves``.
+    """The training thread writes it, off the fast path. The agent thread reads it and takes ``saves``.
 
     Attributes:
         saves: checkpoints that have been written, or whose writing has failed.
-        restore_ns: time spent in loading functions before the first step; ``restoring_since``: of one in progress,
-            monotonic ns, else 0.
-        step: number of optimizer steps that the loaded state contains; None if nothing tells.
+        restore_ns: time spent in loading functions before the first step.
+        restoring_since: start of a loading function in progress, monotonic ns, else 0.
+        step: number of optimizer steps in the loaded state, if known.
         at_optimizer_steps: optimizer steps of this process when ``step`` was loaded.
         source: where ``step`` comes from: ``optimizer`` or ``told``.
-        optimizers: how many optimizers have been seen to step.
         writing_elsewhere: asynchronous checkpoints in progress, whose parts other threads save.
-        initializing: an optimizer's state is being created by a step that trains nothing.
+        initializing: a step that trains nothing is creating an optimizer's state.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class ResumeState:
         self.writing_elsewhere = 0
         self._optimizer_ids: set[int] = set()
         self._read = False
-        self._holds_optimizer: bool | None = None  # of the checkpoint in progress
+        self._holds_optimizer: bool | None = None  # whether the checkpoint in progress does
         self._failed = False
         self._writing: list[Any] = []  # futures of its asynchronous part
 
@@ -64,21 +63,21 @@ class ResumeState:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def saving(self, *, holds_optimizer: bool) -> None:
-        """A saving function is about to be called on the training thread."""
+        """Note that a saving function is about to be called on the training thread."""
         self._holds_optimizer = bool(self._holds_optimizer) or holds_optimizer
 
     def failed(self) -> None:
-        """The checkpoint in progress raises."""
+        """Note that the checkpoint in progress has raised."""
         self._failed = True
 
     def returned(self, result: Any) -> None:
-        """A saving function has returned. If that is a future, the checkpoint is complete when it is done."""
+        """Note what a saving function has returned. If it is a future, the checkpoint is complete when that is done."""
         future = getattr(result, "upload_completion", result)
         if callable(getattr(future, "add_done_callback", None)):
             self._writing.append(future)
 
     def checkpoint_ended(self, state: StepState, start: int, end: int) -> None:
-        """The outermost checkpoint scope of the training thread ends."""
+        """Note that the training thread's outermost checkpoint has ended."""
         futures, failed, holds = self._writing, self._failed, self._holds_optimizer
         self._writing, self._failed, self._holds_optimizer = [], False, None
         save = SavedCheckpoint(
@@ -87,13 +86,13 @@ class ResumeState:
             state.optimizer_steps,
             state.ring.closed + state.ring.open,
             complete=not failed and not futures,
-            holds_optimizer=holds is not False,  # a phase of the user's with no saving function in it is a checkpoint
+            holds_optimizer=holds is not False,  # a user's phase without a saving function counts as a checkpoint
         )
         self.saves.append(save)
         left = len(futures)
         self.writing_elsewhere += left
 
-        def written(future: Any) -> None:  # on a thread of torch's
+        def written(future: Any) -> None:  # runs on a thread of torch's
             nonlocal left
             left -= 1
             self.writing_elsewhere -= 1
@@ -104,7 +103,7 @@ class ResumeState:
             future.add_done_callback(written)
 
     def saved_elsewhere(self, start: int, steps: tuple[int, int], *, holds_optimizer: bool) -> None:
-        """A saving function has returned on another thread. ``steps``: of optimizers, and of the loop, at its start."""
+        """Note a save on another thread. ``steps``: steps of optimizers and of the loop when it began."""
         optimizer_steps, loop_steps = steps
         self.saves.append(
             SavedCheckpoint(
@@ -115,7 +114,7 @@ class ResumeState:
     # -- restoring ---------------------------------------------------------------------------------------------
 
     def begin_restore(self, state: StepState) -> bool:
-        """A loading function is about to be called. Returns whether its time counts: the outermost, before a step."""
+        """Begin a loading function. Returns whether its time counts: only if it is the outermost, before a step."""
         starting = state.category == S_STARTUP and not state.batch_seen
         if not starting or self.restoring_since or threading.get_ident() != state.thread:
             return False
@@ -123,12 +122,12 @@ class ResumeState:
         return True
 
     def end_restore(self) -> None:
-        """It has returned, or raised."""
+        """End a loading function that has returned or raised."""
         since, self.restoring_since = self.restoring_since, 0
         self.restore_ns += now_ns() - since
 
     def loaded(self, state: StepState, optimizer: Any, given: Any) -> None:
-        """An optimizer has loaded its state. ``given``: what it was called with, which may still be on the host."""
+        """Read the state that an optimizer has loaded. ``given``: what it got, which may still be on the host."""
         if self.source is not None or threading.get_ident() != state.thread or state.ring.closed:
             return
         step = _step_of_optimizer(optimizer)
@@ -138,13 +137,13 @@ class ResumeState:
             self.step, self.source, self.at_optimizer_steps = step, OPTIMIZER, state.optimizer_steps
 
     def stepped(self, optimizer: Any, steps: int) -> None:
-        """An optimizer has stepped, off the fast path, and that was step number ``steps`` of this process."""
+        """Note an optimizer's step off the fast path. ``steps``: its number in this process."""
         if len(self._optimizer_ids) < _MAX_PARAMETERS:
             self._optimizer_ids.add(id(optimizer))
         self.read_position(optimizer, steps)
 
     def read_position(self, optimizer: Any, steps: int) -> None:
-        """Read how many steps the state of the first optimizer that steps has had, maybe within the step of another."""
+        """Read how many steps the state of the first optimizer has had. It may step within another's step."""
         if self._read:
             return
         self._read = True
@@ -154,12 +153,12 @@ class ResumeState:
                 self.step, self.source, self.at_optimizer_steps = step - steps, OPTIMIZER, 0
 
     def told(self, state: StepState, step: int) -> None:
-        """The script says how many steps the state that it has loaded contains."""
+        """Take from the script how many steps its loaded state contains."""
         self.step, self.source, self.at_optimizer_steps = step, TOLD, state.optimizer_steps
 
 
 def _succeeded(future: Any) -> bool:
-    """Whether a future has a result. An exception here would be logged by torch's thread."""
+    """Whether a future has a result. Torch's thread would log an exception here."""
     try:
         return not future.cancelled() and future.exception() is None
     except Exception as error:  # another kind of future
@@ -176,17 +175,17 @@ def _step_of_optimizer(optimizer: Any) -> int | None:
 
 
 def _counted_in(states: Any) -> int | None:
-    """The steps in the state of an optimizer, by parameter. Calls no method of a class of the user's."""
+    """The steps in an optimizer's state. Calls no method of a class of the user's."""
     try:
         return step_of(dict.values(states)) if isinstance(states, dict) else None
-    except (OverflowError, ValueError, RuntimeError):  # infinite, no number, or several
+    except (OverflowError, ValueError, RuntimeError):  # infinite, no number, or several numbers
         return None
 
 
 def step_of(states: Iterable[Any]) -> int | None:
-    """How many steps an optimizer's state has had, as Adam and others count them; None where it does not count.
+    """How many steps an optimizer's state has had, if it counts them as Adam and others do.
 
-    Only a number on the host is read. Reading one on a device would wait for the device, and one of a distributed
+    Only a number on the host is read. Reading one on a device would wait for the device, and reading a distributed
     tensor perhaps for the other ranks.
 
     Args:
@@ -203,9 +202,9 @@ def step_of(states: Iterable[Any]) -> int | None:
 
 
 def holds_optimizer(value: Any, depth: int = 2) -> bool:
-    """Whether an object that is saved contains an optimizer's state, as far as its outer levels tell.
+    """Whether the outer levels of a saved object contain an optimizer's state.
 
-    A class of the user's may load on access what it contains. So no method of it is called.
+    A class of the user's may load its contents on access, so no method of it is called.
     """
     if isinstance(value, dict):
         if dict.__contains__(value, "param_groups") and dict.__contains__(value, "state"):

@@ -8,15 +8,15 @@ from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUA
 from telemetry.util.clock import sleep
 
 Entry = tuple[int, int, int, Any]
-"""Start and end (monotonic ns), code, and source of the batch (a `BatchSource`, or a `BatchMark` with one); None means
-the same source as before. With the code `GAP`, the last item has the sums of the dropped entries."""
+"""Start and end (monotonic ns), code, and source of the batch (a `BatchSource`, or a `BatchMark` with one). The source
+None means the same source as before. With the code `GAP`, it is the sums of the dropped entries."""
 
 CAPACITY: Final = 1 << 12
 """Entries. With one drain a second this is enough for steps of 244 µs. In faster loops entries are dropped and counted.
 A full garbage collection visits the whole list, so it is no longer than needed."""
 
 _MAX_READS: Final = 100
-"""Attempts to read the sums while the writer changes them. A change takes less than a microsecond."""
+"""The reader tries this often to read the sums while the writer changes them. A change takes under a microsecond."""
 
 STRIDE: Final = 4
 WORDS: Final = CAPACITY * STRIDE
@@ -43,19 +43,19 @@ BEGINS: Final = 1 << 9
 LEAVES: Final = 1 << 11
 """The workers of an iteration were stopped before its end."""
 GAP: Final = 1 << 12
-"""Not a span but the sums of the entries that were dropped here."""
+"""This is no span: it has the sums of the entries that were dropped here."""
 
 
 def code(during: int, after: int, flags: int = 0) -> int:
-    """The category during a span, the one after it, and the flags, as one number."""
+    """Make one number of the category during a span, the category after it, and the flags."""
     return during | after << 3 | flags
 
 
 STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
-"""The ordinary batch: closes the step before it, opens the next."""
+"""The ordinary batch: it closes the step before it and opens the next."""
 
 _UNWRITTEN: Final = (0, 0, STEP, None)
-"""An entry that the fast path only stores two stamps into."""
+"""An entry before the fast path stores its two stamps."""
 
 
 class Ring:
@@ -68,8 +68,8 @@ class Ring:
 
     The fast path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
     through `push`. ``head`` and ``tail`` count words and never decrease. ``limit`` is how far the writer may go before
-    it has to check where the reader is. Only the writer sets it. While entries are being dropped it does not move. So
-    the fast path stores nothing before the sums of the dropped entries are in their place.
+    it has to check where the reader is. Only the writer sets it, and it does not move while entries are being dropped.
+    So the fast path stores nothing before the sums of the dropped entries are in their place.
 
     Attributes:
         open: whether a step is open after the newest entry.
@@ -91,7 +91,7 @@ class Ring:
         self._stretches = 0
 
     def push(self, start: int, end: int, entry: int, source: Any = None) -> None:
-        """Write one span, or add it to the dropped ones if the ring is full.
+        """Write one span. If the ring is full, add it to the dropped ones.
 
         Args:
             start: start of the span, monotonic ns.
@@ -126,9 +126,9 @@ class Ring:
 
     @property
     def lost(self) -> DroppedSpans | None:
-        """The sums of the newest stretch of dropped spans; None before the first. For the reader.
+        """The sums of the newest stretch of dropped spans, for the reader; None before the first.
 
-        Must be read before ``head``. Then the entries before ``head`` lie before the stretch, or contain it.
+        Read it before ``head``. Then the entries before ``head`` come before the stretch, or contain it.
         """
         stretch = self._stretch
         sums = stretch.read() if stretch is not None else None
@@ -136,11 +136,11 @@ class Ring:
 
     @property
     def closed(self) -> int:
-        """Steps that have ended, including dropped ones. Exact on the training thread; costs the fast path nothing."""
+        """Steps that have ended, with dropped ones. Exact on the training thread; costs the fast path nothing."""
         return self.head // STRIDE - self._unclosing + self.dropped
 
     def drain(self, limit: int, head: int | None = None) -> list[Entry]:
-        """Take out up to ``limit`` entries, oldest first, but none from ``head`` on."""
+        """Take out up to ``limit`` entries, oldest first, and none from ``head`` on."""
         tail = self.tail
         stop = min(self.head if head is None else head, tail + limit * STRIDE)
         words = self.words
@@ -165,7 +165,7 @@ class Ring:
         self.head = head + STRIDE
 
     def _find_room(self) -> bool:
-        """Check how far the reader is. The sums of dropped spans go in first, and also need an entry."""
+        """Check how far the reader is. Sums of dropped spans go in first, and need an entry themselves."""
         limit = self.tail + WORDS
         dropped = self._stretch.sums() if self._stretch is not None else None
         if self.head + (2 if dropped is not None else 1) * STRIDE > limit:
@@ -180,7 +180,7 @@ class Ring:
 
 
 class _Stretch:
-    """Adds up consecutive dropped spans in the same way as the reader would.
+    """Adds up consecutive dropped spans as the reader would.
 
     The writer changes it in several stores, and the reader may read in between. So ``_version`` is odd during a change.
     A new object for every span would cost the writer 1.5 µs more per step (7 µs steps, a full ring).
@@ -204,7 +204,7 @@ class _Stretch:
         self._checkpoint = first == S_CHECKPOINT
 
     def add_step(self, start: int, end: int) -> None:
-        """Add the ordinary span: a step ends with it and the next one begins."""
+        """Add an ordinary span: a step ends with it and the next one begins."""
         passed, waited = start - self._end, end - start
         if self._category != S_COMPUTE or passed < 0 or waited < 0:
             self.add(start, end, STEP, closes=True, is_open=True)
@@ -240,7 +240,7 @@ class _Stretch:
         self._version += 1
 
     def read(self) -> DroppedSpans | None:
-        """The sums, for the reader; None if the writer was changing them at every attempt."""
+        """The sums, for the reader; None if the writer was changing them at every try."""
         for _ in range(_MAX_READS):
             version = self._version
             if not version & 1:
@@ -251,7 +251,6 @@ class _Stretch:
         return None
 
     def sums(self) -> DroppedSpans:
-        """The sums so far."""
         return DroppedSpans(
             self._number,
             self._start,

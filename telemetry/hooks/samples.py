@@ -1,10 +1,10 @@
-"""Which batches the training took: their numbers, samples and tokens.
+"""Counts which batches the training took: their numbers, samples and tokens.
 
-A batch has as many samples as indices, whatever the collate function makes of them. Where torch's own samplers decide
-it, that is read once per iteration, when its first batch has come (`BatchSizes`). Otherwise samples are counted where
+A batch has as many samples as indices, whatever the collate function makes of them. If torch's own samplers decide the
+number, it is read once per iteration, when the first batch has come (`BatchSizes`). Otherwise samples are counted where
 the batch is made, and so are tokens: by the workers (`WorkerCounts`), or by the training thread (`OwnCounts`). The fast
-path does nothing for it. On the slow path, `BatchMarks` notes in a batch's entry of the ring which iteration it is of.
-The agent thread adds them up (`SampleCounter`).
+path does nothing for it. On the slow path, `BatchMarks` notes the iteration in a batch's entry of the ring. The agent
+thread adds the counts up (`SampleCounter`).
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ _SAMPLERS: Final = (
     ("torch.utils.data.sampler", "WeightedRandomSampler"),
     ("torch.utils.data.distributed", "DistributedSampler"),
 )
-"""Samplers whose length is the number of indices that they give. That of another class may be an estimate."""
+"""Samplers whose length is the number of indices that they give. Another class's length may be an estimate."""
 
 _FETCHERS: Final = "torch.utils.data._utils.fetch"
 _MAX_KEPT: Final = 8192
-"""Batches that the agent thread has not taken."""
+"""So many batches are kept for the agent thread."""
 
 _MAX_REPLAYED: Final = 1 << 17
-"""Steps before it is known how many of them threw their batches away. If it was more, the samples are not known."""
+"""So many steps are kept until the replay is known. If there are more, the samples are unknown."""
 
 Counts = tuple["int | None", "int | None"]
-"""Samples and tokens; None where they are not known."""
+"""Samples and tokens; None if unknown."""
 
 # -- the batches of one iteration ----------------------------------------------------------------------------------
 
 
 class BatchSizes(NamedTuple):
-    """What a sampler of torch decides: the size of a full batch, and all samples; None if all batches are full."""
+    """What torch's sampler decides: the size of a full batch, and all samples; None if all batches are full."""
 
     size: int
     total: int | None
 
     def of(self, number: int, batches: int) -> int | None:
-        """Samples of ``batches`` from this number on; None if the sampler gives more batches than it says."""
+        """Samples of ``batches`` from this number on; None if the sampler gives more batches than its length."""
         if self.total is None:
             return batches * self.size
         left = self.total - number * self.size
@@ -70,14 +70,15 @@ class BatchSizes(NamedTuple):
 
 
 class WorkerCounts:
-    """Reads the samples and tokens of the batches that workers have made, on the agent thread.
+    """Reads the samples and tokens of the workers' batches, on the agent thread.
 
-    Until the first of them is read, it does not keep the block alive: the entry of that batch in the ring does.
+    Until it reads the first of them, it does not keep the block alive: the batch's entry in the ring does.
 
     Args:
-        block: of the loader. Its iteration is the one under way.
-        number: of the newest batch, among those that were delivered. ``index``: by the worker's loop, where batches
-            that raised have a number, too. ``first_worker``: the worker that made batch 0.
+        block: the loader's block. It counts for the current iteration.
+        number: the number of the newest delivered batch.
+        index: that number in the worker's loop, where batches that raised have one, too.
+        first_worker: the worker that made batch 0.
     """
 
     def __init__(self, block: WorkerBlock, number: int, index: int, first_worker: int) -> None:
@@ -85,17 +86,17 @@ class WorkerCounts:
         self._block: WorkerBlock | None = None
         self.iteration = block.head.iteration
         self._index = 0
-        self._number = max(0, number - index)  # of batch 0: an iteration may go on from a state
+        self._number = max(0, number - index)  # the number of batch 0: an iteration may continue from a state
         self._rotation = first_worker
-        self._lost = index < 0 or (number > index > 0)  # batches that raised before would shift the numbers
+        self._lost = index < 0 or (number > index > 0)  # earlier batches that raised would shift the numbers
 
     @property
     def ended(self) -> bool:
-        """Whether the iterator is gone, so that there is no more to come than what the ring has now."""
+        """Whether the iterator is gone, so that no batches will come that the ring does not have now."""
         return self._block is not None and self._block.retired
 
     def release(self) -> None:
-        """Do not keep the block alive any more: `ended`, and all was read."""
+        """Let the block go, once `ended` is true and everything was read."""
         self._block, self._lost = None, True
 
     def of(self, number: int, batches: int) -> Counts:
@@ -120,7 +121,7 @@ class WorkerCounts:
         return None if self._lost or len(counts) < batches or UNKNOWN in counts else sum(counts)
 
     def _next(self, block: WorkerBlock) -> tuple[int, int]:
-        """The samples and tokens of the next batch that was delivered."""
+        """The samples and tokens of the next delivered batch."""
         while True:
             turn, place = divmod(self._index, block.workers)
             worker = (place + self._rotation) % block.workers
@@ -134,12 +135,12 @@ class WorkerCounts:
 
 
 class OwnCounts:
-    """Samples and tokens of the batches that the training thread fetches itself, where there is no worker to count.
+    """Samples and tokens of the batches that the training thread fetches itself, without workers.
 
-    The training thread adds them, the agent thread takes them. Before `begin`, only that of the newest batch is kept.
+    The training thread adds them, the agent thread takes them. Before `begin`, only the newest batch's are kept.
 
     Args:
-        sizes: tells the samples of each batch; None if nobody needs them here.
+        sizes: counts the samples of each batch; None if they are not needed here.
     """
 
     def __init__(self, sizes: FetchedSamples | None) -> None:
@@ -150,7 +151,7 @@ class OwnCounts:
         self._next = 0
 
     def made(self, indices: object, batch: object) -> None:
-        """A fetch has made the next batch. Never raises."""
+        """Count the batch that a fetch has made. Never raises."""
         samples = tokens = None
         try:
             samples = None if self._sizes is None else self._sizes.of(indices)
@@ -164,10 +165,10 @@ class OwnCounts:
             self._counts.append((samples, tokens))
 
     def begin(self, number: int) -> None:
-        """Batches are taken from now on. ``number``: of the newest one in its iteration."""
+        """Keep the counts of all batches from now on. ``number``: of the newest batch in its iteration."""
         if not self._begun:
             self._begun, self._next = True, number
-            self._looking = any(tokens != 0 for _, tokens in self._counts)  # as the first one, so are the others
+            self._looking = any(tokens != 0 for _, tokens in self._counts)  # other batches are like the first
 
     def of(self, number: int, batches: int) -> Counts:
         """Counts of ``batches`` from this number on. Numbers must not decrease."""
@@ -186,9 +187,9 @@ class BatchCounts(NamedTuple):
     """The samples and tokens of the batches of one iteration.
 
     Attributes:
-        sizes: what the sampler decides; None if it does not.
-        counted: those that are counted where batches are made; None if nobody counts them.
-        no_tokens: nobody needs to count tokens: the batches have no `input_ids`, or the script tells the number.
+        sizes: what the sampler decides; None if it decides nothing.
+        counted: counts made where the batches are made; None if nobody counts.
+        no_tokens: tokens need no count: the batches have no `input_ids`, or the script reports the number.
     """
 
     sizes: BatchSizes | None
@@ -196,10 +197,10 @@ class BatchCounts(NamedTuple):
     no_tokens: bool
 
     def of(self, number: int, batches: int) -> Counts:
-        """Counts of some batches. Asked in the order of the batches.
+        """Counts of some batches. Ask in the order of the batches.
 
         Args:
-            number: of the first.
+            number: the number of the first.
             batches: how many.
         """
         samples, tokens = (None, None) if self.counted is None else self.counted.of(number, batches)
@@ -213,10 +214,10 @@ def _follow(iterator: Any, *, samples: bool) -> OwnCounts | None:
 
     Args:
         iterator: the DataLoader's iterator.
-        samples: whether to count samples. Then it must not have fetched anything.
+        samples: whether to count samples. Then the iterator must not have fetched anything yet.
 
     Returns:
-        None if the fetcher is not torch's, or somebody else has wrapped it.
+        None if the fetcher is not torch's, or other code has wrapped it.
     """
     fetcher: Any = own_value(iterator, "_dataset_fetcher")
     if type(fetcher).__module__ != _FETCHERS or "fetch" in vars(fetcher):
@@ -232,7 +233,7 @@ def _follow(iterator: Any, *, samples: bool) -> OwnCounts | None:
 def _counted(
     original: Callable[[Any, Any], Any], fetcher: Callable[[], Any], counts: Callable[[], OwnCounts | None]
 ) -> Callable[[Any], Any]:
-    """``fetch`` of one fetcher. References are weak: it must not keep the fetcher alive, nor count after `stop`."""
+    """Wrap one fetcher's ``fetch``. References are weak, so that it neither keeps it alive nor counts after `stop`."""
 
     @unseen
     def fetch(possibly_batched_index: Any) -> Any:
@@ -250,20 +251,20 @@ def _counted(
 
 
 def _sizes_of(iterator: Any) -> BatchSizes | None:
-    """The sizes of the batches of a ``DataLoader``'s iterator; None if other code than torch's decides them."""
+    """The sizes of the batches of a ``DataLoader``'s iterator; None if code that is not torch's decides them."""
     size = loaders.batch_size_of(iterator)
     if size is None or not _decided_by_torch(iterator):
         return None
     sampler = own_value(iterator, "_index_sampler")
     try:
         return BatchSizes(size, None if sampler.drop_last else len(sampler.sampler))
-    except Exception as error:  # the length of the user's data set
+    except Exception as error:  # from the length of the user's data set
         let_pass(error)
         return None
 
 
 def _decided_by_torch(iterator: Any) -> bool:
-    """Whether the sampler's settings tell the sizes. An iterable data set may end in the middle of a batch."""
+    """Whether the sampler's settings decide the sizes. An iterable data set may end in the middle of a batch."""
     sampler = own_value(iterator, "_index_sampler")
     map_style = own_value(iterator, "_dataset_kind") == 0
     if not map_style or type(sampler) is not _class("torch.utils.data.sampler", "BatchSampler"):
@@ -279,12 +280,12 @@ def _class(module: str, name: str) -> Any:
 
 
 class BatchMark(NamedTuple):
-    """In place of the source of a batch in the ring: from this entry on, batches are of this iteration.
+    """Stands for the source of a batch in the ring, and begins an iteration's batches.
 
     Attributes:
         source: where they come from.
-        counts: None if nothing is known of them.
-        number: of the first of them in its iteration.
+        counts: their counts, if known.
+        number: the first batch's number in its iteration.
     """
 
     source: BatchSource
@@ -293,7 +294,7 @@ class BatchMark(NamedTuple):
 
 
 class BatchMarks:
-    """Used by the training thread, on the slow path."""
+    """Marks batches with their iteration, on the slow path of the training thread."""
 
     def __init__(self) -> None:
         self._iterator_id = 0
@@ -301,12 +302,12 @@ class BatchMarks:
         self._counted: WeakMap[WorkerCounts | OwnCounts | None] = WeakMap()
 
     def begun(self) -> None:
-        """An iteration begins, maybe with an iterator that has been used before."""
+        """Note that an iteration begins, maybe with an iterator that has been used before."""
         self._iterator_id = 0
         self._known.clear()
 
     def made(self, iterator: object) -> None:
-        """An iterator was made, or begins again. Without workers, its samples are counted from its first batch on."""
+        """Count an iterator that was made, or begins again, from its first batch on, if it has no workers."""
         inside: Any = loaders.unwrapped(iterator)
         if self.counts_samples(inside) and not own_value(inside, "_num_workers") and inside not in self._counted:
             self._counted[inside] = _follow(inside, samples=True)
@@ -315,8 +316,8 @@ class BatchMarks:
     def counts_samples(iterator: Any) -> bool:
         """Whether the samples of a ``DataLoader``'s iterator are counted where its batches are made.
 
-        They are where torch makes the batches, but its sampler does not tell their sizes. Without ``batch_size``, the
-        loader gives what the data set gives, which may be a batch or not.
+        They are if torch makes the batches but its sampler does not decide their sizes. Without ``batch_size``, the
+        loader gives the data set's items, which may be batches or not.
         """
         return (
             loaders.is_loader_iterator(iterator)
@@ -325,9 +326,9 @@ class BatchMarks:
         )
 
     def batch(self, iterator: object, batch: object, source: BatchSource, *, told: bool) -> BatchSource | BatchMark:
-        """A training batch of this iterator has come. Returns what to write as its source.
+        """Return what to write as the source of a training batch that has come.
 
-        ``told``: whether the script tells its tokens, so that nobody needs to count them.
+        ``told``: whether the script reports its tokens, so that they need no count.
         """
         key = id(iterator)
         if key == self._iterator_id:
@@ -335,18 +336,18 @@ class BatchMarks:
         self._iterator_id = key
         inside: Any = loaders.unwrapped(iterator)
         number = _yielded(inside) - 1
-        if key not in self._known:  # two loaders that are asked in turn are looked at once
+        if key not in self._known:  # two loaders that take turns are looked at once
             self._known[key] = None if number < 0 else self._counts_of(inside, number, batch, source, told=told)
         return BatchMark(source, self._known[key], number)
 
     def not_training(self, iterator: object, source: BatchSource) -> BatchSource | BatchMark:
-        """A batch was not for training: it has a number, but the next one follows in the counts. Returns as `batch`."""
+        """Return what to write for a batch that was not for training. The next one follows it in the counts."""
         if id(iterator) != self._iterator_id:
             return source
         return BatchMark(source, self._known[self._iterator_id], _yielded(loaders.unwrapped(iterator)))
 
     def forget(self) -> None:
-        """The agent stops: count nothing of the training thread's own batches any more."""
+        """Stop counting the training thread's own batches, because the agent stops."""
         self._counted.clear()
 
     def _counts_of(
@@ -375,7 +376,7 @@ class BatchMarks:
             return None
         counts = self._counted.get(iterator)
         if not isinstance(counts, WorkerCounts) or counts.iteration != block.head.iteration:
-            # Unlike ours, the loop's number is 0 again where a state was restored. torchdata's loader tells the worker.
+            # Unlike ours, the loop's number is 0 again in a restored state. torchdata keeps the newest batch's worker.
             index = int(own_value(iterator, "_rcvd_idx", 0)) - 1
             newest = own_value(iterator, "_last_yielded_worker_id")
             first = (newest - index) % block.workers if isinstance(newest, int) else 0
@@ -392,7 +393,7 @@ def _yielded(iterator: Any) -> int:
 
 
 class SampleCounter:
-    """Adds up the samples and tokens of the batches in the ring, on the agent thread.
+    """Adds up the samples and tokens of the ring's batches, on the agent thread.
 
     One batch of unknown size makes the whole sum unknown.
     """
@@ -402,12 +403,12 @@ class SampleCounter:
         self._number = 0
         self._samples = _TrainedSum()
         self._tokens = _TrainedSum()
-        self._tokens_before = 0  # that were counted when the script began to tell them
+        self._tokens_before = 0  # tokens counted before the script began to report them
         self._settled = False
         self._in_step = False
 
     def fold(self, entries: Sequence[Entry]) -> None:
-        """Count entries of the ring, in their order."""
+        """Count entries of the ring in their order."""
         if self._settled and all(code == STEP and source is None for _, _, code, source in entries):
             if entries:
                 self._add_batches(len(entries))
@@ -442,18 +443,18 @@ class SampleCounter:
 
     @property
     def ended(self) -> WorkerCounts | None:
-        """The counts of an iteration of which no batch is to come that the ring does not have yet."""
+        """The counts of an iteration, if the ring has all its remaining batches."""
         counted = None if self._counts is None else self._counts.counted
         return counted if isinstance(counted, WorkerCounts) and counted.ended else None
 
     def forget(self, ended: WorkerCounts | None) -> None:
-        """The ring was read since they had `ended`. They would keep the memory of the workers."""
+        """Drop counts that had `ended` before the ring was read. They would keep the workers' memory."""
         if ended is not None and self._counts is not None and ended is self._counts.counted:
             self._counts = None
             ended.release()
 
     def settle(self, replayed_steps: int) -> None:
-        """It is known how many of the first steps threw their batches away: the rest was trained."""
+        """Take the replayed first steps out of the sums, once their number is known."""
         if not self._settled:
             self._settled = True
             self._samples.settle(replayed_steps)
@@ -461,18 +462,18 @@ class SampleCounter:
 
     @property
     def samples(self) -> int | None:
-        """Samples of the training batches so far; None if that is not known, or not yet."""
+        """Samples of the training batches so far; None if unknown, or not yet known."""
         return self._samples.trained
 
     def tokens(self, told: int | None) -> int | None:
-        """Tokens of the training batches so far; None if that is not known, or not yet.
+        """Tokens of the training batches so far; None if unknown, or not yet known.
 
         Args:
-            told: tokens that the script has told, which count instead from then on; None if it tells none.
+            told: tokens that the script has reported, which replace later counts; None if it reports none.
         """
         if told is not None:
             return self._tokens_before + told
-        counted = self._tokens.trained or None  # batches without `input_ids` are no 0 tokens
+        counted = self._tokens.trained or None  # without `input_ids`, a batch's tokens are unknown, not 0
         self._tokens_before = counted or self._tokens_before
         return counted
 
@@ -495,12 +496,10 @@ class _TrainedSum:
             self._sum += number
 
     def step_ended(self) -> None:
-        """Keep the sum so far."""
         if len(self._first) < _MAX_REPLAYED:
             self._first.append(self._sum)
 
     def settle(self, replayed_steps: int) -> None:
-        """Take the batches of the first steps out of the sum."""
         if replayed_steps > len(self._first):
             self._known = False
         elif replayed_steps:
@@ -510,7 +509,7 @@ class _TrainedSum:
 
     @property
     def trained(self) -> int | None:
-        """The sum; None if it is not known, or not yet."""
+        """The sum; None if unknown, or not yet known."""
         return self._sum if self._known and self._settled else None
 
 
@@ -525,7 +524,7 @@ class BatchNumbering:
         self._numbered: WeakMap[int] = WeakMap()
 
     def fold(self, entries: Sequence[Entry]) -> None:
-        """Number entries of the ring, in the order in which they happened."""
+        """Number entries of the ring in the order in which they happened."""
         if not entries:
             return
         current = self._current()
@@ -536,7 +535,7 @@ class BatchNumbering:
             source = origin.source if isinstance(origin, BatchMark) else origin
             if source is None:
                 if code & BATCH:
-                    self._batch(start, end, code, current)  # an ordinary batch has no source in its entry
+                    self._batch(start, end, code, current)  # the entry of an ordinary batch has no source
             elif isinstance(source, DroppedSpans):
                 self._lost()
             elif code & BEGINS and isinstance(source, LoaderHandle):
@@ -547,7 +546,7 @@ class BatchNumbering:
                 self._batch(start, end, code, source)
 
     def _ordinary(self, entries: Sequence[Entry], loader: LoaderHandle) -> None:
-        """The next batches of an iteration with workers, which is what nearly all entries are."""
+        """Number a run of ordinary batches of one iteration with workers, which nearly all entries are."""
         starts, ends, _, _ = zip(*entries, strict=True)
         self._waits[loader] = self._waits.get(loader, 0) + sum(ends) - sum(starts)
         if loader.delivered is not None:
@@ -580,7 +579,7 @@ class BatchNumbering:
         return max(waits, key=lambda source: waits[source], default=None)
 
     def _begin(self, loader: LoaderHandle) -> None:
-        """Begin an iteration. Its batches cannot be numbered if the starts of others were dropped."""
+        """Begin an iteration. Its batches cannot be numbered if starts of other iterations were dropped."""
         seen = self._numbered.get(loader) or 0
         unseen = self._numbered[loader] = loader.unseen
         loader.epoch += 1 + unseen - seen
@@ -588,7 +587,7 @@ class BatchNumbering:
         loader.delivered = None if unknown else 0
 
     def _lost(self) -> None:
-        """Note that entries were dropped. Batches cannot be matched with fetches until the next iteration begins."""
+        """Note dropped entries. Batches cannot be matched with fetches until the next iteration begins."""
         for loader in (*self._numbered.objects(), self._current()):
             if isinstance(loader, LoaderHandle):
                 loader.delivered = None

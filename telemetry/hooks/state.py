@@ -1,4 +1,4 @@
-"""What the training thread is doing, as plain values: the base of the tracker, and what its parts read."""
+"""The state of the training thread as plain values. The tracker extends it, and its parts read it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from telemetry.records import PhaseSpan
 
 NO_THREAD: Final = -1
-"""Stands for the training thread's ident when no hook may do anything."""
+"""The training thread's ident while no hook may do anything."""
 
 _MAX_PHASES: Final = 4096
 
 
 class Recorder(Protocol):
-    """Gets step boundaries: a snapshot that is armed or recording."""
+    """A snapshot that is armed or recording, and needs step boundaries."""
 
     def boundary(self, ended: int, *, opens: bool) -> bool:
-        """``ended`` steps have ended. With ``opens`` the next begins now. Returns whether the call took long."""
+        """Note that ``ended`` steps have ended. With ``opens`` the next begins. Returns whether the call was slow."""
 
     def interrupt(self, ended: int, why: str) -> bool:
-        """Something other than training begins. Returns as `boundary`."""
+        """Note that something other than training begins. Returns as `boundary`."""
 
 
 class HotState:
-    """The state that the hooks read and write at every step. Slots of a base class come first, so these are adjacent.
+    """The state that the hooks use at every step. A base class's slots come first, so these are adjacent.
 
     Attributes:
         fast_path_iterator_id: ``id()`` of the iterator for which the fast path is enabled, 0 while it is disabled. Only
             the tracker's `slow_path`, `loop_changed` and `_fast_path_on` write it.
-        nested_steps: whether an optimizer has stepped within the step of another.
+        nested_steps: whether an optimizer has stepped within another's step.
         optimizer_steps: steps of optimizers.
         thread: ident of the training thread. Hooks on any other thread pass straight through.
         waiting_since: start of the request in progress, monotonic ns: negative if it is not for training data, 0
@@ -48,7 +48,7 @@ class HotState:
 
 
 class StepState(HotState):
-    """State of the training thread. The training thread writes it, and the agent thread reads it.
+    """The state of the training thread, which writes it. The agent thread reads it.
 
     Attributes:
         ring: the spans.
@@ -59,19 +59,19 @@ class StepState(HotState):
         explicit: whether the user calls ``step()``.
         batch_seen: whether a batch was requested on this thread.
         batch_since_step: whether a batch has come since the user's last ``step()``.
-        batches_unseen: whether the agent thread has found that batches are now requested on another thread.
+        batches_unseen: whether the agent thread has found that another thread now requests the batches.
         step_iterators: ids of the iterators that gave a batch to the open step.
         iterator_id: id of the iterator that gave the newest batch.
         iterator_gone: not empty once that iterator is freed, or while no batch has come.
         device: index of the training thread's CUDA device at the newest first batch; None for none.
         accelerator: type of the asynchronous device in use; None for none.
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
-        recorder: gets every step boundary; None while there is no snapshot to take.
+        recorder: gets every step boundary; None while no snapshot needs them.
         phases: named phases that have ended, for the log.
         requests_elsewhere: batches that other threads have requested.
-        unseen_steps: steps before which no batch was requested on this thread. Their wait is not known.
+        unseen_steps: steps before which this thread requested no batch. Their wait is unknown.
         overhead_ns: time of the hooks. The fast path's is extrapolated from one call in ``OVERHEAD_EVERY``.
-        errors: failures of the hooks. ``last_error``: the newest, as `kind_of` tells it.
+        errors: failures of the hooks. ``last_error``: the newest, in the words of `kind_of`.
     """
 
     __slots__ = (
@@ -132,7 +132,7 @@ class StepState(HotState):
 
     @property
     def active(self) -> bool:
-        """Whether the hooks may do anything: not after ``stop()``, and not in a forked child."""
+        """Whether the hooks may do anything. They may not after ``stop()``, and in a forked child."""
         return self.thread != NO_THREAD
 
     @property
@@ -152,17 +152,17 @@ class StepState(HotState):
 
     @property
     def between_loops(self) -> bool:
-        """Whether an iteration for training has ended, no other has begun, and no phase is in progress."""
+        """Whether a training iteration has ended, no other has begun, and no phase is in progress."""
         return self.batch_seen and not (self.explicit or self.in_phase or self.step_open) and self.category == r.S_OTHER
 
     @property
     def loop_left(self) -> bool:
-        """Whether the iterator of the newest batch is gone: the loop was left with ``break``, so no step is open."""
+        """Whether the newest batch's iterator is gone: ``break`` has left the loop, so no step is open."""
         return self.batch_seen and not self.explicit and bool(self.iterator_gone)
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """A value that changes with everything that the hooks see of the training thread."""
+        """Changes with everything that the hooks see of the training thread."""
         return self.ring.head, self.optimizer_steps, self.waiting_since
 
     def switch(self, category: int, stamp: int | None = None) -> None:
@@ -172,16 +172,16 @@ class StepState(HotState):
         self.ring.push(stamp, stamp, r.code(category, category))
 
     def fault(self, error: BaseException) -> None:
-        """Count a failure of our code on the training thread, and keep it for the log. The training goes on.
+        """Count and keep a failure of our code on the training thread. The training goes on.
 
         Raises:
-            BaseException: the error, if it is the script's.
+            BaseException: the error, if it comes from the script.
         """
         self.waiting_since = 0
         self.note_error(error)
 
     def note_error(self, error: BaseException) -> None:
-        """The same for a failure that does not affect the wait in progress."""
+        """Count and keep a failure that does not affect the wait in progress."""
         let_pass(error)
         self.errors += 1
         self.last_error = kind_of(error)

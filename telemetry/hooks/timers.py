@@ -1,4 +1,4 @@
-"""What holds the training thread up inside ``next()``: garbage collections, the sampler, and freeing a batch."""
+"""Times what holds the training thread up inside ``next()``: garbage collections, the sampler, freeing a batch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from telemetry.hooks.state import StepState
 
     _Seen = tuple[int, int, int, tuple[int, int], tuple[CodeType, int]]
-    """The thread; monotonic ns; the ring's head; end and code of the entry after the batch's own; the statement."""
+    """thread; monotonic ns; the ring's head; end and code of the entry after the batch's own; the statement"""
 
 
 # -- times garbage collections that stop the training thread -----------------------------------------------------------
 # The callback in ``gc.callbacks`` consists of C functions that only take stamps. A signal that arrives during a
-# collection waits for the next bytecode. If that were ours, the exception of its handler (Ctrl-C) would be raised in
-# the callback, and Python drops what a callback raises.
+# collection waits for the next bytecode. If our code had it, the exception of the signal's handler (Ctrl-C) would be
+# raised in the callback, and Python drops what a callback raises.
 
 _MAX_STAMPS: Final = 1 << 12
-"""Two for each collection. With one reading a second this is enough for a collection every 0.5 ms."""
+"""Each collection has two stamps. With one reading a second there is room for a collection every 0.5 ms."""
 
 _STATE: Final = attrgetter("category", "waiting_since", "batch_seen", "thread")
 _AT_BOUNDARY: Final = attrgetter("at_boundary")
@@ -45,10 +45,10 @@ class _Stamp(NamedTuple):
     """The start or the end of a collection.
 
     Attributes:
-        begins: whether it begins.
-        at_ns: when, monotonic ns.
+        begins: whether this is the start.
+        at_ns: monotonic ns.
         thread: ident of the collecting thread.
-        ran_ns: CPU time of the training thread, if another one collects: that takes 2 µs to read.
+        ran_ns: CPU time of the training thread if another thread collects; reading it takes 2 µs.
         state: what the training thread was doing, as `_STATE` reads it.
         at_boundary: whether an iteration had begun or ended since the newest batch.
     """
@@ -62,7 +62,7 @@ class _Stamp(NamedTuple):
 
 
 class _Collection(NamedTuple):
-    """A collection that stopped the training thread. ``own``: on that thread."""
+    """A collection that stopped the training thread. ``own``: that thread collected."""
 
     began_ns: int
     ended_ns: int
@@ -75,14 +75,14 @@ class _Collection(NamedTuple):
 class GarbageTimer:
     """Sums over the collections that stopped the training thread. The agent thread reads them.
 
-    A collection on another thread holds the GIL, so it stops the training thread, too. Time in which that ran meanwhile
-    (code that does not need the GIL) is not counted, and nothing while it waited for a batch of its workers. During
-    startup and evaluations no step loses time.
+    A collection on another thread holds the GIL, so it stops the training thread, too. It does not count while the
+    training thread ran code that needs no GIL, or waited for a batch of its workers. During startup and evaluations no
+    step loses time.
 
     Attributes:
         ns: time lost.
-        wait_ns: the part of it in which a batch was requested. ``boundary_wait_ns``: that at epoch boundaries, which is
-            not in ``wait_ns``.
+        wait_ns: time lost in requests for batches, except at epoch boundaries.
+        boundary_wait_ns: time lost in requests at epoch boundaries.
     """
 
     def __init__(self, state: StepState, sampler: SamplerTimer) -> None:
@@ -101,13 +101,13 @@ class GarbageTimer:
         self.follow_thread()
 
     def follow_thread(self) -> None:
-        """The calling thread is the training thread from now on."""
+        """Take the calling thread as the training thread from now on."""
         if not self._attached:
             return
         self.detach()
         begins, ends = (self._noting(begins=begins) for begins in (True, False))
         clock = type("GarbageClock", (), {"start": property(begins), "stop": property(ends)})()
-        # Python calls it with the phase, "start" or "stop", and details: getattr(clock, phase, details).
+        # Python calls this with the phase, "start" or "stop", and details: getattr(clock, phase, details).
         self._callback = partial(getattr, clock)
         gc.callbacks.append(self._callback)
 
@@ -123,7 +123,7 @@ class GarbageTimer:
         return [(stamp[0], stamp[2]) for stamp in newest] == [(True, get_ident())]
 
     def read(self, *, workers: bool) -> None:
-        """Add up the collections that have ended since the last call. On the agent thread.
+        """Add up the collections that have ended since the last call. The agent thread calls this.
 
         Args:
             workers: whether workers fetch the batches.
@@ -137,19 +137,19 @@ class GarbageTimer:
                 self.wait_ns += each.lost_ns
 
     def within_wait(self, since_ns: int) -> tuple[int, int]:
-        """Collections since a stamp in which the training thread, which calls this, requested a batch of workers.
+        """Collections since a stamp, while the calling training thread requested a batch of workers.
 
         Returns:
-            Their time, and the part of it in which this thread has collected, ns.
+            Their time, and this thread's own part of it, ns.
         """
         inside = [each for each in self._collections(since_ns, workers=True) if each.in_wait]
         return sum(each.lost_ns for each in inside), sum(each.lost_ns for each in inside if each.own)
 
     def _noting(self, *, begins: bool) -> Callable[[object], object]:
-        """A C function of one argument, which it ignores, that appends a `_Stamp`."""
+        """Make a C function that appends a `_Stamp`, and ignores its only argument."""
         call, native = methodcaller("__call__"), get_native_id()
         append: Callable[[Any], None] = self._stamps.append
-        # The clock of this thread, as pthread_getcpuclockid computes its number. It fails once the thread has ended.
+        # This thread's clock, with its number as pthread_getcpuclockid computes it. It fails once the thread has ended.
         clock = {True: partial(clock_gettime_ns, ~native << 3 | 6), False: int}
         exists = map(os.access, repeat(f"/proc/self/task/{native}"), repeat(os.F_OK))
         ran = partial(next, map(call, map(clock.get, exists)))
@@ -165,7 +165,7 @@ class GarbageTimer:
         return partial(next, map(append, stamp))  # next(..., argument): the argument is the default, unused
 
     def _collections(self, since_ns: int, *, workers: bool) -> Iterator[_Collection]:
-        """Those that began at or after a stamp, oldest first."""
+        """Collections that began at or after a stamp, oldest first."""
         newer = takewhile(lambda stamp: stamp[1] >= since_ns, reversed([*self._stamps]))
         began: _Stamp | None = None
         for stamp in map(_Stamp._make, reversed([*newer])):
@@ -191,11 +191,10 @@ def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection |
 
 
 # -- times what the training thread itself does inside ``next()`` if workers fetch -------------------------------------
-# Mostly it runs the sampler.
-#
-# A DataLoader with workers asks its sampler for the next indices on the thread that requests batches, before it returns
-# a batch. That time is added to every step, however many workers there are. The iterator does it in ``_next_index``. To
-# time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of ``next()``: for a few
+# Mostly it runs the sampler: a DataLoader with workers draws the next indices on the thread that requests batches,
+# before it returns a batch. That time adds to every step, however many workers there are. The iterator does it in
+# ``_next_index``. To time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of
+# ``next()``: for a few batches a second, and at the start of an epoch. All other steps run torch's own code.
 # batches a second, and at the start of an epoch. All other steps run torch's own code.
 
 _NAME: Final = "_next_index"
@@ -208,10 +207,10 @@ class SamplerTimer:
         wanted: how many of the next batches to time. Set on the agent thread, and at the start of an epoch.
         at_boundary: whether an iteration has begun or ended since the newest batch. False before the first batch.
         batches: how many batches of workers were timed, without the first of each epoch.
-        sampler_ns, sampler_cpu_ns: time of the sampler for them, wall clock and CPU clock of this thread, without
-            garbage collections.
-        receiving_cpu_ns: CPU time of this thread for the rest of these waits: to receive and unpickle the batch.
-        boundary_sampler_ns, boundary_sampler_cpu_ns: time of the sampler at the start of every epoch except the first.
+        sampler_ns, sampler_cpu_ns: the sampler's time for them without garbage collections, on the wall clock and on
+            this thread's CPU clock.
+        receiving_cpu_ns: this thread's CPU time for the rest of these waits: to receive and unpickle the batch.
+        boundary_sampler_ns, boundary_sampler_cpu_ns: the sampler's time at the start of every epoch except the first.
     """
 
     def __init__(self) -> None:
@@ -222,7 +221,7 @@ class SamplerTimer:
         self.boundary_sampler_ns = self.boundary_sampler_cpu_ns = 0
 
     def epoch_boundary(self) -> None:
-        """Note that an iteration begins or has ended, except the first of the run."""
+        """Note that an iteration begins or has ended. The run's first one does not count."""
         self.at_boundary = True
         self.wanted = self.wanted or 1
 
@@ -230,12 +229,12 @@ class SamplerTimer:
 class TimedWait:
     """A wait for a batch of workers, or the start of an epoch, whose parts are timed.
 
-    While it lasts, it stands in place of the iterator's ``_next_index``. It does not keep the iterator alive, because
-    the workers end with the iterator.
+    During the wait it replaces the iterator's ``_next_index``. It does not keep the iterator alive, because the workers
+    end with the iterator.
 
     Args:
         timer: gets the sums.
-        garbage: knows of garbage collections.
+        garbage: times garbage collections.
         iterator: the iterator of the loader.
     """
 
@@ -281,7 +280,7 @@ class TimedWait:
 
 
 class Clocks:
-    """The wall clock and this thread's CPU clock, from which garbage collections are subtracted."""
+    """The wall clock and this thread's CPU clock, without garbage collections."""
 
     def __init__(self, garbage: GarbageTimer) -> None:
         self._garbage = garbage
@@ -296,28 +295,28 @@ class Clocks:
 
 
 def timeable(iterator: object) -> bool:
-    """Whether a callable of ours can be put into this iterator: nobody else has put one there."""
+    """Whether this iterator can get a callable of ours, because no other code has put one there."""
     own = getattr(iterator, "__dict__", None)
     return own is not None and hasattr(type(iterator), _NAME) and isinstance(own.get(_NAME), TimedWait | None)
 
 
 # -- how long the training thread takes to free a batch ----------------------------------------------------------------
-# ``for batch in loader`` frees a batch when the next one replaces it. That time is measured as compute, although it is
-# a cost of the batch: to unmap hundreds of small tensors takes 13 ms where the step itself takes 9 ms. So one batch a
-# tick is followed with weak references, whose callbacks record when it is freed. A batch that is freed in another way
-# (kept, moved to a GPU, taken apart) is not counted.
+# ``for batch in loader`` frees a batch when the next one replaces it. That time is measured as compute, although the
+# batch causes it: unmapping hundreds of small tensors takes 13 ms where the step itself takes 9 ms. So one batch a tick
+# is followed with weak references, whose callbacks record when it is freed. A batch that is freed in another way (kept,
+# moved to a GPU, taken apart) is not counted.
 #
 # The advice `batch_transfer` needs this. In the zoo, sending one large graph instead of hundreds of small tensors made
 # steps 10.0 times faster. The prediction was 9.3 with this figure, and would be 4.1 without it.
 
 _FRAMES: Final = 10
-"""How many frames up to search for the statement that holds the batch: our own, tqdm's, a generator's, the loop's."""
+"""So many frames are searched for the statement that holds the batch: ours, tqdm's, a generator's, the loop's."""
 
 _DEPTH: Final = 8
-"""How deep nested containers are searched."""
+"""Nested containers are searched this deep."""
 
 _MAX_FOLLOWED: Final = 8
-"""Maximum number of followed batches that the agent thread has not read yet."""
+"""So many followed batches are kept for the agent thread."""
 
 
 class BatchRelease:
@@ -340,17 +339,17 @@ class BatchRelease:
         self.ns = 0
 
     def follow(self, batch: object) -> None:
-        """Follow this batch, which has just come."""
+        """Follow a batch that has just come."""
         self.wanted = False
         self._followed.append(_Followed(batch, self._ring))
 
     def forget(self) -> None:
-        """Stop following. Must be called before the interpreter exits: then no statement frees the last batches."""
+        """Stop following. Call it before the interpreter exits, because then no statement frees the last batches."""
         self.wanted = False
         self._followed = deque(maxlen=_MAX_FOLLOWED)
 
     def read(self) -> None:
-        """Add up what was seen, except for the newest batch, which may not be freed yet."""
+        """Add up what was seen. The newest batch is left out, because it may not be freed yet."""
         followed = self._followed  # `forget` may replace it
         while len(followed) > 1:
             took = followed.popleft().took_ns()
@@ -360,28 +359,28 @@ class BatchRelease:
 
 
 class _Followed:
-    """One batch that has come."""
+    """A batch that is followed."""
 
     def __init__(self, batch: object, ring: Ring) -> None:
-        self._head = ring.head + STRIDE  # the head once the next batch has come, and nothing else
+        self._head = ring.head + STRIDE  # the head when the next batch, and nothing else, has come
         self._statements = _statements()
         self._seen: list[_Seen] = []
         note = _noting_release(self._seen, ring)
         self._references = [weakref.ref(tensor, note) for tensor in _ends_of(batch)]
 
     def took_ns(self) -> int | None:
-        """Time from the next batch's arrival until this one's last tensor was freed, ns; None if freed otherwise."""
+        """Nanoseconds from the next batch's arrival until this one's last tensor was freed; None if freed otherwise."""
         return max((now - came for now, came in map(self._freed, self._seen) if came), default=None)
 
     def _freed(self, seen: _Seen) -> tuple[int, int]:
-        """When a tensor was freed, and when the next batch came; 0 if the arrival of that batch did not free it."""
+        """When a tensor was freed, and when the next batch came; 0 if that batch's arrival did not free it."""
         _, now, head, (came, entry), statement = seen
         replaced = head == self._head and entry & 7 == S_DATA_WAIT and statement in self._statements
         return now, came if replaced else 0
 
 
 def _noting_release(seen: list[_Seen], ring: Ring) -> Callable[[object], object]:
-    """A callback for weak references that appends what it sees on this thread. On another thread it does nothing.
+    """Make a callback for weak references that appends what it sees on this thread, and does nothing on others.
 
     It consists of C functions. During a Python callback, the interpreter could run a pending signal handler, and an
     exception in a weak reference's callback (Ctrl-C) would be lost. A thread that Python did not start (autograd's) has
@@ -400,7 +399,7 @@ def _noting_release(seen: list[_Seen], ring: Ring) -> Callable[[object], object]
 
 
 def _statements() -> list[tuple[CodeType, int]]:
-    """Where a batch is requested: the current lines of the innermost frames."""
+    """The current lines of the innermost frames, one of which requests a batch."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _FRAMES:
@@ -410,12 +409,12 @@ def _statements() -> list[tuple[CodeType, int]]:
 
 
 def _ends_of(batch: object) -> list[Any]:
-    """The first and the last tensor: containers are freed from one end to the other, in either direction."""
+    """The first and the last tensor, because containers are freed from either end."""
     return [end for index in (0, -1) if (end := _end_of(batch, index)) is not None]
 
 
 def _end_of(batch: object, index: int) -> object | None:
-    """The object at one end of nested containers, if it supports weak references; else None. Runs none of its code."""
+    """The object at one end of nested containers, if it takes weak references. Runs none of its code."""
     for _ in range(_DEPTH):
         if isinstance(batch, UserDict):
             batch = batch.data

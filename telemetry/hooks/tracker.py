@@ -1,4 +1,4 @@
-"""What the training thread is doing: the state machine behind the hooks.
+"""The state machine behind the hooks: what the training thread is doing.
 
 The hooks of `hooks.dataloader`, `hooks.checkpoints` and `hooks.optimizer` report what happens, and it writes spans into
 the ring. It runs on the training thread, so it only compares and stores. The rules:
@@ -8,15 +8,15 @@ the ring. It runs on the training thread, so it only compares and stores. The ru
 * A loader that is iterated with gradients off is evaluation, until it ends or training goes on. So is a loader that
   gives batch after batch while nothing is trained.
 * A checkpoint, or a phase that the user names, is a span of its own. Afterwards the previous category continues.
-* If no batch is requested on this thread (a prefetching thread does it), the optimizer's steps are the steps.
+* If this thread requests no batch (a prefetching thread does), the optimizer's steps are the steps.
 * After the first call of `step()`, only calls of it open and close steps.
 
 On the fast path a step costs two stamps and two stores (`hooks.dataloader.timed_next`). It handles only ordinary
 batches of one iterator, and notifies no other part of the agent. It is on once an iterator has given two training
 batches in a row, and no other part needs to see each step: the GPU's clock, a snapshot, NVTX ranges, or waits whose
 parts are timed. Every batch on the slow path checks this again, so the fast path is back one batch after the last
-reason has gone. The agent thread may switch it off at the moment when the training thread is about to switch it on. So
-each lasting reason is a fact that `_fast_path_on` checks, and the agent thread switches it off again at every tick.
+reason has gone. The agent thread may switch it off while the training thread switches it on. So `_fast_path_on` checks
+each lasting reason itself, and the agent thread switches it off again at every tick.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ class StepTracker(StepState):
         ring: gets the spans.
 
     Attributes:
-        steady_iterator_id: ``id()`` of the iterator that gives ordinary batches, 0 for none. It stays if the fast path
-            is off for another reason than the loop. Training thread only.
-        loaders: where batches come from. ``marks``: how many samples and tokens they have.
+        steady_iterator_id: ``id()`` of the iterator that gives ordinary batches, 0 for none. It stays if something
+            other than the loop switches the fast path off. Training thread only.
+        loaders: where batches come from. ``marks``: their samples and tokens.
         detector: whether the newest batches are for training.
-        tokens_told: tokens that the script has told; None before the first.
-        gpu: the clock that times waits on the GPU; else None.
+        tokens_told: tokens that the script has reported; None before the first.
+        gpu: the clock that times waits on the GPU, if there is one.
         profiler_ranges: ranges for the profilers that are recording.
         resume: checkpoints that were written, and where the training has resumed.
         sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
         garbage: times garbage collections.
         batch_release: follows a batch of workers until it is freed.
-        time_fetches: how many of the next fetches on this thread to time on its CPU clock, too. ``timed_fetch_ns`` and
-            ``timed_fetch_cpu_ns`` are the sums of those.
+        time_fetches: how many of the next fetches on this thread are also timed on its CPU clock, which
+            ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` sum up.
     """
 
     __slots__ = (
@@ -131,12 +131,12 @@ class StepTracker(StepState):
         self.timed_fetch_cpu_ns = 0
         self._torch: Any = None
         self._optimizer_steps_at_open = 0
-        self._steps_at_open_unknown = False  # whether the open step may have been opened on the fast path, now off
+        self._steps_at_open_unknown = False  # whether the fast path, now off, may have opened the step
         self._loader_id = 0  # id of the loader whose iteration the steps follow
         self._iterator_alive: weakref.ref[Any] | None = None
 
     def use_torch(self, torch: ModuleType) -> None:
-        """Use torch, now imported."""
+        """Use torch, which is now imported."""
         self._torch = torch
         self.grad_enabled = torch.is_grad_enabled
         self.detector.signs.use_torch(torch)
@@ -152,11 +152,10 @@ class StepTracker(StepState):
         self.fast_path_iterator_id = 0
 
     def loop_changed(self) -> None:
-        """The loop begins, ends or is interrupted: an iterator must give two batches in a row before it is steady."""
+        """Forget the steady iterator, because the loop begins, ends or is interrupted."""
         self.fast_path_iterator_id = self.steady_iterator_id = 0
 
     def _fast_path_on(self, iterator_id: int) -> None:
-        """Expect ordinary batches from this iterator."""
         self.steady_iterator_id = iterator_id
         wanted = self.gpu is None and self.recorder is None and not self.profiler_ranges.nvtx
         self.fast_path_iterator_id = iterator_id if wanted and not self.sampler_timer.wanted else 0
@@ -164,12 +163,12 @@ class StepTracker(StepState):
     # -- step boundaries, for a snapshot that is armed or recording, and for NVTX ranges -------------------------------
 
     def boundary_ahead(self, entry: int) -> None:
-        """A span with this code is about to begin: tell of its boundary before the wait begins."""
+        """Report the boundary of a span with this code, before its wait begins."""
         if self.recorder is not None or self.profiler_ranges.nvtx:
             self.boundary_passed(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and self.ring.open)
 
     def boundary_passed(self, *, opens: bool = False, closing: bool = False) -> None:
-        """A step has ended, or begins now. ``closing``: the step ends with an entry that is not in the ring yet."""
+        """Report a step that has ended or begins now. ``closing``: the ring has no entry yet that ends the step."""
         ended = self.ring.closed + closing
         if self.profiler_ranges.nvtx and (opens or not self.ring.open):
             self.profiler_ranges.step(ended, opens=opens)
@@ -178,7 +177,7 @@ class StepTracker(StepState):
             self._record(lambda: recorder.boundary(ended, opens=opens))
 
     def interrupt(self, why: str) -> None:
-        """Something other than training begins, or the run ends: tell the recorder."""
+        """Report to the recorder that something other than training begins, or that the run ends."""
         recorder = self.recorder
         if recorder is not None and self.here:
             ended = self.ring.closed
@@ -217,7 +216,7 @@ class StepTracker(StepState):
         return before
 
     def exit_phase(self, name: str, before: Interrupted | None, start: int) -> None:
-        """End a phase, and go back to the state before it.
+        """End a phase, and return to the state before it.
 
         Args:
             name: name of the phase.
@@ -228,7 +227,7 @@ class StepTracker(StepState):
             self.in_phase = before.in_phase  # first: a signal handler may interrupt the rest
         end = now_ns()
         category = name if name in _CATEGORY_OF else OTHER
-        if category == OTHER or before is None:  # other phases are in the ring
+        if category == OTHER or before is None:  # the ring has the other phases
             self.phases.append(PhaseSpan(name, category, start, (end - start) / NS))
         if before is None:
             return
@@ -238,7 +237,7 @@ class StepTracker(StepState):
         if category == OTHER and self.category != r.S_OTHER:
             return  # training has gone on inside the phase
         if self.batch_seen and not self.step_open and before.category in {r.S_STARTUP, r.S_COMPUTE}:
-            self.loop_changed()  # the loop before the phase has ended inside it
+            self.loop_changed()  # the loop from before the phase has ended inside it
             self.switch(r.S_OTHER, end)
             return
         if before.steady_iterator_id:
@@ -273,7 +272,7 @@ class StepTracker(StepState):
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def request(self, iterator: object) -> int:
-        """A batch is about to be requested on the slow path. Returns the code of its span."""
+        """Begin a request for a batch on the slow path. Returns the code of its span."""
         if self.in_phase:
             return r.code(self.category, self.category)
         if not self.grad_enabled():
@@ -290,7 +289,7 @@ class StepTracker(StepState):
         return _SAME_STEP
 
     def delivered(self, iterator: object, start: int, end: int, entry: int, batch: object) -> None:
-        """A batch has come on the slow path.
+        """Handle a batch that has come on the slow path.
 
         Args:
             iterator: the iterator that gave it.
@@ -336,7 +335,7 @@ class StepTracker(StepState):
             self.loop_changed()
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
-        """The request raised: the end of an epoch, or an error for the user. Arguments as `delivered`."""
+        """Handle a request that raised, at the end of an epoch or as an error for the user. See `delivered`."""
         end = now_ns()
         self.waiting_since = 0
         if self.in_phase:
@@ -360,7 +359,7 @@ class StepTracker(StepState):
             self.boundary_passed()
 
     def iteration(self, loader: object) -> int:
-        """``iter(loader)`` is about to be called. Returns the code of its span, in which workers are started."""
+        """Begin a call of ``iter(loader)``. Returns the code of its span, in which workers are started."""
         self.marks.begun()
         if self.in_phase:
             return r.code(self.category, self.category)
@@ -371,12 +370,12 @@ class StepTracker(StepState):
         flags = 0
         if self.batch_seen:
             self.sampler_timer.epoch_boundary()
-        if self.category == r.S_EVALUATION:  # an evaluation loop was left with break
+        if self.category == r.S_EVALUATION:  # ``break`` has left an evaluation loop
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
         if not self.explicit:
             if not self.step_open:
                 self._loader_id = id(loader)
-            elif self._loader_id == id(loader):  # the epoch was left with break
+            elif self._loader_id == id(loader):  # ``break`` has left the epoch
                 flags = r.CLOSES
                 self.step_open, self.category = False, r.S_OTHER
                 self.step_iterators.clear()
@@ -384,9 +383,9 @@ class StepTracker(StepState):
         return r.code(r.S_DATA_WAIT, self.category, flags)
 
     def leaving(self, iterator: object) -> int | None:
-        """The workers of an iterator that was left are about to be stopped. Returns the code of that span, or None.
+        """Begin to stop the workers of an iterator that was left. Returns the code of that span, or None.
 
-        None if the iterator had ended, because then its workers are stopped already. Also None in a garbage
+        It is None if the iterator had ended, because then its workers are stopped already. It is also None in a garbage
         collection, which may run in the middle of any of these methods and has its own timer.
         """
         if getattr(iterator, "_shutdown", False) or self.garbage.collecting:
@@ -396,9 +395,9 @@ class StepTracker(StepState):
         return r.code(r.S_DATA_WAIT, self.category, r.LEAVES)
 
     def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
-        """An epoch boundary has passed: ``iter(loader)`` returned; or raised, or workers were stopped (iterator None).
+        """Pass an epoch boundary. The iterator is None if ``iter(loader)`` has raised, or workers were stopped.
 
-        ``start``, ``end`` and ``entry`` as for `delivered`.
+        See `delivered` for ``start``, ``end`` and ``entry``.
         """
         if iterator is not None:
             self.loaders.register(iterator)
@@ -407,18 +406,18 @@ class StepTracker(StepState):
         self.waiting_since = 0
 
     def wait_ranges(self, iterator: object) -> Sequence[Callable[[], object]]:
-        """Begin a range for a wait. Torch itself marks waits for a DataLoader. Returns the functions that end it."""
+        """Begin a range for a wait. Torch itself marks DataLoaders' waits. Returns the functions that end it."""
         if not self.profiler_ranges.makers or (is_loader_iterator(iterator) and not self.profiler_ranges.nvtx):
             return ()
         return self.profiler_ranges.begin(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
 
     def tell_tokens(self, number: int) -> None:
-        """The script trains on so many more tokens. Those of an evaluation or a checkpoint do not count."""
+        """Add tokens that the script reports. Tokens of an evaluation or a checkpoint do not count."""
         if not self.in_phase and self.category != r.S_EVALUATION:
             self.tokens_told = (self.tokens_told or 0) + number
 
     def _enter_evaluation(self, own: int = 0) -> None:
-        """Change to evaluation. ``own``: id of an iterator that is only now known to evaluate; its step ends here."""
+        """Change to evaluation. ``own``: id of an iterator that turns out to evaluate, and whose step ends here."""
         if self.category == r.S_EVALUATION:
             return
         self.interrupt(EVALUATION)
@@ -444,7 +443,7 @@ class StepTracker(StepState):
     def mark_request(self, iterator: object, entry: int) -> None:
         """Mark the request on the GPU's clock, if the span will count as waiting for data. Never raises.
 
-        Only some ordinary steps are timed. Everything else (iterator None: an iteration begins) is always timed.
+        Only some ordinary steps are timed. The others (iterator None: an iteration begins) are always timed.
         """
         if self.gpu is None or entry & 7 != r.S_DATA_WAIT:
             return
@@ -465,9 +464,9 @@ class StepTracker(StepState):
             self.without_gpu(error)
 
     def without_gpu(self, error: Exception) -> None:
-        """Stop using the GPU's clock after it failed: it could fail at every step. Exposed wait is no longer measured.
+        """Stop using the GPU's clock and measuring exposed wait, because it could fail at every step.
 
-        Its events are not released: no more calls are made to a device that fails.
+        Its events are not released, because that would call a device that fails.
         """
         if self.gpu is not None:
             self.gpu.failed = True
@@ -477,12 +476,11 @@ class StepTracker(StepState):
     # -- requests of the agent thread ----------------------------------------------------------------------------------
 
     def time_next_batch(self, waits: int = 1) -> None:
-        """Time more of the next batch than its wait.
+        """Time more of the next batch than its wait. That takes microseconds, so it is not done at every step.
 
         Without workers, time the fetch on the CPU clock: one fetch of each loader of a step, because the very next one
         is mostly that of the loader that follows the slowest. With workers, time how long freeing the batch takes, and
-        what this thread itself does inside ``next()`` for the next ``waits`` batches. That takes microseconds, so it is
-        not done at every step.
+        what this thread itself does inside ``next()`` for the next ``waits`` batches.
         """
         source = self.loaders.newest() if self.active else None
         if source is None:
@@ -497,12 +495,12 @@ class StepTracker(StepState):
             self.slow_path()
 
     def follow_optimizer(self) -> None:
-        """No batch is requested on this thread any more: the optimizer's steps are the steps, until one is again."""
+        """Take the optimizer's steps as steps until this thread requests a batch again."""
         self.batches_unseen = True
         self.slow_path()
 
     def detach(self) -> None:
-        """Make every hook pass straight through: after ``stop()``, and in a forked child."""
+        """Make every hook pass straight through, after ``stop()`` and in a forked child."""
         self.thread = NO_THREAD
         self.waiting_since = 0
         self.loop_changed()

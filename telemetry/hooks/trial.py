@@ -1,6 +1,6 @@
-"""The hooks of a trial of ``telemetry tune``: other settings for DataLoaders, and no checkpoints.
+"""Hooks for a trial of ``telemetry tune``: they change the settings of DataLoaders, and skip checkpoints.
 
-Only loaded in a trial. They stay until the process ends, even if the agent stops before.
+Only a trial loads them. They stay until the process ends, even if the agent stops before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOADER_SETTINGS: Final = (
 """The arguments of DataLoader that a trial can override."""
 
 SHARING: Final = "sharing_strategy"
-"""Of torch.multiprocessing. It is not an argument of DataLoader, and holds for all loaders of the process."""
+"""A setting of torch.multiprocessing, not an argument of DataLoader. It holds for all loaders of the process."""
 
 _WORKERS_ONLY: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "in_order")
 """Arguments that a DataLoader without workers does not take."""
@@ -53,10 +53,10 @@ _SAVES: Final = {**SAVING, "torch.jit": ("save",)}
 
 _STATEFUL: Final = "torchdata.stateful_dataloader.stateful_dataloader"
 _TORCH: Final = ("torch.utils.data", "torchdata.stateful_dataloader")
-"""Modules that a constructor of a subclass may pass through."""
+"""A subclass's constructor may pass through these modules."""
 
 _CALLERS: Final = 3
-"""A function that makes several loaders has one line for them. So its callers belong to the place."""
+"""If one function makes several loaders on one line, this many of its callers belong to the place."""
 
 _MEASURED_BATCHES: Final = 8
 _MAX_PARTS: Final = 64
@@ -69,16 +69,15 @@ _ON_A_DEVICE: Final = {
 
 
 class TrialPlan(Struct, frozen=True):
-    """What a trial shall do. ``telemetry tune`` writes it; the training process reads it.
+    """What a trial shall do. ``telemetry tune`` writes it, and the training process reads it.
 
     Attributes:
         folder: the folder of this trial, for its outcome and its temporary files.
         seconds: training-loop seconds to measure. ``steps``: the trial also ends after so many measured steps.
         warm_up_seconds: time after the first step that is not measured.
         start_seconds: maximum time until the first step has ended. ``max_seconds``: maximum time after that.
-        loaders: for each place of a DataLoader, the settings to override.
+        loaders: for each place of a DataLoader, the settings to change.
         sharing_strategy: the sharing strategy to set; None to leave it.
-        saves: whether the script writes its checkpoints.
     """
 
     folder: str
@@ -96,13 +95,13 @@ class LoaderFacts(Struct):
     """One place in the code where DataLoaders are made, and what they did in a trial.
 
     Attributes:
-        place: file and line of the call, and of its callers if several loaders are made by one line.
-        file, line: of the call.
+        place: file and line of the call, and of its callers if one line makes several loaders.
+        file, line: where the call is.
         library: the package that made the loader; None if the script did.
         applied: its settings in this trial.
-        refused: settings that must not be changed, with the reason. ``max_workers``: if ``num_workers`` is one of them:
-            the most workers that it can have.
-        batches, evaluation_batches: batches given. ``wait_seconds``: of the former.
+        refused: settings that must not be changed, with the reason.
+        max_workers: how many workers it can have at most, if ``num_workers`` is refused.
+        batches, evaluation_batches: batches given. ``wait_seconds``: waits for the training batches.
         batch_bytes: bytes of the tensors in the largest of the first batches.
     """
 
@@ -125,15 +124,15 @@ class LoaderFacts(Struct):
 
 
 class TrialHooks:
-    """The hooks of a trial. Making them places them; nothing of torch is imported by that.
+    """The hooks of a trial. Making the object places them, without importing anything of torch.
 
     Args:
         plan: what the trial shall do.
         tracker: the state of the training thread.
-        errors: gets what fails when a hook is placed.
+        errors: gets failures to place a hook.
 
     Attributes:
-        loaders: what is known of each place that makes DataLoaders, in the order in which they were seen first.
+        loaders: each place that makes DataLoaders, in the order in which they were first seen.
         saves: how many checkpoints were not written.
         over: set by the agent thread when the trial is over. The training thread's next fetch then ends the process.
     """
@@ -178,7 +177,7 @@ class TrialHooks:
         @functools.wraps(original)
         @unseen
         def save(*args: Any, **kwargs: Any) -> Any:
-            # An open file or a buffer gets what is saved: empty, it would replace a checkpoint, or be loaded again.
+            # An open file or a buffer gets what is saved: an empty one would replace a checkpoint, or be loaded again.
             if hasattr(args[1] if len(args) > 1 else kwargs.get("f"), "write"):
                 return original(*args, **kwargs)
             self.saves += 1
@@ -199,7 +198,7 @@ class TrialHooks:
             try:
                 arguments = dict(signature.bind_partial(loader, *args, **kwargs).arguments)
             except TypeError:
-                return original(loader, *args, **kwargs)  # raises as without us
+                return original(loader, *args, **kwargs)  # raises as it does without us
             given = {name: arguments[name] for name in list(arguments)[1:]}  # without the loader itself
             facts = self._facts_of(sys._getframe(1), arguments.get("dataset"))
             wanted = self._plan.loaders.get(facts.place, {})
@@ -215,7 +214,7 @@ class TrialHooks:
     def _facts_of(self, frame: FrameType | None, dataset: object) -> LoaderFacts:
         """The facts of the place where a loader is being made.
 
-        A library such as accelerate makes a new loader from the script's own. That one belongs to the script's place.
+        A library such as accelerate makes a new loader from the script's. That one belongs to the script's place.
 
         Args:
             frame: the frame that calls the constructor.
@@ -263,7 +262,7 @@ class TrialHooks:
         @unseen
         def __next__(iterator: Any) -> Any:  # noqa: N807
             if self.over and get_ident() == self._tracker.thread:
-                os._exit(0)  # between two steps, where a script is not writing a file
+                os._exit(0)  # between two steps, when a script does not write a file
             start = now_ns()
             batch = original(iterator)
             facts = self._of_iterator.get(iterator)
@@ -289,7 +288,7 @@ class TrialHooks:
 
 
 def with_settings(given: Mapping[str, Any], wanted: Mapping[str, Any], allowed: Iterable[str]) -> dict[str, Any]:
-    """The arguments of a DataLoader with other settings, without those that do not go with them."""
+    """A DataLoader's arguments with changed settings, without arguments that contradict these."""
     if not wanted:
         return dict(given)
     arguments = {**given, **{name: wanted[name] for name in wanted.keys() & set(allowed)}}
@@ -300,7 +299,7 @@ def with_settings(given: Mapping[str, Any], wanted: Mapping[str, Any], allowed: 
 
 
 def _settings_of(loader: Any) -> dict[str, Any]:
-    """The settings of a loader, as plain values. Those that this version of torch does not have are left out."""
+    """The loader's settings as plain values. Settings that this version of torch does not have are left out."""
     found = {name: getattr(loader, name) for name in LOADER_SETTINGS if hasattr(loader, name)}
     if found["multiprocessing_context"] is not None:
         found["multiprocessing_context"] = found["multiprocessing_context"].get_start_method()
@@ -313,23 +312,23 @@ def _library(stack: Stack) -> str | None:
     return caller.module.partition(".")[0] if caller is not None and is_library(caller.file) else None
 
 
-# -- settings that must not be changed ---------------------------------------------------------------------------
-# Some settings change what a loader gives, or break it. What can be seen of the data set and the sampler is checked
-# here. The rest shows when a trial fails.
+# -- settings that must not be changed ---------------------------------------------------------------------------------
+# Some settings change what a loader gives, or break it. The data set and the sampler show some of that here. The rest
+# shows when a trial fails.
 
 
 def refused(arguments: Mapping[str, Any]) -> tuple[dict[str, str], int]:
-    """Settings that must not be changed, each with its reason; and how many workers are safe if that is limited.
+    """Settings that must not be changed, each with its reason, and the safe number of workers if that is limited.
 
     Args:
-        arguments: of the call of DataLoader, by name.
+        arguments: arguments of the DataLoader call, by name.
     """
     found: dict[str, str] = {}
     max_workers = 0
     dataset = arguments.get("dataset")
     iterable: Any = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
     if isinstance(dataset, iterable):
-        several = int(arguments.get("num_workers") or 0) > 1  # then the script knows what it does
+        several = int(arguments.get("num_workers") or 0) > 1  # then the script handles several workers
         if not several and not _asks_for_its_worker(type(dataset)):
             max_workers = 1
             found["num_workers"] = (
@@ -364,13 +363,13 @@ def _is_shuffled(arguments: Mapping[str, Any]) -> bool:
 
 
 def _asks_for_its_worker(kind: type) -> bool:
-    """Whether a class of data sets divides its items among the workers: one of its functions names get_worker_info."""
+    """Whether a data set divides its items among the workers: one of its functions uses the name get_worker_info."""
     values = [value for base in kind.__mro__ for value in vars(base).values()]
     return any("get_worker_info" in names for value in values for names in _names(getattr(value, "__code__", None)))
 
 
 def _names(code: object) -> Iterator[tuple[str, ...]]:
-    """The names that a function uses, and those of the functions inside it."""
+    """The names that a function, and the functions inside it, use."""
     if isinstance(code, CodeType):
         yield code.co_names
         for constant in code.co_consts:

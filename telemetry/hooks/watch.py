@@ -1,4 +1,4 @@
-"""Sources that are no DataLoader: iterables that the script watches, and libraries that read ahead on threads."""
+"""Hooks sources that are no DataLoader: iterables that the script watches, and libraries that read ahead."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     Tracker = Callable[[], StepTracker | None]
 
 
-# -- A wrapper around a watched iterable: it behaves like the object inside, and its waits are timed -------------------
+# -- a wrapper around a watched iterable: it behaves like the object inside, and its waits are timed -------------------
 # Python looks up special methods on the class. So for each class of watched objects a class of wrappers is made, with
-# exactly the same special methods. Everything else is passed to the object by ``getattr``. Numpy makes an array of an
-# object that it does not know; functions of torch take no wrapper, and operators none as their other operand.
+# exactly the same special methods. ``getattr`` passes everything else to the object. Numpy makes an array of an object
+# of an unknown class; functions of torch take no wrapper, and operators none as their other operand.
 
 _NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__", "__ge__", "__getstate__"} | {
     *("__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dict__", "__get__", "__set__", "__delete__"),
@@ -43,7 +43,7 @@ _MISSING: Final = object()
 
 
 class Watched(Wrapper):
-    """Base class of all wrappers; `wrap` makes them. While no agent runs, a wrapper only forwards."""
+    """Base class of all wrappers, which `wrap` makes. While no agent runs, a wrapper only forwards."""
 
     __slots__ = ("_telemetry_bound", "_telemetry_next", "_telemetry_tracker")
 
@@ -128,7 +128,7 @@ def wrap(inside: Any, tracker: Tracker, source: Watched | None = None) -> Any:
         source: the wrapper whose iterator ``inside`` is, if any.
 
     Returns:
-        A wrapper that behaves as ``inside``.
+        A wrapper that behaves like ``inside``.
     """
     wrapper = object.__new__(_class_for(type(inside)))
     keep = object.__setattr__
@@ -152,7 +152,7 @@ def _pull(wrapper: Watched) -> Any:
 
 @unseen
 def _first_pull(wrapper: Watched) -> Any:
-    """``next`` of a wrapper whose ``iter`` was not called, or was called while no agent ran."""
+    """Take the next item of a wrapper whose ``iter`` was not called, or was called while no agent ran."""
     _bind(wrapper, wrapper._telemetry_tracker())
     pull = wrapper._telemetry_next
     return next(wrapper._telemetry_object) if pull is _first_pull else pull(wrapper)
@@ -217,7 +217,7 @@ def _next(self: Watched) -> Any:
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
-    """A special method that calls the object's own. If that returns the object itself, this returns the wrapper."""
+    """A special method that calls the object's own. If that returns the object itself, it returns the wrapper."""
 
     def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
         inside = self._telemetry_object
@@ -229,7 +229,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
 
 def _bound(inside: Any, name: str) -> Callable[..., Any]:
-    """A special method of an object, found as Python finds it: on the class."""
+    """Find a special method of an object as Python does: on the class."""
     kind = type(inside)
     for base in kind.__mro__:
         value = vars(base).get(name, _MISSING)
@@ -239,11 +239,9 @@ def _bound(inside: Any, name: str) -> Callable[..., Any]:
     raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
 
 
-# -- prefetchers -------------------------------------------------------------------------------------------------------
-# Times libraries that read ahead on their own threads: the training thread waits for their queue, not a DataLoader.
-#
+# -- prefetchers: the training thread waits for the queue of a library that reads ahead on its own threads -------------
 # Each library is patched when it is imported, where the training thread takes its next batch. A request there is timed
-# like one to a DataLoader. Requests inside it, on the same thread, are part of it.
+# like one to a DataLoader, with the requests inside it on the same thread.
 
 _DALI: Final = BatchSource("read_ahead", {"reader": "DALI"})
 _AHEAD: Final = frozenset({"Prefetcher", "ParallelMapper", "PinMemory"})
@@ -251,28 +249,28 @@ _MAX_DEPTH: Final = 64
 
 
 def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """MONAI: a thread iterates over the DataLoader, and a generator yields its batches."""
+    """Patch MONAI: a thread iterates over the DataLoader, and a generator yields its batches."""
     _know_feeds(tracker)
     for owner in (module.ThreadDataLoader, module.ThreadBuffer):
         patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker))
 
 
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """``torchdata.nodes``: the loop asks the outermost node. That node asks the others, on this thread or on others."""
+    """Patch ``torchdata.nodes``: the loop asks the outermost node, which asks the others, here or on other threads."""
     base = module.BaseNode
     tracker.loaders.known_iterators.append((base, _source_of_node))
     patches.replace(base, "__next__", lambda original: dataloader.timed_next(original, tracker))
 
 
 def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """``torchdata.nodes.Loader``: ``__iter__`` starts the threads. If a state is loaded, it takes the first batch."""
+    """Patch ``torchdata.nodes.Loader``: ``__iter__`` starts the threads, and in a loaded state takes a batch."""
     patches.replace(module.Loader, "__iter__", lambda original: dataloader.timed_iter(original, tracker))
 
 
 def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
-    """NVIDIA DALI: the threads of its pipeline and the GPU make the batches.
+    """Patch NVIDIA DALI, whose pipeline threads and GPU make the batches.
 
-    A constructor takes the first batch already, long before the loop requests it: that is no request of the training.
+    A constructor already takes the first batch, long before the loop requests it. That does not count as a request.
     """
 
     def building(_iterator: Any) -> bool:
@@ -288,7 +286,7 @@ def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
     for name in ("DALIGenericIterator", "DALIRaggedIterator"):
         iterator = getattr(module, name, None)
         if iterator is None:
-            continue  # of a newer version
+            continue  # a newer version has it
         tracker.loaders.known_iterators.append((iterator, lambda _: _DALI))
         patches.replace(iterator, "__init__", lambda original: around(original, before=building, after=built))
         patches.replace(iterator, "__next__", lambda original: dataloader.timed_next(original, tracker))
@@ -300,7 +298,7 @@ PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
     "torchdata.nodes.loader": patch_node_loader,
     "nvidia.dali.plugin.pytorch": patch_dali,
 }
-"""The patch for each module, applied when it is imported."""
+"""The patch for each module, which is applied when the module is imported."""
 
 
 def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
@@ -309,7 +307,7 @@ def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
     Args:
         cls: the class.
         tracker: gets its batches.
-        patches: undo it.
+        patches: can undo the patch.
 
     Returns:
         Whether iterations of its instances are timed from now on.
@@ -326,7 +324,7 @@ def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
 
 
 class Feed:
-    """One iteration by a generator. For the tracker it stands for an iterator.
+    """One iteration by a generator. The tracker treats it as an iterator.
 
     Args:
         iterator: the generator.
@@ -348,7 +346,7 @@ class Feed:
 def timed_generator(
     original: Callable[[Any], Generator[Any, Any, Any]], tracker: StepTracker, *, numbered: bool = True
 ) -> Callable[[Any], Generator[Any, Any, Any]]:
-    """Time the batches of a generator function. The result is one, too: nothing runs before the first request."""
+    """Time the batches of a generator function. The result is a generator function, too: it starts with a request."""
 
     @unseen
     def pull(feed: Feed) -> Any:
@@ -405,16 +403,16 @@ def _know_feeds(tracker: StepTracker) -> None:
 
 
 def _find_source(feed: Feed, tracker: StepTracker) -> None:
-    """After the first batch: if an iteration with workers began meanwhile, it is the source of the generator."""
+    """Find the source after the first batch: an iteration with workers that began meanwhile."""
     handle = tracker.loaders.newest_begun()
     feed.source = handle or READ_AHEAD
     if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
-        stamp = tracker.waiting_since  # the request began with the iteration
+        stamp = tracker.waiting_since  # the iteration began with the request
         tracker.ring.push(stamp, stamp, r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS), handle)
 
 
 def _source_of_node(node: Any) -> BatchSource:
-    """Whether a node reads ahead on threads, or makes its batches on request."""
+    """The source of a node that reads ahead on threads, or makes its batches on request."""
     for _ in range(_MAX_DEPTH):
         # A mapper without workers maps on the requesting thread.
         if type(node).__name__ in _AHEAD and getattr(node, "num_workers", None) != 0:

@@ -1,9 +1,9 @@
-"""What runs in a DataLoader worker, and how it gets there.
+"""The probe in a DataLoader worker.
 
 While the constructor of an iterator runs, `hooks.dataloader` lets it read a `WorkerProbe` instead of the loader's
 ``worker_init_fn``. In each worker the probe wraps the ``fetch`` of torch's fetchers (`timed_fetch`) and starts a thread
-that answers requests for the worker's stacks. What a worker counts is in a `WorkerBlock` of shared memory, which the
-agent reads without waiting for anybody.
+that answers requests for the worker's stacks. A worker counts in a `WorkerBlock` of shared memory, which the agent
+reads without waiting for anybody.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# -- what a batch has ----------------------------------------------------------------------------------------------
+# -- what is in a batch ------------------------------------------------------------------------------------------------
 
 _IDS: Final = "input_ids"
 _MAX_PARTS: Final = 16
 _LOOKS: Final = 16
-"""A worker whose first so many batches have no tokens does not look at any more."""
+"""If the first so many batches have no tokens, a worker stops looking for them."""
 
 _PLAIN: Final = frozenset({int, float, bool, str, bytes, type(None)})
 _SEQUENCES: Final = frozenset({list, tuple, range})
-"""Others may have a method of the user's."""
+"""Other classes may run a method of the user's."""
 
 
 def tokens_in(batch: object) -> int | None:
-    """How many tokens a batch has: the positions of its ``input_ids``, padding included.
+    """Count the tokens of a batch: the positions of its ``input_ids``, padding included.
 
     Only shapes and types are read, never values, and no code of the user's class is called.
 
     Args:
-        batch: a mapping or an object with a tensor of integers as ``input_ids``; or a list, tuple or mapping of such
-            ones. It is not looked for any deeper.
+        batch: a mapping or an object with a tensor of integers as ``input_ids``; or a list, tuple or mapping of these.
+            Deeper levels are not searched.
 
     Returns:
-        0 without ``input_ids``. None if it is not known: the batch is of an unknown class, or its ``input_ids`` are no
-        tensor of integers.
+        0 without ``input_ids``. None if unknown: the batch is of an unknown class, or its ``input_ids`` are no tensor
+        of integers.
     """
     fields = _fields_of(batch)
     if fields is None:
@@ -71,10 +71,10 @@ def tokens_in(batch: object) -> int | None:
 
 
 def _fields_of(batch: Any) -> dict[Any, Any] | None:
-    """What a mapping, a sequence or an object holds; nothing for tensors and plain values; None for anything else."""
+    """The content of a mapping, a sequence or an object; empty for tensors and plain values; None for anything else."""
     kind = type(batch)
     if issubclass(kind, dict):
-        return dict(dict.items(batch))  # not the methods of its class
+        return dict(dict.items(batch))  # without the methods of its class
     if issubclass(kind, (list, tuple)):
         own: Any = tuple if issubclass(kind, tuple) else list
         return dict(enumerate(own.__getitem__(batch, slice(_MAX_PARTS))))
@@ -82,7 +82,7 @@ def _fields_of(batch: Any) -> dict[Any, Any] | None:
         return {}
     try:
         held = object.__getattribute__(batch, "__dict__")
-    except AttributeError:  # it has slots only
+    except AttributeError:  # it has only slots
         return None
     if UserDict in kind.__mro__:
         held = held.get("data")
@@ -102,12 +102,12 @@ def _integers_in(ids: Any) -> int | None:
 
 
 class FetchedSamples:
-    """Counts the samples of each batch: as many as there were indices, or items of an iterable data set.
+    """Counts the samples of each batch: its indices, or the items of an iterable data set.
 
-    No value and no code of the user is looked at: only the list that torch's fetcher gets, or makes.
+    It looks only at the list that torch's fetcher gets or makes, at no value and no code of the user.
 
     Args:
-        stream: the data set is iterable, so that its items are counted. Such a batch may be shorter than asked for.
+        stream: whether the data set is iterable. Then items are counted, because a batch may be shorter than requested.
     """
 
     def __init__(self, *, stream: bool) -> None:
@@ -115,7 +115,7 @@ class FetchedSamples:
         self._items: int | None = None
 
     def begin(self, fetcher: Any) -> None:
-        """This fetcher makes the next batches."""
+        """Count the batches that this fetcher makes from now on."""
         if not self._stream:
             return
         collate = fetcher.collate_fn
@@ -132,7 +132,7 @@ class FetchedSamples:
         fetcher.collate_fn = noting
 
     def of(self, indices: Any) -> int | None:
-        """Samples of the batch that was made last; None if that is not known. ``indices``: what was asked for."""
+        """Samples of the newest batch, if known. ``indices``: the indices that were requested."""
         if self._stream:
             items, self._items = self._items, None
             return items
@@ -149,12 +149,12 @@ def _class(module: str, name: str) -> Any:
 
 
 class BatchCounter:
-    """Notes the samples and tokens of the batches that a worker makes. Its methods never raise.
+    """Notes the samples and tokens of a worker's batches. Its methods never raise.
 
     Args:
-        block: of its loader.
+        block: the block of its loader.
         worker: the number of the worker.
-        stream: the data set is iterable.
+        stream: whether the data set is iterable.
     """
 
     def __init__(self, block: WorkerBlock, worker: int, *, stream: bool) -> None:
@@ -165,7 +165,7 @@ class BatchCounter:
         self._looks_left = _LOOKS
 
     def iteration_begins(self, fetcher: object) -> None:
-        """The next fetch is the worker's first of an iteration."""
+        """Note that the worker's next fetch is its first of an iteration."""
         try:
             if self._samples is not None:
                 self._samples.begin(fetcher)
@@ -173,7 +173,7 @@ class BatchCounter:
             let_pass(error)  # no samples are found, so they are unknown
 
     def made(self, fetch: int, indices: object, batch: object) -> bool:
-        """Fetch number ``fetch`` has made this batch. Returns whether to be told of more of them."""
+        """Count the batch of fetch number ``fetch``. Returns whether to count more of them."""
         samples = tokens = None
         try:
             samples = None if self._samples is None else self._samples.of(indices)
@@ -184,7 +184,7 @@ class BatchCounter:
         return self._looking or self._samples is not None
 
     def raised(self, fetch: int) -> None:
-        """Fetch number ``fetch`` has raised. Its number is used up."""
+        """Note that fetch number ``fetch`` has raised. No other fetch gets its number."""
         self._note(fetch, RAISED, UNKNOWN)
 
     def _tokens_of(self, batch: object) -> int | None:
@@ -203,7 +203,7 @@ class BatchCounter:
         try:
             self._block.note_batch(self._worker, fetch, samples, tokens)
         except Exception as error:
-            let_pass(error)  # the batch is not there, so its counts are unknown
+            let_pass(error)  # the batch is not noted, so its counts are unknown
 
 
 # -- in the worker -------------------------------------------------------------------------------------------------
@@ -212,13 +212,13 @@ class BatchCounter:
 class WorkerProbe:
     """A ``worker_init_fn`` that times the fetches of its worker, and then runs the user's own function.
 
-    With any start method, it runs in every worker before its fetcher is made. If a worker is a thread of the training
-    process, nothing is patched and its fetches are not timed.
+    With any start method, it runs in every worker before its fetcher is made. If the worker is a thread of the training
+    process, it patches nothing, and fetches are not timed.
 
     Args:
-        user: the loader's ``worker_init_fn``; None if it has none.
+        user: the loader's ``worker_init_fn``, if it has one.
         block: gets the counters.
-        nvtx: make each fetch an NVTX range.
+        nvtx: whether to make each fetch an NVTX range.
     """
 
     def __init__(self, user: Callable[[int], None] | None, block: WorkerBlock, *, nvtx: bool = False) -> None:
@@ -246,7 +246,7 @@ class WorkerProbe:
                 _wrap_fetches(block, worker_id, nvtx=self._nvtx)
                 _offer_stacks(block, worker_id)
         except Exception as error:
-            let_pass(error)  # it cannot be reported from here; the agent sees a worker without counters
+            let_pass(error)  # nothing can report it from here. The agent sees a worker without counters
         if self.user is None:
             return
         try:
@@ -257,7 +257,7 @@ class WorkerProbe:
 
 
 _wrappers: Final[WeakMap[None]] = WeakMap()
-"""Our wrappers around a ``fetch``. An attribute would not do: ``functools.wraps`` copies it to a wrapper of others."""
+"""Our wrappers around a ``fetch``. Not an attribute: ``functools.wraps`` would copy it to a wrapper of others."""
 
 
 def _wrap_fetches(block: WorkerBlock, worker: int, *, nvtx: bool) -> None:
@@ -307,24 +307,23 @@ def timed_fetch(
     counter: BatchCounter | None,
     sample: Callable[[], None] = _nothing,
 ) -> Callable[[Any, Any], Any]:
-    """``fetch``, counted in the block.
+    """Wrap ``fetch``, so that the block counts it.
 
-    CPU time is not counted here: the kernel counts it (schedstat), and reading it twice per fetch would double the
-    cost.
+    It does not count CPU time: the kernel does (schedstat), and reading that twice per fetch would double the cost.
 
     Args:
         original: the fetcher's method.
-        block: of the worker's loader.
+        block: the block of the worker's loader.
         worker: the number of the worker.
         counter: gets each batch, after its fetch was counted.
         sample: called at the start of each fetch while the agent asks for samples.
     """
     counters, last_bucket = block.counters(worker), len(FETCH_BUCKETS)
     histogram, started, finished = counters.histogram, counters.recent_started_ns, counters.recent_finished_ns
-    current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay the clean-up of its iterator
+    current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay its iterator's clean-up
 
     def begin(fetcher: Any) -> None:
-        """Each iteration has a new fetcher. A worker that had no index of an iteration has made no batch of it."""
+        """Begin an iteration with its fetcher. A worker that gets no index of an iteration makes no batch of it."""
         nonlocal current
         current = weakref.ref(fetcher)
         epoch = block.head.iteration
@@ -338,7 +337,7 @@ def timed_fetch(
     @unseen
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         nonlocal counter
-        if counters.fetching_since_ns:  # of a loader that the data set reads: a part of the fetch in progress
+        if counters.fetching_since_ns:  # the data set reads another loader: this is a part of the fetch in progress
             return original(self, possibly_batched_index)
         if current() is not self:
             begin(self)
@@ -375,7 +374,7 @@ def timed_fetch(
 
 
 STACK_REQUEST: Final = struct.Struct("=q")
-"""What the agent writes into a worker's pipe: the number of its request, which the answer repeats."""
+"""The agent writes this into a worker's pipe: the number of its request, which the answer repeats."""
 
 _MAX_THREADS: Final = 32
 _MAX_REQUESTS_BYTES: Final = 4096
@@ -385,8 +384,8 @@ class _StackResponder:
     """A thread of the worker that answers the agent's requests for the worker's stacks. Made on its main thread.
 
     The agent must not interrupt a worker: a signal makes system calls fail that C libraries do not repeat. So the
-    thread waits in a read of a pipe. The agent opens that pipe through /proc and writes the number of its request; the
-    thread writes the stacks into the shared block. While a call of another thread holds the GIL, it cannot answer.
+    thread waits in a read of a pipe. The agent opens that pipe through /proc and writes the number of its request, and
+    the thread writes the stacks into the shared block. It cannot answer while a call of another thread holds the GIL.
 
     A child that the user's code forks has the pipe, but no thread that reads it.
 
@@ -421,10 +420,10 @@ class _StackResponder:
                 # No call in here gives up the GIL, so one turn is enough beside a thread that hardly ever gives it up.
                 self.area.write(number, self.pid, now_ns(), self._stacks())
             except Exception:
-                pass  # it cannot be reported from here; the agent times out and goes on
+                pass  # nothing can report it from here. The agent times out and goes on
 
     def _stacks(self) -> bytes:
-        """The main thread's first, which has no heading."""
+        """The stacks of all threads. The main thread's come first and have no heading."""
         threads = {thread.ident: thread for thread in python_threads()}
         main = threads.pop(self._main, None)
         parts = [stack_text(main.stack)] if main is not None else []
@@ -436,9 +435,9 @@ _responder: _StackResponder | None = None
 
 
 def _offer_stacks(block: WorkerBlock, worker: int) -> None:
-    """Answer requests for the stacks of this worker from now on, and write into the block how to ask.
+    """Answer requests for this worker's stacks from now on, and write into the block how to ask.
 
-    A process that is used for several workers, one after another, keeps its thread.
+    A process that serves as several workers, one after another, keeps its thread.
     """
     global _responder  # noqa: PLW0603
     area = block.stack_area(worker)
@@ -453,7 +452,7 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
 
 
 def _own_pipe() -> Descriptor:
-    """A pipe as one descriptor for both of its ends: a read never sees the end of it, and there is one less to leak."""
+    """One descriptor for both ends of a pipe: a read never sees its end, and only one descriptor can leak."""
     ends = os.pipe2(os.O_CLOEXEC)
     try:
         return Descriptor(raised(os.open(f"/proc/self/fd/{ends[0]}", os.O_RDWR | os.O_CLOEXEC)))

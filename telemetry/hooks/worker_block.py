@@ -1,4 +1,4 @@
-"""The block of shared memory in which the DataLoader workers of one iterator count, and which the agent reads.
+"""Shared memory in which the DataLoader workers of one iterator count, and which the agent reads.
 
 The agent never waits for a worker, and no worker for the agent.
 """
@@ -20,28 +20,28 @@ FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
 highest bit of the nanoseconds."""
 
 EPOCHS: Final = 24
-"""The number of the first fetch is kept for this many epochs."""
+"""For this many epochs, the number of the first fetch is kept."""
 
 RECENT: Final = 64
-"""The start and the end are kept for this many of a worker's newest fetches."""
+"""For this many of a worker's newest fetches, start and end are kept."""
 
 MAX_WORKERS: Final = 4096
 """A loader with more workers is not probed."""
 
 _MAX_SAMPLED: Final = 16
-"""This many workers of a loader are sampled. The others do the same."""
+"""So many workers of a loader are sampled. The others do the same work."""
 
 _BATCHES: Final = 4096
-"""The samples and tokens are kept for this many of the newest batches of a loader: as many as the ring has entries."""
+"""For this many of a loader's newest batches, samples and tokens are kept: as many as the ring has entries."""
 _MIN_BATCHES: Final = 64
 _BATCH: Final = struct.Struct("=3q")
-"""The number of its fetch plus 1, samples, tokens."""
+"""number of its fetch plus 1, samples, tokens"""
 _HEAD_BYTES: Final = 64
 
 UNKNOWN: Final = -1
-"""Samples or tokens of a batch for which they are not known, or not asked for."""
+"""Stands for a batch's samples or tokens if they are unknown, or not wanted."""
 RAISED: Final = -2
-"""In place of the samples, if the fetch has raised."""
+"""Stands for the samples of a fetch that raised."""
 
 _COUNTED: Final = (
     *("worker", "pid", "tid", "epoch", "fetches", "wall_ns", "fetching_since_ns", "ended"),
@@ -55,12 +55,12 @@ class WorkerCounters(Structure):
     Stamps are monotonic nanoseconds, 0 for none. 1.5 KiB, so that no two workers share a cache line.
 
     Attributes:
-        wall_ns: time of the fetches that have ended. ``fetching_since_ns``: start of the one in progress.
+        wall_ns: time in fetches that have ended. ``fetching_since_ns``: start of the fetch in progress.
         ended: fetches that have ended, including those that raised. The first is number 0.
         epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % EPOCHS]``.
         recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % RECENT``.
         stack_pipe, stack_inode, stack_thread: see `StackPort`.
-        sample_session, sample_until_ns: the newest request for samples of its fetches. Written by the agent.
+        sample_session, sample_until_ns: the newest request for samples of its fetches. The agent writes it.
     """
 
     _fields_: ClassVar = [
@@ -91,12 +91,12 @@ class WorkerCounters(Structure):
 
 
 class BlockHead(Structure):
-    """What concerns all workers of a block.
+    """The part of a block that is about all workers.
 
     Attributes:
         iteration: how many iterations have begun with these workers.
-        samples_wanted: count the samples of each batch; set before the workers start.
-        tokens_found, tokens_left: some worker has found tokens; some worker does not look for them any more.
+        samples_wanted: whether to count each batch's samples; set before the workers start.
+        tokens_found, tokens_left: whether any worker has found tokens, and whether any has stopped looking for them.
     """
 
     _fields_: ClassVar = [(name, c_int64) for name in ("iteration", "samples_wanted", "tokens_found", "tokens_left")]
@@ -138,11 +138,11 @@ class AreaContent(NamedTuple):
 
 
 class SharedArea:
-    """A part of the block into which one worker writes, and from which the agent reads: its profile, or its stacks.
+    """A part of the block into which one worker writes its profile or stacks, and which the agent reads.
 
-    It has two halves. The worker writes into the half that is not in use, and then the head, which names that half from
-    then on. If the head has changed while the agent read, the agent drops what it has read and reads again a second
-    later. The kernel gives memory for these pages only when they are written. They outlive the worker.
+    It has two halves. The worker writes into the unused half, and then into the head, which names the half in use. If
+    the head has changed while the agent read, the agent drops what it has read and reads again a second later. The
+    kernel gives memory for these pages only when they are written. They outlive the worker.
 
     Args:
         memory: the block.
@@ -161,7 +161,7 @@ class SharedArea:
         self._start = start
 
     def write(self, session: int, pid: int, began_ns: int, content: bytes) -> None:
-        """Replace the content. Used by one worker at a time."""
+        """Replace the content. Only one worker at a time may call it."""
         content = content[: self.HALF_BYTES]
         version = self._HEAD.unpack_from(self._memory, self._start)[0] + 1
         at = self._half(version)
@@ -185,7 +185,7 @@ class SharedArea:
 
 
 class WorkerBlock:
-    """What the workers of one iterator count, in shared memory.
+    """The counters of an iterator's workers, in shared memory.
 
     It is an anonymous file in memory (memfd). A forked worker inherits it, a spawned one opens it through /proc, and it
     is freed with the last process that has it open. If a worker is killed during a write, at worst one count misses one
@@ -215,10 +215,10 @@ class WorkerBlock:
 
     @classmethod
     def opened(cls, address: tuple[int, int, int, tuple[int, int]]) -> WorkerBlock:
-        """In a spawned worker: the owner's block, from its `address`.
+        """Open the owner's block in a spawned worker, from its `address`.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the block cannot be opened.
             ValueError: the number belongs to another file by now, or ``address`` is not one of our blocks.
         """
         workers, owner, number, identity = address
@@ -237,7 +237,7 @@ class WorkerBlock:
         return block
 
     def _lay_out(self, workers: int) -> None:
-        """The slots come first, then the profiles, the batches and the stacks, which take memory only when used."""
+        """Lay out the slots first, then profiles, batches and stacks, which take memory only when used."""
         self.workers = workers
         self.retired = False
         self.kept_batches = max(_MIN_BATCHES, _BATCHES // workers)
@@ -248,7 +248,7 @@ class WorkerBlock:
         self._size = self._stacks_at + workers * SharedArea.BYTES
 
     def _map(self, file: int) -> None:
-        # `mmap` keeps a duplicate of it, under the lowest free number. That must not be one of a standard stream.
+        # `mmap` keeps a duplicate of it, under the lowest free number. That must not be a standard stream's.
         numbers = [os.dup(file)]
         try:
             while numbers[-1] < LOWEST:
@@ -263,24 +263,24 @@ class WorkerBlock:
 
     @property
     def address(self) -> tuple[int, int, int, tuple[int, int]]:
-        """Where another process finds it: workers, owner, descriptor, and the identity of the file."""
+        """Where another process finds the block: workers, owner, descriptor, and the identity of the file."""
         return (self.workers, self.owner, self._descriptor(), self._identity)
 
     def _descriptor(self) -> int:
-        """The descriptor that `mmap` keeps of the file, and closes; -1 if other code has closed it.
+        """The descriptor of the file that `mmap` keeps and closes; -1 if other code has closed it.
 
-        A descriptor of our own would have to be closed by a finalizer in Python, in which Ctrl-C would be lost.
+        Our own descriptor would need a finalizer in Python to close it, and Ctrl-C would be lost in there.
         """
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
             try:
                 if identity_of(int(name)) == self._identity:
                     return int(name)
             except OSError:
-                pass  # that of this listing, or closed meanwhile
+                pass  # this listing's own descriptor, or one that was closed meanwhile
         return -1
 
     def counters(self, worker: int) -> WorkerCounters:
-        """Those of one worker, in the block."""
+        """The counters of one worker, in the block."""
         return WorkerCounters.from_buffer(self._memory, worker * sizeof(WorkerCounters))
 
     def read(self) -> tuple[WorkerCounters, ...]:
@@ -292,17 +292,17 @@ class WorkerBlock:
     # -- batches
 
     def note_batch(self, worker: int, fetch: int, samples: int, tokens: int) -> None:
-        """Note what a fetch has made. Used by the worker, before it sends the batch. ``fetch``: its number."""
+        """Note what a fetch has made, before the worker sends the batch. ``fetch``: its number."""
         _BATCH.pack_into(self._memory, self._batch_at(worker, fetch), fetch + 1, samples, tokens)
 
     def batch(self, iteration: int, number: int) -> tuple[int, int] | None:
         """Samples and tokens of a batch that has been delivered.
 
-        The DataLoader deals batch ``number`` of an iteration to worker ``number % workers``, whose fetch
-        ``number // workers`` it is, as long as no worker has come to the end of an iterable data set.
+        The DataLoader deals batch ``number`` of an iteration to worker ``number % workers`` as its fetch
+        ``number // workers``, as long as no worker has come to the end of an iterable data set.
 
         Returns:
-            None if they are not there: the worker has not counted, its data set had ended, or it has made too many
+            None if they are missing: the worker has not counted, its data set had ended, or it has made too many
             batches since. `UNKNOWN` and `RAISED` as for `note_batch`.
         """
         place, worker = divmod(number, self.workers)
@@ -312,7 +312,7 @@ class WorkerBlock:
             return None
         fetch = began[iteration % EPOCHS] + place
         if newest > iteration and fetch >= began[(iteration + 1) % EPOCHS]:
-            return None  # of a later iteration
+            return None  # it belongs to a later iteration
         noted, samples, tokens = _BATCH.unpack_from(self._memory, self._batch_at(worker, fetch))
         return (samples, tokens) if noted == fetch + 1 else None
 
@@ -329,7 +329,7 @@ class WorkerBlock:
             counters.sample_session, counters.sample_until_ns = session, until_ns
 
     def profile_area(self, worker: int) -> SharedArea:
-        """Where a worker writes the profile of its fetches."""
+        """The area for the profile of a worker's fetches."""
         return SharedArea(self._memory, self._profiles_at + worker * SharedArea.BYTES)
 
     def sampled(self) -> list[AreaContent]:
@@ -338,7 +338,7 @@ class WorkerBlock:
         return [found for found in areas if found is not None]
 
     def stack_area(self, worker: int) -> SharedArea:
-        """Where a worker writes its stacks when it is asked for them."""
+        """The area for a worker's stacks when they are requested."""
         return SharedArea(self._memory, self._stacks_at + worker * SharedArea.BYTES)
 
     def stack_ports(self) -> dict[int, StackPort]:
