@@ -1,3 +1,3 @@
-"""The version, where pyproject.toml and the run folder both find it."""
+"""The version, which pyproject.toml and the run folder read from here."""
 
 __version__ = "0.1.0"

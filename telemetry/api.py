@@ -44,7 +44,7 @@ class InactiveAgent:
     trial = None
 
     def stop(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
 
 def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Agent | InactiveAgent:
@@ -86,7 +86,7 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             from telemetry.util import threads
 
             importlib.import_module("telemetry.hooks.watch")  # now: later there may be no descriptor to load it with
-            agent = _agent = Agent(config)  # known before it starts: a child may be forked at any moment
+            agent = _agent = Agent(config)  # set before it starts: a child may be forked at any moment
             _agents[agent] = None
             for variable, close in settings_module.unknown_variables().items():
                 hint = f"; did you mean {close}?" if close else ""
@@ -113,7 +113,7 @@ def stop() -> None:
 
 
 def leaving(code: object) -> None:
-    """The script ends with this argument of ``sys.exit``. For ``telemetry run``."""
+    """Note that the script ends with this argument of ``sys.exit``. For ``telemetry run``."""
     agent = _running()
     if agent is not None:
         agent.attempt.end.leaving(code)
@@ -146,10 +146,10 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
 
 
 def resumed(*, step: int) -> None:
-    """Tell at which optimizer step the training resumes. Call it when the checkpoint has been loaded.
+    """Set the optimizer step at which the training resumes. Call it when the checkpoint has been loaded.
 
-    Not needed for Adam and other optimizers that count their steps: their loaded state tells it. Without either, the
-    report assumes the newest complete checkpoint.
+    It is not needed for Adam and other optimizers that count their steps: the agent reads the step from their loaded
+    state. Without either, the report assumes the newest complete checkpoint.
 
     Args:
         step: number of optimizer steps that the loaded state contains; numpy's whole numbers will do.
@@ -176,17 +176,17 @@ def metrics() -> dict[str, float]:
 
     Returns:
         The figures by name, with units in the names (docs/integrations.md has all of them); ratios are 0..1. They are
-        some seconds old; rates and percentiles are over the newest window of the log. What was not measured is
-        not in it. Empty while no agent runs, and in a DataLoader worker.
+        some seconds old; rates and percentiles are over the newest window of the log. Figures that were not measured
+        are absent. Empty while no agent runs, and in a DataLoader worker.
     """
     agent = _running()
     return {} if agent is None else dict(agent.figures.newest)
 
 
 def tokens(number: int, /) -> None:
-    """Tell how many tokens this rank trains on in the current step. In an evaluation or a checkpoint it counts nothing.
+    """Count so many tokens for the current step of this rank. In an evaluation or a checkpoint it counts nothing.
 
-    What is told counts instead of the tokens that the agent finds by itself in batches with ``input_ids``.
+    The number replaces the tokens that the agent finds by itself in batches with ``input_ids``.
 
     Args:
         number: tokens; numpy's whole numbers will do. A tensor will not: reading it could wait for the GPU.
@@ -209,7 +209,7 @@ def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bo
     """Request a trace of a few steps on all ranks. Returns immediately.
 
     The ranks first agree on the steps. Requests of several ranks at the same time give one snapshot. The event
-    ``snapshot`` in the log says how it ended.
+    ``snapshot`` in the log contains the result.
 
     Args:
         steps: number of steps, from 1 to 50; the setting ``snapshot_steps`` by default.
@@ -304,7 +304,6 @@ def _running() -> Agent | None:
 
 
 def _tracker() -> StepTracker | None:
-    """The step tracker of the running agent."""
     agent = _running()
     return None if agent is None else agent.tracker
 

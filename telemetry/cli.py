@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _no_option(given: str) -> str:
-    """What is wrong with an argument that no command knows."""
+    """The error text for an argument that no command accepts."""
     close = closest(given.partition("=")[0], [doc.option for doc in setting_docs()]) if given[:1] == "-" else None
     hint = f"; did you mean {close}?" if close else ""
     return f"there is no {'option' if given[:1] == '-' else 'argument'} {given}{hint}"
@@ -168,7 +168,6 @@ def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_tune(commands: Any) -> None:
-    """Add the command to those of the parser."""
     tune = commands.add_parser(
         "tune",
         help="find better DataLoader settings with short trials of a script",

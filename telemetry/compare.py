@@ -1,9 +1,9 @@
 """``telemetry compare RUN_A RUN_B [--again RUN_A RUN_B] …``: whether B is faster than A, and where they differ.
 
 Steps are not independent. They are slow together: another process takes a core, a file system is busy, a clock is
-reduced. So the scatter of single steps says too little about that of their mean. The interval of the ratio is that of a
-block bootstrap over the windows of the log, plus what no window shows. benchmarks/compare.py measures how often it is
-right.
+reduced. So the scatter of single steps underestimates the error of their mean. The interval of the ratio is that of a
+block bootstrap over the windows of the log, plus the variation that no window shows. benchmarks/compare.py measures how
+often it is right.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from telemetry.report.process_log import ProcessLog
 
 FEWEST_WINDOWS: Final = 2
-"""A run with fewer has no scatter at all."""
+"""A run with fewer windows has no scatter."""
 
 MANY_WINDOWS: Final = 8
-"""Fewer windows say too little about how neighbours resemble each other. Then it is taken to be as usual."""
+"""With fewer windows, the correlation of neighbours cannot be estimated. Then the usual one is assumed."""
 
 _USUAL_CORRELATION: Final = 0.5
-"""Of neighbouring windows. In the recorded runs it is 0.4 to 0.5 of windows of a second, and 0.3 of windows of ten."""
+"""Correlation of neighbouring windows. In recorded runs it is 0.4 to 0.5 for windows of 1 s, and 0.3 for 10 s."""
 
 _MAX_CORRELATION: Final = 0.95
 _CAUTION: Final = 0.5
@@ -48,21 +48,20 @@ _TENTHS: Final = 10
 _BETWEEN_RUNS: Final = 0.005
 _UNSEEN: Final = 0.012
 _UNSEEN_SECONDS: Final = 1800.0
-"""What no window shows, as standard deviations of a run's pace. Where its memory lies and which core it runs on makes
-0.5 %. Programs of other virtual machines on the same processor come and go for many minutes: calm runs of 35 s to three
-minutes scattered by 1.0 to 1.7 %. Only a run of hours has less of it."""
+"""Variation that no window shows, as standard deviations of a run's pace. The place of its memory and the core it runs
+on make 0.5 %. Programs of other virtual machines on the same processor come and go for many minutes: calm runs of 35 s
+to three minutes scattered by 1.0 to 1.7 %. Only a run of hours has less of it."""
 
 _Z: Final = 1.959964
 _T: Final = ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (6, 2.447), (10, 2.228), (20, 2.086), (math.inf, _Z))
 """97.5 % quantiles of Student's distribution, by degrees of freedom; the last is the normal distribution's."""
 
 _BEFORE: Final = 10.0
-"""The intervals of single pairs count like so many degrees of freedom: the scatter of three or four pairs alone says
-little."""
+"""Degrees of freedom that the intervals of single pairs add: the scatter of three or four pairs alone is uncertain."""
 
 
 class Window(NamedTuple):
-    """A stretch of a run: steps that ended in it, and seconds of its training loop, of the mean rank."""
+    """A stretch of a run: the steps that ended in it, and its seconds of the training loop, of the mean rank."""
 
     steps: float
     seconds: float
@@ -102,7 +101,7 @@ def ratio_interval(a: Sequence[Window], b: Sequence[Window]) -> Ratio:
 
 
 def _deviations(windows: Sequence[Window]) -> list[float]:
-    """How many steps more each window has than the run's pace gives, relative to the mean window's steps.
+    """Additional steps of each window compared with the run's pace, relative to the steps of the mean window.
 
     The mean of such deviations has the error of the run's pace, for windows of different lengths as well.
     """
@@ -114,8 +113,8 @@ def _deviations(windows: Sequence[Window]) -> list[float]:
 def _bootstrap(deviations: Sequence[float], correlation: float) -> tuple[float, float]:
     """The variance of the mean by a circular block bootstrap, and its degrees of freedom.
 
-    Random draws of blocks converge to this variance, so none are drawn. A block is as long as is best for an
-    autoregressive series (Carlstein 1986). What such blocks do not show of the correlation is added.
+    Random draws of blocks converge to this variance, so none are drawn. The length of the blocks is best for an
+    autoregressive series (Carlstein 1986). The correlation that such blocks do not show is added.
     """
     count = len(deviations)
     best = (2 * correlation / (1 - correlation**2)) ** (2 / 3) * count ** (1 / 3)
@@ -131,10 +130,10 @@ def _bootstrap(deviations: Sequence[float], correlation: float) -> tuple[float, 
 
 
 def _slow_variance(a: Sequence[float], b: Sequence[float]) -> float:
-    """The variance between two runs that comes from what is slower than a run.
+    """The variance between two runs by disturbances that are slower than a run.
 
-    Where tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs
-    differ by about as much as these tenths do.
+    If tenths of a run still resemble their neighbours, the disturbances last as long as a run. Then whole runs differ
+    by about as much as these tenths.
     """
     size = min(len(a), len(b)) // _TENTHS
     if size < 2:  # then these are the windows, and the blocks show how alike they are
@@ -145,9 +144,9 @@ def _slow_variance(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _correlation(a: Sequence[float], b: Sequence[float], *, caution: float = 0.0) -> float:
-    """Of neighbours in either series, corrected for its bias in short series (Kendall 1954).
+    """The correlation of neighbours in either series, corrected for its bias in short series (Kendall 1954).
 
-    ``caution``: how many standard errors to add.
+    ``caution``: number of standard errors to add.
     """
     count = len(a) + len(b)
     squares = sum(value * value for value in (*a, *b))
@@ -160,9 +159,9 @@ def mean_ratio(pairs: Sequence[Ratio], turns: int) -> Ratio:
     """The mean of the ratios of at least one pair, and its interval.
 
     A pair with a shorter interval weighs more. If the pairs scatter by more than their intervals allow, the interval
-    becomes longer; by less, a little shorter. ``turns``: how often runs of A and of B took turns. If less often than
-    there are pairs, a disturbance of many minutes may be in several runs of one side. Then the interval is no shorter
-    than that of so many pairs.
+    becomes longer; by less, a little shorter. ``turns``: how often runs of A and of B took turns. If that is less than
+    the number of pairs, a disturbance of many minutes may be in several runs of one side. Then the interval is no
+    shorter than that of so many pairs.
     """
     if len(pairs) == 1:
         return pairs[0]
@@ -190,14 +189,14 @@ def t_quantile(freedom: float) -> float:
 _FIRST_STEPS: Final = 10
 _FIRST_RATIO: Final = 0.1
 _FIRST_SECONDS: Final = 300.0
-"""The first steps are left out: this many at least, and this share of the training loop, but no more seconds of it.
-They fill caches, start workers and choose kernels."""
+"""The first steps are left out, because they fill caches, start workers and choose kernels: at least this number of
+steps, and this share of the training loop, but at most this time."""
 
 _MOSTLY_KNOWN: Final = 0.5
 """How long threads waited for a core is known if it was measured over this share of the time."""
 
 _HEAD: Final = ("world_size", "launcher", "telemetry_version", "python_version", "cpu_count", "node")
-_NOT_COMPARED: Final = "loader_used_again"  # it tells what has happened, not what was set
+_NOT_COMPARED: Final = "loader_used_again"  # it is an event of the run, not a setting
 _MAX_NAMED: Final = 8
 
 
@@ -207,12 +206,12 @@ class Run:
 
     Attributes:
         name, started: empty if it has no process.
-        windows: those after its first steps in which the training loop ran. ``steps``: in all of them.
+        windows: windows after its first steps in which the training loop ran. ``steps``: steps in all of them.
         per_step_seconds: by category of the ledger: seconds of a rank for each of these steps.
         without_core_ratio: the share of the training loop that waited for a CPU core; None if that is not known.
         causes: seconds lost in stalls for each step of the whole run, by cause.
-        facts: size, settings and environment by name; in one text where ranks differ. What is not known is missing.
-        torn_lines: how many lines of its logs could not be read.
+        facts: known size, settings and environment by name; different values of the ranks are in one text.
+        torn_lines: number of lines in its logs that could not be read.
         ended: whether all of its processes ended by themselves.
     """
 
@@ -233,7 +232,7 @@ class Run:
         """Read the logs in a run folder.
 
         Raises:
-            NoRunError: it holds no run.
+            NoRunError: the folder has no run.
         """
         logs = load(Path(folder), all_windows=True)
         processes = not_replaced(logs)
@@ -270,8 +269,8 @@ class Run:
 def _points(processes: Sequence[ProcessLog]) -> list[list[Point]]:
     """The totals of all ranks at the ends of the first rank's windows after its first steps.
 
-    A window that is shorter than half of the usual one, as the last may be, joins its neighbour: two windows of which
-    one has hardly any weight would say nothing about the scatter.
+    A window that is shorter than half of the usual one, as the last may be, joins its neighbour: a window with hardly
+    any weight does not show the scatter.
     """
     series = [[Point(), *process.progress.points] for process in processes]
     started = [unix(process.started) or 0.0 for process in processes]
@@ -297,7 +296,7 @@ def _points(processes: Sequence[ProcessLog]) -> list[list[Point]]:
 def _without_core(begin: Point, end: Point) -> float:
     """The share of a rank's training loop in which a thread that it needed was ready to run and had no core.
 
-    In the compute that is the training thread, in the waits for data the mean worker. NaN: the kernel does not tell.
+    During compute that is the training thread, during waits for data the mean worker. NaN: not reported.
     """
     if math.isnan(begin.thread_delay):  # the first window of a run has no such figures: count from its start
         begin = Point(thread_delay=0.0)
@@ -311,7 +310,7 @@ def _without_core(begin: Point, end: Point) -> float:
 
 
 def facts_of(processes: Sequence[ProcessLog]) -> dict[str, Any]:
-    """What is recorded besides the pace, by name: what all processes say, in one text where they differ."""
+    """Recorded facts besides the pace, by name. If they differ between processes, all values are in one text."""
     named: dict[str, list[Any]] = {}
     for process in processes:
         told = {name: process.head.get(name) for name in _HEAD} | process.environment | process.loader
@@ -333,7 +332,7 @@ NOT_COMPARABLE: Final = "not comparable"
 
 MIN_STEPS: Final = 20
 SAME_STEP: Final = ("world_size", "batch_size")
-"""A step is another amount of work where these differ."""
+"""If these differ, a step is another amount of work."""
 
 _MAX_DELAY_APART: Final = 0.01
 _MAY_DIFFER: Final = frozenset({"node"})  # between runs of one version
@@ -347,7 +346,7 @@ class Sides(msgspec.Struct, frozen=True):
 
     @property
     def apart(self) -> float | None:
-        """B's minus A's."""
+        """The value of B minus that of A."""
         return None if self.a is None or self.b is None else self.b - self.a
 
 
@@ -375,7 +374,7 @@ class PairRatio(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """B against A: what ``compare --json`` prints. What is unknown is None.
+    """B against A: the output of ``compare --json``. Unknown values are None.
 
     docs/compare.md explains each field. ``notes``: what a reader must know about the logs and the runs.
     """
@@ -400,8 +399,8 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare_runs(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     """B against A, from one or more pairs of runs."""
     sides = list(zip(*pairs, strict=True))
-    # How often a run of one side started next after a run of the other: 1 if all of A ran before all of B. What takes
-    # many minutes to pass cannot be told from a difference between the versions more often than this.
+    # How often a run of one side started next after a run of the other: 1 if all of A ran before all of B. A
+    # disturbance of many minutes can be distinguished from a difference between the versions only this often.
     in_order = sorted(((run.started, side) for pair in pairs for side, run in enumerate(pair)), key=itemgetter(0))
     turns = sum(before != after for (_, before), (_, after) in pairwise(in_order))
     why = _not_comparable(pairs)
@@ -454,7 +453,7 @@ def _warning(delay: Sides) -> str | None:
 
 
 def _not_comparable(pairs: Sequence[tuple[Run, Run]]) -> str | None:
-    """Why a pair cannot be compared, or is no pair of the same two versions; None if all can."""
+    """Why a pair cannot be compared, or does not have the same two versions; None if all can be compared."""
     first: dict[str, tuple[Any, int]] = {}
     for number, (a, b) in enumerate(pairs, 1):
         why = _too_short("A", a) or _too_short("B", b)
@@ -484,9 +483,9 @@ def _too_short(which: str, run: Run) -> str | None:
 
 
 def _differences(a: Sequence[Run], b: Sequence[Run]) -> list[Fact]:
-    """Where two sides differ, what makes a step another amount of work first.
+    """The facts in which two sides differ. Those that make a step another amount of work come first.
 
-    What is known of one side alone is left out: an older version may not have recorded it.
+    A fact of only one side is left out: an older version may not have recorded it.
     """
     of_a, of_b = (facts_of([process for run in runs for process in run.processes]) for runs in (a, b))
     found = [Fact(name, of_a[name], of_b[name]) for name in of_a if name in of_b and of_a[name] != of_b[name]]
@@ -494,7 +493,7 @@ def _differences(a: Sequence[Run], b: Sequence[Run]) -> list[Fact]:
 
 
 def _per_step(a: Sequence[Run], b: Sequence[Run]) -> dict[str, Difference]:
-    """The means of the runs: a long run does not count more, as in the ratio."""
+    """The means of the runs. As in the ratio, a long run does not count more."""
     found = {}
     for name in CATEGORIES:
         known = [[run.per_step_seconds[name] for run in runs if run.steps] for runs in (a, b)]
@@ -536,7 +535,7 @@ def _notes(pairs: Sequence[tuple[Run, Run]], turns: int) -> Iterable[str]:
 
 
 _MIN_SHOWN_SECONDS: Final = 5e-7
-"""Half a microsecond per step: less is not shown."""
+"""Half a microsecond per step: smaller times are not shown."""
 
 _MORE_PAIRS: Final = (
     "To see a smaller difference, run both once more, in the other order, and add --again RUN_A RUN_B: further pairs "
@@ -548,8 +547,7 @@ def compare(pairs: Sequence[tuple[str, str]], *, as_json: bool, fail_over: float
     """Print the comparison.
 
     Args:
-        pairs: the run folder of A and that of B, of one or more pairs. Of several pairs, no folder may be
-            named twice.
+        pairs: the run folders of A and B, for one or more pairs. With several pairs, no folder may be named twice.
         as_json: print one JSON object instead of text.
         fail_over: fail if B is slower by more than this, in percent; None: never.
 
@@ -573,12 +571,12 @@ def compare(pairs: Sequence[tuple[str, str]], *, as_json: bool, fail_over: float
         written = show(render(found))
     if written or found.verdict == NOT_COMPARABLE:
         return 2
-    # Chance must not explain it: the whole interval is below.
+    # The whole interval must be below, so that it is not chance.
     return int(fail_over is not None and found.interval is not None and found.interval[1] < 1 - fail_over / 100)
 
 
 def render(found: Comparison) -> str:
-    """What differs in the settings, the verdict, and two tables: by category of the ledger and by cause."""
+    """Differences of the settings, the verdict, and two tables: by category of the ledger and by cause."""
     counted = "; {} steps in all" if len(found.pairs) > 1 else ", {} steps"
     lines = [f"A: {found.a}{counted.format(found.steps.a)}", f"B: {found.b}{counted.format(found.steps.b)}"]
     lines += [*found.notes, ""]
@@ -619,7 +617,7 @@ def _range(interval: tuple[float, float] | None) -> str:
 
 
 def _most(found: Comparison) -> str:
-    """Where the difference is: in the wait for data, or in the compute. Empty if the means of the runs do not tell."""
+    """The part of the loop with the difference: wait or compute. Empty if the means of the runs do not show it."""
     loop = {name: found.per_step_seconds[name].difference or 0.0 for name in (DATA_WAIT, COMPUTE)}
     total = sum(loop.values())
     name = max(loop, key=lambda name: loop[name] * (1 if total > 0 else -1))

@@ -379,9 +379,9 @@ def _shown(value: Any) -> Any:
 
 
 def _name_of(function: Any) -> str:
-    """Where a function is defined; of an object that can be called, where its class is.
+    """The name of a function with its module; for a callable object, the name of its class.
 
-    Never its ``repr``: that of a `functools.partial` shows the arguments, which may hold a token.
+    It is never its ``repr``: that of a `functools.partial` shows the arguments, which may hold a token.
     """
     while isinstance(function, partial):
         function = function.func
@@ -392,10 +392,10 @@ def _name_of(function: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SettingDoc:
-    """What a user has to know about one setting.
+    """The documentation of one setting.
 
     Attributes:
-        name: as a keyword. The option is ``--my-name``, the variable ``TELEMETRY_MY_NAME``.
+        name: the keyword. The option is ``--my-name``, the variable ``TELEMETRY_MY_NAME``.
         group: a key of `GROUPS`.
         type, allowed: as `SettingType` has them.
         unit: ``seconds``, ``bytes``, ``ratio``, ``steps``, ...; None without a unit.
@@ -462,7 +462,7 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a wrong one was probably meant to be; None if none is close."""
+    """The known name that was probably meant; None if none is close."""
     import difflib  # takes 1 ms, and only a wrong setting needs it
 
     beginning = [other for other in known if name and other.startswith(f"{name}_")]  # INTERVAL for INTERVAL_SECONDS

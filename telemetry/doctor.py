@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 Results = Iterator[tuple[str, str]]
-"""What a check finds: status and text. Its name is that of the function."""
+"""Results of a check: status and text. Its name is that of the function."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class CheckContext:
     Attributes:
         config: the settings; the defaults if the settings are not valid.
         error: why the settings are not valid.
-        gpus: whether NVML has found any.
+        gpus: whether NVML has found any GPU.
     """
 
     config: Config
@@ -79,7 +79,7 @@ def doctor(run_dir: str | None) -> int:
 
 
 def examine(run_dir: str | None) -> list[Finding]:
-    """Run all checks. One that raises becomes a finding itself.
+    """Run all checks. A check that raises becomes a finding itself.
 
     Args:
         run_dir: the run folder to check; by default that of the settings.
@@ -209,7 +209,7 @@ _SM_SOURCES: Final = {
 
 
 def check_gpu(place: CheckContext) -> Results:
-    """What NVML reports. Identical GPUs share a line."""
+    """The GPUs that NVML reports. Identical GPUs share a line."""
     from telemetry.sources.collector import CollectorError
     from telemetry.sources.nvml import NoGpuError, device_summary
 
@@ -289,7 +289,7 @@ def _time_with_events(*, gpus: bool) -> tuple[str, str]:
     return OK, f"work on {torch.cuda.get_device_name()}; two events in a row are {apart:.1f} us apart"
 
 
-# -- where metrics and logs go -------------------------------------------------------------------------------------
+# -- metrics and logs ----------------------------------------------------------------------------------------------
 
 _BOARD_BYTES: Final = 16 << 20
 _RESOLVER_SECONDS: Final = 5.0
@@ -383,11 +383,11 @@ def check_board(_place: CheckContext) -> Results:
         yield OK, text
 
 
-# -- what the kernel tells -----------------------------------------------------------------------------------------
+# -- reports of the kernel -----------------------------------------------------------------------------------------
 
 
 def check_workers(_place: CheckContext) -> Results:
-    """How DataLoader workers are started, and on how many cores they may run."""
+    """The start method of DataLoader workers, and the number of cores that they may use."""
     import multiprocessing
 
     method, cores = multiprocessing.get_start_method(), len(os.sched_getaffinity(0))
@@ -434,7 +434,7 @@ def check_cgroup(_place: CheckContext) -> Results:
 
 
 def check_memory(_place: CheckContext) -> Results:
-    """How much memory is left, and whether the kernel tells which pages workers share."""
+    """The memory that is left, and whether the kernel reports which pages workers share."""
     from telemetry.sources.memory import MemorySource
 
     available, limit = (sample := MemorySource(tuple).read()).memory_available_bytes, sample.memory_limit_bytes

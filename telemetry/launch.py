@@ -28,11 +28,11 @@ _LAUNCHERS: Final = {
     "mpirun": "telemetry",
     "mpiexec": "telemetry",
 }
-"""Programs that start the ranks, and how each is told to start them with the agent."""
+"""Programs that start the ranks, and their options to start them with the agent."""
 
 
 class LaunchError(Exception):
-    """There is nothing to run; the text says why."""
+    """There is nothing to run; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ def find(target: str, *, module: bool) -> Program:
     """Find and compile a script, or with ``module`` a module by its dotted name.
 
     Raises:
-        LaunchError: it is not there, or cannot be read.
-        SyntaxError: it cannot be compiled; the error names file and line, as Python's own.
+        LaunchError: it is missing, or cannot be read.
+        SyntaxError: it cannot be compiled; the error has file and line, like Python's own.
     """
     main = sys.modules.get("__main__")
     if _working_folder() is None and getattr(main, "__spec__", None) is not None and not _safe_path():
@@ -127,7 +127,7 @@ def _find_module(target: str) -> Program:
 
 
 def _instead_of(name: str) -> str:
-    """What to type, if a launcher was given in the place of the script."""
+    """A hint for the message if a launcher was given in the place of the script."""
     started = _LAUNCHERS.get(name)
     return f"; {name} comes first: {name} ... {started} run SCRIPT" if started else ""
 

@@ -43,7 +43,7 @@ Number = (
     Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 )
 UnixSeconds = Annotated[float, msgspec.Meta(ge=0, le=2e11)]
-"""Up to the year 8307, the last that a calendar has."""
+"""The largest is in the year 8307, the last of the calendar."""
 
 Scalar = str | bool | Number
 SketchCounts = dict[Annotated[int, msgspec.Meta(ge=-9999, le=9999)], Count]
@@ -51,7 +51,7 @@ SketchCounts = dict[Annotated[int, msgspec.Meta(ge=-9999, le=9999)], Count]
 
 
 class Line(TypedDict, total=False):
-    """What every line has. ``step``: ended steps of the process."""
+    """The fields of every line. ``step``: ended steps of the process."""
 
     time: str
     event: str
@@ -65,7 +65,7 @@ class Line(TypedDict, total=False):
 
 
 class MemoryFields(TypedDict, total=False):
-    """How the memory grows. ``where``: what grows, see `MEMORY_PARTS`; ``exhausted``: what will be used up."""
+    """The growth of memory. ``where``: the part that grows, see `MEMORY_PARTS`; ``exhausted``: what will be used up."""
 
     growth_bytes_per_hour: Number
     where: str
@@ -76,14 +76,14 @@ class MemoryFields(TypedDict, total=False):
 
 
 class ResumptionFields(TypedDict, total=False):
-    """How this attempt began. What did not happen is absent.
+    """The beginning of this attempt. Fields of what did not happen are absent.
 
     Attributes:
-        optimizers: how many optimizers step; absent for one.
-        restore_seconds: in loading functions before the first step.
-        resumed_step: position in optimizer steps of the whole training. ``resumed_from``: what tells it.
+        optimizers: number of optimizers that step; absent for one.
+        restore_seconds: time in loading functions before the first step.
+        resumed_step: position in optimizer steps of the whole training. ``resumed_from``: source of this number.
         resumed_at_optimizer_steps: steps of this process's optimizers before it loaded that state.
-        replayed_batches: batches that were drawn and thrown away. ``replay_seconds``: the loop's time for them, of
+        replayed_batches: batches that were drawn and thrown away. ``replay_seconds``: time of the loop for them, of
             which ``replay_wait_seconds`` was waiting.
     """
 
@@ -98,22 +98,22 @@ class ResumptionFields(TypedDict, total=False):
 
 
 class RunTotals(TypedDict, total=False):
-    """The process so far, in every window, in the last line and in the heartbeat.
+    """The totals of the process, in every window, in the last line and in the heartbeat.
 
     Attributes:
-        wall_seconds: since the agent started; the sum of ``ledger_total_seconds``.
-        exposed_wait_total_seconds: null where it was not measured; ``exposed_wait_absent`` says why.
+        wall_seconds: time since the agent started; the sum of ``ledger_total_seconds``.
+        exposed_wait_total_seconds: null if it was not measured; ``exposed_wait_absent``: the reason.
         first_wait_seconds: the wait for the first batch, a part of the ledger's ``data_wait``.
         unseen_steps_total: steps whose batches the hooks did not see.
-        overhead_seconds: what the agent costs, by thread: ``training`` and ``agent``.
+        overhead_seconds: cost of the agent by thread: ``training`` and ``agent``.
         stall_lost_total_seconds: seconds lost in stalls, by cause.
         child_processes: processes that the script has started with multiprocessing.
-        samples_total, tokens_total: that were trained on; null where they are not known.
-        gpu_energy_total_joules: of the whole GPU ``gpu_uuid``.
-        cpu_total_seconds: CPU time in the training loop by who used it: ``used``, the process and its workers;
-            ``others``, all others of the machine; ``known``, the wall clock over which these two were measured;
-            ``thread`` and ``thread_delay``, the training thread's and its run-queue delay, over its whole life;
-            ``worker`` and ``worker_delay``, of the mean worker. Null before the first are known.
+        samples_total, tokens_total: samples and tokens of the training; null if they are not known.
+        gpu_energy_total_joules: energy of the whole GPU ``gpu_uuid``.
+        cpu_total_seconds: CPU time in the training loop by user: ``used``, the process and its workers; ``others``, all
+            others of the machine; ``known``, the wall clock over which these two were measured; ``thread`` and
+            ``thread_delay``, the training thread's and its run-queue delay, over its whole life; ``worker`` and
+            ``worker_delay``, of the mean worker. Null before the first are known.
         oom_kills_total: processes of this cgroup that the OOM killer has killed.
     """
 
@@ -140,13 +140,13 @@ class RunTotals(TypedDict, total=False):
 
 
 class Heartbeat(RunTotals, total=False):
-    """The newest state of a process that has not ended by itself. ``life`` names the process, as in its log.
+    """The newest state of a process that has not ended by itself. ``life`` identifies the process, as in its log.
 
     Attributes:
         time: ``unix_seconds`` as in a log line; the reader sets it.
-        seconds_before: how long the process had been there when the agent started.
-        kept_seconds: of the training loop up to the newest checkpoint that can be resumed from.
-        saves_completed: how many such checkpoints there are.
+        seconds_before: age of the process when the agent started.
+        kept_seconds: seconds of the training loop up to the newest checkpoint from which it can be resumed.
+        saves_completed: number of such checkpoints.
     """
 
     life: str
@@ -167,7 +167,7 @@ class SettingFields(TypedDict, total=False):
 
 
 class Surroundings(TypedDict, total=False):
-    """Versions, cores and the script; the settings of the DataLoader. In a window only if they have changed."""
+    """Versions, cores and the script; the settings of the DataLoader. A window has them only if they have changed."""
 
     environment: dict[str, Scalar | None]
     loader: dict[str, Scalar | None]
@@ -177,11 +177,11 @@ class RunStartLine(Line, Surroundings, total=False):
     """The first line of a process, and of each of its files.
 
     Attributes:
-        started: when the agent started. ``process_started``: when the process did.
+        started: start of the agent. ``process_started``: start of the process.
         continued: whether the process goes on here in another file, or as another rank.
-        claimed_rank: the rank that the process itself claims; ``rank`` may differ where several claim the same.
-        life: tells this agent's lines from those of other agents.
-        launcher, launch, restarts: what started the process, which start it was, and how often it restarted.
+        claimed_rank: the rank that the process itself claims; ``rank`` may differ if several claim the same.
+        life: a name that differs for each start of an agent.
+        launcher, launch, restarts: the launcher of the process, the id of its start, and the number of restarts.
         memory_group, memory_events: the cgroup, and its file with the counter of OOM kills.
         step_sketch, step_max_seconds: steps of the process so far. ``data_wait_…``: their waits. Absent before a step.
     """
@@ -214,7 +214,7 @@ class WindowLine(Line, RunTotals, Surroundings, total=False):
     """One logging interval, with the totals of the run at its end.
 
     Attributes:
-        exposed_wait_ratio: of the training loop, wait and compute. ``exposed_wait_source``: what measured it.
+        exposed_wait_ratio: share of the training loop, wait and compute. ``exposed_wait_source``: how it was measured.
         step_seconds, data_wait_seconds: ``p50``, ``p95``, ``p99`` and ``max`` of its steps; null without a step.
     """
 
@@ -232,7 +232,7 @@ class WindowLine(Line, RunTotals, Surroundings, total=False):
 
 
 _OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
-"""Fields that have another name in the log, by their own."""
+"""Log names of fields that have another name in the code."""
 
 
 def _samples_line(name: str, *samples: tuple[type, str], **more: Any) -> type:
@@ -250,11 +250,11 @@ def _samples_line(name: str, *samples: tuple[type, str], **more: Any) -> type:
 
 
 class PhaseLine(Line, total=False):
-    """An evaluation, checkpoint or named phase that has ended. The last five are those of a checkpoint.
+    """An evaluation, checkpoint or named phase that has ended. Only a checkpoint has the last five fields.
 
     Attributes:
         complete: whether everything is written. ``holds_optimizer``: whether training can be resumed from it.
-        loop_seconds: the training loop so far; absent if it was completed on another thread.
+        loop_seconds: seconds of the training loop so far; absent if it was completed on another thread.
     """
 
     name: str
@@ -269,7 +269,7 @@ class PhaseLine(Line, total=False):
 
 
 class AdviceFields(TypedDict, total=False):
-    """An `Advice` of a line. Null where there is no setting or no prediction."""
+    """An `Advice` of a line. The fields are null without a setting or a prediction."""
 
     action: str
     setting: str | None
@@ -280,7 +280,7 @@ class AdviceFields(TypedDict, total=False):
 
 
 class HotLine(TypedDict, total=False):
-    """A line of the user's code, and the library function that it was in. ``share_ratio``: of the time of the stall."""
+    """A line of the user's code, and the library function that it called. ``share_ratio``: of the time of the stall."""
 
     file: str
     line: Count
@@ -298,14 +298,14 @@ class OtherCause(TypedDict, total=False):
 
 
 class StallEvidence(TypedDict, total=False):
-    """What a report reads of the evidence of a stall. The rest, see `evidence_field`, it passes on as it is.
+    """The evidence of a stall that a report uses. It copies the other fields, see `evidence_field`.
 
     Attributes:
         lost_seconds: seconds lost, by cause.
-        stuck_in: category of the ledger in which the rank is stuck; only of a hang, as the next three.
-        lines, lines_of: the lines in which the time went, and the time of what: fetch, wait, sampler, step, checkpoint.
-        line_verdict: what the lines say, in words.
-        share_ratio: of the cause, where there are others of similar size: ``also``.
+        stuck_in: category of the ledger in which the rank is stuck; only for a hang, like the next three.
+        lines, lines_of: lines with their shares of the time, and of which time: fetch, wait, sampler, step, checkpoint.
+        line_verdict: a sentence about the lines.
+        share_ratio: share of the cause, if other causes are of similar size: ``also``.
     """
 
     lost_seconds: dict[str, Number]
@@ -334,7 +334,7 @@ class StallLine(Line, total=False):
 
 
 class ChangedFigure(TypedDict, total=False):
-    """What changed together with the steps: a figure with its unit in its name."""
+    """A figure that changed together with the steps. Its name contains its unit."""
 
     what: str
     before: Number
@@ -345,9 +345,9 @@ _With = TypedDict("_With", {"with": list[ChangedFigure]}, total=False)  # the wo
 
 
 class ChangeLine(Line, _With, total=False):
-    """A lasting change of the steps. ``ratio``: step time after it over step time before it; ``at``: when.
+    """A lasting change of the steps. ``ratio``: step time after it over step time before it; ``at``: its time.
 
-    ``part``: what of a step changed most, ``data_wait`` or ``compute``.
+    ``part``: the part of a step that changed most, ``data_wait`` or ``compute``.
     """
 
     at: str
@@ -382,7 +382,7 @@ class WaitingFields(TypedDict, total=False):
 
 
 class HangLine(Line, total=False):
-    """Why the job hangs, see `HangVerdict`; with ``over``, that it goes on. ``since``: when it began."""
+    """Why the job hangs, see `HangVerdict`; with ``over``, that it goes on. ``since``: begin of the hang."""
 
     since: str | None
     verdict: str
@@ -396,7 +396,7 @@ class HangLine(Line, total=False):
 
 
 class SnapshotLine(Line, total=False):
-    """A snapshot that has ended. ``path``: of its trace in the run folder; null without one, ``why`` says why."""
+    """A snapshot that has ended. ``path``: path of its trace in the run folder; null without one, then with ``why``."""
 
     result: str
     why: str | None
@@ -427,9 +427,9 @@ class RunEndLine(Line, RunTotals, total=False):
     """The last line of a process that ended by itself.
 
     Attributes:
-        exception: type of the exception that ended the script. ``lost_peer``: whether that tells of another rank's end.
-        replaced: the process has executed another program.
-        stuck_for_seconds: how long it had been stuck when it ended.
+        exception: type of the exception that ended the script. ``lost_peer``: whether it means another rank's end.
+        replaced: whether the process has executed another program.
+        stuck_for_seconds: time for which it had been stuck when it ended.
         log_lines_dropped: lines that could not be written.
     """
 
@@ -473,9 +473,9 @@ LOG_NAME: Final = re.compile(r"rank-(?P<rank>\d+)\.(?P<pid>\d+)(?:\.(?P<number>\
 
 
 def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
-    """One set of fields for the samples of a window. Each field's kind decides, see `LOG_KIND`.
+    """Merge the samples of a window into one set of fields, each by its kind, see `LOG_KIND`.
 
-    A number is null if no sample has it. If some samples have it, it is their mean.
+    A number is the mean of the samples that have it, or null without any.
     """
     newest = samples[-1]
     merged: dict[str, Any] = {}

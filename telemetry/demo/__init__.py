@@ -1,1 +1,1 @@
-"""``telemetry demo``: a training script that starves, and what the agent sees of it."""
+"""``telemetry demo``: a training script that starves, and what the agent measures."""

@@ -42,27 +42,27 @@ _INTERRUPTED: Final = 130
 """The exit status that a shell gives a command that Ctrl-C ended."""
 
 _SECOND_RUN_RATIO: Final = 0.7
-"""How long the second training takes, relative to the first."""
+"""Duration of the second training, relative to the first."""
 
 _MAX_EXTRA_SECONDS: Final = 120.0
-"""How much longer than planned a training may take before it counts as hung."""
+"""A training that takes this much longer than planned counts as hung."""
 
 _EXIT_SECONDS: Final = 5.0
-"""How long an interrupted training may take to end by itself."""
+"""Time in which an interrupted training may end by itself."""
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the text says why."""
+    """The demo cannot go on; the text has the reason."""
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """How large a demo is.
+    """The size of a demo.
 
     Attributes:
-        pictures: how many pictures to train on.
+        pictures: number of pictures to train on.
         width, height: their size in pixels.
-        seconds: how long to train.
+        seconds: duration of the training.
         poll_seconds: time between two rows about the running training.
         arguments: further arguments of the training script.
     """
@@ -80,7 +80,7 @@ def demo(run_dir: str, plan: DemoPlan | None = None) -> int:
 
     Args:
         run_dir: the folder for the pictures, which the next demo uses again, and for a new run folder each time.
-        plan: how large the demo is; by default it takes about a minute.
+        plan: size of the demo; by default it takes about a minute.
     """
     with _sigterm_as_ctrl_c():
         try:
@@ -210,12 +210,12 @@ def _follow_advice(run: Path, training: list[Path], plan: DemoPlan) -> Path | No
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
-        steps_per_second: of its training loop from the first batch on; None without a step.
-        workers: the ``num_workers`` that the costliest stall's first advice names; None if it names none.
-        predicted_speedup: the factor on the steps per second that this advice predicts; None if it predicts none.
+        steps_per_second: pace of its training loop from the first batch on; None without a step.
+        workers: the ``num_workers`` in the first advice of the costliest stall; None without one.
+        predicted_speedup: predicted factor on the steps per second of this advice; None without one.
     """
 
     steps_per_second: float | None
@@ -245,10 +245,10 @@ def _train(arguments: list[object], run: Path, plan: DemoPlan, seconds: float, *
     It gets a session of its own. So Ctrl-C reaches the demo alone, and the demo ends the training with its workers.
 
     Args:
-        arguments: of ``telemetry run``, after the run folder.
+        arguments: arguments of ``telemetry run`` after the run folder.
         run: the run folder.
-        plan: what else the script is given.
-        seconds: how long it trains.
+        plan: it has further arguments of the script.
+        seconds: duration of the training.
         rows: whether to print rows about it while it runs.
 
     Raises:
@@ -376,7 +376,7 @@ class Reading:
     """The figures of one exposition of one rank that the demo shows.
 
     Attributes:
-        steps: how many steps have ended.
+        steps: number of steps that have ended.
         ledger_seconds: seconds by category; their sum is the wall clock of the run.
         stall: the cause of the open stall; None without one.
     """

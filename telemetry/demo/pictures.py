@@ -1,4 +1,4 @@
-"""Draws the pictures that the demo trains on: real JPEG files, of two kinds that a small network can tell apart.
+"""Draws the pictures that the demo trains on: real JPEG files, of two kinds that a small network can distinguish.
 
 A set is identical on every machine with the same version of Pillow. It is drawn once.
 """
@@ -28,7 +28,7 @@ _GRAIN: Final = 10.0
 
 @dataclass(frozen=True)
 class PictureSet:
-    """How many pictures there are, and their width and height in pixels."""
+    """A number of pictures of this width and height in pixels."""
 
     count: int
     width: int

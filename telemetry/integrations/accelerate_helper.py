@@ -19,7 +19,7 @@ from telemetry.integrations.marked_phase import prefixed, tell_tokens
 
 
 class AccelerateTelemetry:
-    """Without an agent it logs nothing.
+    """Logs the figures of the agent with accelerate's trackers; without an agent, nothing.
 
     Args:
         accelerator: the accelerator, after ``init_trackers``.

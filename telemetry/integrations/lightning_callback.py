@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TelemetryLightningCallback(Callback):  # type: ignore[misc,unused-ignore]
-    """Without an agent it does nothing. Checkpoints need no mark: the agent times what Lightning saves with.
+    """Without an agent it does nothing. Checkpoints need no mark: the agent times the functions that Lightning calls.
 
     Args:
         tokens: returns the number of tokens of a batch. Not called if it is None; tokens are then not counted.

@@ -1,4 +1,4 @@
-"""What the callbacks share: a phase that begins in one hook and ends in another, figures, tokens."""
+"""Shared by the callbacks: a phase that begins in one hook and ends in another, figures, tokens."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ign
         self._phase.end()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """What comes next is, in this order: a log, an evaluation, a checkpoint. Trainer tells only of their ends."""
+        """Begin a phase: Trainer now logs, evaluates and saves, in this order, but its callbacks only see the ends."""
         self._log_due = bool(control.should_log)
         # Trainer counts those of all ranks, where `include_num_input_tokens_seen` is set. The rest comes next time.
         share = max(0, state.num_input_tokens_seen - self._tokens_told) // max(1, args.world_size)

@@ -1,1 +1,1 @@
-"""Snapshots: short recordings of torch's profiler. When one is taken, by which ranks, and how it is stored."""
+"""Snapshots: short recordings of torch's profiler, the ranks' agreement on them, and their files."""

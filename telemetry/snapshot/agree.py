@@ -1,11 +1,11 @@
-"""How the ranks agree on the steps to record: through small files, without a collective and without blocking.
+"""The agreement of the ranks on the steps to record: through small files, without a collective and without blocking.
 
 The files are in ``RUN_DIR/snapshots/.meeting``, by the id of the request:
 
     ID.request.json       a snapshot is requested
-    ID.answer-RANK.json   a rank has read the request, and says how far it is
+    ID.answer-RANK.json   a rank has read the request, and has done so many steps
     ID.plan.json          the steps to record, or why there is no snapshot; the first plan that is written is valid
-    ID.result-RANK.json   how it ended on a rank
+    ID.result-RANK.json   the result on a rank
 
 Each rank polls once per tick and never waits for another. The lowest rank that has answered writes the plan, as soon as
 all have answered or three ticks have passed. If that rank dies, the next one writes it. The first step to record is as
@@ -60,7 +60,7 @@ _WARM_UP_STEPS: Final = 3
 """The profiler is prepared and operators are counted two steps ahead, and that step must not have begun."""
 
 _REQUEST_SECONDS: Final = 120.0
-"""A request that is older by this time, plus twice the notice, is ignored: nobody waits for it any more."""
+"""A request that is older than this, plus twice the notice, is ignored: nobody waits for it any more."""
 
 _FILE_SECONDS: Final = 600.0
 """Older files are removed by any rank that finds them."""
@@ -85,7 +85,7 @@ _Steps = Annotated[int, Meta(ge=0)]
 
 
 class InvalidMessageError(Exception):
-    """A file is not the message that its name promises; the text says why."""
+    """A file is not the message that its name promises; the text has the reason."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class Request(msgspec.Struct, frozen=True):
         kind: a stall, ``telemetry.request_snapshot()``, or ``telemetry snapshot`` in another shell.
         reason: the cause of the stall, or `REQUEST`.
         rank: the one rank to record; None for all.
-        steps: how many steps to record.
+        steps: number of steps to record.
         asked_by: who requested it, in words.
         stall: the fields of the stall as in the log; None without one.
     """
@@ -111,13 +111,13 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A rank's answer to a request: how far it is.
+    """A rank's answer to a request: its progress.
 
     Attributes:
-        steps: how many steps had ended.
-        step_seconds: how long one step takes.
-        at: when that was, Unix time.
-        hears: how late the rank may see a file, seconds. It needs three times this as notice.
+        steps: number of steps that had ended.
+        step_seconds: duration of a step.
+        at: time of the answer, Unix time.
+        hears: delay with which the rank may see a file, seconds. It needs three times this as notice.
     """
 
     rank: _Rank
@@ -128,7 +128,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the ranks have agreed on. If the request is refused, only the first two fields are set.
+    """The agreement of the ranks. If the request is refused, only the first two fields are set.
 
     Attributes:
         refused: why the request is refused; None if it is not.
@@ -148,7 +148,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How a snapshot ended on one rank: ``result`` as the metric's label, ``why`` in words, ``path`` of the trace."""
+    """The result of a snapshot on a rank: ``result`` as the metric's label, ``why`` in words, ``path`` of the trace."""
 
     rank: _Rank
     result: str
@@ -178,7 +178,7 @@ class RequestFolder:
         self.path = snapshots / ".meeting"
 
     def scan(self) -> dict[str, set[str]]:
-        """The files that are there: by id, names such as ``request``, ``plan`` and ``answer-3``."""
+        """The existing files: by id, names such as ``request``, ``plan`` and ``answer-3``."""
         found: dict[str, set[str]] = {}
         try:
             entries = os.listdir(self.path)  # noqa: PTH208 - at every tick, and pathlib takes several times as long
@@ -208,7 +208,7 @@ class RequestFolder:
         return replace_file(self._file(id_, name), msgspec.json.encode(message) + b"\n", first=first)
 
     def remove(self, id_: str, names: Iterable[str]) -> None:
-        """Remove files of a request, as far as they are there."""
+        """Remove files of a request, if they exist."""
         for name in names:
             remove_file(self._file(id_, name))
 
@@ -221,9 +221,9 @@ class Agreement:
 
     Args:
         snapshots: the folder ``RUN_DIR/snapshots``.
-        tick_seconds: how often `poll` is called.
-        refuses: the policy of this rank: why a request is refused; None if it is not.
-        far: whether other nodes may see a file late, called only while there is a request.
+        tick_seconds: time between two calls of `poll`.
+        refuses: the policy of this rank: returns why a request is refused; None if it is not.
+        far: returns whether other nodes may see a file late. It is called only while there is a request.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Agreement:
         self._refuses = refuses
         self._far = far
         self._began = unix_time()
-        self._done: set[str] = set()  # ids that this rank has dealt with
+        self._done: set[str] = set()  # ids that this rank has handled
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
         self._first_seen: dict[str, float] = {}
 
@@ -255,8 +255,8 @@ class Agreement:
         """Read new files, answer a request, and write the plan if it is this rank's turn.
 
         Args:
-            steps: how many steps have ended.
-            step_seconds: how long one takes; None while that is unknown or a snapshot is in progress. Then no request
+            steps: number of steps that have ended.
+            step_seconds: duration of a step; None while that is unknown or a snapshot is in progress. Then no request
                 is answered.
 
         Returns:
@@ -276,7 +276,7 @@ class Agreement:
             if now - asked > _FILE_SECONDS:
                 self._files.remove(id_, names)
             elif asked < self._began - _CLOCK_SECONDS:
-                self._done.add(id_)  # of an earlier run in the same folder
+                self._done.add(id_)  # from an earlier run in the same folder
             elif id_ not in self._done:
                 here = None if step_seconds is None else self._here(steps, step_seconds, now)
                 plan = self._follow(id_, names, here, waits=waits)
@@ -286,7 +286,7 @@ class Agreement:
         return None
 
     def report(self, plan: Plan, result: Result) -> None:
-        """Write how a plan ended on this rank. The last rank to do so removes the request and the answers."""
+        """Write the result of a plan on this rank. The last rank to do so removes the request and the answers."""
         id_ = plan.request.id
         self._files.write(id_, f"result-{self.identity.rank}", result)
         names = self._files.scan().get(id_, set())

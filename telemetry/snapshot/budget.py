@@ -1,13 +1,13 @@
-"""What a recording may cost the training, and what ends it in the middle of a step.
+"""The budget of a recording, and the means that end it in the middle of a step.
 
-torch's profiler keeps each operator until it stops, and then expands all of them on the training thread. It knows no
+torch's profiler keeps each operator until it stops, and then expands all of them on the training thread. It has no
 limit. With a million operators that takes gigabytes and many seconds. So:
 
 * The operators of one step are counted first, by torch's old profiler. It numbers them and keeps 0.6 kB of each. It is
   dropped without being expanded. If one step has too many, nothing is recorded.
-* A step that is recorded may have more operators than the one that was counted. Nothing tells how many, but they take
-  memory and time. Inside a step, a thread looks at the memory. At a step boundary, a recording after which both have
-  grown by too much is dropped without being expanded, too.
+* A step that is recorded may have more operators than the one that was counted. Nothing shows their number, but they
+  take memory and time. Inside a step, a thread looks at the memory. At a step boundary, a recording after which both
+  have grown by too much is dropped without being expanded, too.
 * Both are cut off inside a step by a pending call. That is a function that Python calls on the main thread, between two
   bytecodes, as it calls the handlers of signals. It cannot come while C++ runs, as in a backward pass. But a backward
   pass is a few times as long as its forward pass, and what is not expanded takes 0.3 kB an operator.
@@ -38,22 +38,22 @@ _OPERATOR_BYTES: Final = 2048
 """Memory of an operator that is recorded, expanded and saved. Measured (`benchmarks.snapshot_budget`): 1.8 kB."""
 
 _OPERATOR_SECONDS: Final = 15e-6
-"""Time that it takes from the training until it is saved. Measured: 10 to 16 µs."""
+"""Time of an operator from the training until it is saved. Measured: 10 to 16 µs."""
 
 _RECORDED_BYTES: Final = 200
 """Least memory of an operator that is recorded and not expanded. Measured: 210 to 290."""
 
 _TIMES_WITH_SHAPES: Final = 2.5
-"""Measured: with the shapes of its inputs an operator takes 4.4 kB."""
+"""Factor for an operator with the shapes of its inputs. Measured: it takes 4.4 kB."""
 
 _TIMES_ON_GPU: Final = 2.0
-"""The launches and kernels in the traces of two trainings on GPUs are together as many as their operators."""
+"""Factor for a GPU: traces of two trainings had as many launches and kernels together as operators."""
 
 _SHARE: Final = 4
-"""All ranks of a node together take at most one part in four of the memory that is free."""
+"""All ranks of a node together take at most one part in four of the free memory."""
 
 _NOISE_BYTES: Final = 8 << 20
-"""Memory that a training may take between two steps without being suspected to be a recording."""
+"""A training may take this much memory between two steps without being taken for a recording."""
 
 _MIN_OPERATOR_SECONDS: Final = 1e-6
 """Least time of the processor that an operator takes while it is recorded."""
@@ -71,14 +71,14 @@ _LONG_SECONDS: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one recording may cost.
+    """The budget of one recording.
 
     Attributes:
-        memory_bytes: the most memory that it may take.
-        operators: the most operators that it may have.
-        trace_bytes: the most memory that so many take. Their trace is several times smaller: measured in the file are
-            250 bytes for an operator, 1,100 for a kernel with its launch, and 150 more for the shapes of inputs.
-        limit: what would be exceeded by more operators, in words.
+        memory_bytes: the most memory.
+        operators: the most operators.
+        trace_bytes: the most memory for so many operators. Their trace is several times smaller: in the file, an
+            operator has 250 bytes, a kernel with its launch 1,100, and the shapes of inputs 150 more.
+        limit: the setting or limit that more operators would exceed, in words.
         recorded_bytes: memory of one operator as long as it is not expanded.
     """
 
@@ -90,7 +90,7 @@ class Budget:
 
     @classmethod
     def now(cls, config: Config, ranks: int) -> Budget:
-        """The budget by the settings and the memory that is free now, for so many ranks of this node at once."""
+        """The budget by the settings and the present free memory, for so many ranks of this node at once."""
         memory_bytes, pause_seconds = config.snapshot_memory_bytes, config.snapshot_pause_seconds
         times = (_TIMES_WITH_SHAPES if config.snapshot_shapes else 1.0) * (_TIMES_ON_GPU if on_gpu() else 1.0)
         limit = "(snapshot_memory_bytes)"
@@ -112,7 +112,7 @@ class Budget:
 
 
 class BudgetWatch:
-    """Holds one recording to its budget: on the training thread at step boundaries, on another one inside steps."""
+    """Keeps one recording within its budget: on the training thread at step boundaries, on another one inside steps."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -136,14 +136,14 @@ class BudgetWatch:
         self._begun.set()
 
     def end_count(self) -> tuple[int, bool]:
-        """Stop to count. Returns how many operators there were, and whether there may have been more."""
+        """Stop the count. Returns the number of operators, and whether there may have been more."""
         cut = self._cut
         self._end_count()
         self._end_cut()
         return max(0, _operator_number(self._torch) - self._first - 1 - self._looks), cut
 
     def record(self) -> None:
-        """The recording has begun."""
+        """Note that the recording has begun."""
         self._allocated, self._peak, self._busy = _allocated_bytes(), _peak_bytes(), _busy_seconds()
         _COLLECTING.append(False)
         self._recording = True
@@ -164,7 +164,7 @@ class BudgetWatch:
         return None
 
     def end(self) -> None:
-        """Stop to count and to watch. The training thread collects again what any profiler of the script records."""
+        """Stop the count and the watch. The training thread again collects for any profiler of the script."""
         self._recording = False
         self._end_count()
         self._end_cut()
@@ -172,7 +172,7 @@ class BudgetWatch:
         self._begun.set()
 
     def after_fork_in_child(self) -> None:
-        """The child has a copy of the count, and maybe a thread that was cut off. Takes no lock."""
+        """Clean up in the child, which has a copy of the count, and maybe a thread that was cut off. Takes no lock."""
         self._recording = False
         try:
             self._end_count()
@@ -204,7 +204,7 @@ class BudgetWatch:
                 self._cut_off()
 
     def close(self) -> None:
-        """Nobody watches any more. What still records is cut off."""
+        """End the watch. A recording that still goes on is cut off."""
         if self._counting or self._recording:
             self._cut_off()
         self._over.set()
@@ -219,16 +219,16 @@ class BudgetWatch:
             self._cut_off()
 
     def _cut_off(self) -> None:
-        """Have the training thread collect nothing from its next bytecode on.
+        """Make the training thread collect nothing from its next bytecode on.
 
-        Not once but at every look: a function that Python calls in a backward pass gets its own copy of the switch.
+        This is repeated at every look: a function that Python calls in a backward pass gets its own copy of the switch.
         """
         self._cut = True
         _add_pending_call(_collect_nothing(), _COLLECTING)
 
 
 _COLLECTING: Final[list[bool]] = []
-"""What a pending call switches the collection to; empty if it has come too late. The training thread writes it."""
+"""The value that a pending call sets the switch to; empty if the call is too late. The training thread writes it."""
 
 _add_pending_call: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.py_object)(
     ("Py_AddPendingCall", ctypes.pythonapi)
@@ -239,8 +239,8 @@ _add_pending_call: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctyp
 def _callback() -> Any:
     """The pending call: torch's switch, called with each value in a list, and 0 as the result.
 
-    ``max`` calls it, so no frame of Python's is run: none that torch would compile, and none in which a Ctrl-C is lost.
-    It is kept for ever, because a call may be pending at any time.
+    ``max`` calls it, so that no Python frame runs: torch would compile it, or a Ctrl-C would be lost in it. It is kept
+    for ever, because a call may be pending at any time.
     """
     switch = sys.modules["torch._C"]._autograd._enable_record_function
     return ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(functools.partial(max, key=switch, default=0))
@@ -251,13 +251,13 @@ def _collect_nothing() -> int | None:
 
 
 def drop_unexpanded() -> None:
-    """End the profiler of this thread, the old or the new one, and drop what it has collected."""
+    """End the profiler of this thread, the old or the new one, and drop its data."""
     autograd = sys.modules["torch._C"]._autograd
     autograd._disable_profiler_legacy(autograd._ProfilerDisableOptions(True, False))
 
 
 def _operator_number(torch: Any) -> int:
-    """The number of a new operator. The old profiler, on any thread, gives the numbers of one process in turn."""
+    """The number of a new operator. The old profiler numbers the operators of all threads of a process in turn."""
     autograd = torch._autograd
     autograd._enable_profiler_legacy(_legacy(torch))
     try:
@@ -287,7 +287,7 @@ def on_gpu() -> bool:
 
 
 def _busy_seconds() -> float:
-    """Seconds that this thread has worked. With a GPU, backward passes run on other threads: then all count."""
+    """CPU seconds of this thread. With a GPU, backward passes run on other threads: then all threads count."""
     return process_time_ns() / NS if on_gpu() else thread_time()
 
 
@@ -301,9 +301,9 @@ if _malloc_info is not None:
 
 
 def _allocated_bytes() -> int:
-    """Bytes that are allocated and not freed, which takes 20 to 60 µs; resident ones if another malloc is in use.
+    """Bytes that are allocated and not freed; resident bytes if another malloc is in use. It takes 20 to 60 µs.
 
-    Between two steps of a training on the CPU, resident memory goes up and down by many MiB, and this hardly.
+    Between two steps of a training on the CPU, resident memory changes by many MiB, and this hardly.
     """
     found = _malloc_info() if _malloc_info is not None else None
     allocated = 0 if found is None else int(found.uordblks + found.hblkhd)
@@ -311,13 +311,13 @@ def _allocated_bytes() -> int:
 
 
 def _anonymous_bytes() -> int:
-    """Resident memory of this process, without files and memory that it shares, as with DataLoader workers."""
+    """Resident memory of this process, without files and shared memory, such as that of DataLoader workers."""
     fields = read_small("/proc/self/statm").split()
     return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGESIZE")
 
 
 def _peak_bytes() -> int:
-    """The most that `_anonymous_bytes` has been, if what is shared was as much as now: steps differ in their memory."""
+    """The maximum of `_anonymous_bytes` so far, if the shared memory was as large as now."""
     shared = int(read_small("/proc/self/statm").split()[2]) * os.sysconf("SC_PAGESIZE")
     found = re.search(rb"VmHWM:\s+(\d+) kB", read_small("/proc/self/status"))
     return max(_anonymous_bytes(), (int(found[1]) << 10) - shared if found else 0)

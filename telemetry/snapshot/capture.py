@@ -13,7 +13,7 @@ This is the only file that imports `torch.profiler`. What was measured about it 
 * Before torch 2.13 (seen in 2.4 and 2.9), if Kineto is prepared and not started, every later profiler of the process
   fails: "Can't disable Kineto profiler when it's not running". So does one that starts on another thread than ours.
 * Kineto writes two lines to stderr for each session. Only ``KINETO_LOG_LEVEL`` silences it. Kineto reads it once, with
-  the first profiler, for the whole process. So the user sets it, and not we: it would silence the script's own, too.
+  the first profiler, for the whole process. So only the user sets it: it would silence the script's profiler, too.
 
 When a profiler of the user's ("theirs") starts, ours ends first; see `hooks.profilers`.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from telemetry.util.processes import Identity
 
 _PLAIN: Final = dict.fromkeys(range(32), " ") | {ord('"'): "'", ord("\\"): "/"}
-"""Torch writes the names of ranges into its JSON as they are (2.13): a quotation mark made the file unreadable."""
+"""Torch writes the names of ranges into its JSON unescaped (2.13): a quotation mark made the file unreadable."""
 
 _GIVE_WAY_SECONDS: Final = 60.0
 """The longest that a profiler of the user's on another thread waits for the training thread to end ours. A training
@@ -63,13 +63,13 @@ class RecordedTrace:
         self._profiler = profiler
 
     def save(self, path: Path) -> float:
-        """Write it as a Chrome trace. Returns for how many seconds this held the GIL."""
+        """Write it as a Chrome trace. Returns the seconds for which this held the GIL."""
         start = now_ns()
         self._profiler.export_chrome_trace(str(path))
         return (now_ns() - start) / NS
 
     def free(self) -> float:
-        """Free the memory of the events. Returns for how many seconds this held the GIL."""
+        """Free the memory of the events. Returns the seconds for which this held the GIL."""
         start = now_ns()
         self._profiler = None
         return (now_ns() - start) / NS
@@ -77,14 +77,14 @@ class RecordedTrace:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a plan ended on the training thread.
+    """The result of a plan on the training thread.
 
     Attributes:
         result: one of `SNAPSHOT_RESULTS`.
         why: the reason in words, if there is no recording or it was cut short.
         first_step, last_step: the steps that were recorded in full; None without a recording.
         thread: native id of the training thread.
-        started_ns, ended_ns: when the recording started and ended, monotonic.
+        started_ns, ended_ns: monotonic start and end of the recording.
         pauses: seconds that the training thread spent on ``prepare``, ``start`` and ``stop``.
         trace: the recording; None without one.
     """
@@ -105,8 +105,8 @@ class Session:
     """One recording of the profiler. It is prepared, started and stopped once each, on one thread.
 
     Args:
-        plan: which steps are recorded, and why.
-        identity: of this rank; written into the trace.
+        plan: the steps to record, and the reason.
+        identity: identity of this rank, which is written into the trace.
         shapes: whether the shapes of the operators' inputs are recorded. Floating-point operations are counted from
             them; torch's own count (``with_flops``) is not in the file that it exports.
     """
@@ -143,7 +143,7 @@ class Session:
         profiler.profiler._prepare_trace()
 
     def start(self) -> None:
-        """Start to record. The session must be prepared."""
+        """Start the recording. The session must be prepared."""
         profiler = self._profiler
         if self._start_imports_inductor and "torch._inductor.config" not in sys.modules:
             profiler.profiler._start_trace()
@@ -157,12 +157,12 @@ class Session:
         self._may_be_prepared = False
 
     def stop(self) -> RecordedTrace:
-        """Stop to record. Must be called on the thread that started the session."""
+        """Stop the recording. Must be called on the thread that started the session."""
         self._profiler.stop_trace()
         return RecordedTrace(self._profiler)
 
     def discard(self) -> None:
-        """End the recording, and drop what was recorded: a stop would first expand it, which takes time and memory.
+        """End the recording, and drop its data: a stop would first expand it, which takes time and memory.
 
         Kineto's part ends with another recording, which is empty. Must be called on the thread that started this one.
         """
@@ -213,7 +213,7 @@ class Session:
 
 
 def _parse_nothing(_results: object) -> list[Any]:
-    """Replace what makes a Python object of each event. Older versions of torch do that when a recording stops.
+    """Replace the function that makes a Python object of each event when older versions of torch stop a recording.
 
     Nothing reads these objects: the trace is saved without them. With them, a stop took 8 times as long (torch 2.4).
     """
@@ -226,7 +226,7 @@ def capturing() -> bool:
 
 
 COUNTED_AHEAD: Final = 2
-"""The operators of the step so many before the first recorded one are counted. Between the two nothing collects.
+"""The operators of the step so many before the first recorded one are counted. In between, nothing collects.
 
 A range that a script has entered under torch's old profiler, which counts, and leaves under the new one, which records,
 crashes the process (torch 2.13). An optimizer's hook runs in such a range, and a profiler of the script's that waits
@@ -243,7 +243,7 @@ class Capture:
     `interrupt`. The thread that starts a profiler of the user's calls `give_way`.
 
     Attributes:
-        identity: of this rank; replaced if the rank becomes known later.
+        identity: identity of this rank; replaced if the rank becomes known later.
         when_over: called once, on the training thread, after a session that outlived the agent has ended.
         abandoned: whether a session of ours could not be ended. Then no other is started.
     """
@@ -253,7 +253,7 @@ class Capture:
         self._most_ns = int(config.snapshot_max_seconds * NS)
         self.identity = identity
         self._plan: Plan | None = None
-        self._watch: BudgetWatch  # of the plan
+        self._watch: BudgetWatch  # for the plan
         self._last_step = 0  # the last step that fits into the budget
         self._fewer: str | None = None  # why that is not the plan's last step
         self._state = _IDLE
@@ -289,9 +289,9 @@ class Capture:
             self._hooks.slow_path()
 
     def after_fork_in_child(self) -> None:
-        """The child has a copy of the session that nobody will end: stop it from collecting.
+        """Stop the child's copy of the session, which nobody will end, from collecting.
 
-        No profiler sees what this thread of the child does. torch's switch for one session writes a warning.
+        No profiler sees this thread of the child any more. torch's switch for one session writes a warning.
         """
         if self._plan is not None:
             self._watch.after_fork_in_child()
@@ -304,12 +304,12 @@ class Capture:
         return outcome
 
     def end(self, why: str, seconds: float) -> bool:
-        """Have the training thread end our session at its next boundary; returns whether it did within ``seconds``."""
+        """Ask the training thread to end our session at its next boundary; returns whether it did in ``seconds``."""
         self._asked = why
         return self._over.wait(seconds)
 
     def drop(self, why: str) -> None:
-        """The run has ended: skip a plan whose steps have not come. A session that is on is left alone."""
+        """Skip a plan whose steps have not come when the run ends. A running session is left alone."""
         plan = self._plan
         if plan is not None and self._state == _ARMED:
             self._finish(Outcome(plan, SKIPPED, why))
@@ -317,10 +317,10 @@ class Capture:
     # -- the training thread -----------------------------------------------------------------------------------
 
     def boundary(self, ended: int, *, opens: bool) -> bool:
-        """The training thread is between two steps.
+        """Advance the plan between two steps.
 
         Args:
-            ended: how many steps have ended.
+            ended: number of steps that have ended.
             opens: whether the next step begins now.
 
         Returns:
@@ -342,7 +342,7 @@ class Capture:
         return opens and ended == due and self._begin(plan)
 
     def interrupt(self, ended: int, why: str) -> bool:
-        """An evaluation begins, or the run ends: stop, and keep what is recorded. Returns as `boundary`."""
+        """Stop and keep the recording, because an evaluation begins or the run ends. Returns as `boundary`."""
         plan, self._ended = self._plan, ended
         if plan is None or self._state == _ARMED:
             return False
@@ -416,7 +416,7 @@ class Capture:
             self._enter_range(session)
 
     def _end(self, plan: Plan, why: str | None, *, result: str = SKIPPED) -> bool:
-        """End the plan: keep what is recorded, or cancel it with this ``result`` if the recording has not begun.
+        """End the plan: keep the recording, or cancel it with this ``result`` if it has not begun.
 
         A session is not ended on another thread, and not while a CUDA graph is captured.
 
@@ -475,7 +475,7 @@ class Capture:
         )
 
     def _end_abandoned(self, plan: Plan, session: Session) -> bool:
-        """End our session after theirs has started without waiting any longer. Not while theirs is on: it crashes."""
+        """End our session after the user's has started without waiting any longer. While theirs is on, that crashes."""
         self._watch.end()
         if self._profilers.at_work():
             try:  # stop it from collecting on this thread
@@ -506,7 +506,7 @@ class Capture:
 
     @contextmanager
     def _contained(self, plan: Plan, doing: str) -> Iterator[None]:
-        """If something fails inside, stop our profiler and fail the plan. What is the script's is raised again."""
+        """If something fails inside, stop our profiler and fail the plan. Exceptions of the script are raised again."""
         start = now_ns()
         try:
             yield
@@ -523,14 +523,14 @@ class Capture:
             self._pauses.setdefault(doing, (now_ns() - start) / NS)
 
     def _exit(self) -> None:
-        """The process exits while the session is on, because the agent was stopped on another thread."""
+        """Interrupt the session at the exit of the process, because the agent was stopped on another thread."""
         try:
             self.interrupt(self._ended, "the end of the process")
         except Exception:
-            pass  # the agent has ended: nobody can report it
+            pass  # the agent has ended, so nothing can report it
 
     def _enter_range(self, session: Session) -> None:
-        """Open the range by which all readers of traces recognise a step."""
+        """Open the range that marks a step for all readers of traces."""
         self._range_step = self._ended + 1
         self._range = session.begin_range(f"ProfilerStep#{self._range_step}")
 
@@ -542,7 +542,7 @@ class Capture:
     # -- the thread that starts a profiler of the user's -------------------------------------------------------
 
     def give_way(self) -> None:
-        """A profiler of the user's starts on this thread. Returns when ours has ended, or the wait has timed out."""
+        """Wait until ours has ended, or a time has passed: a profiler of the user's starts on this thread."""
         if self._over.is_set():
             return
         plan = self._plan

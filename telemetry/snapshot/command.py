@@ -25,7 +25,7 @@ _TAIL_BYTES: Final = 1 << 16
 
 
 class SnapshotCommandError(Exception):
-    """There is no trace; the text says why, and what to do."""
+    """There is no trace; the text has the reason and what to do."""
 
 
 def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
@@ -34,8 +34,8 @@ def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
     Args:
         run_dir: the run folder of the job.
         rank: the rank to record; None for all.
-        steps: how many steps to record.
-        timeout: how many seconds to wait.
+        steps: number of steps to record.
+        timeout: number of seconds to wait.
     """
     try:
         results = _results(Path(run_dir), rank, steps, timeout)
@@ -54,7 +54,7 @@ def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
 
 
 def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> list[Result]:
-    """Ask, and wait until the ranks have agreed on steps and have recorded them."""
+    """Request a snapshot, and wait until the ranks have agreed on steps and have recorded them."""
     interval = _interval_of_running(run_dir)
     snapshots = run_dir / "snapshots"
     if not snapshots.is_dir():
@@ -118,7 +118,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _interval_of_running(run_dir: Path) -> float:
-    """Check that the run is still going on. Returns how often its ranks poll, in seconds."""
+    """Check that the run is still going on. Returns the time between two polls of its ranks, in seconds."""
     logs = run_dir / "logs"
     found = ((path, LOG_NAME.fullmatch(path.name)) for path in (logs.iterdir() if logs.is_dir() else ()))
     paths = [path for path, match in found if match is not None and match["rotated"] is None]

@@ -1,4 +1,4 @@
-"""Controls the snapshots of one rank: when one is taken, and what happens to what was recorded.
+"""Controls the snapshots of one rank: when one is taken, and how its recording is saved.
 
 The agent thread decides, agrees with the other ranks and counts. The training thread records (`snapshot.capture`). A
 thread of its own exports, because an export takes seconds and the agent thread must go on sampling meanwhile.
@@ -68,7 +68,7 @@ _SLOW_RATIO: Final = 1.10
 20 % slower after a profile (pytorch#144455)."""
 
 _END_SECONDS: Final = 1.0
-"""How long the end of the run waits for the training thread to end a recording."""
+"""The end of the run waits at most this time for the training thread to end a recording."""
 
 _LONG_SECONDS: Final = 3600.0
 
@@ -80,7 +80,7 @@ class Trigger:
     """One rank's policy. It reads no clock.
 
     Attributes:
-        taken: snapshots so far, with those that failed on this rank.
+        taken: number of snapshots so far, with those that failed on this rank.
         off: why this run takes no more snapshots; None if it may.
     """
 
@@ -128,7 +128,7 @@ class Trigger:
         return None
 
     def took(self, now: float) -> None:
-        """A snapshot was agreed on. It also shows the open stall, even if a person requested it."""
+        """Count an agreed snapshot. It also shows the open stall, even if a person requested it."""
         self.taken += 1
         self._fired = self._stall_since is not None
         self._last = now
@@ -149,7 +149,7 @@ class StepWatch:
         self._recent = array("d")  # seconds of the newest steps; a list of numbers takes a MiB
         self._count = 0
         self._paces: deque[float] = deque(maxlen=_PACES)
-        self._from: int | None = None  # steps from here on are after the snapshot
+        self._from: int | None = None  # number of the first step after the snapshot
         self._before = 0.0
         self._window: list[float] = []
         self._window_seconds = 0.0
@@ -206,13 +206,13 @@ class StepWatch:
 
 
 class _Export:
-    """A thread that watches what the recording of one plan takes, waits for its outcome, and saves the trace.
+    """A thread that watches the cost of recording one plan, waits for its outcome, and saves the trace.
 
     It is started before the recording, because Python 3.12 and later start no thread while the process exits.
 
     Attributes:
-        outcome: how the plan ended on the training thread; None before that.
-        stored: the trace that was saved; ``error``: why there is none, or no manifest of it.
+        outcome: outcome of the plan on the training thread; None before that.
+        stored: the saved trace; ``error``: why there is none, or no manifest of it.
         finished: whether the trace was saved, or could not be.
 
     Raises:
@@ -255,13 +255,13 @@ class _Export:
 
 
 class SnapshotControl:
-    """Built by the agent. `tick` is called on the agent thread.
+    """Controls the snapshots of one rank. The agent calls `tick` on its thread.
 
     Args:
-        accounting: knows how many steps have ended.
+        accounting: has the number of steps that have ended.
         event_log: gets a line for each snapshot. The manifest names the log file.
         ranks_elsewhere: whether the job has ranks on other nodes.
-        board: knows how many ranks of the node may record at the same time; None without one.
+        board: has the number of ranks on the node that may record at the same time; None without one.
 
     Attributes:
         counts: snapshots so far, by result.
@@ -311,7 +311,7 @@ class SnapshotControl:
     # -- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make the folder, and remove what ended processes of this run have left there.
+        """Make the folder, and remove the remains of ended processes of this run.
 
         Raises:
             OSError: the folder cannot be used. There will be no snapshots.
@@ -335,7 +335,7 @@ class SnapshotControl:
         return self._usable
 
     def end_recording(self, detach: Callable[[], object]) -> bool:
-        """Keep what is recorded when the run ends. Called while the hooks are still in place.
+        """Keep the recording when the run ends. Called while the hooks are still in place.
 
         Returns:
             Whether no profiler session is left. If one is left, the training thread has not reached a step boundary
@@ -351,14 +351,14 @@ class SnapshotControl:
         return True
 
     def end(self) -> None:
-        """The last tick, after the hooks are removed. An export may go on."""
+        """Do the last tick, after the hooks are removed. An export may go on."""
         self._capture.drop("the run ended before the step")
         self._settle()
         if self._export is not None and self._export.outcome is None:
             self._export.submit(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait for an export that goes on, at most this many seconds, and log its outcome."""
+        """Wait for a running export, at most this many seconds, and log its outcome."""
         if self._export is not None:
             self._export.thread.join(seconds)
             if self._export.outcome is not None:
@@ -385,7 +385,7 @@ class SnapshotControl:
             self._errors.tell("snapshot", self._trigger.off)
 
     def tick(self, cause: str | None, stall_fields: Callable[[], dict[str, Any] | None]) -> None:
-        """Agree with the other ranks, and handle what has been recorded.
+        """Agree with the other ranks, and handle recordings.
 
         Args:
             cause: the cause of the open stall; None without one.
@@ -433,7 +433,7 @@ class SnapshotControl:
             self._capture.arm(plan, watch)
 
     def _settle(self) -> None:
-        """Hand on what has been recorded, and count what has been saved."""
+        """Pass finished recordings to the export, and count saved traces."""
         export = self._export
         if export is None:
             return

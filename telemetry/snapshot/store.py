@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from telemetry.snapshot.capture import RecordedTrace
 
 MIN_FREE_BYTES: Final = 1 << 30
-"""What an export leaves free: for checkpoints, for other programs, and for an estimate that was too low."""
+"""Space that an export leaves free: for checkpoints, for other programs, and for an estimate that was too low."""
 
 _PARTIAL: Final = ".partial-"
 _STALE_SECONDS: Final = 3600.0
-"""An unfinished export of another machine or container that is older than this was left behind: one takes seconds."""
+"""An older unfinished export of another machine or container was left behind: an export takes seconds."""
 
 _CHUNK: Final = 1 << 18
 _LEVEL: Final = 4
@@ -70,17 +70,17 @@ WORKER_CATEGORY: Final = "dataloader_worker"
 
 
 class StoreError(Exception):
-    """The trace is not published; the text says why."""
+    """The trace is not published; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTrace:
-    """A trace file that is complete.
+    """A complete trace file.
 
     Attributes:
         size: bytes of the file; ``raw_bytes``: uncompressed.
-        zero_ns: Unix time in nanoseconds from which the trace's microseconds count; None if the trace does not say.
-        held: for how many seconds the GIL was held, by what was done: ``save``, ``free``.
+        zero_ns: Unix time in nanoseconds from which the trace's microseconds count; None if the trace lacks it.
+        held: seconds for which the GIL was held, by activity: ``save``, ``free``.
     """
 
     name: str
@@ -100,7 +100,7 @@ class TraceStore:
 
     Args:
         snapshots: the folder ``RUN_DIR/snapshots``.
-        host: name of the node, as it may stand in the name of a file.
+        host: name of the node, in a form that is allowed in the name of a file.
     """
 
     def __init__(self, snapshots: Path, host: str, config: Config) -> None:
@@ -136,7 +136,7 @@ class TraceStore:
 
         Args:
             trace: the recording.
-            plan: it names the folder, and all ranks that export at the same time.
+            plan: it has the folder, and all ranks that export at the same time.
             name: name of the file.
             most_bytes: the most bytes that it may take, uncompressed.
             extra_events: given `StoredTrace.zero_ns`, events to insert first: JSON objects, a comma after each.
@@ -194,7 +194,7 @@ class TraceStore:
             raise StoreError(f"the disk is too slow: {seconds:.1f} s for {size}, and the training would wait for it")
 
     def _save(self, trace: RecordedTrace, held: dict[str, float]) -> int:
-        """Have torch write the trace. Returns the open file. Its name is removed, so a kill leaves no raw trace."""
+        """Let torch write the trace. Returns the open file. Its name is removed, so a kill leaves no raw trace."""
         path = self._work / "trace.json"
         try:
             held["save"] = trace.save(path)
@@ -289,15 +289,15 @@ def _write(file: int, content: bytes) -> None:
         view = view[written:]
 
 
-# -- what the DataLoader workers did -------------------------------------------------------------------------------
+# -- the fetches of the DataLoader workers -------------------------------------------------------------------------
 
 
 def worker_tracks(counters: Iterable[WorkerCounters], first_ns: int, last_ns: int, zero_ns: int) -> bytes:
     """The fetches that were in progress during a recording, as events of a Chrome trace: tracks of their own.
 
-    The profiler records the training process only. Each worker remembers its newest fetches only.
-    All times are monotonic: the start and the end of the recording, and from where the trace's microseconds count.
-    Returns JSON objects, a comma after each.
+    The profiler records the training process only, and each worker remembers only its newest fetches. All times are
+    monotonic: start and end of the recording, and the zero of the trace's microseconds. Returns JSON objects, a comma
+    after each.
     """
     events: list[dict[str, Any]] = []
     for worker in counters:
@@ -320,7 +320,7 @@ def worker_tracks(counters: Iterable[WorkerCounters], first_ns: int, last_ns: in
 
 
 class RankPart(msgspec.Struct):
-    """A rank's part of the manifest: where its trace and its log lines are. Times are ISO-8601, in UTC."""
+    """A rank's part of the manifest, with its trace and its log lines. Times are ISO-8601, in UTC."""
 
     rank: int
     local_rank: int
@@ -342,7 +342,7 @@ class RankPart(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """The manifest of a snapshot: why it was taken, which steps it has, and where they are in the logs.
+    """The manifest of a snapshot: its reason, its steps, and their places in the logs.
 
     Attributes:
         together: whether the recordings of all ranks overlap. Ranks that count their steps differently record at

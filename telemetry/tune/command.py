@@ -1,4 +1,4 @@
-"""``telemetry tune SCRIPT``: the trials, and what it prints of them."""
+"""``telemetry tune SCRIPT``: runs the trials and prints their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telemetry.tune.trial import Settings, Trial
 
 _START_SECONDS: Final = 10.0
-"""What a trial is expected to take before its first step, for the first estimate."""
+"""Expected time of a trial before its first step, for the first estimate."""
 
 _INTERRUPTED: Final = 130
 _USAGE_ERROR: Final = 2
@@ -32,7 +32,7 @@ _HEADINGS: Final = ("settings", "loading", "training", "steps/s", "predicted", "
 _BAR: Final = 40
 
 _SAME: Final = 1.02
-"""Paces that differ by less are the same: two trials with equal settings differ as much."""
+"""Paces that differ by less are equal: two trials with equal settings differ as much."""
 
 _AS_GOOD: Final = 0.98
 """Of trials whose pace is this close to the fastest, the one with the fewest workers is the best."""
@@ -41,7 +41,7 @@ _MUCH_EVALUATION: Final = 0.2
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A line to change: what it should become, and the library that makes the loader, if the script does not."""
+    """A line to change: its new text, and the library that makes the loader, if the script does not."""
 
     file: str
     line: int
@@ -50,7 +50,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class TuneResult(msgspec.Struct, frozen=True):
-    """What ``telemetry tune --json`` prints. ``speedup``: None without two paces. ``stopped``: why there is no more."""
+    """The output of ``telemetry tune --json``. ``speedup``: None without two paces. ``stopped``: why it ended."""
 
     baseline: TrialFigures
     best: TrialFigures
@@ -90,7 +90,7 @@ def _usage_error(message: str) -> int:
 
 
 class _Tuning:
-    """The trials of one command: those of the grid, or what the model chooses if that is empty."""
+    """The trials of one command: those of the grid, or if that is empty, those that the model chooses."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, grid: Sequence[Settings]) -> None:
         self._options = options
@@ -127,7 +127,7 @@ class _Tuning:
 
         Raises:
             OSError: it cannot be started.
-            KeyboardInterrupt: the user wants no more.
+            KeyboardInterrupt: the user has stopped the command.
         """
         number, most = len(self._trials) + 1, 1 + len(self._grid) if self._grid else self._options.trials
         folder = self._folder / str(number)
@@ -141,7 +141,7 @@ class _Tuning:
         return trial
 
     def _run_grid(self, first: Trial) -> str:
-        """Run the grid, without what the first trial has run already. Settings that a loader does not get are noted."""
+        """Run the grid, except the settings of the first trial. Settings that a loader does not get are noted."""
         left_out = {
             f"{name} is left alone at line {facts.line} of {Path(facts.file).name}: {facts.refused[name]}"
             for facts in first.tuned
@@ -200,7 +200,7 @@ def simplest_of_the_best(trials: Sequence[Trial]) -> Trial:
 
 
 def _explain(trial: Trial) -> None:
-    """Say why a script cannot be tuned, and what may help."""
+    """Print why a script cannot be tuned, and what may help."""
     if not trial.failed:
         complain("nothing can be tuned: no batch of a DataLoader was used for training")
         return
@@ -220,7 +220,7 @@ def _explain(trial: Trial) -> None:
 
 
 def settings_text(settings: Settings) -> str:
-    """Settings as a person types them, the number of workers first. Those without a meaning are left out."""
+    """Settings as a person types them, the number of workers first, without meaningless ones."""
     workers = settings.get("num_workers")
     shown = [f"num_workers={workers}"] if workers is not None else []
     for name in (*LOADER_SETTINGS[1:], SHARING):
@@ -306,7 +306,7 @@ def _changes(first: Trial, best: Trial) -> list[Change]:
 
 
 def _evaluation_note(first: Trial) -> str:
-    """A line on evaluations that take long; empty if they do not."""
+    """A line about long evaluations; empty if there are none."""
     evidence, others = first.evidence, [f for f in first.outcome.loaders if f.evaluation_batches and not f.trains]
     ratio = 0.0 if evidence is None else evidence.evaluation_seconds / evidence.window_seconds
     if ratio < _MUCH_EVALUATION or not others:

@@ -1,11 +1,11 @@
-"""Which settings are tried: those of a grid, or those that the model of a step picks from what the trials have shown.
+"""Chooses the settings to try: those of a grid, or those that the model of a step predicts from earlier trials.
 
 1. The model predicts the pace with other numbers of workers, and with each advice on a setting of the loader.
 2. The candidate with the highest prediction is tried, if that is better than the best trial by `_WORTH_A_TRIAL`.
 3. If the model sees none, but the best trial still waits for data, its neighbours are tried: the model may be wrong.
 4. Otherwise no improvement is in sight, and the search stops.
 
-What a loader, the cores or the memory cannot hold is not tried.
+Settings that a loader, the cores or the memory cannot hold are not tried.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_PREFETCH: Final = 64
 
 _WORKERS_PER_CORE: Final = 4
 _MAX_WORKERS: Final = 32
-"""As in the advice: more workers than cores help only where fetches wait for storage."""
+"""As in the advice: more workers than cores help only if fetches wait for storage."""
 
 _USABLE: Final = 0.8
 """Share of the memory that a proposal may fill."""
@@ -54,10 +54,10 @@ _GROWTH: Final = 1.3
 """Workers grow after a trial: pages that they share with the training process are copied when they are touched."""
 
 _UNKNOWN: Final = 0.5
-"""What a worker is assumed to take before one was measured, as a share of what the training process takes."""
+"""Assumed memory of a worker before one was measured, as a share of that of the training process."""
 
 _WITHOUT_WORKERS: Final = frozenset({"num_workers", "pin_memory", SHARING})
-"""Settings that mean something without workers."""
+"""Settings that have a meaning without workers."""
 
 _ALLOWED: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("persistent_workers", "pin_memory", "in_order"), (True, False)),
@@ -69,7 +69,7 @@ _MAX_TRIALS: Final = 200
 
 
 class GridError(ValueError):
-    """A grid cannot be understood; the text says why."""
+    """A grid cannot be understood; the text has the reason."""
 
 
 def is_grid(text: str) -> bool:
@@ -78,7 +78,7 @@ def is_grid(text: str) -> bool:
 
 
 def settings_grid(parts: Sequence[str]) -> list[Settings]:
-    """All combinations of ``NAME=VALUE,VALUE`` parts, without those that differ in nothing.
+    """All combinations of ``NAME=VALUE,VALUE`` parts, without duplicates in effect.
 
     Raises:
         GridError: a name is unknown, a value is not allowed, or there are too many combinations.
@@ -114,26 +114,26 @@ def _value(name: str, text: str) -> Any:
 
 
 def _meaningful(settings: Settings) -> Settings:
-    """Without those that mean nothing without workers."""
+    """The settings; if there are no workers, only those that then have a meaning."""
     if settings.get("num_workers", 1):
         return settings
     return {name: value for name, value in settings.items() if name in _WITHOUT_WORKERS}
 
 
 def as_run(trial: Trial) -> Settings:
-    """The settings of a trial, with those that the script itself gave, in the form of a candidate's."""
+    """The settings of a trial in the form of a candidate's, with those that the script itself gave."""
     given = {name: value for name, value in trial.settings.items() if value is not None}
     return _meaningful({"num_workers": 0, **given})
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine can hold.
+    """The limits of this machine.
 
     Attributes:
         room: bytes left before the first trial. ``shared``: bytes for batches in shared memory; None if unknown.
         cores: cores of this job. ``ranks``: processes that train.
-        loaders: how many loaders are tuned, which all get the same settings.
+        loaders: number of loaders that are tuned. All get the same settings.
     """
 
     room: int
@@ -144,7 +144,7 @@ class Limits:
 
     @classmethod
     def measured(cls, allowed: int | None, ranks: int) -> Limits:
-        """Those of this machine now. ``allowed``: bytes that the user allows."""
+        """The present limits of this machine. ``allowed``: bytes that the user allows."""
         shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108
         cores = len(os.sched_getaffinity(0))
         try:
@@ -169,7 +169,7 @@ class Limits:
         Args:
             wanted: the settings.
             known: the trial that they are derived from.
-            trials: all trials so far, for what a worker takes.
+            trials: all trials so far, which show the memory of a worker.
         """
         settings = {**known.settings, **wanted}
         workers = int(settings.get("num_workers") or 0)
@@ -188,14 +188,14 @@ class Limits:
         each = max((trial.worker_bytes or 0 for trial in trials), default=0)
         each = int(_GROWTH * each) if each else int(_UNKNOWN * memory / self.ranks)
         need = memory + copies * (workers * each - present * (known.worker_bytes or 0) + ahead * batch)
-        # Before any worker was measured, the limit that is watched in the trial itself is the one that counts.
+        # Before any worker was measured, only the limit during the trial itself counts.
         if need > _USABLE * self.room and (workers > 1 or known.worker_bytes):
             return f"{workers} workers would need about {need >> 20} of {self.room >> 20} MiB"
         return ""
 
 
 class Search:
-    """The search for the best settings, within what the machine can hold."""
+    """Searches for the best settings within the limits of the machine."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -204,13 +204,13 @@ class Search:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know of settings that were not tried."""
+        """Notes for a person about settings that were not tried."""
         return [*self._left_alone, *([f"not tried: {self._too_much}"] if self._too_much else [])]
 
     def next(self, trials: Sequence[Trial]) -> Candidate | str:
         """The next trial, or why there is no other. The first trial is the script as it is."""
         best = max(trials, key=lambda trial: trial.steps_per_second or 0.0)
-        self._too_much = ""  # more may be known by now
+        self._too_much = ""  # the last trial may have changed it
         if best.evidence is None or best.steps_per_second is None:
             return "no trial has a pace"
         evidence, rate = best.evidence, best.steps_per_second
@@ -264,7 +264,7 @@ class Search:
         return [c for c in found if c.predicted is None or c.predicted >= _NOT_FAR_BELOW * rate]
 
     def _allowed(self, wanted: Settings, best: Trial, trials: Sequence[Trial]) -> bool:
-        """Whether settings are new, and the loader and the machine can take them. What cannot be done is noted."""
+        """Whether settings are new, and the loader and the machine can take them. Others are noted."""
         if any(wanted in (trial.candidate.settings, as_run(trial)) for trial in trials):
             return False
         present = as_run(best)
@@ -281,7 +281,7 @@ class Search:
             self._left_alone["num_workers is left alone: the script fails with workers, see the trial above"] = None
             return False
         if any(trial.short and _workers(trial) <= workers for trial in with_workers):
-            return False  # the row of that trial says so
+            return False  # the row of that trial shows it
         reason = self._limits.against(wanted, best, trials)
         self._too_much = self._too_much or reason
         return not reason

@@ -1,4 +1,4 @@
-"""One trial: the script in a process of its own, whose memory is watched, and what it has measured."""
+"""One trial: the script in a process of its own, whose memory is watched, and its results."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _MEMORY_SECONDS: Final = 2.0
 """Time between two readings of every process's memory. One takes some milliseconds for each."""
 
 _RESERVE: Final = 0.08
-"""A trial is ended when less than this share of the memory is left ..."""
+"""A trial is ended when less than this share of the memory is left."""
 
 _AHEAD_READINGS: Final = 3.0
-"""... or when it would be used up within so many readings, if it goes on as since the last one."""
+"""A trial is also ended when its newest growth would use up the memory within so many readings."""
 
 _LIMITS: Final = MemoryLimits(Path("/proc"), Path("/sys/fs/cgroup"))
 _NO_LIMIT: Final = 1 << 60
 _MEMORY_SHORT: Final = "memory was short"
 
 _PATIENCE_SECONDS: Final = 60.0
-"""How much longer than its own limits a trial may take before it is ended from outside."""
+"""A trial may exceed its own limits by this time before it is ended from outside."""
 
 _LAST_LINES: Final = 15
 _FIRST_VICTIM: Final = "800"
@@ -62,7 +62,7 @@ _FIRST_VICTIM: Final = "800"
 
 
 class TrialFigures(msgspec.Struct, frozen=True):
-    """A trial in ``telemetry tune --json``; None where it has none, as if it has failed."""
+    """A trial in ``telemetry tune --json``. Figures that it does not have, as after a failure, are None."""
 
     settings: Settings
     steps_per_second: float | None
@@ -86,14 +86,14 @@ class Trial:
     """One trial that has ended.
 
     Attributes:
-        candidate: what was tried.
-        place: of the loader whose settings are shown; None for the one that is waited for longest.
-        outcomes: of its ranks, as far as they were written.
+        candidate: the settings that were tried.
+        place: place of the loader whose settings are shown; None for the loader with the longest wait.
+        outcomes: outcomes of its ranks, if they were written.
         status: exit status; negative for a signal.
         stopped: why it was ended from outside; empty if it was not.
         output: the last lines that the script printed.
-        seconds: from start to end.
-        memory_bytes: the most that all its processes had together; 0 if unknown. ``main_bytes``: of that, the training
+        seconds: length from start to end.
+        memory_bytes: the most that all its processes had together; 0 if unknown. ``main_bytes``: part of the training
             processes.
     """
 
@@ -109,7 +109,7 @@ class Trial:
 
     @property
     def outcome(self) -> TrialOutcome:
-        """Of the rank that waited most."""
+        """The outcome of the rank that waited most."""
         return max(self._measured, key=_wait_ratio, default=None) or next(iter(self.outcomes), TrialOutcome())
 
     @property
@@ -119,12 +119,12 @@ class Trial:
 
     @property
     def evidence(self) -> Evidence | None:
-        """None if the trial has failed."""
+        """The evidence of `outcome`; None if the trial has failed."""
         return None if self.failed else self.outcome.evidence
 
     @property
     def step_seconds(self) -> tuple[float, float] | None:
-        """Of a step: the wait for data that the device felt, and the rest; None if the trial has failed."""
+        """Seconds of a step: the wait for data that the device felt, and the rest; None if the trial has failed."""
         found = self.evidence
         if found is None:
             return None
@@ -146,7 +146,7 @@ class Trial:
 
     @property
     def settings(self) -> Settings:
-        """As the loader had them which the first trial waits for longest."""
+        """The settings of the loader with the longest wait in the first trial."""
         shown = [facts for facts in self.outcome.loaders if facts.place == self.place] or self.tuned
         wanted = self.candidate.settings
         shared = {SHARING: wanted[SHARING]} if SHARING in wanted else {}
@@ -154,7 +154,7 @@ class Trial:
 
     @property
     def worker_bytes(self) -> int | None:
-        """What a worker takes; None without workers."""
+        """The memory of a worker; None without workers."""
         workers = sum(int(facts.applied.get("num_workers") or 0) for facts in self.outcome.loaders) * len(self.outcomes)
         beyond = self.memory_bytes - self.main_bytes
         return beyond // workers if workers and beyond > 0 else None
@@ -183,7 +183,7 @@ class Trial:
 
     @property
     def remarks(self) -> list[str]:
-        """What a person should know of it."""
+        """Notes for a person about the trial."""
         found: list[str] = []
         outcome = self.outcome
         if outcome.end == ENDED_SCRIPT:
@@ -205,7 +205,7 @@ class Trial:
 
     @property
     def figures(self) -> TrialFigures:
-        """What ``tune --json`` prints of it."""
+        """The figures of the trial for ``tune --json``."""
         predicted = self.candidate.predicted
         return TrialFigures(
             self.settings,
@@ -224,7 +224,7 @@ def _wait_ratio(outcome: TrialOutcome) -> float:
 
 
 def settings_for(facts: LoaderFacts, wanted: Settings) -> Settings:
-    """The settings that one loader gets in a trial: those that it must not have are left out."""
+    """The settings that one loader gets in a trial, without those that it must not have."""
     return {
         name: value
         for name, value in wanted.items()
@@ -243,14 +243,14 @@ def run_trial(options: argparse.Namespace, folder: Path, candidate: Candidate, t
     """Run one trial to its end.
 
     Args:
-        options: of the command.
-        folder: for the files of the trial. It is made.
-        candidate: what is tried.
+        options: options of the command.
+        folder: folder for the files of the trial, which is made.
+        candidate: the settings to try.
         tuned: the loaders that get these settings; none in the first trial.
 
     Raises:
         OSError: the trial cannot be started.
-        KeyboardInterrupt: the user wants no more. All processes of the trial have ended.
+        KeyboardInterrupt: the user has stopped the command. All processes of the trial have ended.
     """
     plan = TrialPlan(
         folder=str(folder),
@@ -304,7 +304,7 @@ def run_trial(options: argparse.Namespace, folder: Path, candidate: Candidate, t
 
 
 def _wait(process: subprocess.Popen[bytes], plan: TrialPlan, memory: TrialMemory, ranks: int) -> str:
-    """Wait for the end. Returns why it was brought about from here; empty if it was not."""
+    """Wait for the end of the trial. Returns why it was ended from here; empty if it was not."""
     until = time.monotonic() + plan.start_seconds + plan.max_seconds + _PATIENCE_SECONDS
     while process.poll() is None:
         short = memory.short()
@@ -334,7 +334,7 @@ def _command(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def _environment(plan: Path) -> dict[str, str]:
-    """The variables of a trial: this process's, without settings of the agent, and with the outside world kept away."""
+    """The variables of a trial: those of this process, without settings of the agent, and with trackers off."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.environ.get('USER', os.getuid())}"
     return kept | {
@@ -357,10 +357,10 @@ class TrialMemory:
 
     Args:
         plan: the path of the plan, which the trial's processes have in their environment.
-        most: the most bytes that it may take; None for what the machine has.
+        most: the most bytes that it may take; None for the limit of the machine.
 
     Attributes:
-        most: of all processes together, the most seen. ``sizes``: of each at that time, by pid.
+        most: the most bytes of all processes together so far. ``sizes``: bytes of each at that time, by pid.
     """
 
     def __init__(self, plan: str, most: int | None) -> None:
@@ -391,14 +391,14 @@ class TrialMemory:
         sizes = {}
         for pid in _processes_of(self._plan):
             with suppress(psutil.Error):
-                sizes[pid] = psutil.Process(pid).memory_full_info().pss  # what is shared is divided by its users
+                sizes[pid] = psutil.Process(pid).memory_full_info().pss  # shared memory is divided by its users
         self._newest = sum(sizes.values())
         if self._newest > self.most:
             self.most, self.sizes = self._newest, sizes
 
 
 def memory_left(allowed: int | None, used: int = 0) -> MemoryLimit:
-    """What the tightest limit leaves: of a cgroup, of the machine, or of the user for what the trial itself uses."""
+    """The bytes that the tightest limit leaves: of a cgroup, of the machine, or of the user for the trial itself."""
     rooms = [_LIMITS.tightest() or MemoryLimit(_NO_LIMIT, _NO_LIMIT)]
     if allowed is not None:
         rooms.append(MemoryLimit(allowed - used, allowed))
@@ -406,7 +406,7 @@ def memory_left(allowed: int | None, used: int = 0) -> MemoryLimit:
 
 
 def _processes_of(plan: str) -> list[int]:
-    """The processes of a trial, and all that they have started: they inherit the variable that has the plan's path."""
+    """The processes of a trial, and all that they have started: they inherit the variable with the plan's path."""
     wanted = f"{TRIAL_VARIABLE}={plan}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
