@@ -79,11 +79,7 @@ def doctor(run_dir: str | None) -> int:
 
 
 def examine(run_dir: str | None) -> list[Finding]:
-    """Run all checks. A check that raises becomes a finding itself.
-
-    Args:
-        run_dir: the run folder to check; by default that of the settings.
-    """
+    """Run all checks, for ``run_dir`` or the folder of the settings. A check that raises becomes a finding itself."""
     given = {} if run_dir is None else {"run_dir": run_dir}
     try:
         place = CheckContext(Config.load(given))

@@ -467,6 +467,5 @@ def _command_line(*arguments: object) -> str:
 
 
 def _relative(path: Path) -> str:
-    """A path below the current folder relative to it; any other as it is."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -81,7 +81,6 @@ def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
 
 
 def _do(action: str, because: str, gain: float | None = None) -> Advice:
-    """An advice without a setting."""
     return Advice(action, None, None, gain, because)
 
 
@@ -142,7 +141,6 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
 
 
 def _run_queue_delay_ratio(evidence: Evidence) -> float:
-    """Run-queue delay of the training thread, as a share of the time."""
     window = evidence.window_seconds
     return min(1.0, (evidence.own_runnable_seconds or 0.0) / window) if window > 0 else 0.0
 
@@ -179,12 +177,10 @@ def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, fl
 
 
 def _cpu_bound(evidence: Evidence) -> list[Advice]:
-    """Advice if the workers are the limit and use the CPU."""
     return [*_more_workers(evidence), _cheaper_in_worker(evidence)]
 
 
 def _io_bound(evidence: Evidence) -> list[Advice]:
-    """Advice if the workers are the limit and are blocked."""
     fetch, blocked = evidence.fetch_seconds, evidence.worker_blocked_ratio
     advice = _more_workers(evidence, ", if the storage can serve more requests at once")
     if fetch is not None and blocked is not None:
@@ -249,7 +245,6 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
 
 
 def _slow_source(evidence: Evidence) -> list[Advice]:
-    """Advice if batches come from an iterable that is not a DataLoader."""
     now, compute, fetch = evidence.step_seconds, evidence.step_compute_seconds, evidence.wait_seconds / evidence.steps
     if evidence.source == "read_ahead":  # threads of this process are too slow, although they work all the time
         if evidence.settings.get("reader") == "DALI":
@@ -318,7 +313,6 @@ def _faster_storage(because: str) -> Advice:
 
 
 def _startup(evidence: Evidence) -> list[Advice]:
-    """Advice if each epoch waits for the start of its workers."""
     now, at_edges, loop = evidence.step_seconds, evidence.edge_wait_seconds, evidence.loop_seconds
     around = evidence.around_edges_seconds
     boundary, often = (at_edges + around) / evidence.steps, f"{evidence.edges} epochs began in the window"
@@ -356,7 +350,6 @@ def _prefetch_factor(evidence: Evidence) -> int:
 
 
 def _uneven(evidence: Evidence) -> list[Advice]:
-    """Advice if single batches are late: some fetches are long, or one worker is always slower."""
     compute, supply, in_order = evidence.step_compute_seconds, evidence.supply_seconds, supply_in_order(evidence)
     if supply is None or in_order is None:
         return []
@@ -494,7 +487,6 @@ def _crowded_by_pickling(evidence: Evidence) -> float:
 
 
 def _stuck_worker(evidence: Evidence) -> list[Advice]:
-    """Advice if a fetch does not end."""
     fetching, longest = evidence.fetching_seconds, max(evidence.long_fetches, default=0.0)
     for_seconds = f"has been in progress for {fetching:.0f} s"
     if fetching < longest:

@@ -191,7 +191,6 @@ def costs(evidence: Evidence) -> dict[str, float]:
 
 
 def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
-    """The share of each cause of the wait in mid-epoch."""
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
@@ -306,12 +305,7 @@ class CauseShare:
 
 
 def shares_of(cause: str, evidence: Evidence) -> tuple[CauseShare, ...]:
-    """The cause of a stall, and then the causes of similar size, the largest first.
-
-    Args:
-        cause: the cause that the stall is named after. It stays the first, even if another costs more in this window.
-        evidence: the window.
-    """
+    """The cause of a stall, which stays the first, and then causes of similar size, the largest first."""
     whole, lost = evidence.loop_and_checkpoint_seconds, costs(evidence)
     if whole <= 0 or cause not in lost:
         return ()

@@ -338,14 +338,7 @@ def aggregate(
     cause: str | None = None,
     recurring: RecurringCosts = _NO_RECURRING_COSTS,
 ) -> Evidence:
-    """Make the evidence of a window.
-
-    Args:
-        ticks: the ticks of the window, from its start to the newest; at least two.
-        rank: the rank, for its `RankPace`.
-        cause: the cause of its open stall, for its `RankPace`.
-        recurring: costs that recur less often than once in a window.
-    """
+    """Make the evidence of at least two ticks. ``cause``: cause of the open stall, for the `RankPace` of ``rank``."""
     added = ticks[-1].totals - ticks[0].totals
     conditions = [tick.conditions for tick in ticks][1:]
     steps, checkpoints, epochs, garbage = added.steps, added.checkpoint_steps, added.epochs, added.garbage
@@ -502,7 +495,6 @@ def _slowest_fetch(ticks: Sequence[Tick]) -> float | None:
 
 
 def _mean_fetches(before: dict[int, tuple[int, float]], after: dict[int, tuple[int, float]]) -> dict[int, float]:
-    """Mean fetch seconds by pid, of the workers with enough fetches."""
     means = {}
     for pid, (fetches, seconds) in after.items():
         fetches_before, seconds_before = before.get(pid, (0, 0.0))

@@ -196,12 +196,7 @@ class HangDetector:
 
 
 def longest_phase(setting: float | None, longest: float) -> float:
-    """Seconds for which an evaluation or checkpoint may show no progress.
-
-    Args:
-        setting: ``stuck_seconds``; None for auto.
-        longest: seconds without progress of the longest one so far.
-    """
+    """Seconds for which an evaluation or checkpoint may show no progress. ``longest``: most seconds so far."""
     if setting is not None:
         return max(PHASE_TIMES * setting, TIMES_LONGEST * longest)
     usual = min(TIMES_LONGEST * longest, MAX_PHASE_SECONDS)
@@ -403,12 +398,7 @@ _Group = list["HangState"]  # ranks that wait in one collective
 
 
 def decide(states: Iterable[HangState], world_size: int = 0) -> HangVerdict | None:
-    """The verdict on a hang; None if no rank is stuck.
-
-    Args:
-        states: states of the known ranks. If a rank has two, the one that is alive counts.
-        world_size: number of ranks of the job; 0 if unknown.
-    """
+    """The verdict on a hang; None if no rank is stuck. If a rank has two states, the one that is alive counts."""
     by_rank: dict[int, HangState] = {}
     for state in states:
         known = by_rank.get(state.rank)
@@ -615,7 +605,6 @@ def _blamed(verdict: HangVerdict, since: str) -> list[str]:
 
 
 def _odd_words(verdict: HangVerdict) -> str:
-    """The ranks that are in another collective than the most; empty if none has most."""
     ranks = [suspect.rank for suspect in verdict.suspects]
     if not ranks or verdict.suspects_total == sum(len(group.ranks) for group in verdict.waiting):
         return ""

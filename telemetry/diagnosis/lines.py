@@ -116,12 +116,7 @@ class LineShare:
 
 
 def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:
-    """The lines with the largest shares, the largest first; empty if there are too few samples.
-
-    Args:
-        profile: the samples.
-        work: the sampled work. For the sampler only stacks inside the sampler count.
-    """
+    """The lines with the largest shares of ``work``, the largest first; empty if there are too few samples."""
     none = StackTime(0, 0)
     total = none if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
     times: dict[tuple[str, int, str | None], StackTime] = {}
@@ -252,14 +247,7 @@ def line_verdict(evidence: Evidence, kind: str, line: LineShare, *, cause: str) 
 
 
 def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -> tuple[Advice, ...]:
-    """The two what-ifs for the line that takes most: twice as fast, and removed. Empty if neither is worth it.
-
-    Args:
-        evidence: the window.
-        kind: the sampled work.
-        line: the line.
-        cause: cause of the stall.
-    """
+    """The two what-ifs for the line that takes most: twice as fast, and removed. Empty if neither is worth it."""
     expected = _gain(evidence, kind, line, 1.0, cause=cause)
     if line.share < _MIN_ADVISED_SHARE or expected is None or expected < WORTH_IT:
         return ()
@@ -278,7 +266,6 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
 
 
 def _seconds_of(evidence: Evidence, kind: str) -> float | None:
-    """Mean seconds of the sampled work; None if they are not known."""
     if kind == FETCH:
         return evidence.fetch_seconds
     if kind == WAIT and evidence.steps:

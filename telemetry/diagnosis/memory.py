@@ -130,12 +130,7 @@ class LastingGrowth:
 
 
 def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> LastingGrowth | None:
-    """The growth over the longest part of the history that shows one; None if none does.
-
-    Args:
-        readings: the oldest first.
-        at_least: the least growth that counts, in the unit of the figure.
-    """
+    """The growth over the longest part of the history with growth of ``at_least`` so much; None if there is none."""
     if len(readings) < _MIN_READINGS:
         return None
     first, last = readings[0].seconds, readings[-1].seconds
@@ -161,11 +156,7 @@ def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> Lasting
 
 
 def slope_of(readings: Sequence[TimedReading]) -> float:
-    """The median of the slopes of all pairs (Theil and Sen). Single wrong readings have no influence.
-
-    Args:
-        readings: at least two, at different times.
-    """
+    """The median of the slopes of all pairs of readings (Theil and Sen). Single wrong readings have no influence."""
     return median((b.value - a.value) / (b.seconds - a.seconds) for a, b in combinations(readings, 2))
 
 
@@ -210,7 +201,6 @@ def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:
 
 
 def _quarters(window: Sequence[TimedReading]) -> list[float]:
-    """The medians of four parts with the same number of readings."""
     bounds = [len(window) * part // _QUARTERS for part in range(_QUARTERS + 1)]
     return [median(r.value for r in window[a:b]) for a, b in pairwise(bounds)]
 

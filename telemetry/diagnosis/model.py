@@ -131,5 +131,4 @@ def times_less(part: float, rest: float, share: float) -> int:
 
 
 def _factor(now: float, then: float) -> float | None:
-    """Speed-up factor; None if one of the durations is 0."""
     return round(now / then, 2) if then > 1e-9 and now > 0 else None

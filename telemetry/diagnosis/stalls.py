@@ -205,7 +205,6 @@ class StallDetector:
             self._ticks.popleft()
 
     def _is_full_from(self, oldest: Totals) -> bool:
-        """Whether a window that begins at ``oldest`` is full."""
         newest = self._ticks[-1].totals
         seconds, steps = newest.wall_seconds - oldest.wall_seconds, newest.steps - oldest.steps
         long = seconds >= MAX_WINDOWS * self._window_seconds
@@ -262,7 +261,6 @@ class StallDetector:
 
     @staticmethod
     def _grown(before: Stall, added: Passed, cause: str, lost: dict[str, float], evidence: Evidence) -> Stall:
-        """The stall after another tick."""
         loop, exposed = before.loop_seconds + added.loop_seconds, before.exposed_wait_seconds
         more = added.exposed_after_first_seconds
         exposed = None if exposed is None or more is None else exposed + more

@@ -258,7 +258,6 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
 
 
 def _sync_seconds(pace: RankPace) -> float:
-    """Seconds of a step in synchronisation."""
     return pace.compute_seconds / pace.steps * pace.in_sync_samples / pace.samples
 
 

@@ -308,7 +308,6 @@ def _starved(worst: RankWaits, finding: RunFinding, *, all_known: bool) -> str:
 
 
 def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
-    """The cause of a rank's costliest stall, and its first advice."""
     stall = costliest_of(rank, stalls)
     if stall is None:
         return ""

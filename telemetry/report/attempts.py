@@ -637,7 +637,6 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
 
 
 def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
-    """The part of the training loop in which a process was stuck."""
     if stuck.steps == 0 and stuck.category == DATA_WAIT:
         return BEGINNING
     if stuck.steps < life.totals.get("replayed_batches", 0):

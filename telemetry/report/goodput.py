@@ -109,12 +109,7 @@ class Experience:
 
 
 def best_interval(checkpoint_seconds: float, failure_seconds: float) -> float:
-    """Seconds of training between two checkpoints that lose least time, by Daly.
-
-    Args:
-        checkpoint_seconds: time for which one checkpoint stops the training.
-        failure_seconds: training time per failure.
-    """
+    """Seconds of training between two checkpoints that lose least time, by Daly. Failures: one in so many seconds."""
     cost, mean = checkpoint_seconds, failure_seconds
     if cost >= 2 * mean:
         return mean

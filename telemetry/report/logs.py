@@ -124,12 +124,7 @@ def _printable(value: Any) -> Any:
 
 
 def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
-    """Set ``beat`` of each process that did not end by itself: its newest heartbeat, with ``time`` as in a log line.
-
-    Args:
-        folder: ``attempts`` in the run folder.
-        processes: the processes to update.
-    """
+    """Set ``beat`` of each process that did not end by itself: its newest heartbeat, with ``time`` as in a log line."""
     for process in processes:
         life = process.head.get("life")
         if process.ended or not life or not life.isalnum():
@@ -363,7 +358,6 @@ class _Selection:
         self._newest[event] = time, self._left[event]
 
     def keep_windows(self) -> None:
-        """Skip no window from now on."""
         self._windows = False
         self._left.pop(b"window", None)
 

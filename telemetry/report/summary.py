@@ -90,13 +90,7 @@ class Report:
 
 
 def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Report:
-    """Make the report of a run.
-
-    Args:
-        run_dir: run folder, with the traces of the snapshots.
-        processes: as `load` returns them.
-        now: Unix time.
-    """
+    """Make the report of a run from its processes, as `load` returns them. ``now``: Unix time."""
     current = not_replaced(processes)
     verdict, goodput = verdict_of(current), goodput_of(processes, now)
     lives = [(course.attempt.number, life) for course in goodput.courses for life in course.attempt.lives]
@@ -231,11 +225,7 @@ def _shown_by_newest(snapshots: Sequence[Snapshot]) -> str:
 
 
 def verdict_of(processes: Sequence[ProcessLog]) -> Verdict:
-    """The verdict: whether the run is all right, or else the cause that costs most and its rank.
-
-    Args:
-        processes: processes that no later one has replaced.
-    """
+    """The verdict on processes that no later one has replaced: all right, or else the costliest cause and its rank."""
     hang = hang_of(processes)
     ledger: Counter[str] = Counter()
     for process in processes:
@@ -365,7 +355,6 @@ def _books(goodput: Goodput) -> str:
 
 
 def _hours(seconds: float) -> str:
-    """Hours with two significant digits."""
     hours = seconds / 3600
     return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
 

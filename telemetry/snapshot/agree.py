@@ -309,7 +309,6 @@ class Agreement:
         return None
 
     def _answer(self, request: Request, names: set[str], here: Answer, *, waits: bool) -> Plan | None:
-        """Answer a request, and write the plan if it is this rank's turn."""
         id_, now = request.id, here.at
         if now - int(id_[:13]) / 1000 > _REQUEST_SECONDS + 2 * _NOTICE_TICKS * here.hears:
             self._done.add(id_)

@@ -29,14 +29,7 @@ class SnapshotCommandError(Exception):
 
 
 def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
-    """Request a snapshot, wait for it, and print where the traces are. Returns the exit status: 1 without a trace.
-
-    Args:
-        run_dir: the run folder of the job.
-        rank: the rank to record; None for all.
-        steps: number of steps to record.
-        timeout: number of seconds to wait.
-    """
+    """Request a snapshot of one rank or all, and print where it is. Returns the exit status: 1 without a trace."""
     try:
         results = _results(Path(run_dir), rank, steps, timeout)
     except (SnapshotCommandError, InvalidMessageError, OSError) as error:
@@ -54,7 +47,6 @@ def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
 
 
 def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> list[Result]:
-    """Request a snapshot, and wait until the ranks have agreed on steps and have recorded them."""
     interval = _interval_of_running(run_dir)
     snapshots = run_dir / "snapshots"
     if not snapshots.is_dir():

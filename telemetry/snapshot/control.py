@@ -385,12 +385,7 @@ class SnapshotControl:
             self._errors.tell("snapshot", self._trigger.off)
 
     def tick(self, cause: str | None, stall_fields: Callable[[], dict[str, Any] | None]) -> None:
-        """Agree with the other ranks, and handle recordings.
-
-        Args:
-            cause: the cause of the open stall; None without one.
-            stall_fields: returns the fields of the open stall, as in the log.
-        """
+        """Agree with the other ranks, and handle recordings. The arguments describe the open stall."""
         if not self._usable:
             return
         self._settle()

@@ -28,13 +28,7 @@ _BEATS_SECONDS: Final = 1.2
 
 
 def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:
-    """Show a run. Returns the exit status: 1 if there is nothing to show, or if Textual is missing.
-
-    Args:
-        run_dir: the run folder, or None with ``urls``.
-        urls: metrics endpoints.
-        once: print one frame as text.
-    """
+    """Show a run folder or endpoints. Returns the exit status: 1 without anything to show, or without Textual."""
     source = Endpoints(urls) if run_dir is None else RunFolder(Path(run_dir))
     named = " ".join(urls) if run_dir is None else run_dir
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # None: it is closed

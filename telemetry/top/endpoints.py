@@ -134,11 +134,9 @@ class _Scraped:
     gpu: str = ""
 
     def active(self, name: str) -> str | None:
-        """The label of the active stall or hang; None without one."""
         return next((label for label, value in self.by_label.get(name, {}).items() if value), None)
 
     def rank_in(self, name: str) -> int | None:
-        """The rank that a metric names."""
         return int(self.values[name]) if name in self.values else None
 
 

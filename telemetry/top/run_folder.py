@@ -245,7 +245,6 @@ class RunFolder:
         return job_view(facts, now, notes, whole)
 
     def _list(self) -> None:
-        """Follow the newest logs of each rank."""
         found: dict[int, list[tuple[float, str, int]]] = {}
         try:
             with os.scandir(self._path / "logs") as entries:

@@ -396,7 +396,6 @@ class Frame:
         return (*spans, (" " * (width - at), "")) if at < width else tuple(spans)
 
     def _legend(self) -> Line:
-        """The legend of the bars."""
         return tuple(
             span
             for category, (letter, block, style) in _PARTS.items()
@@ -404,7 +403,6 @@ class Frame:
         )
 
     def _cut(self, line: Line, width: int) -> Line:
-        """The line, cut to the width of the screen."""
         spans: list[tuple[str, str]] = []
         for text, style in line:
             shown = self._safe(text)

@@ -92,11 +92,7 @@ class RecentTotals:
             self._from_start = False
 
     def over(self, newest: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The totals over the last minute, named as in a ``window`` line; empty if they are not known yet.
-
-        Args:
-            newest: totals that are newer than the last added ones, such as those of a heartbeat.
-        """
+        """The totals over the minute up to ``newest``, named as in a ``window`` line; empty if not known yet."""
         if not self._kept:
             return {}
         now, before = newest or self._kept[-1], self._kept[0]

@@ -130,7 +130,6 @@ class Advisor:
             yield Suggestion(action, f"the workers do not keep up: {waits}", share)
 
     def _copying(self, waits: Sequence[DeviceWait]) -> Iterator[Suggestion]:
-        """Copies to the device, with the calls that make them."""
         events, count = self._events, len(self._steps.spans)
         spans: dict[bool, list[TimeRange]] = {True: [], False: []}  # by whether the memory is pageable
         sizes = {True: 0, False: 0}

@@ -232,6 +232,5 @@ def _tables(trace: Trace) -> Iterator[list[str]]:
 
 
 def _table(headings: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """The lines of a table; none without rows."""
     cells = list(rows)
     return table(headings, cells, names_first=True) if cells else []

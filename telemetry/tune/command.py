@@ -200,7 +200,6 @@ def simplest_of_the_best(trials: Sequence[Trial]) -> Trial:
 
 
 def _explain(trial: Trial) -> None:
-    """Print why a script cannot be tuned, and what may help."""
     if not trial.failed:
         complain("nothing can be tuned: no batch of a DataLoader was used for training")
         return
@@ -279,7 +278,6 @@ def _verdict(first: Trial, best: Trial, why: str) -> str:
 
 
 def _speedup(first: Trial, best: Trial) -> float | None:
-    """Steps per second of the best trial over those of the first; None if one of them has none."""
     before, after = first.steps_per_second, best.steps_per_second
     return after / before if before and after else None
 
@@ -306,7 +304,6 @@ def _changes(first: Trial, best: Trial) -> list[Change]:
 
 
 def _evaluation_note(first: Trial) -> str:
-    """A line about long evaluations; empty if there are none."""
     evidence, others = first.evidence, [f for f in first.outcome.loaders if f.evaluation_batches and not f.trains]
     ratio = 0.0 if evidence is None else evidence.evaluation_seconds / evidence.window_seconds
     if ratio < _MUCH_EVALUATION or not others:

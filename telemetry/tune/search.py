@@ -164,13 +164,7 @@ class Limits:
         return max(1, min(_MAX_WORKERS, _WORKERS_PER_CORE * self.cores // (self.ranks * self.loaders)))
 
     def against(self, wanted: Settings, known: Trial, trials: Sequence[Trial]) -> str:
-        """Why settings cannot be tried; empty if they can.
-
-        Args:
-            wanted: the settings.
-            known: the trial that they are derived from.
-            trials: all trials so far, which show the memory of a worker.
-        """
+        """Why changes of a ``known`` trial cannot be tried; empty if they can. All trials show the memory of a worker."""
         settings = {**known.settings, **wanted}
         workers = int(settings.get("num_workers") or 0)
         if workers > self.max_workers:
@@ -288,7 +282,6 @@ class Search:
 
 
 def _refusal(best: Trial, name: str) -> str:
-    """Why a setting must not be changed; empty if it may be."""
     for facts in best.tuned:
         if name in facts.refused:
             return facts.refused[name]

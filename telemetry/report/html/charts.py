@@ -383,7 +383,6 @@ class Sums:
 
 
 def _ratio(above: Figures | Array, below: Figures | Array) -> Figures:
-    """The quotient; NaN where the divisor is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(below > 0, above / below, np.nan).astype(np.float64)
 

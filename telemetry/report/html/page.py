@@ -193,7 +193,6 @@ def _advice_cards(found: Report) -> list[_Card]:
 
 
 def _tiles(found: Report) -> list[_Tile]:
-    """The main figures of the run."""
     ranks, books, attempts = found.values.ranks, found.values.job.goodput, len(found.values.job.attempts)
     loop, steps = sum(rank.loop_seconds for rank in ranks), sum(rank.steps for rank in ranks)
     wall = sum(rank.wall_seconds for rank in ranks)
