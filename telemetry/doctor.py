@@ -51,13 +51,7 @@ Results = Iterator[tuple[str, str]]
 
 @dataclass
 class CheckContext:
-    """The input of the checks, and results that later checks use.
-
-    Attributes:
-        config: the settings; the defaults if the settings are not valid.
-        error: why the settings are not valid.
-        gpus: whether NVML has found any GPU.
-    """
+    """The settings (the defaults if they are not valid), and ``gpus``: whether an earlier check has found a GPU."""
 
     config: Config
     error: SettingError | None = None

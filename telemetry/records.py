@@ -767,13 +767,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class LogWindow:
-    """The newest window of the log for the figures and the sinks.
-
-    Attributes:
-        added: difference of the totals over the window. ``added.wall_seconds`` is its length.
-        step: durations of its steps in seconds; None without a step.
-        wait: waits of its steps for their batches in seconds; None without a step.
-    """
+    """The newest window of the log: its totals, and durations and waits of its steps in seconds (None without any)."""
 
     added: Totals
     step: Percentiles | None

@@ -373,13 +373,7 @@ class _LiveView:
 
 @dataclass(frozen=True)
 class Reading:
-    """The figures of one exposition of one rank that the demo shows.
-
-    Attributes:
-        steps: number of steps that have ended.
-        ledger_seconds: seconds by category; their sum is the wall clock of the run.
-        stall: the cause of the open stall; None without one.
-    """
+    """The figures of one rank in one exposition. ``stall``: the cause of the open stall; None without one."""
 
     steps: float
     ledger_seconds: dict[str, float]

@@ -112,12 +112,9 @@ class RunFinding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a run is all right, or else what it loses most to.
+    """Whether a run is all right, or else what it loses most to. ``finding``: the largest loss apart from hangs.
 
-    Attributes:
-        kind: kind of the finding, or `STUCK`, `HANGS`, or `HUNG` for a run that has ended so.
-        text: the verdict in words.
-        finding: the largest loss apart from hangs.
+    ``kind``: kind of the finding, or `STUCK`, `HANGS`, or `HUNG` for a run that has ended so.
     """
 
     kind: str

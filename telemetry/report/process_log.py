@@ -117,11 +117,7 @@ class Progress:
 
 
 class Save(NamedTuple):
-    """A checkpoint that a process has written, see `SavedCheckpoint`.
-
-    Attributes:
-        point: totals of the process then; None for one that was completed in the background. ``started``: its begin.
-    """
+    """A checkpoint, see `SavedCheckpoint`. ``point``: totals then; None if it was completed in the background."""
 
     optimizer_steps: int
     steps: int

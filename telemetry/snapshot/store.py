@@ -96,12 +96,7 @@ def trace_name(rank: int, host: str, pid: int, stamp_ms: int) -> str:
 
 
 class TraceStore:
-    """Publishes the traces of one process.
-
-    Args:
-        snapshots: the folder ``RUN_DIR/snapshots``.
-        host: name of the node, in a form that is allowed in the name of a file.
-    """
+    """Publishes the traces of one process. ``host``: name of the node, in a form that a file name may have."""
 
     def __init__(self, snapshots: Path, host: str, config: Config) -> None:
         self._snapshots = snapshots
@@ -344,9 +339,7 @@ class RankPart(msgspec.Struct):
 class Manifest(msgspec.Struct):
     """The manifest of a snapshot: its reason, its steps, and their places in the logs.
 
-    Attributes:
-        together: whether the recordings of all ranks overlap. Ranks that count their steps differently record at
-            different times.
+    ``together``: whether the recordings of all ranks overlap: not if they count their steps differently.
     """
 
     id: str

@@ -155,10 +155,7 @@ class Lines(Widget):
 class TopApp(App[None]):
     """The screen: a frame, and below it one line: the keys, a question, a message, or the text to find.
 
-    Args:
-        reader: reader of the newest view; the app starts and ends it.
-        frame: makes the lines.
-        snapshots: None if no snapshot can be requested.
+    It starts and ends the reader. ``snapshots``: None if no snapshot can be requested.
     """
 
     CSS = """

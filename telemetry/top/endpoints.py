@@ -177,12 +177,7 @@ class _Known:
 
 
 class Endpoints:
-    """Follows endpoints, each with a thread.
-
-    Args:
-        urls: URLs such as ``http://node:9464/metrics``.
-        read: returns the exposition at a URL.
-    """
+    """Follows the endpoints at URLs such as ``http://node:9464/metrics``. ``read`` returns the exposition at a URL."""
 
     pause_seconds = 1.0
 

@@ -141,11 +141,7 @@ class LogTail:
 
 
 class NodeReports:
-    """The reports of a job's nodes on their ranks: phase, line of code, and the state in a hang.
-
-    Args:
-        folder: ``job`` in the run folder; a job on one node has none.
-    """
+    """The reports of nodes on their ranks, in ``job`` of the run folder. A job on one node has none."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -196,12 +192,7 @@ class _Extras:
 
 
 class RunFolder:
-    """Follows one run.
-
-    Args:
-        path: the run folder, which may not exist yet.
-        clock: returns Unix time; ``monotonic``: returns the monotonic time of this machine.
-    """
+    """Follows the run in a folder, which may not exist yet. ``clock`` returns Unix time."""
 
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic

@@ -68,11 +68,7 @@ _KEPT: Final = (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent")
 
 
 class RecentTotals:
-    """The totals of one process over its last minute: differences of the totals of its log lines.
-
-    Args:
-        from_start: whether the first totals that are added are the first of the process.
-    """
+    """The totals of one process over its last minute, as differences. ``from_start``: they are added from its start."""
 
     def __init__(self, *, from_start: bool) -> None:
         self._kept: deque[dict[str, Any]] = deque()

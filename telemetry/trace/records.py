@@ -179,13 +179,7 @@ class LaunchBoundStretch(Struct, frozen=True):
 
 
 class Suggestion(Struct, frozen=True):
-    """One suggested change.
-
-    Attributes:
-        action: what to do.
-        because: the reason in this trace.
-        share_ratio: the share of the average step that this change alone could save, at most.
-    """
+    """One suggested change. ``share_ratio``: the most that it alone could save, as a share of the average step."""
 
     action: str
     because: str

@@ -164,7 +164,7 @@ class Limits:
         return max(1, min(_MAX_WORKERS, _WORKERS_PER_CORE * self.cores // (self.ranks * self.loaders)))
 
     def against(self, wanted: Settings, known: Trial, trials: Sequence[Trial]) -> str:
-        """Why changes of a ``known`` trial cannot be tried; empty if they can. All trials show the memory of a worker."""
+        """Why changes of a ``known`` trial cannot be tried; empty if they can. Trials show the memory of a worker."""
         settings = {**known.settings, **wanted}
         workers = int(settings.get("num_workers") or 0)
         if workers > self.max_workers:
