@@ -1,1 +1,1 @@
-"""What the processes of a job know of each other."""
+"""How the processes of a job find and read each other, and how a node shows its metrics."""

@@ -1,7 +1,7 @@
 """The board: a node-local folder in which each rank publishes its newest state, with the lock of the serving rank.
 
 It is in /dev/shm if possible. It belongs to one user and one run. Each rank has one small file, replaced as a whole: a
-line of JSON that says who the rank is and how it goes (`RankHead`), then its numbers (`Numbers`) as MessagePack.
+line of JSON about the rank (`RankHead`), then its numbers (`Numbers`) as MessagePack.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_HEAD_BYTES: Final = 4096
 
 _ROOTS: Final = 8
-"""How many names the folder of all boards may have. Others can take a name in a folder that is open to everyone."""
+"""The folder of all boards may have this many names. Others can take a name in a folder that is open to everyone."""
 
 _ENDPOINT: Final = "endpoint.json"
 _LASTING: Final = "training_run_info"
-"""The metric that stays true while a rank cannot publish: it says that the rank is there, and counts nothing."""
+"""The metric that a rank still shows while it cannot publish: it is true as long as the rank is there."""
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         values: a number, or for a metric with a label a number for each of its values.
         labels: the labels that all metrics of a group carry, by the name of the group.
-        started: Unix time since when the counters count.
+        started: Unix time from which the counters count.
     """
 
     values: dict[str, float | dict[str, float]] = {}
@@ -68,7 +68,8 @@ class RankHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         ticks: start of the process, see `start_ticks`. With the pid it identifies the process.
         ended: whether the agent has ended by itself.
-        rank_given: whether a launcher gave this process its rank. ``since``: when it took the rank, monotonic ns.
+        rank_given: whether a launcher gave this process its rank.
+        since: when it took the rank, monotonic ns.
         pace: for the other ranks; None in a job of one rank.
     """
 
@@ -99,14 +100,14 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Where the node is served: the port now, and the port at which it was served first."""
+    """Where the node is served: the current port, and the first one."""
 
     port: int
     first: int
 
 
 class RankProcess(msgspec.Struct, frozen=True):
-    """The process of a rank. ``state``: its letter of proc(5), empty where it is gone; ``ended``: by itself."""
+    """A rank's process. ``state``: its letter in proc(5), empty if it is gone. ``ended``: whether by itself."""
 
     rank: int
     pid: int
@@ -125,7 +126,7 @@ def _content(head: RankHead, numbers: Numbers) -> bytes:
 
 
 def _head(path: str | os.PathLike[str]) -> RankHead | None:
-    """Who has published a file; None if it is no such file."""
+    """Read who has published a file; None if it is no such file."""
     try:
         return _decode_head(read_small(path, _MAX_HEAD_BYTES).partition(b"\n")[0])
     except (OSError, msgspec.MsgspecError):
@@ -133,7 +134,7 @@ def _head(path: str | os.PathLike[str]) -> RankHead | None:
 
 
 def _state(path: str) -> RankState | None:
-    """What a rank has published; None if it is gone, or of another version."""
+    """Read what a rank has published; None if it is gone, or of another version."""
     try:
         head, _, numbers = read_small(path, _MAX_FILE_BYTES).partition(b"\n")
         return RankState(_decode_head(head), _decode_numbers(numbers))
@@ -144,8 +145,8 @@ def _state(path: str) -> RankState | None:
 def board_root() -> Path:
     """The folder of all boards of this user on this machine: the first name that is ours, else the first free one.
 
-    All ranks of a user come to the same folder, in a container without privileges too: there the user has another uid,
-    such as 0. So the name has the uid outside of it.
+    All ranks of a user find the same folder, also in a container without privileges, where the user has another uid,
+    such as 0. So the name has the uid outside of the container.
     """
     roots = _possible_roots()
     return next((root for root in roots if _is_ours(root)), None) or next(
@@ -170,9 +171,9 @@ def _own_folder(path: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a folder that this user has made, and nobody else may use.
+    """Whether this user has made a folder, and nobody else may use it.
 
-    Every user that a user namespace does not know has the same uid in it. So the right to write is tested, too.
+    In a user namespace, all unknown users have the same uid. So the right to write is tested, too.
     """
     try:
         status = path.lstat()
@@ -187,16 +188,16 @@ class Board:
 
     Args:
         run: name of the run.
-        scope: distinguishes two runs of the same name: the run folder. It is the same on all ranks.
+        scope: the run folder, which distinguishes runs of the same name. It is the same on all ranks.
         node: this machine's name according to the launcher. One machine may stand for several nodes.
         root: folder of all boards; `board_root` by default.
 
     Attributes:
         path: the folder. ``name``: its name. It distinguishes two containers of one machine with the same node name.
-        notice: for the log, if the folder of all boards could not have its usual name; else empty.
+        notice: a log message if the folder of all boards has an unusual name; else empty.
         server_lock: decides which rank serves the node.
-        leads: whether it is this rank's turn to act for its node, with or without an endpoint.
-        hang_board: what the ranks say during a hang.
+        leads: whether this rank acts for its node now, with or without an endpoint.
+        hang_board: what the ranks publish during a hang.
 
     Raises:
         OSError: the folder cannot be made, or does not belong to this user alone.
@@ -232,11 +233,11 @@ class Board:
     def publish(self, rank: int, numbers: Numbers, *, pace: RankPace | None = None, ended: bool = False) -> None:
         """Replace this rank's state. A rank that has ended is still shown as long as others of the run are there.
 
-        If it cannot be written, the old state is taken back, because nobody could tell it from a new one. What is left
-        says that the rank is there.
+        If the write fails, the old state is removed, because it would look like a new one. The rank still shows that it
+        is there.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the state cannot be written.
         """
         pid = os.getpid()
         head = RankHead(
@@ -253,7 +254,7 @@ class Board:
         try:
             self.put(path.name, _content(head, numbers))
         except OSError:
-            remove_file(path)  # makes the room that is needed now
+            remove_file(path)  # makes room for the rest
             values = {name: value for name, value in numbers.values.items() if name == _LASTING}
             lasting = msgspec.structs.replace(numbers, values=values, histograms={})
             try:
@@ -287,12 +288,12 @@ class Board:
         return [found[rank] for rank in sorted(found)]
 
     def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
-        """The rank under which this process is shown: a number that no other living process of this board has.
+        """Choose the rank under which this process is shown: a number that no other living process of this board has.
 
         It is the claimed rank, unless another process has priority. A process whose rank was given by a launcher has
         priority over one without. Of two equal processes, the one that has had the number for longer has priority. The
-        other one takes a free number above the ranks of the job. Must be called before each publication. No lock is
-        needed: if two processes take the same number at once, one of them gives way at its next publication.
+        other one takes a free number above the ranks of the job. Call this before each publication. No lock is needed:
+        if two processes take the same number at once, one of them gives way at its next publication.
 
         Args:
             claimed: the rank that this process claims.
@@ -360,13 +361,13 @@ class Board:
         except OSError:
             return []
 
-    # -- what ranks tell each other ----------------------------------------------------------------------------
+    # -- files for the other ranks -------------------------------------------------------------------------------------
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file for the other ranks of this node.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         try:
             replace_file(self.path / name, content)
@@ -375,14 +376,14 @@ class Board:
             replace_file(self.path / name, content)
 
     def get(self, name: str) -> bytes | None:
-        """Read a file that a rank of this node has written; else None."""
+        """Read a file that a rank of this node has written; None without one."""
         try:
             return read_small(self.path / name, _MAX_FILE_BYTES)
         except OSError:
             return None
 
     def stamp(self, name: str) -> int:
-        """A number that changes when a file changes; 0 if there is no file."""
+        """A number that changes with a file; 0 without one."""
         try:
             return (self.path / name).stat(follow_symlinks=False).st_mtime_ns
         except OSError:
@@ -391,7 +392,7 @@ class Board:
     # -- who serves --------------------------------------------------------------------------------------------
 
     def lead(self) -> bool:
-        """Whether this rank serves the node from now on: take or keep the lock, see `ServerLock.take`.
+        """Take or keep the lock, see `ServerLock.take`. Returns whether this rank serves the node from now on.
 
         Raises:
             OSError: the lock file cannot be made.
@@ -414,7 +415,7 @@ class Board:
             self.put(_ENDPOINT, content)
 
     def announced(self) -> Announcement | None:
-        """What the rank that serves, or has served last, has announced; None if nothing is known."""
+        """The announcement of the rank that serves, or served last, if there is one."""
         content = self.get(_ENDPOINT)
         try:
             return None if content is None else msgspec.json.decode(content, type=Announcement)
@@ -424,7 +425,7 @@ class Board:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def leave(self) -> bool:
-        """Close the lock. If this was the last rank, removes the board and returns True."""
+        """Close the lock. The last rank removes the board and returns True."""
         last = self.live_ranks(but=self._mine) == 0
         if last:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -432,7 +433,7 @@ class Board:
         return last
 
     def forget(self) -> None:
-        """Close the lock file: in ``leave``, and in a forked child, which has a copy."""
+        """Close the lock file, in ``leave`` and in a forked child, which has a copy."""
         self.server_lock.close()
 
     def sweep(self) -> None:
@@ -457,7 +458,7 @@ class ServerLock:
     inherit it. A process that is stopped, by SIGSTOP or in a debugger, keeps its lock and does not answer. So the
     holder also gives a sign of life: the modification time of the file. If that has not changed for `STILL_SECONDS`,
     another rank removes the file and locks a new one in its place. Only the lock on the file that is in place counts.
-    So a holder whose file was removed, by another rank or with the whole board, is one no longer.
+    So a process loses the lock if its file is removed, by another rank or with the whole board.
 
     Args:
         path: the lock file.
@@ -485,7 +486,7 @@ class ServerLock:
             self._sign_ns = now  # this process itself was stopped, and perhaps the holder, too
         self._looked_ns = now
         if not self._in_place():
-            # Who removed the board ended no rank: the one that serves keeps its port if the others let it be first.
+            # Removing the board ends no rank: the serving rank keeps its port if the others let it be first.
             left = self._file is not None and not self._held
             self._left_until_ns = now + int(STILL_SECONDS * NS) if left else 0
             self._open(now)
@@ -497,7 +498,7 @@ class ServerLock:
         return self._held
 
     def beat(self) -> None:
-        """Give a sign of life, if that is possible; the holder calls this about once a second, on any thread."""
+        """Give a sign of life, if possible. The holder calls this about once a second, on any thread."""
         file, stamp = self._file, self._now()
         try:
             if file is not None and file.is_ours():
@@ -506,7 +507,7 @@ class ServerLock:
             pass
 
     def close(self) -> None:
-        """Close the file, which releases the lock. A forked child has a copy: the parent keeps its lock."""
+        """Close the file, which releases the lock. In a forked child, the parent keeps its lock."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -517,9 +518,9 @@ class ServerLock:
         self._file, self._sign_ns = file, now
 
     def _in_place(self) -> bool:
-        """Whether the open file is the one that is found under its name.
+        """Whether the open file is the one that has its name now.
 
-        It is not opened again for this: closing any descriptor of a file releases the locks of the process on it.
+        It is not opened again for this: closing any descriptor of a file releases the process's locks on it.
         """
         try:
             status = self._path.lstat()
@@ -553,7 +554,7 @@ _MAX_STATE_BYTES: Final = 1 << 16
 
 
 def mark_gone(path: str, rank: int) -> None:
-    """Keep the file of a process that is gone under another name. Nothing else tells that it was there."""
+    """Keep the file of a process that is gone under another name. Nothing else shows that it was there."""
     try:
         os.replace(path, os.path.join(os.path.dirname(path), f"{_GONE}{rank}"))  # noqa: PTH105, PTH118, PTH120
     except OSError:
@@ -561,7 +562,7 @@ def mark_gone(path: str, rank: int) -> None:
 
 
 class HangReport(msgspec.Struct, frozen=True):
-    """What a rank says while the job hangs. ``at_ns``: when it said so, monotonic nanoseconds."""
+    """A rank's state while the job hangs. ``at_ns``: when it was published, monotonic nanoseconds."""
 
     pid: int
     at_ns: int
@@ -569,31 +570,31 @@ class HangReport(msgspec.Struct, frozen=True):
 
 
 class HangBoard:
-    """What the ranks of a node say while the job hangs, and which of their processes are gone or stopped.
+    """What the ranks of a node publish while the job hangs, and which of their processes are gone or stopped.
 
     Args:
-        folder: of the board.
+        folder: the folder of the board.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def processes(self) -> list[RankProcess]:
-        """Every process that has published here, those that are gone included, by rank."""
+        """Every process that has published here, also those that are gone, by rank."""
         heads = (_head(self._folder / name) for name in self._names("rank-", _GONE))
         return sorted((_process(head) for head in heads if head is not None), key=lambda process: process.rank)
 
     def put(self, rank: int, at_ns: int, state: HangState) -> None:
-        """Say what this rank does.
+        """Publish what this rank does.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         content = msgspec.json.encode(HangReport(os.getpid(), at_ns, state))
         replace_file(self._folder / f"{_HANG}{rank}.json", content)
 
     def reports(self) -> list[HangReport]:
-        """The newest that each rank has said."""
+        """The newest report of each rank."""
         found = []
         for name in self._names(_HANG):
             try:
@@ -603,7 +604,7 @@ class HangBoard:
         return found
 
     def take_back(self, rank: int) -> None:
-        """Remove what this rank has said."""
+        """Remove this rank's report."""
         remove_file(self._folder / f"{_HANG}{rank}.json")
 
     def _names(self, *beginnings: str) -> list[str]:
@@ -629,7 +630,7 @@ _REMEDY: Final = (
 
 
 class Membership:
-    """Follows the rank of this process while it runs: the one that it claims, and the number that it is shown under.
+    """Follows the rank that this process claims, and the number that it is shown under.
 
     Args:
         identity: the identity at the start.
@@ -651,7 +652,7 @@ class Membership:
         has this rank, this process is shown under a free number.
 
         Args:
-            board: knows the other processes; None without a board.
+            board: shows the other processes; None without a board.
             steps: steps that have ended. A process without steps gets its number without a message in the log.
         """
         with self._errors.contained("rank"):

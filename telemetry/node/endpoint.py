@@ -1,8 +1,8 @@
-"""The endpoint of a node: an HTTP server for the metrics, and which rank of the node runs it.
+"""The endpoint of a node: an HTTP server for the metrics, and the choice of the rank that runs it.
 
 The server answers only GET /metrics and GET /healthz, so nothing can be triggered from outside. It listens on loopback
 by default, has one thread, few connections, and a deadline for each. The ranks of a run agree through the board on
-which one serves. Another one takes over when that rank ends, dies, or stops answering.
+the one that serves. Another one takes over when that rank ends, dies, or stops answering.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def numeric(host: str) -> Address | None:
 
 
 def _looked_up(host: str, flags: int = 0) -> Address:
-    """The first address of a name, one of IPv4 before those of IPv6.
+    """Look up the first address of a name, preferring IPv4 to IPv6.
 
     Raises:
-        OSError: it has none.
+        OSError: the name has no address.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
@@ -79,7 +79,7 @@ def _looked_up(host: str, flags: int = 0) -> Address:
 
 
 class Lookup:
-    """A name that is being looked up, on a thread of its own: a resolver that does not answer takes minutes."""
+    """Looks a name up on its own thread: a resolver that does not answer takes minutes."""
 
     def __init__(self, name: str) -> None:
         self._found: Address | OSError = OSError(f"{name} has no address")
@@ -91,7 +91,7 @@ class Lookup:
         return self._done.wait(max(0.0, seconds))
 
     def result(self) -> Address:
-        """The answer; only once it is there.
+        """The answer. Call it only after the answer has come.
 
         Raises:
             OSError: the name has no address.
@@ -110,7 +110,7 @@ class Lookup:
 
 
 def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
-    """Why the address of these settings cannot be listened on, and what to do, in words."""
+    """Why these settings' address cannot be listened on, and what to do, in words."""
     why = error.strerror or str(error)
     if error.errno == errno.EADDRINUSE:
         ports = f"every port from {port} to {min(65536, port + PORTS_TRIED) - 1}" if port else "every port"
@@ -158,7 +158,7 @@ class HostNames:
 
 def _lines(path: Path) -> list[str]:
     try:
-        # Not `read_small` on the path itself, because the file may be a link.
+        # `read_small` needs the resolved path, because the file may be a link.
         return read_small(path.resolve(), 1 << 16).decode("ascii", "replace").splitlines()
     except (OSError, RuntimeError):
         return []
@@ -205,7 +205,7 @@ _PAUSE_SECONDS: Final = 0.1
 """The pause after a connection could not be accepted. Without it, repeated errors would use a core."""
 
 _MAX_REQUEST_BYTES: Final = 8192
-_MAX_UNSENT_BYTES: Final = 1 << 20  # in the kernel, of one answer
+_MAX_UNSENT_BYTES: Final = 1 << 20  # the part of one answer that the kernel holds
 _REQUEST_LINE: Final = re.compile(r"([A-Za-z]+) ([!-~]+) HTTP/1\.[01]")
 _FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
 _UNKNOWN_HOST: Final = (
@@ -214,7 +214,7 @@ _UNKNOWN_HOST: Final = (
 
 
 class _Request(NamedTuple):
-    """A request. ``headers`` have names in lower case; values of the same name are joined by commas."""
+    """A request. ``headers`` have names in lower case; commas join values of the same name."""
 
     method: str
     path: str
@@ -224,7 +224,7 @@ class _Request(NamedTuple):
 def _parsed(head: bytes) -> _Request | None:
     """The request at the beginning of a text; None for anything else.
 
-    The parsers of the standard library are not used: the one for mail, which reads the headers, holds the interpreter
+    The standard library has no parser for it that is fast enough: the one for mail, which reads headers, holds the GIL
     for half a millisecond on a cold cache.
     """
     head, end, _ = head.partition(b"\r\n\r\n")
@@ -255,7 +255,7 @@ class _Connection:
         self.answer = memoryview(b"")
 
     def receive(self) -> bool:
-        """Read until the request is whole, or too long for one. Returns False if its end does not come.
+        """Read until the request is whole or too long. Returns False if its end does not come.
 
         Raises:
             BlockingIOError: more may come.
@@ -269,7 +269,7 @@ class _Connection:
         return True
 
     def respond(self, answer: bytes) -> None:
-        """Take the answer, with room for it in the kernel: then a slow client needs no further turn."""
+        """Take the answer, and make room for it in the kernel, so that a slow client needs no further turn."""
         self.answer = memoryview(answer)
         room = min(len(answer), _MAX_UNSENT_BYTES)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
@@ -286,7 +286,7 @@ class _Connection:
         """Close it, unless other code has closed it and its number belongs to another file by now.
 
         Args:
-            copy: whether it is a forked child's copy: then the connection itself goes on.
+            copy: whether this is a forked child's copy. Then the connection itself goes on.
         """
         if not self.descriptor.is_ours():
             self.socket.detach()
@@ -300,7 +300,7 @@ class _Connection:
 
 
 class Endpoint:
-    """The HTTP server of this node. One thread answers, one connection after another, and waits for no client.
+    """The HTTP server of this node. One thread answers one connection after another, and waits for no client.
 
     Args:
         address: the address to listen on.
@@ -337,7 +337,7 @@ class Endpoint:
         self.cpu_seconds = 0.0
         self._socket = raised_socket(socket.socket(address.family, socket.SOCK_STREAM))
         self._listening = Descriptor(self._socket.fileno())
-        _endpoints[self] = None  # before it has a port: a child may be forked at any moment
+        _endpoints[self] = None  # before it has a port, because a child may be forked at any moment
         try:
             self._listen(address, ports)
             self.port: int = self._socket.getsockname()[1]
@@ -357,7 +357,7 @@ class Endpoint:
                 self._socket.listen(2 * MAX_CONNECTIONS)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise  # it would be the same at every port
+                    raise  # every port would fail in the same way
                 taken = error
             else:
                 return
@@ -433,7 +433,7 @@ class Endpoint:
             self._connections.pop(number).socket.detach()
         self._connections[number] = _Connection(accepted)
         poll.register(number, select.POLLIN)
-        self._proceed(poll, number)  # the request is often there already
+        self._proceed(poll, number)  # the request has often arrived already
 
     def _proceed(self, poll: select.poll, number: int) -> None:
         """Read what has arrived of a request, and send what the kernel takes of the answer."""
@@ -462,7 +462,7 @@ class Endpoint:
             self._drop(poll, number)
 
     def _answer(self, received: bytes) -> bytes:
-        """The answer to a request, as HTTP/1.0: the connection is closed after it."""
+        """The answer to a request, as HTTP/1.0, which closes the connection after it."""
         request = _parsed(received)
         if request is None:
             return _response(400, _plain_page("this is no request"))
@@ -510,15 +510,15 @@ _endpoints: Final[WeakMap[None]] = WeakMap()
 # -- which rank serves ---------------------------------------------------------------------------------------------
 
 _ANNOUNCED_SECONDS: Final = 0.2
-"""Ranks start together. A rank that does not serve waits this long for the serving rank to announce its port. A
-resolver gets the same time."""
+"""Ranks start together. A rank that does not serve waits this long for the announcement of the port. A resolver gets
+the same time."""
 
 _SLOW_LOOKUP_SECONDS: Final = 5.0
 """A lookup that takes longer is reported."""
 
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
-"""Between two attempts to listen, after the first one failed. Each pause is twice as long as the one before."""
+"""Pauses between attempts to listen double after each failure, up to this."""
 
 _TARGETS_SECONDS: Final = 10.0
 """How often the agent checks that the target file exists and names the right port."""
@@ -531,7 +531,7 @@ class NodeService:
 
     Args:
         board: the board of this run on this node.
-        targets: the target file; None for none.
+        targets: the target file, if there is one.
         run: name of the run.
         host, port: the settings; port None for off, 0 for any.
         node: this machine's name.
@@ -540,7 +540,7 @@ class NodeService:
 
     Attributes:
         endpoint: the endpoint of this rank, if it serves.
-        trouble: why there is no endpoint although it is this rank's turn; empty if there is no problem.
+        trouble: why this rank has no endpoint although it should serve; else empty.
     """
 
     def __init__(
@@ -565,7 +565,7 @@ class NodeService:
         self._exposition = Exposition(board, run, node)
         self._settled_ns = mono_ns() + int(_ANNOUNCED_SECONDS * NS)
         self._ended = False
-        self._first = 0  # the port at which this node was served first; 0 if it was not served yet
+        self._first = 0  # the port at which this node was first served; 0 before that
         self._lookup: Lookup | None = None
         self._lookup_ns = 0
         self._address: Address | None = None
@@ -578,7 +578,7 @@ class NodeService:
         self.trouble = ""
 
     def publish(self, rank: int, view: RunView, *, pace: RankPace | None = None, ended: bool) -> None:
-        """Put this rank's numbers, and its pace, on the board. Those of the machine are kept for a scrape here.
+        """Put this rank's numbers and pace on the board, and keep the machine's numbers for scrapes of this rank.
 
         Raises:
             OSError: the board cannot be written.
@@ -594,8 +594,8 @@ class NodeService:
         resolver.
 
         Raises:
-            OSError: the address cannot be listened on (raised once), or the target file cannot be written. In the
-                latter case the endpoint serves nevertheless.
+            OSError: the address cannot be listened on (raised once), or the target file cannot be written. The endpoint
+                serves even without a target file.
         """
         if self._ended:  # other ranks do not wait for an ended one: the board may be removed
             if self.endpoint is not None:
@@ -653,7 +653,7 @@ class NodeService:
             self._targets.remove()
 
     def after_fork_in_child(self) -> None:
-        """Close the copies of the parent's files and sockets, including those of an endpoint that is being made."""
+        """Close the copies of the parent's files and sockets, also those of an endpoint that is being made."""
         for endpoint in _endpoints.objects():
             endpoint.abandon()
         self.board.forget()
@@ -661,7 +661,7 @@ class NodeService:
     # -- the endpoint ------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Listen, unless that has just failed or the name of the address is not resolved yet."""
+        """Listen, unless that has just failed or the address's name is not resolved yet."""
         if self._now() < self._retry_ns:
             return
         ports = range(self._port, min(65536, self._port + PORTS_TRIED)) if self._port else [0]
@@ -670,7 +670,7 @@ class NodeService:
                 self._address = self._found()
             if self._address is None:
                 return
-            # The port of the rank before comes first, so that scrapes continue.
+            # The previous rank's port comes first, so that scrapes continue.
             endpoint = self._listen(self._address, [*filter(None, [self._first]), *ports])
         except OSError as error:
             self._give_up(error)
@@ -727,7 +727,7 @@ class NodeService:
         """Try again later, with increasing pauses.
 
         Raises:
-            OSError: the problem and what to do about it, unless it was already reported.
+            OSError: the problem and its remedy, unless it was already reported.
         """
         self._retry_ns = self._now() + int(self._pause * NS)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)

@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StallView:
-    """Stalls so far: the cause of the open one (None for none), and by cause their number and seconds lost.
-
-    ``straggler`` is the rank that this one waits for, if that is the cause of the open stall.
-    """
+    """Stalls so far. ``active``: the cause of the open stall. ``straggler``: the rank that it waits for, if it does."""
 
     active: str | None
     opened: dict[str, int]
@@ -56,9 +53,9 @@ class StallView:
 
 @dataclass(frozen=True, slots=True)
 class HangView:
-    """A job that hangs: why, from `HANG_KINDS`, and the rank that the others wait for (the first; None for none).
+    """A job that hangs: why, from `HANG_KINDS`, and the first rank that the others wait for, if there is one.
 
-    ``place``: file and line where that rank is, without folders; None if that is not known.
+    ``place``: file and line where that rank is, without folders, if known.
     """
 
     kind: str
@@ -85,13 +82,12 @@ class AttemptView:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Everything the endpoint shows of one rank at one moment: its counters and gauges. None: not measured.
+    """Everything that the endpoint shows of one rank at one moment. None: not measured.
 
-    ``own_fetches``: durations of the training thread's own fetches, without workers. ``worker_fetches``: those of all
-    workers so far, even if ``workers`` could not be read this time. ``energy_gpu``: the newest sample of the GPU whose
-    energy is counted, even if ``gpu`` could not be read this time. ``step_change_ratio``: see `ChangeDetector`.
-    ``gpu_hour_price``: the setting; None without it.
-    ``samples_before``, ``tokens_before``: of the rank in earlier attempts of the run.
+    ``own_fetches`` are durations of the training thread's own fetches, without workers. ``worker_fetches`` are those of
+    all workers so far, and ``energy_gpu`` is the newest sample of the GPU whose energy is counted; both are there even
+    if ``workers`` or ``gpu`` could not be read this time. See `ChangeDetector` for ``step_change_ratio``.
+    ``samples_before`` and ``tokens_before`` are the rank's counts in earlier attempts of the run.
     """
 
     info: dict[str, str]
@@ -124,12 +120,12 @@ class RunView:
 
     @property
     def samples(self) -> int | None:
-        """Samples of this rank over all attempts; None if those of this one are not known."""
+        """Samples of this rank over all attempts; None if this attempt's are unknown."""
         return None if self.totals.samples is None else self.samples_before + self.totals.samples
 
     @property
     def tokens(self) -> int | None:
-        """The same for tokens."""
+        """Tokens of this rank over all attempts; None if this attempt's are unknown."""
         return None if self.totals.tokens is None else self.tokens_before + self.totals.tokens
 
 
@@ -140,7 +136,7 @@ MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
 NEVER: Final = "never"
 
 Record = TypeVar("Record")
-"""The record from which a group of metrics is read: a sample of a collector, or the whole view."""
+"""The record that a group of metrics reads: a sample of a collector, or the whole view."""
 
 Reading: TypeAlias = float | Mapping[str, float] | tuple[str, ...] | Histogram | None
 """A metric's value at one moment.
@@ -160,7 +156,7 @@ _UNITS: Final = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class MetricLabel:
-    """A label. The metric has one sample for each of its values; ``values`` is empty if the set is open."""
+    """A label. The metric has one sample for each of its values. ``values`` is empty for an open set."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -208,12 +204,12 @@ class MetricGroup(Generic[Record]):
     """Metrics that are read from one record and carry the same labels.
 
     Attributes:
-        record: gets the record from the view; None if nothing was measured. Then all metrics of the group are absent.
+        record: gets the record from the view. If it is None, all metrics of the group are absent.
         metrics: the metrics, in the order of the document.
         labels: names of the labels that all of them carry, in addition to ``run`` and ``rank``.
         of_node: whether they are about the machine, which all ranks of a node share. Then they carry ``node`` instead
             of ``rank``, and one rank shows them.
-        label_values: the values of ``labels``.
+        label_values: returns the values of ``labels``.
         absent: when there is no sample.
     """
 
@@ -226,7 +222,7 @@ class MetricGroup(Generic[Record]):
 
     @property
     def name(self) -> str:
-        """Identifies the group: the name of its first metric."""
+        """The name of the first metric, which identifies the group."""
         return self.metrics[0].name
 
 
@@ -244,7 +240,7 @@ def _place(gpu: GpuSample | None) -> dict[str, str]:
 
 
 def _fetches(view: RunView) -> Histogram | None:
-    """All fetches of the rank: those of workers, and those of the training thread without workers."""
+    """All fetches of the rank, by workers and by the training thread."""
     own, workers = view.own_fetches, view.worker_fetches
     if own is None or workers is None:
         return own or workers

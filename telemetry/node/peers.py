@@ -1,15 +1,15 @@
-"""What the nodes of a job tell each other: the paces of their ranks and, during a hang, what each rank does.
+"""Exchanges between the nodes of a job the paces of their ranks and, during a hang, what each rank does.
 
     RUN_DIR/job/node-NAME.json     the ranks of one node, written by the rank that serves it
-    RUN_DIR/job/digest.json        of a large job: what all nodes need to know of all ranks
+    RUN_DIR/job/digest.json        in a large job: what all nodes need of all ranks
 
 There is no collective and no port. Each node reads the files of all others. From `_LARGE` nodes on, only the node with
 the first name does so. It writes the digest, which the others read instead: a job of 1,250 nodes in which each reads
 all would open 156,000 files a second. If the digest falls silent, all nodes read all files, until one writes it again.
 The folder is listed once a minute; in the first two minutes, at each cycle.
 
-A shared file system may be slow or hang, so the rank that serves its node runs `JobExchange.cycle` on a thread of its
-own. What it learns it puts on the board, where every rank of the node reads it (`JobLink`).
+A shared file system may be slow or hang, so the rank that serves its node runs `JobExchange.cycle` on a thread. It puts
+the results on the board, where every rank of the node reads them (`JobLink`).
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
     from telemetry.util.errors import ErrorLog
 
 CYCLE_SECONDS: Final = 5.0
-"""How often a node writes its file and reads those of the others. A straggler is judged over a window of 30 s."""
+"""A node writes its file and reads the others' this often. A straggler is judged over a window of 30 s."""
 
 LARGE_CYCLE_SECONDS: Final = 10.0
-"""The same for a job of `_LARGE` nodes and more."""
+"""A cycle in a job of `_LARGE` nodes and more."""
 
 _LARGE: Final = 64
 """From this many other nodes on, one node reads all files for all nodes."""
 
 _LIST_SECONDS: Final = 60.0
-"""How often the folder is listed."""
+"""The folder is listed this often."""
 
 _YOUNG_SECONDS: Final = 120.0
-"""For this time it is listed at each cycle, because the nodes of a job start at different moments."""
+"""At first the folder is listed at each cycle, because the nodes of a job start at different moments."""
 
 _ALIVE_SECONDS: Final = 45.0
 """If a file has not changed for this long, its node has ended. NFS may show a change 30 s late."""
 
 _DIGEST_SECONDS: Final = 150.0
-"""The same of the digest: its writer reads all files for each, which may take long on a busy file system."""
+"""If the digest has not changed for this long, its writer has ended. Reading all files for it may take long."""
 
 _STALE_SECONDS: Final = 3600.0
-"""A file that was first read this long ago and never changed is of an attempt that was killed. It is removed."""
+"""A file that has not changed since it was first read this long ago is removed: a killed attempt has left it."""
 
 _LOST_SECONDS: Final = 60.0
-"""While the job hangs, the ranks of a node whose file has not changed for this time are taken to be gone."""
+"""While the job hangs, a node whose file has not changed for this long counts as gone, with its ranks."""
 
 _ALONE_SECONDS: Final = 90.0
 """If no file of another node appears for this long, the run folder is assumed not to be shared."""
@@ -74,37 +74,37 @@ _SETTLE_SECONDS: Final = 10.0
 """A rank that has not appeared on this node after this time is assumed to be on another node."""
 
 _COUNT_SECONDS: Final = 60.0
-"""How often a rank that does not serve its node counts the ranks there."""
+"""A rank that does not serve its node counts the node's ranks this often."""
 
 _NEWS_SECONDS: Final = 60.0
-"""What was learned this long ago is dropped: the exchange hangs, or the rank that ran it has ended."""
+"""News this old is dropped: the exchange hangs, or the rank that ran it has ended."""
 
 _DIGEST: Final = "digest.json"
 _NEWS: Final = "job.json"
 _SOURCE: Final = "job"
 
 _EACH: Final = 8
-"""Number of ranks of each kind that are passed on, see `candidates`."""
+"""This many ranks of each kind are passed on, see `candidates`."""
 
 MAX_BYTES: Final = 1 << 20
-"""Of the file of a node. A report of 8 ranks takes 3 KB."""
+"""Size limit for the file of a node. A report of 8 ranks takes 3 KB."""
 
 _MAX_DIGEST_BYTES: Final = 1 << 23
-"""Of 10,000 ranks that hang: 3 MB."""
+"""Size limit for the digest. It takes 3 MB for 10,000 ranks that hang."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a node tells of its own ranks; in the digest, of all ranks of the job.
+    """What a node reports of its own ranks; in the digest, of all ranks of the job.
 
-    It has no time that is compared with another machine's clock. A reader takes its writer to be alive as long as
+    It has no time that another machine's clock is compared with. A reader takes its writer to be alive as long as
     ``sequence`` changes, by the reader's own clock.
 
     Attributes:
         node: name of the node that wrote it.
         sequence: increases with each report of that node, from any start.
-        ranks: the newest paces. Each names its node. In the digest: the candidates among all ranks.
+        ranks: the newest paces. Each has its node's name. In the digest: the candidates among all ranks.
         hang: during a hang, the state of each rank.
-        nodes: in the digest: the number of living nodes. ``file``: the file of the node that wrote it.
+        nodes: in the digest, the number of living nodes. ``file``: the file of the node that wrote the digest.
     """
 
     node: str
@@ -116,10 +116,10 @@ class NodeReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class JobNews(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What the ranks of a node learn of the other nodes, through a file on the board.
+    """What the ranks of a node read about the other nodes, in a file on the board.
 
     Attributes:
-        ranks: the paces of ranks that others may wait for. Each names its node.
+        ranks: the paces of ranks that others may wait for. Each has its node's name.
         stuck: whether a rank of another node is stuck.
     """
 
@@ -131,7 +131,7 @@ _report_decoder: Final = msgspec.json.Decoder(NodeReport)
 
 
 def read_report(path: str | os.PathLike[str], most: int = MAX_BYTES) -> NodeReport | None:
-    """The report in a file; None if it cannot be read or makes no sense."""
+    """Read the report in a file; None if it cannot be read or makes no sense."""
     try:
         return _report_decoder.decode(read_small(path, most))
     except (OSError, ValueError, RecursionError):
@@ -142,7 +142,7 @@ def read_report(path: str | os.PathLike[str], most: int = MAX_BYTES) -> NodeRepo
 
 
 def candidates(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
-    """The few ranks that others may wait for, and the fastest ones to compare them with.
+    """Choose the few ranks that others may wait for, and the fastest ones to compare them with.
 
     A job may have thousands of ranks, and at every tick each rank looks for the one that it waits for. Only a rank with
     an extreme value can be that one: the shortest compute, the least time in collectives, the longest time without a
@@ -168,10 +168,10 @@ def candidates(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
 
 
 def of_node(node: str, paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
-    """The paces of all ranks of a node, as the other nodes get them: with the node's name and its fastest ranks marked.
+    """Add the node's name to the paces of its ranks for the other nodes, and mark the fastest ranks.
 
-    The fastest are those that the others wait for least, by each sign of a slow rank: the rank with the longest
-    compute, the one that spends most of it in synchronisation, and the one whose GPU is busiest.
+    Others wait least for the fastest, by each sign of a slow rank: the rank with the longest compute, the one that
+    spends most of it in synchronisation, and the one whose GPU is busiest.
     """
     known = tuple(paces)
     stepping = [pace for pace in known if pace.steps]
@@ -200,8 +200,8 @@ class _Seen:
 
     Attributes:
         first_ns: when it was first read.
-        changed_ns: when a change of its sequence was seen; 0 before the first.
-        there: whether the file could be read the last time.
+        changed_ns: when its sequence was seen to change; 0 before that.
+        there: whether the last reading succeeded.
     """
 
     report: NodeReport
@@ -220,7 +220,7 @@ class JobExchange:
         mono_ns: the clock, monotonic nanoseconds.
 
     Attributes:
-        shared: whether another node's file has been seen; None while that is not known yet.
+        shared: whether another node's file has been seen; None while unknown.
         nodes: number of living nodes of the job at the last cycle, including this one.
         hang: during a hang, the states of the other nodes' ranks at the last cycle.
     """
@@ -236,7 +236,7 @@ class JobExchange:
         self._began_ns = mono_ns()
         self._knows_all = False  # whether the files of all nodes were read at the last cycle
         self._wrote_digest = False
-        self._sequence = int.from_bytes(os.urandom(4), "big")  # random, so it differs from that of an earlier process
+        self._sequence = int.from_bytes(os.urandom(4), "big")  # random, so it differs from an earlier process's
         self.shared: bool | None = None
         self.nodes = 1
         self.hang: tuple[HangState, ...] = ()
@@ -249,7 +249,7 @@ class JobExchange:
             hang: during a hang, their states.
 
         Returns:
-            The candidates among the ranks of the other nodes. Each names its node.
+            The candidates among the ranks of the other nodes. Each has its node's name.
 
         Raises:
             OSError: this node's file cannot be written.
@@ -262,7 +262,7 @@ class JobExchange:
         digest = self._look(_DIGEST, _DIGEST_SECONDS, _MAX_DIGEST_BYTES) if large else None
         follows = digest is not None and digest.file < self.file
         if follows and digest is not None:
-            self._look(digest.file)  # so that it is known when the writer of the digest is lost
+            self._look(digest.file)  # to notice when the writer of the digest is lost
             reports, files, self.nodes = [digest], [digest.file], digest.nodes
         else:
             living = {name: report for name in files if (report := self._look(name)) is not None}
@@ -271,7 +271,7 @@ class JobExchange:
         states = [state for report in reports for state in report.hang]
         if hang or states:
             states += self._lost(files)
-        # Who was alive is known from the second cycle on in which all files are read.
+        # From the second cycle in which all files are read, it is known who is alive.
         self._wrote_digest = large and not follows and self._knows_all and self.file < min(living, default="~")
         if self._wrote_digest:
             everyone = candidates([*own, *found])
@@ -314,7 +314,7 @@ class JobExchange:
         self._others = [name for name in names if name != self.file]
 
     def _look(self, name: str, alive_seconds: float = _ALIVE_SECONDS, most: int = MAX_BYTES) -> NodeReport | None:
-        """The report in a file; None without a report, or if its writer has ended or was not seen alive yet."""
+        """The report in a file; None without one, or if its writer has ended or was not seen alive yet."""
         now, seen = self._now(), self._seen.get(name)
         report = read_report(f"{self._folder}/{name}", most)
         if seen is not None:
@@ -330,9 +330,9 @@ class JobExchange:
         return seen.report
 
     def _lost(self, names: Iterable[str]) -> list[HangState]:
-        """What is true of the ranks of nodes whose files have not changed for a minute.
+        """The states of ranks whose nodes' files have not changed for a minute.
 
-        A node that ends removes its file. One that was never seen to change is of an earlier attempt.
+        A node that ends removes its file. A file that was never seen to change belongs to an earlier attempt.
         """
         since = self._now() - int(_LOST_SECONDS * NS)
         silent = [
@@ -357,7 +357,7 @@ class JobExchange:
 
 
 class JobLink:
-    """What the agent of one rank knows about the other nodes.
+    """What the agent of one rank has of the other nodes.
 
     Args:
         run_dir: the run folder, which all nodes of the job must share.
@@ -368,7 +368,7 @@ class JobLink:
 
     Attributes:
         cpu_seconds: CPU time of the exchange.
-        local: during a hang, the states of this node's ranks, which the other nodes are told.
+        local: during a hang, the states of this node's ranks for the other nodes.
         stuck_elsewhere: whether a rank of another node is stuck, as of `paces`.
         elsewhere: during a hang, the states of the ranks of other nodes, on the rank that serves its node.
     """
@@ -393,13 +393,13 @@ class JobLink:
         self._told: set[str] = set()
         self._ranks = 0
         self._counted_ns = mono_ns()
-        self._elsewhere_ns = mono_ns()  # until this time there may have been no ranks on other nodes
+        self._elsewhere_ns = mono_ns()  # until this time other nodes may have had no ranks
         self._cpu_before = 0.0  # CPU time of threads that have ended
         self.cpu_seconds = 0.0
         self._stamp = 0
         self._learned_ns = 0
         self._learned: tuple[RankPace, ...] = ()
-        self._states: tuple[HangState, ...] = ()  # of other nodes, left here by the thread of the exchange
+        self._states: tuple[HangState, ...] = ()  # of other nodes' ranks; the exchange's thread leaves them here
         self.local: tuple[HangState, ...] = ()
         self.elsewhere: tuple[HangState, ...] = ()
         self.stuck_elsewhere = False
@@ -422,7 +422,7 @@ class JobLink:
             self._stop, self._cpu_before = Wake(), self.cpu_seconds
             thread = OwnThread(self._run, self._stop, name="telemetry-job")
             thread.start()
-            self._thread = thread  # only now: if it cannot start, nothing has to be waited for at the end
+            self._thread = thread  # only now: a thread that cannot start need not be waited for at the end
         elif not wanted and running:
             self._stop.set()
 
@@ -432,7 +432,7 @@ class JobLink:
         return world_size > self._ranks
 
     def _count_ranks(self, now: int) -> None:
-        """Ranks of this node may end early. So the largest number seen counts."""
+        """Count the ranks of this node. The largest number counts, because ranks may end early."""
         self._ranks, self._counted_ns = max(self._ranks, self._node.live_ranks()), now
 
     def paces(self) -> tuple[RankPace, ...]:
@@ -446,7 +446,7 @@ class JobLink:
         return self._learned
 
     def _learn(self, content: bytes | None) -> None:
-        """Take what the exchange has put on the board; None: nothing that is new enough."""
+        """Take what the exchange has put on the board; None if nothing there is new enough."""
         try:
             news = JobNews(()) if content is None else msgspec.json.decode(content, type=JobNews)
         except (ValueError, RecursionError):
@@ -458,8 +458,8 @@ class JobLink:
         """End the exchange and remove this node's file, unless the file system hangs.
 
         Args:
-            seconds: how long to wait for it at most. If that is too short, this node's file stays. That is harmless:
-                the other nodes see that the file no longer changes.
+            seconds: the longest wait for that. If it is too short, this node's file stays. That does no harm, because
+                the other nodes see that it no longer changes.
         """
         self._stop.set()
         if self._thread is not None:
@@ -494,8 +494,8 @@ class JobLink:
 class PeerPaces:
     """Gets the paces of the other ranks once a tick, and keeps the last pace of each rank of this node.
 
-    When a job ends, its ranks leave the board one after the other. The last line of rank 0 still has to tell of all. Of
-    other nodes only some ranks are known at any time, so nothing follows from one that is not among them any more.
+    When a job ends, its ranks leave the board one after the other, and rank 0's last line still has to cover all of
+    them. Of other nodes only some ranks are known at any time, so a rank that is no longer among them means nothing.
 
     """
 
@@ -511,5 +511,5 @@ class PeerPaces:
 
     @property
     def of_run(self) -> tuple[RankPace, ...]:
-        """As of the newest `take`, with those of ranks that ended before it."""
+        """The paces at the newest `take`, with the last ones of ranks that had ended before."""
         return (*self._near.values(), *self._far)

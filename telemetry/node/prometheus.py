@@ -1,7 +1,7 @@
-"""The metrics of a node for Prometheus: the answer to a scrape, and the target file by which Prometheus finds the node.
+"""Answers scrapes of a node, and writes the target file by which Prometheus finds it.
 
 Each rank puts numbers on the board. Only a scrape makes text of them: `prometheus_client` renders it, from families
-that are built one sample after another. So nothing is rendered while nobody asks.
+that are built one sample after another.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from telemetry.node.metrics import RunView
 
 _SAMPLES_AT_A_TIME: Final = 32
-"""Samples that are rendered before the training thread gets its turn: in 0.3 ms."""
+"""After so many samples, in 0.3 ms, the training thread gets its turn."""
 
 _GZIP_LEVEL: Final = 1
-_GZIP_WINDOW: Final = 31  # of zlib: a header and an end as gzip has them
+_GZIP_WINDOW: Final = 31  # makes zlib write gzip's header and end
 
 _FORK_SECONDS: Final = 1.0
 
@@ -44,7 +44,7 @@ _FORK_SECONDS: Final = 1.0
 
 
 def numbers_of(view: RunView, *, of_node: bool = False) -> Numbers:
-    """The readings of all metrics of a rank, or of those of its machine. What was not measured is absent."""
+    """The readings of all metrics of a rank, or of its machine. What was not measured is absent."""
     values: dict[str, float | dict[str, float]] = {}
     histograms: dict[str, Histogram] = {}
     labels: dict[str, dict[str, str]] = {}
@@ -71,7 +71,7 @@ def numbers_of(view: RunView, *, of_node: bool = False) -> Numbers:
 
 
 def _valid(text: str) -> str:
-    """A label's value without halves of characters, which a variable or a file's name may have."""
+    """A label's value without lone surrogates, which a variable or a file's name may have."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -87,7 +87,7 @@ class Page(NamedTuple):
 
 
 class Exposition:
-    """All metrics of a node: what each rank has published, and the machine as the rank that serves sees it.
+    """All metrics of a node: what each rank has published, and the machine as the serving rank sees it.
 
     Args:
         board: has the states of the ranks.
@@ -95,8 +95,8 @@ class Exposition:
         node: this machine's name. It is on every sample of the machine.
 
     Attributes:
-        machine: the readings of the machine. Only the rank that serves shows its own, so each is there once, and never
-            that of a rank that has stopped reading.
+        machine: the readings of the machine. Only the serving rank shows its own. So each is there once, and is never
+            from a rank that has stopped reading.
     """
 
     def __init__(self, board: Board, run: str, node: str) -> None:
@@ -119,7 +119,7 @@ class Exposition:
 def rendered(  # noqa: PLR0917 - what is shown, its two names, and two headers
     states: Iterable[RankState], machine: Numbers, run: str, node: str, accept: str = "", accept_encoding: str = ""
 ) -> Page:
-    """The metrics of a node, as OpenMetrics or as Prometheus's older text, whichever a scraper accepts."""
+    """Render the metrics of a node as OpenMetrics or as Prometheus's older text, whichever a scraper accepts."""
     library = _library()
     render, content_type = library.encoder(accept)
     ranks = [({"run": run, "rank": str(state.head.rank)}, state.numbers) for state in states]
@@ -132,16 +132,16 @@ def rendered(  # noqa: PLR0917 - what is shown, its two names, and two headers
 
 
 class _Families:
-    """What the library renders, in the place of a registry. So nothing of ours is in a registry of the script.
+    """Stands in for a registry of the library, so that nothing of ours is in a registry of the script.
 
     The families and their samples are made while the library goes through them, and every few samples the training
-    thread gets its turn. Rendering holds the interpreter for 5 us a sample: 3,000 samples at once made a step 5 ms
-    longer.
+    thread gets its turn. Rendering holds the GIL for 5 us a sample: 3,000 samples at once made a step 5 ms longer.
 
     Args:
-        ranks: the labels and the readings of each rank. ``machine``: the same of the machine.
-        with_created: whether to show since when a counter counts. Only OpenMetrics has a form for it, and only one for
-            each family is shown: Prometheus stores each as another series.
+        ranks: the labels and the readings of each rank.
+        machine: the labels and the readings of the machine.
+        with_created: whether to show since when a counter counts. Only OpenMetrics has a form for it. Each family shows
+            only one, because Prometheus stores each as another series.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class _Families:
         self._made = 0
 
     def collect(self) -> Iterator[Metric]:
-        """All families that have a sample, in the order of the table, those of the machine last."""
+        """All families that have a sample, in the order of the table. The machine's come last."""
         for group, metric in sorted(metrics(), key=lambda each: each[0].of_node):
             sources = self._machine if group.of_node else self._ranks
             name, label = metric.name, metric.label
@@ -171,7 +171,7 @@ class _Families:
             if not found:
                 continue
             base = name.removesuffix("_total")
-            # A unit that is not the end of the name, as of bytes per second, would become a part of it.
+            # If the unit is not the end of the name, as in bytes per second, it would be added to the name.
             unit = metric.unit if metric.unit and base.endswith(f"_{metric.unit}") else ""
             family = self._library.metric(base, metric.help, metric.type, unit)
             created = self._with_created and metric.from_zero and metric.type != "gauge" and label is None
@@ -210,7 +210,7 @@ class _Families:
 
 
 class _Library(NamedTuple):
-    """What is used of `prometheus_client`."""
+    """The parts of `prometheus_client` that are used."""
 
     metric: type[Metric]
     sample: type[Sample]
@@ -219,7 +219,7 @@ class _Library(NamedTuple):
     openmetrics: Callable[[Any], bytes]
 
     def encoder(self, accept: str) -> tuple[Callable[[Any], bytes], str]:
-        """What renders the format that a scraper accepts, and its content type."""
+        """The function that renders the format that a scraper accepts, and its content type."""
         render, content_type = self.choose_encoder(accept)
         return (self.openmetrics if content_type.startswith("application/") else render), content_type
 
@@ -229,7 +229,7 @@ _fork_waited = False
 
 
 def _library() -> _Library:
-    """Import the library: at the first scrape, because most ranks are never scraped, and it takes 11 ms.
+    """Import the library at the first scrape, because most ranks are never scraped, and it takes 11 ms.
 
     A process that is forked while another thread imports a module can never import that module. So a fork waits.
     """
@@ -242,7 +242,7 @@ def _library() -> _Library:
             from prometheus_client.openmetrics import exposition as openmetrics
         render = openmetrics.generate_latest
         if "escaping" in signature(render).parameters:
-            # Our names are valid in any scheme, so none of them changes the text. The default one goes through each
+            # Our names are valid in any scheme, so none of them changes the text. The default scheme goes through each
             # character in Python, which takes twice the time (0.26).
             render = partial(render, escaping=openmetrics.ALLOWUTF8)
         _loaded = _Library(Metric, Sample, choose_encoder, gzip_accepted, render)
@@ -284,7 +284,7 @@ class TargetFile:
         self._labels = {"node": node}
 
     def write(self, host: str, port: int) -> None:
-        """Write the address of the endpoint. The file is left unchanged if it already has it.
+        """Write the address of the endpoint, unless the file has it.
 
         Raises:
             OSError: the folder cannot be written.
