@@ -207,7 +207,7 @@ class Run:
     Attributes:
         name, started: empty if it has no process.
         windows: windows after its first steps in which the training loop ran. ``steps``: steps in all of them.
-        per_step_seconds: by category of the ledger: seconds of a rank for each of these steps.
+        per_step_seconds: seconds of a rank for each of these steps, by category of the ledger.
         without_core_ratio: the share of the training loop that waited for a CPU core; None if that is not known.
         causes: seconds lost in stalls for each step of the whole run, by cause.
         facts: known size, settings and environment by name; different values of the ranks are in one text.

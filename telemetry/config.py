@@ -42,8 +42,8 @@ class SettingType:
     """The values that a setting accepts.
 
     Attributes:
-        name: for users: ``number``, ``path``, ...
-        allowed: for users: what is allowed, such as ``from 0.1 to 3600``. Empty if the name says it all.
+        name: the name for users: ``number``, ``path``, ...
+        allowed: the allowed values for users, such as ``from 0.1 to 3600``. Empty if the name is enough.
         expected: both in words, for the message of a `SettingError`.
         parse: returns the checked value. Raises ValueError or TypeError for one that is not allowed.
     """
@@ -397,7 +397,7 @@ class SettingDoc:
     Attributes:
         name: the keyword. The option is ``--my-name``, the variable ``TELEMETRY_MY_NAME``.
         group: a key of `GROUPS`.
-        type, allowed: as `SettingType` has them.
+        type, allowed: name and allowed values of the `SettingType`.
         unit: ``seconds``, ``bytes``, ``ratio``, ``steps``, ...; None without a unit.
     """
 

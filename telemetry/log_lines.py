@@ -65,7 +65,7 @@ class Line(TypedDict, total=False):
 
 
 class MemoryFields(TypedDict, total=False):
-    """The growth of memory. ``where``: the part that grows, see `MEMORY_PARTS`; ``exhausted``: what will be used up."""
+    """The growth of memory. ``where``: the part that grows, see `MEMORY_PARTS`; ``exhausted``: the memory that ends."""
 
     growth_bytes_per_hour: Number
     where: str
@@ -280,7 +280,7 @@ class AdviceFields(TypedDict, total=False):
 
 
 class HotLine(TypedDict, total=False):
-    """A line of the user's code, and the library function that it called. ``share_ratio``: of the time of the stall."""
+    """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
 
     file: str
     line: Count
@@ -416,7 +416,7 @@ class SnapshotLine(Line, total=False):
 
 
 class ErrorLine(Line, total=False):
-    """A failure of the agent's own parts, or news of them. ``errors_total``: of this source so far; 0 for news."""
+    """A failure of the agent's own parts, or news of them. ``errors_total``: count for this source; 0 for news."""
 
     source: str
     message: str

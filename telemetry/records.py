@@ -1,4 +1,4 @@
-"""Records that move between the parts of the agent: what was read, counted and decided."""
+"""Records that move between the parts of the agent: readings, counts and decisions."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class SavedCheckpoint(NamedTuple):
 
     Attributes:
         start_ns, end_ns: monotonic stamps. An asynchronous checkpoint was complete at ``end_ns``.
-        optimizer_steps, steps: of this process when the checkpoint began; a step that is open counts.
+        optimizer_steps, steps: steps of this process when the checkpoint began; a step that is open counts.
         complete: whether everything is written: not if the saving function raised, or still writes in the background.
         holds_optimizer: whether it contains an optimizer's state, without which no training is resumed.
         background: whether it was completed on another thread.
@@ -268,7 +268,7 @@ class PressureSample:
     """Pressure stall information and cgroup limits.
 
     Attributes:
-        pressure_ratio: by resource (``cpu``, ``io``, ``memory``), the share of time some task waited for it.
+        pressure_ratio: share of time in which some task waited, by resource (``cpu``, ``io``, ``memory``).
         cgroup_cpu_limit: cores the cgroup may use. ``cgroup_cpu_used``: cores that the whole cgroup has used, with
             other ranks. Both are None without a limit.
         cgroup_throttled_ratio: share of the enforcement periods in which the cgroup was throttled.
@@ -357,7 +357,7 @@ class WorkersSample:
     Attributes:
         workers: all workers. ``training_workers``: workers of loaders that give training batches, without the idle ones
             of an evaluation. While no loader has given a training batch, all workers.
-        busy_ratio: in a fetch. It is the sum of the next three.
+        busy_ratio: time in a fetch. It is the sum of the next three.
         cpu_ratio: running. ``runnable_ratio``: ready to run, without a core. ``blocked_ratio``: waiting for something
             else, mostly storage or network.
         pickling_ratio: running outside of fetches. A thread of each worker pickles its finished batches.
@@ -591,8 +591,8 @@ class WorkerTotals:
         fetches, fetch_busy_seconds: finished batches, and time in fetches, in ticks with both figures;
             ``counted_seconds`` is the length of these ticks.
         cpu_seconds, runnable_seconds, blocked_seconds: time of the mean worker by state, if the kernel reports it.
-            ``unscheduled_busy_seconds``, ``unscheduled_cpu_seconds``: in fetches and on a core, if it does not.
-        seconds_by_count: time by number of workers. ``head_of_line_seconds``: by the worker that was waited for.
+            ``unscheduled_busy_seconds``, ``unscheduled_cpu_seconds``: time in fetches and on a core, if it does not.
+        seconds_by_count: time by number of workers. ``head_of_line_seconds``: wait by worker.
     """
 
     fetches: int = 0
@@ -654,8 +654,8 @@ class SampledTotals:
     """Everything that is sampled.
 
     Attributes:
-        workers: in ticks that were mostly spent in the training loop. ``idle_workers``: in the other ticks. During an
-            evaluation, for example, the training's workers are idle.
+        workers: the workers in ticks that were mostly spent in the training loop. ``idle_workers``: in the other
+            ticks. During an evaluation, for example, the training's workers are idle.
     """
 
     workers: WorkerTotals = WorkerTotals()
@@ -683,7 +683,7 @@ class Totals:
     """Counters of the run so far. The difference of two `Totals` is for the time between them. None: not measured.
 
     Attributes:
-        ledger_seconds: by category. The categories add up to ``wall_seconds``.
+        ledger_seconds: seconds by category. The categories add up to ``wall_seconds``.
         first_wait_seconds: wait for the first batch of the run.
         exposed_wait_seconds: exposed wait of the run. ``exposed_after_first_seconds``: without the first batch.
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.
@@ -691,10 +691,10 @@ class Totals:
         wait_seconds_by_source: waits without the first batch. See `Conditions` for the sources.
         process_cpu_seconds: CPU time of the training process. ``run_queue_delay_seconds``: that of the training thread.
             ``thread_cpu_seconds``: time of the training thread on a core.
-        worker_fetches: fetches of all workers. ``fetch_counts``: by bucket of `FETCH_BUCKETS`.
+        worker_fetches: fetches of all workers. ``fetch_counts``: their number by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
         gpu_energy_joules: energy of the whole GPU, by category of the ledger; None before its second reading.
-        samples, tokens: in batches that the training took, without those that were thrown away after a restart.
+        samples, tokens: numbers in batches that the training took, without those that a restart threw away.
     """
 
     wall_seconds: float = 0.0

@@ -36,8 +36,7 @@ class Thresholds:
         ready: if batches could not be matched with their fetches and this many were ready on average while the
             training thread waited, it waited for their transfer.
         late: but not if single late batches make up at least this share of the wait.
-        epoch_boundaries: from this many epoch starts in the window on, their waits are a pattern. Fewer are single
-            events.
+        epoch_boundaries: least epoch starts in the window whose waits are a pattern, and not single events.
         stuck_fetches, stuck_fetch_seconds: a worker is stuck if its fetch lasts this many times the mean of the others
             and at least this long.
     """
@@ -83,8 +82,8 @@ class OwnTime:
     """Own time within the waits of the window, in mid-epoch and at epoch boundaries, in seconds.
 
     Attributes:
-        sampler, edge_sampler: in the sampler of a loader with workers.
-        garbage, edge_garbage: in garbage collections.
+        sampler, edge_sampler: time in the sampler of a loader with workers.
+        garbage, edge_garbage: time in garbage collections.
         exposed_ratio: the exposed share of the waits; 1.0 if it is unknown.
     """
 

@@ -356,7 +356,7 @@ class HangVerdict:
     """Why a job hangs.
 
     Attributes:
-        kind: from `HANG_KINDS`.
+        kind: one of `HANG_KINDS`.
         suspects: the ranks that the others wait for, at most `MAX_SUSPECTS`; ``suspects_total``: number of all.
         waiting: the ranks that wait, by collective, the largest group first.
         seconds: duration of the hang.
@@ -439,7 +439,7 @@ def _waiting(states: Sequence[HangState]) -> list[_Group]:
         if state.process == ALIVE and state.waits:
             newest = _newest(state)
             if newest.sequence is None:
-                # Without a number, two calls of one collective are told apart by the line that makes them.
+                # Without a number, two calls of one collective differ by the line that makes them.
                 groups[newest, state.where].append(state)
             else:
                 shapes = newest.shapes if newest.name in _SAME_SHAPES else ""

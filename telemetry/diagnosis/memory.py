@@ -234,7 +234,7 @@ _MIN_SHARE: Final = 0.3
 """A part is named if it causes this share of the growth."""
 
 _COPIED_SHARE: Final = 0.5
-"""Workers copy on write if their shared memory falls by this share of what their own memory grows by."""
+"""Workers copy on write if their shared memory falls by this share of the growth of their own memory."""
 
 
 @dataclass(frozen=True, slots=True)

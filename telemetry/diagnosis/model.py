@@ -71,7 +71,7 @@ def low_gain(evidence: Evidence, then: float, *, fetch_cpu: float) -> float | No
     not known which one that is, so the low end counts all of them.
 
     Args:
-        evidence: as for `predicted_step`.
+        evidence: the evidence, see `predicted_step`.
         then: the predicted seconds of a step.
         fetch_cpu: CPU seconds of the fetches of a step.
     """

@@ -42,7 +42,7 @@ class RankWaits:
         steps: steps that have ended. ``unseen_steps``: steps without a batch request that the hooks see.
         wait_seconds: all waits. ``first_wait_seconds``: the part before the first batch.
         exposed_seconds: None if it was not measured; ``unmeasured``: the reason, if it is known.
-        starved_ratio: its ``stall_enter_ratio``: from this share of the training loop on it is starved.
+        starved_ratio: share of the training loop from which on it is starved (its ``stall_enter_ratio``).
     """
 
     rank: int

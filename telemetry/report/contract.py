@@ -164,7 +164,7 @@ class Change(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """A recorded trace. ``breakdown``: shares of its average step. It and what follows are empty if it was not read."""
+    """A recorded trace. ``breakdown``: shares of its average step; empty, as the later fields, if it was not read."""
 
     rank: int
     first_step: int | None

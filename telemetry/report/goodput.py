@@ -74,8 +74,8 @@ class Experience:
         failures: number of attempts that were killed or failed.
         loop_seconds: training time, checkpoints included, over all attempts.
         checkpoints: checkpoints per rank. ``checkpoint_seconds``: time for which one checkpoint stops the training.
-        checkpoints: how many a rank has written. ``checkpoint_seconds``: for how long one stops the training.
-        restart_seconds: from a failure to the first new step.
+        checkpoints: checkpoints per rank. ``checkpoint_seconds``: time for which one stops the training.
+        restart_seconds: time from a failure to the first new step.
     """
 
     failures: int
@@ -126,7 +126,7 @@ def ettr(interval_seconds: float, checkpoint_seconds: float, failure_seconds: fl
         interval_seconds: training time between two checkpoints.
         checkpoint_seconds: time for which one checkpoint stops the training.
         failure_seconds: training time, checkpoints included, per failure.
-        restart_seconds: from a failure to the first new step.
+        restart_seconds: time from a failure to the first new step.
     """
     segment = interval_seconds + checkpoint_seconds
     # The part of the time between two failures that a complete checkpoint keeps; failures are exponential.
@@ -144,8 +144,8 @@ class Goodput:
     Attributes:
         courses: courses of the attempts, the oldest first.
         wall_seconds: time from the first start to the newest end.
-        seconds: by category of `SECONDS`, the mean over the ranks.
-        rank_seconds: by category of `SECONDS`, the sum over the ranks.
+        seconds: seconds by category of `SECONDS`, the mean over the ranks.
+        rank_seconds: seconds by category of `SECONDS`, the sum over the ranks.
         experience: the experience with checkpoints and failures.
     """
 

@@ -445,7 +445,7 @@ class SnapshotControl:
             self._conclude(outcome, export.stored, export.error)
 
     def _conclude(self, outcome: Outcome, stored: StoredTrace | None = None, error: str | None = None) -> None:
-        """Count the outcome, log it, and report it to the other ranks. ``error``: as `_Export.error`."""
+        """Count the outcome, log it, and report it to the other ranks. ``error``: see `_Export`."""
         plan = outcome.plan
         result = FAILED if error is not None and stored is None else outcome.result
         why = error or outcome.why

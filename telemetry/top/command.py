@@ -59,7 +59,7 @@ def _is_terminal() -> bool:
 
 
 def _shows_blocks(encoding: str) -> bool:
-    """Whether bars can be made of blocks, which are told apart by their colours."""
+    """Whether bars can be made of blocks, which differ by their colours."""
     colours = "NO_COLOR" not in os.environ and os.environ.get("TERM") not in _DUMB
     if not colours or sys.stdout is None or not sys.stdout.isatty():
         return False

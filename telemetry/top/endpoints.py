@@ -122,7 +122,7 @@ class _Scraped:
     """The values of one rank in one exposition.
 
     Attributes:
-        values: by metric. ``by_label``: for the metrics of `_BY_LABEL`, by that label.
+        values: values by metric. ``by_label``: values by label for each metric of `_BY_LABEL`.
         info: labels of ``training_run_info``. ``gpu``: name of the GPU.
     """
 

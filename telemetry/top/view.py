@@ -167,15 +167,15 @@ class RankRow:
     """One rank on the screen.
 
     Attributes:
-        state: from `STATES`. ``since``: Unix time at which the state began, None if not known.
+        state: one of `STATES`. ``since``: Unix time at which the state began, None if not known.
         finding: the state in a few words.
         now_in: its present category of the ledger; empty if not known or no longer true. ``where``: the line of code.
         steps: steps that have ended in the whole run; None before the first reading.
         steps_per_second, samples_per_second, tokens_per_second: over the last minute, without startup.
         wait_ratio: exposed wait of its training loop over the last minute; None if not known.
         recent_ledger: seconds by category over the last minute. ``ledger``: over the whole run.
-        figures, step_seconds: as in `RankFacts`.
-        stalls: as in ``report --json``, the newest last.
+        figures, step_seconds: those of `RankFacts`.
+        stalls: the stalls of ``report --json``, the newest last.
         memory: growth of its memory, as in the log.
     """
 
@@ -520,7 +520,7 @@ class Choice:
     """The person's choice of ranks and their order.
 
     Attributes:
-        sort: from `SORTS`.
+        sort: one of `SORTS`.
         trouble_only: leave out ranks that are all right.
         text: leave out ranks without this text in their number, node, state, finding or activity.
         selected: key of the rank under the cursor; None for the first row.

@@ -51,7 +51,7 @@ _FLOATS: Final = ("['float'", "['double'")
 
 
 class Hardware(NamedTuple):
-    """The device that the trace is from; None for what it does not contain."""
+    """The device that the trace is from. Figures that the trace does not contain are None."""
 
     compute_major: int | None
     memory_bytes: int | None
@@ -92,7 +92,7 @@ class Advisor:
         """All changes for which this trace has a reason, the change that saves most first.
 
         Args:
-            owner: for each device event, the number of the operator's name.
+            owner: number of the operator's name, for each device event.
             waits: calls that wait for the device.
             gaps: times in which the device waited for a launch, by stretch.
         """

@@ -1,6 +1,6 @@
 """The events of a trace that the figures need, as packed rows. They take a tenth of the memory of dicts.
 
-Times are microseconds, as in the file. The Trace Event Format has no other unit, whatever ``displayTimeUnit`` says.
+Times are microseconds, as in the file. The Trace Event Format has no other unit, whatever ``displayTimeUnit`` is.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class FlopsUsage(Struct, frozen=True):
     """Floating-point operations of the average step. Unknown figures are None, and ``absent`` has the reason.
 
     Attributes:
-        per_step: of the operators that could be counted, forward and backward.
+        per_step: operations of the operators that could be counted, forward and backward.
         by_format: the operations by number format, such as ``bfloat16``.
         not_counted: operators that compute too but could not be counted. With any, the figures are lower bounds.
         peak_per_second: dense peak of the device for these formats. For float32 it is that of TF32, where there is one.
@@ -196,7 +196,7 @@ class Trace(Struct, frozen=True):
         device: name of the GPU with most work; ``device_memory_bytes``: its memory; ``peak_memory_bytes``: the
             most that torch had reserved there.
         steps, average: the breakdown into TensorBoard's categories.
-        temporal, overlap_ratio, idle: as Holistic Trace Analysis defines them.
+        temporal, overlap_ratio, idle: figures that Holistic Trace Analysis defines.
         operators, kernels, memcpy, synchronizations, launch_bound: the largest of each.
         layout_conversions: the ``kernels`` that only change a tensor's layout.
         advice: what to change; the change that saves most is first.

@@ -62,7 +62,7 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. ``note``: what is left out."""
+    """A table of texts. ``note``: a sentence about omitted rows."""
 
     title: str
     headings: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Colours that can be told apart with the common kinds of colour blindness, and are legible on light and dark paper.
+"""Colours that can be distinguished with the common kinds of colour blindness, and are legible on light and dark paper.
 
 The hues are those of Okabe and Ito. Most are a little lighter or darker than theirs: any two of these eleven differ
 enough for people with protanopia, deuteranopia or tritanopia. `tests/test_palette.py` computes by how much.
