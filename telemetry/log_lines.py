@@ -65,7 +65,7 @@ class Line(TypedDict, total=False):
 
 
 class MemoryFields(TypedDict, total=False):
-    """The growth of memory. ``where``: the part that grows, see `MEMORY_PARTS`; ``exhausted``: the memory that ends."""
+    """Growth of memory. ``where``: the growing part, see `MEMORY_PARTS`; ``exhausted``: memory that will run out."""
 
     growth_bytes_per_hour: Number
     where: str

@@ -69,7 +69,7 @@ class Evidence:
         longest_fetch_seconds: upper bound of all fetches. ``slowest_fetch_seconds``: mean of the slowest worker.
             ``long_fetches``: durations of fetches of more than a second, as last seen.
             ``fetching_seconds``: duration so far of the longest fetch in progress at the end of the window.
-        read_bytes: bytes that all workers read from storage. ``written_bytes``: bytes that they wrote, with batches.
+        read_bytes: bytes that workers read from storage. ``written_bytes``: bytes that they wrote, batches included.
         busy_ratio: share of the workers' time in fetches.
         worker_cpu_ratio, worker_runnable_ratio, worker_blocked_ratio: shares of the time in fetches. If the kernel does
             not separate running from run-queue delay, the second is None and the other two come from CPU time alone.

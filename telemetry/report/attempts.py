@@ -452,7 +452,7 @@ class Course:
         return self.source != ASSUMED or self.steps > 0
 
     def save_at_cut(self, life: Life) -> Save | None:
-        """The checkpoint that a process wrote at the last position that was kept; None if it wrote none there."""
+        """The checkpoint of a process at the last position that was kept; None without one."""
         value = self._cut_value(life)
         for save in reversed(life.log.saves):
             if save.point is not None and getattr(save.point, self.axis) == value:

@@ -203,7 +203,7 @@ def _head_of(path: Path) -> dict[str, Any]:
 
 
 def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
-    """The run that started last by the first lines of the files, and the number of ranks that have a log of it."""
+    """The newest run by the first lines of the files, and the number of its ranks with a log."""
     ranks: dict[str, set[int]] = {}
     began: dict[str, str] = {}
     for log in logs:

@@ -159,7 +159,7 @@ def _temporal(everything: list[TimeRange], compute: list[TimeRange]) -> Temporal
 
 
 def _covered(intervals: list[TimeRange]) -> float:
-    """The time that any intervals cover. One that rounding has reversed counts negative."""
+    """The time that any intervals cover. An interval that rounding has reversed counts negative."""
     covered, start, end, reach = 0.0, 0.0, 0.0, float("-inf")
     for left, right in sorted(intervals):
         if left > reach:

@@ -335,7 +335,7 @@ def _spent(values: ReportValues) -> list[Table]:
 
 
 def _unknown_sums(values: ReportValues) -> str:
-    """The sums that are not known, and why, or which setting they need."""
+    """The unknown sums, with the reason or the missing setting."""
     known = (("samples", values.throughput.samples), ("tokens", values.throughput.tokens))
     unknown = [f"{name} (not counted on every rank)" for name, total in known if total is None]
     if sum((values.gpu_energy_joules or {}).values()) <= 0:
