@@ -28,7 +28,7 @@ MISSED_WINDOWS: Final = 3
 """A process that has written no line for so many log intervals counts as ended."""
 
 _STARTED_TOGETHER_SECONDS: Final = 60.0
-"""The ranks of one attempt start within this time, even where the first has ended before the last starts."""
+"""A rank may start this long after all others have ended, and still belong to their attempt."""
 
 _SAME_START_SECONDS: Final = 1.0
 """If the starts of two processes differ by more, they are two processes with one pid."""
@@ -39,7 +39,7 @@ _SLACK_SECONDS: Final = 0.5
 ASSUMED: Final = "assumed"
 
 _FIRST_STEP_BATCHES: Final = 2
-"""After so few batches, a missing optimizer step does not yet mean that the batches were a replay."""
+"""So few batches without an optimizer step do not count as a replay."""
 
 _TELLING_POSITION: Final = 2
 """From this optimizer step on, the log of a process has the size of its replay."""
