@@ -1,4 +1,4 @@
-"""Time: durations from the monotonic clock, timestamps from one anchor to the wall clock."""
+"""Time: durations from the monotonic clock, timestamps from an anchor to the wall clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NS: Final = 1_000_000_000
 now_ns: Final = time.perf_counter_ns
 """Monotonic nanoseconds: 39 ns a call."""
 
-# What else the agent uses of `time`. A script may replace functions of that module, for its own threads: these here are
-# bound when `telemetry` is imported, and all code that runs in a training process takes them from here.
+# A script may replace functions of `time` for its own threads. These are bound when `telemetry` is imported, and all
+# code that runs in a training process takes them from here.
 clock_gettime: Final = time.clock_gettime
 clock_gettime_ns: Final = time.clock_gettime_ns
 monotonic: Final = time.monotonic
@@ -32,7 +32,7 @@ _STEP_TOLERANCE_NS: Final = NS
 
 _FIRST: Final = -62_135_596_800.0
 _LAST: Final = 253_402_300_799.0
-"""Unix time of the years 1 and 9999."""
+"""Unix times of the years 1 and 9999."""
 
 
 class WallClock:
@@ -52,7 +52,7 @@ class WallClock:
         self._offset_ns = wall_ns() - mono_ns()
 
     def resync(self) -> float:
-        """Follow a stepped wall clock. Returns the seconds it was stepped by, 0.0 when it was not."""
+        """Follow a stepped wall clock. Returns the seconds of the step, or 0.0."""
         offset = self._wall() - self._mono()
         step = offset - self._offset_ns
         if abs(step) <= _STEP_TOLERANCE_NS:
@@ -65,12 +65,12 @@ class WallClock:
         return (stamp_ns + self._offset_ns) / NS
 
     def iso(self, stamp_ns: int | None = None) -> str:
-        """ISO-8601 in UTC with milliseconds, of a monotonic stamp or of now."""
+        """A monotonic stamp, or now, as ISO-8601 in UTC with milliseconds."""
         stamp = self._mono() if stamp_ns is None else stamp_ns
         return iso_time(self.unix_seconds(stamp))
 
 
 def iso_time(unix_seconds: float) -> str:
-    """ISO-8601 in UTC with milliseconds, ``2026-01-02T03:04:05.678Z``. Of times that no calendar has, the nearest."""
+    """ISO-8601 in UTC with milliseconds, ``2026-01-02T03:04:05.678Z``; the nearest that the calendar has."""
     moment = datetime.fromtimestamp(min(max(unix_seconds, _FIRST), _LAST), tz=timezone.utc)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""Failures of the agent's own code: counted by source, each logged at most once a minute; and its lines on stderr."""
+"""Counts failures of the agent's own code by source, logs each at most once a minute, and prints its stderr lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _QUIET_SECONDS: Final = 60.0
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120 - strings to compare
 _OUR_MODULES: Final = sys.stdlib_module_names | {"telemetry", "torch", "msgspec", "psutil", "pynvml", "structlog"}
-"""Top-level modules of the exceptions that our own code, and what it calls, may raise."""
+"""Top-level modules whose exceptions our own code, and what it calls, may raise."""
 _MAX_KINDS: Final = 4
 
 
@@ -46,7 +46,7 @@ class ErrorLog:
         """Count a failure. The same message from the same source is logged once a minute.
 
         Raises:
-            BaseException: the error, if it is the script's.
+            BaseException: the error, if it comes from the script.
         """
         if isinstance(error, BaseException):
             let_pass(error)
@@ -74,7 +74,7 @@ class ErrorLog:
 
     @contextmanager
     def contained(self, source: str, kind: type[BaseException] = Exception) -> Iterator[None]:
-        """Count exceptions of this ``kind`` from the block under ``source``, and suppress them."""
+        """Count and suppress exceptions of this ``kind`` from the block, under ``source``."""
         try:
             yield
         except kind as error:
@@ -82,7 +82,7 @@ class ErrorLog:
 
 
 def text_of(error: BaseException) -> str:
-    """An exception as one line of text. Its frames are not kept, because they refer to the variables of functions."""
+    """An exception as one line of text. Its frames are not kept, because they refer to functions' variables."""
     try:
         return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TEXT]
     except Exception:
@@ -90,19 +90,19 @@ def text_of(error: BaseException) -> str:
 
 
 def let_pass(error: BaseException) -> None:
-    """Raise an exception again that is the script's, although our code has caught it.
+    """Raise an exception again that our code has caught, if it comes from the script.
 
     Python runs the script's signal handlers on the main thread between any two bytecodes, so also in our code. What a
     handler raises there (Ctrl-C, a preemption notice) is meant for the script.
 
     Args:
-        error: what our code has caught while none of the script's code was called on purpose.
+        error: an exception that our code has caught without calling the script's code on purpose.
 
     Raises:
         BaseException: the error, without our frames.
     """
     if named(get_ident()) is not None:
-        return  # no handler runs on a thread of ours
+        return  # our threads run no handlers
     trace = error.__traceback__
     ours = True
     while trace is not None:
@@ -110,13 +110,13 @@ def let_pass(error: BaseException) -> None:
         if not ours and _is_handler(trace.tb_frame):
             raise error.with_traceback(trace)
         trace = trace.tb_next
-    thrown = ours and type(error).__module__.partition(".")[0] not in _OUR_MODULES  # into this thread, by another one
+    thrown = ours and type(error).__module__.partition(".")[0] not in _OUR_MODULES  # another thread threw it into this
     if thrown or not isinstance(error, Exception):
         raise error
 
 
 def _is_handler(frame: FrameType) -> bool:
-    """Whether a frame is that of a signal handler: no other function is called with a frame, the interrupted one."""
+    """Whether a frame is a signal handler's. No other function gets a frame, the interrupted one, as its argument."""
     code, values = frame.f_code, frame.f_locals
     arguments = [*map(values.get, code.co_varnames[: code.co_argcount])]
     if code.co_flags & CO_VARARGS:
@@ -125,7 +125,7 @@ def _is_handler(frame: FrameType) -> bool:
 
 
 def kind_of(error: BaseException) -> str:
-    """What an exception of the user's code or of a library is, without its text.
+    """Describe an exception of the user's code or of a library without its text.
 
     The text may hold anything: an address with a password, a token, a line of the data. Others may read the log. So it
     gets the types, from the exception back to its cause, the kernel's word for an error of the system, and the place:
@@ -177,7 +177,7 @@ def say(text: str) -> bool:
 
 
 def _write(stream: Any, number: int, line: bytes) -> bool:
-    # A pipe that nobody reads would block, and one whose reader is gone may end the process (SIGPIPE).
+    # A pipe without reading would block, and one whose reader is gone may end the process (SIGPIPE).
     ready = select.poll()
     ready.register(number, select.POLLOUT)
     if [state for _, state in ready.poll(0)] != [select.POLLOUT]:

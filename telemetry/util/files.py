@@ -1,4 +1,4 @@
-"""Small files that are read or replaced whole, their JSON, and descriptors that stay open."""
+"""Reads and replaces small files as a whole, parses JSON objects, and keeps descriptors open."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MAX_BYTES: Final = 8192
 LOWEST: Final = 3
 """Lower numbers are stdin, stdout and stderr."""
 
-_MAX_NAME: Final = 120  # of 255 that a file system allows: the rest is for what makes a temporary name unique
+_MAX_NAME: Final = 120  # of the 255 that a file system allows; the rest makes a temporary name unique
 
 
 def file_system_of(path: Path) -> str | None:
-    """The type of the file system that a file or folder is on, such as ``ext4``; None if it is unknown.
+    """The type of a path's file system, such as ``ext4``, if known.
 
     Raises:
         OSError: the path does not exist.
@@ -55,13 +55,13 @@ def caches_folders(path: Path) -> bool:
 
 
 def raised(number: int) -> int:
-    """A descriptor that was just opened, moved above those of stdin, stdout and stderr.
+    """Move a descriptor that was just opened above those of stdin, stdout and stderr.
 
     If one of these is closed, the kernel gives its number to the next file that is opened. The script's output would
     then go into a file of the agent.
 
     Raises:
-        OSError: no descriptor is left; the one given is closed.
+        OSError: no descriptor is left. The given one is closed.
     """
     if number >= LOWEST:
         return number
@@ -72,7 +72,7 @@ def raised(number: int) -> int:
 
 
 def raised_socket(opened: socket.socket) -> socket.socket:
-    """The same as `raised`, for a socket."""
+    """Move a socket as `raised` moves a descriptor."""
     if opened.fileno() >= LOWEST:
         return opened
     timeout = opened.gettimeout()
@@ -82,7 +82,7 @@ def raised_socket(opened: socket.socket) -> socket.socket:
 
 
 def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """`os.open`, never through a symbolic link, closed on exec, and never as stdin, stdout or stderr.
+    """Call `os.open`: never through a symbolic link, closed on exec, and never as stdin, stdout or stderr.
 
     Raises:
         OSError: as `os.open`.
@@ -91,7 +91,7 @@ def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_f
 
 
 def memory_file(name: str) -> int:
-    """A new anonymous file in memory.
+    """Make an anonymous file in memory.
 
     Raises:
         OSError: the kernel gives no such file.
@@ -100,12 +100,12 @@ def memory_file(name: str) -> int:
 
 
 def read_small(path: str | os.PathLike[str], most: int = _MAX_BYTES) -> bytes:
-    """The first ``most`` bytes of a file that one ``read`` returns whole: from the kernel or from another rank.
+    """Read the first ``most`` bytes of a file that one ``read`` returns whole: from the kernel or from another rank.
 
-    A FIFO under that name is not waited for: it has no content, or cannot be read.
+    It does not wait for a FIFO under that name, which has no content or cannot be read.
 
     Raises:
-        OSError: it does not exist, may not be read, or is a symbolic link.
+        OSError: the file does not exist, may not be read, or is a symbolic link.
     """
     file = opened(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -118,7 +118,7 @@ def open_regular(path: str | os.PathLike[str], *, buffer_bytes: int = -1) -> Bin
     """Open a regular file for reading. Returns None for a FIFO, a device or a folder, and never blocks on one.
 
     Raises:
-        OSError: it does not exist, or may not be read.
+        OSError: the file does not exist, or may not be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -150,14 +150,14 @@ def replace_file(
 
     Args:
         path: path of the file.
-        content: all of it.
-        mode: mode of the file; the umask takes its part away.
-        for_everyone: everyone may read it, whatever the umask says: a program of another user needs it.
-        dir_fd: the folder that a relative path is in.
-        first: write only if the file does not exist yet. Then the result may be False: it was not written.
+        content: the whole content.
+        mode: mode of the file, before the umask.
+        for_everyone: whether everyone may read it despite the umask, because another user's program needs it.
+        dir_fd: the folder of a relative path.
+        first: write only if the file does not exist yet. The result is False if it was not written.
 
     Raises:
-        OSError: it cannot be written, or there is not enough space.
+        OSError: the file cannot be written, or there is not enough space.
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, temporary_name(name))  # noqa: PTH118 - at every publication
@@ -200,13 +200,13 @@ class Descriptor:
     that is opened, perhaps a checkpoint. The agent must neither write to that file nor close it.
 
     Args:
-        number: as `os.open` returned it.
+        number: what `os.open` returned.
 
     Attributes:
         identity: identity of the file, see `identity_of`.
 
     Raises:
-        OSError: it is not open.
+        OSError: the descriptor is not open.
     """
 
     __slots__ = ("identity", "number")
@@ -223,7 +223,7 @@ class Descriptor:
             return False
 
     def is_in_place(self) -> bool:
-        """The same, and the file still has a name: neither it nor its folder was deleted."""
+        """Whether it `is_ours`, and the file still has a name: neither it nor its folder was deleted."""
         try:
             status = os.fstat(self.number)
         except OSError:
@@ -282,7 +282,7 @@ def identity_of(number: int) -> tuple[int, int]:
     """Device and inode of the file that a descriptor refers to.
 
     Raises:
-        OSError: it is not open.
+        OSError: the descriptor is not open.
     """
     status = os.fstat(number)
     return status.st_dev, status.st_ino

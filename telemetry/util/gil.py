@@ -1,7 +1,7 @@
-"""Waits for the GIL, and the interval after which Python takes it from a thread that another one waits for.
+"""Handles waits for the GIL, and the interval after which Python takes it from a thread for a waiting one.
 
-The interval is one of the process, 5 ms by default. Threads that are sampled, and an agent thread that hardly gets the
-GIL, need a shorter one for a while.
+A process has one interval, 5 ms by default. Threads that are sampled, and an agent thread that hardly gets the GIL,
+need a shorter one for a while.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _registered = False
 def thread_waits() -> int:
     """How often this thread has waited so far: for a lock, the GIL, or the end of a sleep.
 
-    Source: ``ru_nvcsw`` of getrusage. Where the kernel does not count them, it stays 0, and no sample is late.
+    Source: ``ru_nvcsw`` of getrusage. If the kernel does not count it, it stays 0, and no sample is late.
     """
     return resource.getrusage(_THREAD).ru_nvcsw if _THREAD is not None else 0
 
 
 def shorten_switch_interval(user: str) -> None:
-    """Shorten the interval of this process, if it is longer. ``user``: the part of the agent that needs it."""
+    """Shorten the interval of this process if it is longer. ``user``: the part of the agent that needs it."""
     global _before, _registered  # noqa: PLW0603
     _users.add(user)
     if sys.getswitchinterval() <= SWITCH_SECONDS:
@@ -46,7 +46,7 @@ def shorten_switch_interval(user: str) -> None:
 
 
 def restore_switch_interval(user: str) -> None:
-    """Undo `shorten_switch_interval`, unless others still need it, or other code has set another interval meanwhile."""
+    """Undo `shorten_switch_interval`, unless others still need it, or other code has changed the interval."""
     global _before
     _users.discard(user)
     if _users:
@@ -63,11 +63,11 @@ def _restore_in_child() -> None:
 
 _LATE_NS: Final = NS // 2
 _MIN_WAITS: Final = 50
-"""Who waits for the GIL wakes at each switch interval: 100 times in half a second. A hung file system does not wake it,
-nor do cores that are all in use."""
+"""A thread that waits for the GIL wakes at each switch interval: 100 times in half a second. A hung file system does
+not wake it, and neither do cores that are all in use."""
 
 _MAX_THREADS: Final = 3
-"""Of the script: the training thread, one that pins memory, and another one."""
+"""The script's threads: the training thread, one that pins memory, and another one."""
 
 _FIRST_NS: Final = 60 * NS
 _MAX_NS: Final = 3600 * NS
@@ -75,7 +75,7 @@ _MAX_NS: Final = 3600 * NS
 
 
 class GilTurns:
-    """Sees that the agent thread gets the GIL where the training thread keeps it. Used by the agent thread.
+    """Makes sure that the agent thread gets the GIL from a training thread that keeps it. The agent thread uses it.
 
     A thread that waits for the GIL asks for it after the switch interval. If the training thread gives the GIL up
     earlier, the interval begins anew. Each operator of torch gives it up, often for a microsecond, and takes it back
@@ -83,8 +83,8 @@ class GilTurns:
     more. With a short switch interval the longest, which was the first, took 1.1 to 2.3 s (`benchmarks.gil_turns`).
 
     The interval is shortened only after the agent thread has waited long, and only while that helps. Long calls of C
-    code also keep the GIL, and no interval is short enough for these. Where many threads run Python, each waits for the
-    others. With a short interval they would take turns ten times as often, so there it stays as it is.
+    code also keep the GIL, and no interval is short enough for these. If many threads run Python, each waits for the
+    others. They would take turns ten times as often, so for them the interval stays as it is.
     """
 
     _USER: Final = "agent"
@@ -93,11 +93,11 @@ class GilTurns:
         self._since = 0
         self._waits = 0
         self._short = False
-        self._until = 0  # the interval stays as it is until then
+        self._until = 0  # the interval stays unchanged until then
         self._length = _FIRST_NS
 
     def begin(self, due_ns: int | None = None) -> None:
-        """What this thread does from now on, or from a stamp at which its sleep ends, should not take long."""
+        """Expect that this thread's work takes short, from now on or from the stamp at which its sleep ends."""
         self._since = now_ns() if due_ns is None else due_ns
         self._waits = thread_waits()
 
@@ -118,7 +118,7 @@ class GilTurns:
             shorten_switch_interval(self._USER)
 
     def end(self) -> None:
-        """The agent stops."""
+        """Restore the interval, because the agent stops."""
         if self._short:
             self._restore(now_ns())
 
@@ -128,5 +128,5 @@ class GilTurns:
 
 
 def _threads_of_script() -> int:
-    """Threads that Python knows, so not ours. Takes no lock, unlike `threading.enumerate`."""
+    """The number of threads that Python counts, which are not ours. Takes no lock, unlike `threading.enumerate`."""
     return len(getattr(threading, "_active", ()))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# -- what tells one process from another with the same pid, and what kind of process this is ---------------------------
+# -- what distinguishes processes with the same pid, and what kind of process this is ----------------------------------
 
 
 STATE, START_TICKS = 0, 19
@@ -42,13 +42,13 @@ def stat_fields(process: int | str) -> list[bytes]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot. With the pid it identifies the process. None if it has ended."""
+    """When a process started, in clock ticks since boot. With the pid it identifies the process. None if it ended."""
     fields = stat_fields(pid)
     return int(fields[START_TICKS]) if fields and fields[STATE] not in {b"Z", b"X"} else None
 
 
 def pid_namespace() -> int:
-    """Id of this process's pid namespace, 0 if not known. It differs between containers that share a disk."""
+    """Id of this process's pid namespace; 0 if unknown. It differs between containers that share a disk."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -56,9 +56,9 @@ def pid_namespace() -> int:
 
 
 def outer_uid() -> int:
-    """The uid of this process outside of its user namespace: in a container without privileges, who started that.
+    """The uid of this process outside of its user namespace: the user who started the container.
 
-    The same as inside, if there is no such namespace or the uid has none outside.
+    The uid inside, if there is no such namespace or the uid has none outside.
     """
     uid = os.getuid()
     try:
@@ -73,7 +73,7 @@ def outer_uid() -> int:
 
 
 def process_name(pid: int) -> str:
-    """A name of a process that no other process of this machine has ever had, whatever its clock says."""
+    """A name that no other process of this machine has ever had, whatever its clock shows."""
     try:
         boot = read_small("/proc/sys/kernel/random/boot_id")[:8].decode("ascii", "replace")
     except OSError:
@@ -82,7 +82,7 @@ def process_name(pid: int) -> str:
 
 
 def runs_without_gil() -> bool:
-    """Whether threads of this process run Python at the same time. The ring between them relies on the GIL."""
+    """Whether threads of this process run Python at the same time. The ring relies on the GIL."""
     return not getattr(sys, "_is_gil_enabled", lambda: True)()  # from Python 3.13 on
 
 
@@ -105,9 +105,7 @@ def is_loader_worker() -> bool:
     return False
 
 
-# -- identity ----------------------------------------------------------------------------------------------------------
-# Identity of this process: run, rank, local rank and node, from the launcher's variables or torch.distributed.
-#
+# -- identity: run, rank, local rank and node, from the launcher's variables or torch.distributed ----------------------
 # All ranks must use the same run name without communicating. So the name comes from variables that the launcher gives
 # to all ranks. Only a process without a launcher makes up a name.
 
@@ -130,10 +128,9 @@ class Identity:
         local_rank: rank on this node.
         world_size: number of ranks of the job.
         node: name of the machine.
-        pid: process id.
-        launcher: the source of the above: ``torchrun``, ``slurm``, ``mpi``, ``lightning``, ``spawn``, ``kubernetes`` or
+        launcher: the source of these: ``torchrun``, ``slurm``, ``mpi``, ``lightning``, ``spawn``, ``kubernetes`` or
             ``plain``.
-        rank_source: where the rank comes from: ``launcher``; ``torch.distributed``; ``default``, if neither gives one;
+        rank_source: where the rank comes from: ``launcher``; ``torch.distributed``; ``default`` if neither gives one;
             ``assigned``, a free number, because another process of this node already uses this process's rank.
     """
 
@@ -184,14 +181,14 @@ def identify(
 
     Args:
         run: the setting, which takes precedence over everything else.
-        run_dir: the run folder. Its name is the run's name if no launcher names one.
+        run_dir: the run folder. Its name is the run's name if no launcher gives one.
         environ: variables, ``os.environ`` by default.
-        node: the setting; by default the name that Slurm or Kubernetes gives the node, else that of the machine.
+        node: the setting; by default Slurm's or Kubernetes's name for the node, else the machine's.
     """
     env = os.environ if environ is None else environ
     launcher, rank, world, local_rank, rank_given = _place(env)
     job, folder = _job_name(env, launcher), run_dir.resolve().name if run_dir else ""
-    # The id of a single-node torchrun is random. The folder's name tells a reader more.
+    # The id of a single-node torchrun is random. A reader learns more from the folder's name.
     name = run or (folder if _UUID.fullmatch(job) else job) or folder or job or _made_up_name(launcher, local_rank)
     return Identity(
         run=clean_name(name),
@@ -206,18 +203,18 @@ def identify(
 
 
 def node_name(env: Mapping[str, str]) -> str:
-    """The name of this node: of Slurm or Kubernetes, else of the machine."""
+    """This node's name in Slurm or Kubernetes, else the machine's."""
     return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname() or "localhost"
 
 
 def adopt(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
-    """The identity according to torch.distributed, once a default process group exists. Calls no collective.
+    """Read the identity from torch.distributed, once a default process group exists. Calls no collective.
 
     Called on the agent thread, so it only reads plain state and imports nothing. The adopted identity stays when the
     process group is destroyed.
 
     Args:
-        identity: what is known so far.
+        identity: the identity so far.
         seen: number of the process group that was read last.
 
     Returns:
@@ -226,7 +223,7 @@ def adopt(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
     distributed: Any = sys.modules.get("torch.distributed")
     group: Any = getattr(distributed, "group", None)
     try:
-        # Only its name is kept, and it is read once: the last reference must not be dropped on this thread.
+        # Only its id is kept, and the group is read once: this thread must not drop the last reference.
         current = id(group.WORLD) if group is not None and distributed.is_initialized() else None
         if current is None or current == seen:
             return identity, current
@@ -234,7 +231,7 @@ def adopt(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
     except (AttributeError, ValueError, RuntimeError):  # torch is being imported, or the group was just destroyed
         return identity, None
     if not 0 <= rank < world or (identity.rank_given and world < identity.world_size):
-        return identity, current  # a group of only some ranks: the launcher's numbers are those of the job
+        return identity, current  # a group of only some ranks: the launcher's numbers are the job's
     if identity.rank_given and (rank, world) == (identity.rank, identity.world_size):
         return identity, current
     local_rank = _whole(os.environ.get("LOCAL_RANK"))
@@ -248,7 +245,7 @@ def adopt(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
 
 
 def clean_name(name: str) -> str:
-    """A name that is safe as a label and in a log line: one line, printable, at most 200 characters."""
+    """Make a name safe as a label and in a log line: one line, printable, at most 200 characters."""
     text = "".join(c if c.isprintable() else " " for c in name[: 4 * _MAX_NAME])
     text = " ".join(text.split())
     # A lone surrogate (an undecodable byte of the environment) is not printable and has been removed above.
@@ -256,7 +253,7 @@ def clean_name(name: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A name that is safe as one path component, and distinct for distinct names."""
+    """Make a name safe as one path component. Distinct names stay distinct."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:_MAX_SLUG]
     if plain == name:
         return plain
@@ -271,7 +268,7 @@ def _place(env: Mapping[str, str]) -> tuple[str, int, int, int, bool]:
         if rank is None or (launcher.needs_world and launcher.world not in env):
             continue
         if child and launcher.rank != "RANK":
-            break  # these variables were given to the process that spawned this one
+            break  # these variables belong to the process that spawned this one
         world = max(_whole(env.get(launcher.world)) or 1, rank + 1)
         local = next((n for name in launcher.local if (n := _whole(env.get(name))) is not None), 0)
         kubernetes = launcher.name == "torchrun" and "KUBERNETES_SERVICE_HOST" in env
@@ -339,10 +336,10 @@ def _made_up_name(launcher: str, local_rank: int) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher == "mpi":
         # All ranks of a node have the launcher as parent. So its pid and start make the same name on each of them.
         return f"{script}-{os.getppid()}-{start_ticks(os.getppid()) or 0}"
-    # Lightning's rank 0 starts the others: the run has the name that rank 0 has made up.
+        # Lightning's rank 0 starts the others: the run has the name that rank 0 has made up.
     if spawned or (launcher == "lightning" and local_rank):
         return f"{script}-{_start_text(os.getppid())}-{os.getppid()}"
-    number = next(_made_up)  # an agent that is started again in this process gets a new run
+    number = next(_made_up)  # an agent that starts again in this process gets a new run
     return f"{script}-{_start_text(os.getpid())}-{os.getpid()}{f'-{number}' if number > 1 else ''}"
 
 
@@ -352,7 +349,7 @@ def _start_text(pid: int) -> str:
 
 
 def process_started(pid: int) -> float | None:
-    """When a process began, Unix time; None if the kernel does not tell."""
+    """The Unix time at which a process started, if the kernel reports it."""
     ticks = start_ticks(pid)
     try:
         booted = unix_time() - clock_gettime(CLOCK_BOOTTIME)
@@ -362,17 +359,17 @@ def process_started(pid: int) -> float | None:
 
 
 def launch_of(environ: Mapping[str, str] | None = None) -> tuple[str, int | None]:
-    """What tells one start of the job on this node from another: the launcher's process, and its number of restarts."""
+    """The launcher's process and its number of restarts, which distinguish the starts of a job on this node."""
     env = os.environ if environ is None else environ
     parent = os.getppid()
     counts = (_whole(env.get(name)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return f"{parent}-{start_ticks(parent) or 0}", next((count for count in counts if count is not None), None)
 
 
-# -- what the scheduler says of the job: its id, user, account and partition -------------------------------------------
+# -- the scheduler's data on the job: its id, user, account and partition ----------------------------------------------
 
 _VARIABLES: Final = {
-    # The scheduler's own come first, then what a pod or a script can set for itself.
+    # The scheduler's own variables come first, then those that a pod or a script can set.
     "job": ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "JOB_NAME"),
     "user": ("SLURM_JOB_USER", "LSB_UNIXUSER", "PBS_O_LOGNAME", "USER", "LOGNAME"),
     "account": ("SLURM_JOB_ACCOUNT", "LSB_PROJECT_NAME", "PBS_ACCOUNT", "POD_NAMESPACE", "ACCOUNT"),
@@ -382,7 +379,7 @@ _VARIABLES: Final = {
 
 
 def job_labels(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The labels; empty where nothing tells."""
+    """The job's labels; empty if no variable is set."""
     env = os.environ if environ is None else environ
     found = {}
     for label, names in _VARIABLES.items():

@@ -1,8 +1,8 @@
 """Samples of a thread's stack: when they are taken, how much time each stands for, and for which line it counts.
 
-`SampleTimes` and `SampleBursts` say when. `AttributedSamples` gives late samples back to the call that made them late.
-`StackProfile` is the result, which a worker sends and the agent stores. `WorkerSampler` does it in a DataLoader worker;
-`sources.lines` samples the threads of the training process.
+`SampleTimes` and `SampleBursts` decide when. `AttributedSamples` gives late samples back to the call that made them
+late. `StackProfile` is the result, which a worker sends and the agent stores. `WorkerSampler` does it in a DataLoader
+worker; `sources.lines` samples the threads of the training process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FETCHER: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"
 
 
 def is_fetcher(spot: Spot) -> bool:
-    """Whether this is the frame in which a DataLoader makes a batch."""
+    """Whether a DataLoader makes a batch in this frame."""
     return spot.function == "fetch" and spot.file.endswith(_FETCHER)
 
 
@@ -44,11 +44,11 @@ def fetch_part(stack: Stack) -> Stack:
 # -- profiles ----------------------------------------------------------------------------------------------------------
 
 MAX_STACKS: Final = 500
-"""Maximum different stacks of a profile. The time of others is only summed up."""
+"""A profile has at most this many different stacks. The time of others is only summed up."""
 
 _SEPARATORS: Final = {ord(character): "?" for character in "\t\r\n;"}
 _OTHER_BYTES: Final = 128
-"""Kept free for the line that sums up what was left out."""
+"""These bytes are kept free for the line that sums up what was left out."""
 
 
 class StackTime(NamedTuple):
@@ -59,7 +59,7 @@ class StackTime(NamedTuple):
     gil_ns: int = 0
 
     def plus(self, other: StackTime) -> StackTime:
-        """Both together."""
+        """The sum of both."""
         return StackTime(self.wall_ns + other.wall_ns, self.cpu_ns + other.cpu_ns, self.gil_ns + other.gil_ns)
 
 
@@ -67,9 +67,9 @@ class StackProfile:
     """The time spent in each stack.
 
     Attributes:
-        times: by stack, innermost frame first.
+        times: time by stack, innermost frame first.
         samples: number of samples.
-        other_ns, other_cpu_ns: time in stacks that are not in ``times``, because there are too many.
+        other_ns, other_cpu_ns: time in stacks that are too many for ``times``.
     """
 
     __slots__ = ("other_cpu_ns", "other_ns", "samples", "times")
@@ -105,11 +105,11 @@ class StackProfile:
 
     @property
     def wall_ns(self) -> int:
-        """All of its time."""
+        """The time in all stacks."""
         return self.other_ns + sum(time.wall_ns for time in self.times.values())
 
     def longest_first(self) -> list[tuple[Stack, StackTime]]:
-        """The stacks and their times."""
+        """The stacks and their times, the longest first."""
         return sorted(self.times.items(), key=lambda item: -item[1].wall_ns)
 
     def packed(self, most: int) -> bytes:
@@ -132,7 +132,7 @@ class StackProfile:
 
     @classmethod
     def unpacked(cls, content: bytes) -> StackProfile:
-        """The profile from what `packed` has returned.
+        """Make the profile from what `packed` has returned.
 
         Raises:
             ValueError: the content is damaged.
@@ -171,28 +171,27 @@ _MAX_OWN_SHARE: Final = 0.008
 """The gaps grow until the sampling thread takes at most this share of a core."""
 
 BURST_SECONDS: Final = 0.1
-"""Length of a burst. After it the next sample is the last one."""
+"""Length of a burst, which ends with the next sample."""
 
 _SECONDS_PER_FETCH: Final = 0.0004
 _MAX_SHARE: Final = 0.009
 _MAX_SHARE_OF_FETCHES: Final = 0.005
-"""What a sampled worker takes more: CPU seconds per fetch, for the short switch interval; the largest share of a core
-in all; and that of the fetches. The samples take the rest. The target is 1 %."""
+"""For a sampled worker: extra CPU seconds per fetch for the short switch interval; its largest share of a core in all;
+and the largest share for the fetches. The samples take the rest. The target is 1 %."""
 
 _MIN_PART: Final = 0.1
 _MAX_REST_SECONDS: Final = 2.0
 
 _MAX_DELAY_NS: Final = 20 * NS
-"""A longer delay is no C call: the process was stopped."""
+"""After a longer delay, the process was stopped: no C call takes so long."""
 
 
 class SampleTimes:
-    """The times of the samples that one thread takes, and how much time each stands for. Used on that thread.
+    """The times of one thread's samples, and how much time each stands for. Used on that thread.
 
     The gaps between samples are random, exponentially distributed. So every moment is sampled equally often, also in
     code that repeats in a fixed rhythm, and it does not matter where the sampling pauses. A sample stands for the mean
-    gap, and also for the time from the moment that was due to the moment of the sample: the sampling thread waited for
-    the GIL then, which one C call may have held all that time.
+    gap, plus its delay: the sampling thread waited for the GIL then, which one C call may have held all that time.
 
     While a thread runs Python, another one gets the GIL after the switch interval, 5 ms by default, or earlier, when
     the thread makes a call that releases the GIL. So Python code of less than 5 ms would hardly be seen: its time would
@@ -203,14 +202,14 @@ class SampleTimes:
 
     Attributes:
         max_share: the largest share of a core that samples take.
-        part: the part of the time in which samples are taken, in bursts. The weights make up for the rest.
+        part: samples are taken in this part of the time, in bursts. The weights make up for the rest.
     """
 
     def __init__(self, gap_seconds: float) -> None:
         self._least = self._mean = gap_seconds
         self.max_share = _MAX_OWN_SHARE
         self.part = 1.0
-        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
+        self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
         self._samples = 0
         self._cpu_ns = 0
         self._began_ns = thread_time_ns()
@@ -220,7 +219,7 @@ class SampleTimes:
         return self._random.expovariate(1 / self._mean)
 
     def weight_ns(self, due_ns: int, taken_ns: int) -> int:
-        """The time that a sample stands for, which was due at one stamp and was taken at another."""
+        """The time that a sample stands for. It was due at one stamp and taken at the other."""
         return int((self._mean * NS + self.delay_ns(due_ns, taken_ns)) / self.part)
 
     @staticmethod
@@ -231,38 +230,38 @@ class SampleTimes:
     def taken(self, samples: int = 1) -> None:
         """Count a sample that was taken now. If samples cost too much CPU time, the mean gap grows.
 
-        ``samples`` is 0 if it was not due after a gap: then only its cost counts.
+        If it was not due after a gap, ``samples`` is 0, and only its cost counts.
         """
         self._samples += samples
         self._cpu_ns = thread_time_ns() - self._began_ns
         self._mean = max(self._least, self.part * self._cpu_ns / max(1, self._samples) / NS / self.max_share)
 
     def starts(self) -> None:
-        """Count the cost of samples from now on: what this thread did before was something else."""
+        """Count the cost of samples from now on, without this thread's earlier work."""
         self._began_ns = thread_time_ns() - self._cpu_ns
 
 
 class SampleBursts:
-    """Says when a worker rests between samples, with its own switch interval. Used on the sampling thread.
+    """Decides when a worker rests between samples, with its own switch interval. Used on the sampling thread.
 
     The short interval has a cost: threads that send batches wake and switch more often, which takes up to 0.4 ms of CPU
     per batch (`benchmarks.line_cost`). So a worker that fetches many batches per second is sampled in bursts.
 
     Args:
-        times: gets the part of the time in which samples are taken: all of it until the rate of fetches is known, and
-            while it is low; and the largest share of a core for it.
+        times: gets the part of the time in which samples are taken, and the largest share of a core for it. The part is
+            the whole time while the rate of fetches is unknown or low.
         now: the stamp at which the first burst begins.
         fetches: how many fetches have begun so far.
     """
 
     def __init__(self, times: SampleTimes, now: int, fetches: int) -> None:
         self._times = times
-        self._random = random.Random()  # noqa: S311 - of our own, so that the training's numbers stay the same
+        self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
         self._first = now, fetches
         self._began_ns = now
 
     def rest(self, now: int) -> float | None:
-        """Seconds to rest at this stamp; None if the burst goes on. The length is random, for an equal chance."""
+        """Seconds to rest at this stamp; None if the burst goes on. They are random, for an equal chance."""
         passed = (now - self._began_ns) / NS
         if passed < BURST_SECONDS:
             return None
@@ -271,8 +270,8 @@ class SampleBursts:
     def begin(self, now: int, fetches: int) -> None:
         """Begin a burst. ``fetches``: how many have begun so far.
 
-        Their rate says how much of the time is sampled. It is the rate since the first burst: if each burst had a rate
-        of its own, fetches that are short for a moment would decide how much their neighbours count.
+        Their rate decides how much of the time is sampled. It is the rate since the first burst: if each burst had its
+        own rate, fetches that are short for a moment would decide how much their neighbours count.
         """
         first_ns, before = self._first
         share = _SECONDS_PER_FETCH * (fetches - before) / max(1, now - first_ns) * NS
@@ -290,30 +289,30 @@ LATE_WAITS: Final = 4
 _LATE_NS: Final = int(LATE_WAITS * SWITCH_SECONDS * 1e9)
 _MIN_LATE: Final = 3
 _FEW: Final = 3.0
-"""A line holds the GIL if at most this many times as many samples are in time as of one call that always holds it."""
+"""A line holds the GIL if it has at most this many times the punctual samples of one call that always holds it."""
 
 _PART: Final = 1 / 3
-"""The largest part of the late samples of a call that are seen at the line behind it."""
+"""At most this part of a call's late samples is seen at the line behind it."""
 
 _MIN_INSIDE: Final = 3
-"""So many pairs of samples tell how much of its time a line is on a core."""
+"""After this many pairs of samples it is known how much of its time a line is on a core."""
 
 _MIN_FREE: Final = 5
 _MAX_TURNS: Final = 0.25
-"""A line releases the GIL if at most this part as many of its samples waited for it as did not."""
+"""A line releases the GIL if its samples that waited for it are at most this part of those that did not."""
 
 _MIN_ON_CORE: Final = 0.2
-"""Who holds the GIL is on a core for at least this part of its time, by the CPU clock. Else another thread holds it."""
+"""Code that holds the GIL is on a core for at least this part of its time. Otherwise another thread holds it."""
 
 _MAX_TURNS_BACK: Final = 0.5
-"""Code gets at most this part of its own time back: another thread may be why a sample waited."""
+"""Code gets back at most this part of its own time: another thread may be why a sample waited."""
 
 _AS_LATE: Final = 0.5
-"""A sample of a call is, in the mean, at least this part as late where another line is seen."""
+"""A call's samples are, in the mean, at least this part as late where another line is seen."""
 
 
 class _Late(NamedTuple):
-    """Late samples: how many, the time that they stand for, how much of it was on a core, and how late they were."""
+    """Late samples: how many, the time that they stand for, their time on a core, and their delay."""
 
     samples: int = 0
     wall_ns: int = 0
@@ -334,8 +333,8 @@ class _SamplesOfStack:
 
     Attributes:
         inside, inside_ns, inside_cpu_ns: samples that follow one of the same stack in the same fetch.
-        free: samples that did not wait for the GIL. ``turns``: those that did, and were in time.
-        lates: the late ones, by the length of the delay, each about twice the one before.
+        free: samples that did not wait for the GIL. ``turns``: samples that waited for it, but were in time.
+        lates: late samples by the length of the delay, each about twice the one before.
     """
 
     wall_ns: int = 0
@@ -366,22 +365,22 @@ class _SamplesOfStack:
 
     @property
     def _is_on_core(self) -> bool:
-        """Whether it may be what others wait for."""
+        """Whether others may wait for it."""
         return self._clocked(self.wall_ns, self.cpu_ns) >= _MIN_ON_CORE * self.wall_ns
 
     def _clocked(self, wall_ns: int, cpu_ns: int) -> int:
-        """The CPU time of this wall clock, by the CPU clock. ``cpu_ns``: with that of the lines before it."""
+        """The CPU time within this wall time. ``cpu_ns``: CPU time that may include the lines before it."""
         return wall_ns * self.inside_cpu_ns // self.inside_ns if self.inside >= _MIN_INSIDE else cpu_ns
 
     def time(self, wall_ns: int, cpu_ns: int) -> StackTime:
-        """What becomes of its time, after samples have been moved."""
+        """Its time after samples have been moved."""
         late = self.late().samples
         waited = (self.turns + late) / max(self.free + self.turns + late, 1)
         on_core = wall_ns if self.takes_turns else self._clocked(wall_ns, cpu_ns)
         return StackTime(wall_ns, on_core, int(waited * wall_ns) if self._is_on_core else 0)
 
     def holds_the_gil(self, late: _Late) -> bool:
-        """Whether these of its late samples are those of a call that holds the GIL."""
+        """Whether these late samples show a call that holds the GIL."""
         call_ns = 2 * late.mean_delay_ns - _LATE_NS  # late samples are due anywhere before its last 2 ms
         if late.samples < _MIN_LATE or call_ns <= _LATE_NS:
             return False
@@ -390,26 +389,25 @@ class _SamplesOfStack:
 
 
 class AttributedSamples:
-    """Samples, and how each was taken: for which line each counts. Used by the thread that samples.
+    """Samples with how each was taken, to find the line that each counts for. Used by the thread that samples.
 
     A sample is late if a C call holds the GIL when it is due. After the call the sampling thread is not alone in
     waiting: another thread may get the GIL first, and after it the sampled thread, which goes on to its next call. The
     sample then sees that call. In a DataLoader worker the thread that sends batches waits from the beginning of each
     fetch: a quarter of the late samples of a first call were seen behind it (`python -m tests.lines`).
 
-    All samples of a line tell whether it holds the GIL. If a call holds it for 20 ms, nearly all of its samples are
+    All samples of a line show whether it holds the GIL. If a call holds it for 20 ms, nearly all of its samples are
     late. If most samples of a line are in time, the line does not hold the GIL. Its late samples then count for the
-    call, if they are about as late as those of the call. So do the few late samples of the line that follows the call
+    call, if they are about as late as the call's own. So do the few late samples of the line that follows the call
     in the same function.
 
     Python code holds the GIL as well, but gives it up after the switch interval. A sample that is due shortly before it
     calls something that releases the GIL, a read for example, is seen at that call. Samples of such a call need not
     wait at all. So those that waited count for the code that made them wait.
 
-    The CPU clock tells what was used since the sample before, perhaps by another line. A line that waits for 30 ms
-    would get half of the CPU time of the 8 ms before it. So where two samples in a row see the same line in the same
-    fetch, these say how much of its time a line is on a core. Python code that others wait for is on a core all the
-    time.
+    The CPU clock shows what was used since the sample before, perhaps by another line. A line that waits for 30 ms
+    would get half of the CPU time of the 8 ms before it. So if two samples in a row see the same line in the same
+    fetch, these show how much of its time it is on a core. Python code that others wait for is on a core all the time.
     """
 
     def __init__(self) -> None:
@@ -426,9 +424,9 @@ class AttributedSamples:
         """Add a sample.
 
         Args:
-            stack: what was seen.
+            stack: the stack that was seen.
             wall_ns: the time that it stands for.
-            cpu_ns: how much of that was CPU time.
+            cpu_ns: the CPU time in that time.
             delay_ns: how late it was.
             waits: how often this thread has waited for the GIL before it.
             fetch: the number of the fetch in which it was taken.
@@ -436,7 +434,7 @@ class AttributedSamples:
         inside, self._before = self._before == (stack, fetch), (stack, fetch)
         self._profile.add(stack, wall_ns, cpu_ns)
         if stack not in self._profile.times:
-            return  # one of too many
+            return  # the profile is full
         seen = self._seen.setdefault(stack, _SamplesOfStack())
         seen.wall_ns += wall_ns
         seen.cpu_ns += cpu_ns
@@ -466,7 +464,7 @@ class AttributedSamples:
         return profile
 
     def _count_late(self, moved: dict[Stack, StackTime]) -> None:
-        """Give late samples back to the calls that hold the GIL, if there are such calls."""
+        """Give late samples back to calls that hold the GIL."""
         holders = {stack: seen for stack, seen in self._seen.items() if seen.holds_the_gil(seen.late())}
         held = {stack: seen.late() for stack, seen in holders.items() if not _is_behind(stack, seen, holders)}
         held_ns = sum(late.wall_ns for late in held.values())
@@ -499,7 +497,7 @@ class AttributedSamples:
 
 
 def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _SamplesOfStack]) -> bool:
-    """Whether a line is only seen since it follows a call of the same function that holds the GIL."""
+    """Whether a line is seen only because it follows a call of the same function that holds the GIL."""
     here = stack[0]
     for other, call in holders.items():
         same_function = other[1:] == stack[1:] and (other[0].file, other[0].function) == (here.file, here.function)
@@ -515,14 +513,13 @@ def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _Sample
 # -- in a worker -------------------------------------------------------------------------------------------------------
 
 _GAP_SECONDS: Final = 0.008
-"""Mean time between samples."""
 
 _USER: Final = "lines"
 
 _FIRST_WRITE_NS: Final = NS // 10
 _WRITE_NS: Final = NS
-"""The profile is written after 0.1 s, and then at intervals that double up to 1 s: a worker may live for one short
-epoch."""
+"""The profile is written after 0.1 s, and then at intervals that double up to 1 s: a worker may live for only one
+short epoch."""
 
 
 class WorkerSampler:
@@ -530,7 +527,7 @@ class WorkerSampler:
 
     The worker's probe looks at the request once per fetch, and calls `ask` while there is one. A thread of the worker
     then reads the stack of the fetching thread at random moments, and writes the profile into the shared block. It ends
-    when the request is over. A thread does not survive a fork, and this one holds no lock at which a child could hang.
+    with the request. A thread does not survive a fork, and this one holds no lock at which a child could hang.
 
     Args:
         block: has the requests, and gets the profile.
@@ -551,7 +548,7 @@ class WorkerSampler:
         self._loop = vars(module) if module is not None else None
 
     def ask(self) -> None:
-        """Start the thread, if it does not run. Called at the start of a fetch."""
+        """Start the thread unless it runs. Called at the start of a fetch."""
         self._fetches += 1
         if self._running or os.getpid() != self._pid:
             return
@@ -559,14 +556,14 @@ class WorkerSampler:
         try:
             OwnThread(self._run, name="telemetry-lines").start()
         except Exception as error:
-            let_pass(error)  # no thread can be started: not tried again in this worker
+            let_pass(error)  # no thread can be started: this worker does not try again
 
     def _run(self) -> None:
         shorten_switch_interval(_USER)
         try:
             self._sample()
         except Exception:
-            pass  # it cannot be reported from here; the agent sees a worker without a profile
+            pass  # nothing can report it from here. The agent sees a worker without a profile
         finally:
             restore_switch_interval(_USER)
             self._running = False

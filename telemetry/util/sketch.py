@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 GROWTH: Final = 1.02
 _LOG_GROWTH: Final = math.log(GROWTH)
 _SMALLEST: Final = 1e-7
-_MIDDLE: Final = 2 / (1 + GROWTH)  # of a bucket, divided by its upper bound: the same relative error to both ends
+_MIDDLE: Final = 2 / (1 + GROWTH)  # a bucket's middle by its upper bound: the same relative error to both ends
 
 
 class Sketch:
@@ -27,7 +27,7 @@ class Sketch:
         self.total = 0
 
     def add(self, values: Sequence[float]) -> None:
-        """Count some values, in seconds. Values below 0.1 µs are counted as 0.1 µs."""
+        """Count values in seconds. Values below 0.1 µs count as 0.1 µs."""
         counts, log, ceil = self.counts, math.log, math.ceil
         for seconds in values:
             index = ceil(log(seconds if seconds > _SMALLEST else _SMALLEST) / _LOG_GROWTH)  # noqa: FURB136 - a call
@@ -62,5 +62,5 @@ class Sketch:
         return Percentiles(p50, p95, p99, self.largest)
 
     def as_log_field(self) -> dict[str, int]:
-        """JSON form: bucket index to count."""
+        """The JSON form: bucket index to count."""
         return {str(index): count for index, count in sorted(self.counts.items())}

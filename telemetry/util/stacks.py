@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 MAX_FRAMES: Final = 100
-"""Maximum frames of one stack, innermost first. This is faulthandler's own limit."""
+"""A stack has at most this many frames, innermost first. This is faulthandler's own limit."""
 
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - strings to compare
@@ -45,7 +45,7 @@ class Spot(NamedTuple):
 
 
 Stack = tuple[Spot, ...]
-"""Innermost first. One more than `MAX_FRAMES` if there are more."""
+"""The places of the frames, innermost first, with one more than `MAX_FRAMES` if there are more."""
 
 
 def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
@@ -53,7 +53,7 @@ def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
 
     Args:
         ident: the thread's ident.
-        until: the globals of a module. Its frames, and those that called it, are left out.
+        until: the globals of a module. Its frames, and their callers, are left out.
     """
     read = _at_once(lambda: _described(ident, until))
     return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
@@ -69,7 +69,7 @@ def own_stack(frame: FrameType | None) -> Stack:
 
 
 def _described(ident: int, until: dict[str, Any] | None) -> Iterator[tuple[object, str]]:
-    """The module of the globals and the ``repr``, for each frame of a thread."""
+    """For each frame of a thread: the module in its globals, and its ``repr``."""
     frames, same = tee(_frames(ident))
     inside = takewhile(partial(is_not, until), map(_GLOBALS, same))
     return zip(map(_NAME, inside), map(repr, frames), strict=False)
@@ -86,16 +86,16 @@ def _spot(text: str, module: str) -> Spot:
 
 
 def _frames(ident: int) -> Iterator[Any]:
-    """The frames of a thread, one by one: ``f_back`` of the one before, until that is None. Holds one at a time."""
+    """The frames of a thread, one by one along ``f_back``. Holds one at a time."""
     newest = map(methodcaller("get", ident), islice(iter(sys._current_frames, None), 1))
     return takewhile(partial(is_not, None), accumulate(chain(newest, repeat("f_back", MAX_FRAMES)), getattr))
 
 
 def _at_once(make: Any) -> list[Any]:
-    """The items of an iterator of C functions, read in one call. Only that call holds a reference to the iterator."""
+    """Read the items of an iterator of C functions in one call, which holds the only reference to the iterator."""
     # An allocation may start a garbage collection, whose finalizers are Python code, in which threads change. It must
-    # not run in between. From Python 3.12 on, `repr` runs a collection that is due; 3.12 does so even while they are
-    # disabled. So `repr` is called once before the items are read.
+    # not run in between. From Python 3.12 on, `repr` runs a collection that is due; 3.12 does so even while collections
+    # are disabled. So `repr` is called once before the items are read.
     enabled: list[bool] = []
     try:
         ((_, _, _, read, _),) = list(
@@ -121,7 +121,7 @@ def is_library(file: str) -> bool:
 
 
 def users_spot(stack: Stack) -> Spot | None:
-    """The innermost place in the user's own code; else None."""
+    """The innermost place in the user's own code, if any."""
     return next((spot for spot in stack if not is_library(spot.file)), None)
 
 
@@ -139,7 +139,7 @@ def stack_text(stack: Stack) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PythonThread:
-    """A thread and its stack. ``native`` is its id for the kernel; None if Python did not start it."""
+    """A thread and its stack. ``native``: its id for the kernel; None if Python did not start it."""
 
     ident: int
     name: str
@@ -149,7 +149,7 @@ class PythonThread:
 
 def python_threads() -> list[PythonThread]:
     """Every thread of this process that runs Python, except our own. Takes no lock."""
-    # Reads the dictionary directly: `threading.enumerate` takes a lock, which the thread that hangs may hold.
+    # `threading.enumerate` takes a lock, which a hanging thread may hold. So this reads the dictionary directly.
     known = dict(getattr(threading, "_active", {}))
     (idents,) = _at_once(lambda: map(list, islice(iter(sys._current_frames, None), 1)))
     return [

@@ -1,4 +1,4 @@
-"""How figures and tables are written, and printed safely to any terminal."""
+"""Formats figures and tables, and prints text safely on any terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
 
-# -- how figures and tables are written in the output of the commands --------------------------------------------------
-# A figure that is absent is shown as ``-``.
+# -- formats for the output of the commands. An absent figure is shown as ``-``. ---------------------------------------
 
 
 def percent(ratio: float | None, decimals: int = 1) -> str:
@@ -99,7 +98,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, names_first
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and the last rank of each run of neighbours."""
+    """The first and last rank of each run of neighbours."""
     found: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):
         if found and rank == found[-1][1] + 1:
@@ -128,14 +127,14 @@ _NOT_PLAIN_ASCII: Final = re.compile(r"[^\n\x20-\x7e]")
 
 
 def plain(text: str) -> str:
-    r"""Text with every character escaped that is not printable; line breaks stay. ESC becomes ``\x1b``."""
+    r"""Escape every character that is not printable, except line breaks. ESC becomes ``\x1b``."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
-    """`plain` text in which line breaks are spaces: a value inside a line."""
+    """Escape text as `plain` does, and turn line breaks into spaces."""
     return plain(" ".join(text.splitlines()))
 
 
@@ -148,7 +147,7 @@ def show(text: str) -> int:
 
 
 def show_json(text: str) -> int:
-    """As `show`, for a JSON document: what the encoding lacks, or cannot be printed, is escaped as JSON does."""
+    """Print a JSON document as `show` does. What cannot be printed, or the encoding lacks, is escaped as in JSON."""
     stdout = sys.stdout
     encoding = _encoding(stdout) if stdout is not None else "ascii"
 
@@ -172,7 +171,7 @@ def warn(text: str) -> None:
     try:
         _write(sys.stderr, plain(text))
     except (OSError, ValueError):
-        sys.stderr = None  # it cannot be reported; the buffer must not fail again at exit, with status 120
+        sys.stderr = None  # nothing can report it, and the buffer must not fail again at exit, with status 120
 
 
 def _to_stdout(text: str) -> int:

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# -- the agent's own threads, which the training does not notice -------------------------------------------------------
-# * `threading` does not know them. A script may join every thread that `threading.enumerate` returns, or wait until
+# -- the agent's own threads -------------------------------------------------------------------------------------------
+# * `threading` does not list them. A script may join every thread that `threading.enumerate` returns, or wait until
 #   `threading.active_count` is 1.
-# * They block all signals, because signals are meant for the training: the kernel could deliver one to a thread of ours
-#   although the training waits for it with ``sigwait``, which would end the process. So would a scraper that closes its
-#   connection, where the script has set SIGPIPE back to its default.
+# * They block all signals, because signals are meant for the training. If the training waits for a signal with
+#   ``sigwait``, the kernel could deliver it to a thread of ours, which would end the process. So would a scraper that
+#   closes its connection, if the script has set SIGPIPE back to its default.
 # * No garbage collection starts on them. Python collects on the thread whose allocation exceeds the threshold, and then
 #   runs the finalizers of the script there: a connection of sqlite3 that is closed on a thread of ours raises. So while
 #   a thread of ours works, the threshold is higher by `_ROOM` objects, which it does not allocate. A collection that
 #   has become due starts at the next allocation of the script, at most milliseconds later. If a thread of ours hangs (a
 #   file system that does not answer), the script still collects, but less often. `gc.get_threshold` meanwhile returns
-#   the script's threshold: a script that computes another from it, or restores it later, must not do so with ours.
+#   the script's threshold, because a script that computes with it, or restores it later, must not use ours.
 #
 # A thread of ours waits with `Wake` or between `rest` and `work`. Anywhere else it counts as working.
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _FAULTS: Final = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 
 _ROOM: Final = 20_011
-"""More than a tick allocates and keeps: 1,000 to 3,000 objects at its peak. An odd number, which no script chooses."""
+"""A tick allocates and keeps less: 1,000 to 3,000 objects at its peak. An odd number, which no script chooses."""
 
 _MAX_THRESHOLD: Final = 2**31 - 1
 
@@ -50,13 +50,13 @@ _TASKS: Final = "/proc/self/task"
 _running: Final[dict[int, OwnThread]] = {}
 
 harmless: Final[list[OwnThread]] = []
-"""Our threads that run no code of others, such as a logger's client, which may hold a lock that a forked child needs. A
+"""Our threads that run no code of others. Such code, as a logger's client, may hold a lock that a forked child needs. A
 thread is in the list from before it starts until the next one starts after its end."""
 
 _guard = allocate_lock()
 _at_work = 0
-_threshold = 0  # of the script
-_raised = 0  # ours, in place of that while a thread of ours works
+_threshold = 0  # the script's
+_raised = 0  # ours, which replaces the script's while a thread of ours works
 _get_threshold: Final = gc.get_threshold
 
 
@@ -68,13 +68,13 @@ def _threshold_of_script() -> tuple[int, int, int]:
 
 
 def work() -> None:
-    """This thread of ours begins to work."""
+    """Note that this thread of ours begins to work."""
     global _at_work, _threshold, _raised  # noqa: PLW0603
     _guard.acquire()
     _at_work += 1
     if _at_work == 1:
         now = _get_threshold()[0]
-        if now == _raised:  # the script has read ours, by a name of its own, and set it again later
+        if now == _raised:  # the script has read ours under another name, and set it again later
             now = _threshold
         if now:  # with 0 nothing is collected
             _threshold, _raised = now, min(max(now, gc.get_count()[0]) + _ROOM, _MAX_THRESHOLD)
@@ -84,7 +84,7 @@ def work() -> None:
 
 
 def rest() -> None:
-    """This thread of ours is about to wait."""
+    """Note that this thread of ours is about to wait."""
     global _at_work  # noqa: PLW0603
     _guard.acquire()
     _at_work -= 1
@@ -94,7 +94,7 @@ def rest() -> None:
 
 
 def _restore_threshold() -> None:
-    if _raised and _get_threshold()[0] == _raised:  # else the script has set its own meanwhile
+    if _raised and _get_threshold()[0] == _raised:  # otherwise the script has set its own meanwhile
         gc.set_threshold(_threshold)
     if gc.get_threshold is _threshold_of_script:
         gc.get_threshold = _get_threshold
@@ -115,14 +115,15 @@ class OwnThread:
     """A thread of ours.
 
     Args:
-        target: runs on the thread. What it raises is printed, so it must not raise.
+        target: runs on the thread. It must not raise, because that would be printed.
         args: its arguments.
         name: shown by ``top -H`` and in the stacks of a hang; it begins with ``telemetry-``.
         others_code: whether it runs code of others.
 
     Attributes:
-        ident: as `threading.get_ident` returns it; None before the start. ``native``: the kernel's number of it.
-        task: a path that exists while the kernel counts the thread. It does so for a moment after the end.
+        ident: as `threading.get_ident` returns it; None before the start.
+        native: the kernel's number of the thread.
+        task: a path that exists while the kernel counts the thread, which it does for a moment after the end.
     """
 
     __slots__ = ("_args", "_ended", "_others_code", "_started", "_target", "ident", "name", "native", "task")
@@ -153,7 +154,7 @@ class OwnThread:
             harmless.append(self)
         # A new thread inherits the blocked signals of the thread that starts it. A handler of the script may raise at
         # any moment here, because other threads still take signals. So the mask is known before it is changed, and
-        # restored by a function in C: Python runs handlers when a function of `signal` begins.
+        # a C function restores it: Python runs handlers when a function of `signal` begins.
         before = pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
@@ -172,7 +173,7 @@ class OwnThread:
         return self.ident is not None and self._ended.locked()
 
     def join(self, seconds: float = -1) -> bool:
-        """Wait until it has ended, at most this many seconds; by default without a limit. Returns whether it has."""
+        """Wait for the thread's end, at most this many seconds; by default forever. Returns whether it has ended."""
         if self.ident is None:
             return True
         if not self._ended.acquire(True, -1 if seconds == -1 else max(0.0, seconds)):
@@ -198,7 +199,7 @@ class OwnThread:
 
 
 class Wake:
-    """What a thread of ours waits for: it stays set until it is cleared. Any thread may set it, also a signal handler.
+    """A flag for which a thread of ours waits. It stays set until it is cleared. Threads and signal handlers may set it.
 
     `threading.Event` would allocate a lock for each wait, which may start a collection.
     """
@@ -216,7 +217,7 @@ class Wake:
         self._open()
 
     def clear(self) -> None:
-        """Let later waits wait again. Only for the one thread that waits."""
+        """Let later waits wait again. Only the one thread that waits may call it."""
         self._is_set = False
         self._gate.acquire(False)
 
@@ -233,7 +234,7 @@ class Wake:
             _forget_in_threading()
             rest()
         if self._gate.acquire(True, seconds):
-            self._open()  # for the others that wait
+            self._open()  # for other waiting threads
         if ours:
             work()
         return self._is_set
@@ -246,7 +247,7 @@ class Wake:
 
 
 def _forget_in_threading() -> None:
-    """`threading.current_thread`, which libraries call, has put an object for this thread into the list of threads."""
+    """Remove the object that `threading.current_thread` has added for this thread when a library called it."""
     threading._active.pop(get_ident(), None)  # type: ignore[attr-defined]
 
 
@@ -256,7 +257,7 @@ def _forget_ended() -> None:
             try:
                 harmless.remove(thread)
             except ValueError:
-                pass  # another thread has done it
+                pass  # another thread has removed it
 
 
 def _name_for_kernel(task: str, name: str) -> None:
@@ -282,7 +283,7 @@ def _register() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """The child has none of these threads. The fork may have met them at work."""
+    """Forget the threads, which the child does not have. They may have been at work during the fork."""
     global _guard, _at_work
     _guard, _at_work = allocate_lock(), 0
     _restore_threshold()
@@ -298,8 +299,8 @@ def _after_fork_in_child() -> None:
 # hold no lock that a child needs, and the user did not start them. The decision is made when Python warns, because a
 # library may end its threads right before the fork (OpenBLAS does).
 #
-# What runs during a fork consists of C functions. Python drops an exception that is raised there, and a signal handler
-# of the script runs at the first bytecode after its signal.
+# Everything that runs during a fork is a C function. Python drops an exception that is raised there, and a signal
+# handler of the script runs at the first bytecode after its signal.
 
 WARNS: Final = sys.version_info >= (3, 12)
 """Whether this Python warns about a fork with several threads."""
@@ -313,11 +314,11 @@ _MESSAGE: Final = re.compile(
 
 
 class _OursAlone:
-    """Takes the place of the regular expression for modules in a warning filter.
+    """Replaces the regular expression for modules in a warning filter.
 
     Attributes:
-        match: called by Python when it warns; whether all threads but one are the agent's. The number of threads is the
-            number of links of the folder less 2, which needs no descriptor. Ours are counted first: one that ends
+        match: returns whether all threads but one are the agent's. Python calls it when it warns. The number of threads
+            is the folder's number of links less 2, which needs no descriptor. Ours are counted first: one that ends
             meanwhile must not look like the user's.
     """
 
@@ -328,7 +329,7 @@ class _OursAlone:
         self.match = partial(next, map(operator.ge, map(operator.add, ours, repeat(1 + 2)), links))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as an expression that matches nothing. Some libraries send the filters to other processes."""
+        """Pickle as an expression that matches nothing, because some libraries send filters to other processes."""
         return re.compile, ("(?!)",)
 
 
@@ -341,8 +342,8 @@ def _filters() -> map[Any]:
     return map(attrgetter("filters"), repeat(warnings))
 
 
-# The list is changed in place, and not with `warnings.filterwarnings`: that increases the version of the filters, and
-# then Python repeats warnings that it has already shown.
+# The list is changed in place: `warnings.filterwarnings` would increase the version of the filters, and Python would
+# then repeat warnings that it has already shown.
 _without_ours: Final = map(partial(filter, partial(is_not, _FILTER)), _filters())
 _remove: Final = map(operator.setitem, _filters(), repeat(slice(None)), _without_ours)
 _insert: Final = map(operator.setitem, _filters(), repeat(slice(0, 0)), repeat(_wanted))
@@ -360,11 +361,11 @@ def register() -> None:
 
 
 def begin() -> None:
-    """The agent runs."""
+    """Want the filter, because the agent runs."""
     _wanted[:] = [_FILTER]
 
 
 def end() -> None:
-    """The agent has stopped: remove the filter."""
+    """Remove the filter, because the agent has stopped."""
     _wanted.clear()
     next(_remove)
