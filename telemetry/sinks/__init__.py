@@ -1,1 +1,1 @@
-"""Where the figures go besides the log and the endpoint."""
+"""The sinks: they get the figures, besides the log and the endpoint."""

@@ -19,11 +19,11 @@ def make_sinks(names: Iterable[str], run_dir: Path) -> tuple[list[Sink], dict[st
     """Make sinks. Called on the training thread at the start, because the agent's threads must not import anything.
 
     Args:
-        names: of the libraries, see the setting ``sinks``. In this order they are written.
+        names: names of the libraries in the order of writing, see the setting ``sinks``.
         run_dir: the run folder.
 
     Returns:
-        The sinks, and for each name that has none the reason.
+        The sinks, and for each name without one the reason.
     """
     sinks: list[Sink] = []
     missing: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""TensorBoard: an event file for each process, written with TensorBoard's own records."""
+"""TensorBoard: writes an event file for each process, with TensorBoard's own records."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TensorBoardSink(Sink):
             file.close()
 
     def _open(self) -> None:
-        """Open the file, which may be there from an earlier try: a full disk fails the first record."""
+        """Open the file. An earlier try may have left it, because a full disk fails the first record."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
         if os.fstat(self._file.number).st_size:

@@ -1,4 +1,4 @@
-"""Hands the figures to the sinks, on one thread, because a service may block."""
+"""Hands the figures to the sinks on one thread, because a service may block."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class SinkWaits(Exception):  # noqa: N818 - no error: the sink has nothing to write into yet
-    """There is nothing to write into yet, such as no active run. The text says what is missing."""
+    """There is nothing to write into yet, such as no active run. The text names what is missing."""
 
 
 class Sink:
-    """One library. All methods but `forget` are called on the thread of the sinks.
+    """One library. All methods but `forget` are called on the sinks' thread.
 
     Attributes:
-        name: its name, as in the setting ``sinks``.
-        gather_seconds: for how long items are gathered before they are written together; 0 for not at all.
+        name: its name in the setting ``sinks``.
+        gather_seconds: items are gathered for this long and then written together; 0 for not at all.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Sink:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Write what the library still holds, and close files of ours."""
+        """Write what the library still holds, and close our files."""
 
     def forget(self) -> None:
-        """In a forked child: close descriptors, and write nothing."""
+        """Close descriptors and write nothing, in a forked child."""
 
 
 MAX_ITEMS: Final = 360
-"""Items that wait for one sink: an hour, at one every 10 s."""
+"""So many items wait for one sink: an hour, at one every 10 s."""
 
 _ITEMS_AT_ONCE: Final = 10
 
@@ -60,7 +60,7 @@ _LONG_SECONDS: Final = 3600.0
 
 @dataclass(slots=True)
 class _Queue:
-    """The items of one sink, and when it is tried again. ``told``: what it waits for, once that was said."""
+    """The items of one sink, and the time of its next try. ``told``: what it waits for, once that is in the log."""
 
     sink: Sink
     items: deque[SinkItem] = field(default_factory=deque)
@@ -70,7 +70,7 @@ class _Queue:
 
 
 class SinkThread:
-    """Takes items on the agent thread and writes them on a thread of its own, which the first item starts.
+    """Takes items on the agent thread and writes them on its own thread, which the first item starts.
 
     A sink that fails is tried again after a time that doubles. Meanwhile its items wait, up to a limit; then the oldest
     are dropped and counted.
@@ -112,7 +112,7 @@ class SinkThread:
             self._thread = thread
 
     def take_news(self) -> list[tuple[str, int]]:
-        """Messages since the last call, each with the number of failures it stands for, 0 for none."""
+        """Messages since the last call, each with its number of failures, which may be 0."""
         news = []
         while self._news:
             news.append(self._news.popleft())
@@ -165,7 +165,7 @@ class SinkThread:
                     queue.items.extendleft(reversed(items))
                     self._drop_oldest(queue)
                 else:
-                    queue.items.clear()  # there is nothing to write into: they belong to no run of the library
+                    queue.items.clear()  # there is nothing to write into: the items belong to no run of the library
             return
 
     def _drop_oldest(self, queue: _Queue) -> None:

@@ -28,7 +28,7 @@ class WandbSink(Sink):
     name = "wandb"
 
     def __init__(self) -> None:
-        self._defined: str | None = None  # id of the run that knows our axis
+        self._defined: str | None = None  # id of the run that has our axis
 
     def write(self, items: Sequence[SinkItem]) -> None:
         """Give the newest figures to the active run.
@@ -56,11 +56,10 @@ class WandbSink(Sink):
 
 
 # -- MLflow: the figures become metrics of the script's active run -----------------------------------------------------
-# An active run of MLflow belongs to a thread. The thread of the sinks has none, so the newest run of all threads is
-# used.
+# An active run belongs to a thread. The sinks' thread has none, so the newest run of all threads is used.
 
 _METRICS_AT_ONCE: Final = 1000
-"""The most metrics that MLflow's server takes in one request."""
+"""MLflow's server takes at most this many metrics in one request."""
 
 _TAG_LENGTH: Final = 500
 
@@ -68,7 +67,7 @@ _TAG_LENGTH: Final = 500
 class MlflowSink(Sink):
     """Writes into the newest active run of the process. Never imports MLflow: the script has to start the run.
 
-    The run's end is not noticed: what is left is written into the run that was active last.
+    The run's end is not noticed: the rest is written into the run that was active last.
     """
 
     name = "mlflow"
@@ -101,7 +100,7 @@ class MlflowSink(Sink):
 
 
 def _active_run_id(mlflow: Any) -> str | None:
-    """The run of the thread that has started one last. MLflow's public functions tell only this thread's run."""
+    """The run that any thread has started last. MLflow's public functions give only this thread's run."""
     fluent = getattr(getattr(mlflow, "tracking", None), "fluent", None)
     newest = getattr(fluent, "_get_latest_active_run", None)
     run = newest() if newest is not None else None
@@ -109,4 +108,4 @@ def _active_run_id(mlflow: Any) -> str | None:
 
 
 TRACKERS: Final = {"wandb": WandbSink, "mlflow": MlflowSink}
-"""By their names in the setting ``sinks``."""
+"""The sinks by their names in the setting ``sinks``."""

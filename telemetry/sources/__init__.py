@@ -1,1 +1,1 @@
-"""What the agent thread polls, one file for each source."""
+"""The sources that the agent polls, one file for each."""

@@ -22,19 +22,19 @@ def _read(path: str | Path) -> str | None:
 
 
 def _number(path: str | Path) -> int | None:
-    """The number in a file; None if there is no file, or no number in it (``max``, -1: no limit)."""
+    """The number in a file; None without a file, or without a number in it (``max``, -1: no limit)."""
     text = _read(path) or ""
     return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
 
 
 def _pairs(path: str | Path) -> dict[str, int]:
-    """Lines of a name and a number; empty if the file cannot be read."""
+    """The lines of a name and a number; empty if the file cannot be read."""
     words = [line.split(None, 2) for line in (_read(path) or "").splitlines()]
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
 
 
 def cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
-    """For each controller the folders of this process's cgroup and those above it, innermost first."""
+    """For each controller the folders of this process's cgroup and of the groups above, innermost first."""
     found: dict[str, tuple[Path, ...]] = {}
     for line in (_read(f"{proc}/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -46,7 +46,7 @@ def cgroup_folders(proc: Path, mount: Path) -> dict[str, tuple[Path, ...]]:
             else:
                 continue
             inner = root / path.lstrip("/")
-            # Inside a container the path is that of the host, but the mount is already this process's group.
+            # Inside a container the path is the host's, but the mount is already this process's group.
             folders = tuple(f for f in (inner, *inner.parents) if f == root or root in f.parents)
             if any(f.is_dir() for f in folders) and (controllers or controller not in found):
                 found[controller] = tuple(f for f in folders if f.is_dir())
@@ -72,7 +72,7 @@ class PressureSource:
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._pressure = f"{proc}/pressure/"
         self._groups = cgroup_folders(proc, cgroups)
-        # A file that is not there costs as much as one that is.
+        # Looking for a missing file costs as much as reading a file.
         self._has_quota_file = {folder: (folder / _QUOTA).exists() for folder in self._groups.get("cpu", ())}
         self._cpu_stat = self._first("cpu", "cpu.stat")
         self._memory_max = self._first("memory", "memory.max", "memory.limit_in_bytes")
@@ -83,7 +83,7 @@ class PressureSource:
         self._used_before: tuple[int, int] | None = None
 
     def _first(self, controller: str, *files: str) -> Path | None:
-        """The file in this process's cgroup or in the nearest group above that has it."""
+        """The file in this process's cgroup, or in the nearest group above that has it."""
         paths = (folder / file for file in files for folder in self._groups.get(controller, ()))
         return next((path for path in paths if path.is_file()), None)
 
@@ -117,7 +117,7 @@ class PressureSource:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds nothing."""
 
     def _stalled_us(self, resource: str) -> int | None:
         """Microseconds since boot in which some task waited for the resource."""
@@ -160,17 +160,17 @@ def _cores(folder: Path, *, first: bool) -> float | None:
 
 
 # -- the memory cgroup, and how many of its processes the kernel's OOM killer has killed -------------------------------
-# A killed process cannot tell. But the kernel counts, and the other ranks, the next attempt and the report can read the
-# counter of the same group after the kill.
+# A killed process cannot report it. But the kernel counts, and the other ranks, the next attempt and the report can
+# read the counter of the same group after the kill.
 
 EVENTS: Final = ("memory.events", "memory.oom_control")
-"""The file that counts, in cgroup version 2 and in version 1."""
+"""The file with the counter, in cgroup version 2 and in version 1."""
 
 _BOOT_CHARACTERS: Final = 8
 
 
 def group_id(folder: Path, proc: Path) -> str:
-    """Tells a cgroup from all others, also from one of the same name after it was removed, and on other machines.
+    """Make an id that no other cgroup has, also not a later one of the same name, or one on another machine.
 
     Raises:
         OSError: the folder does not exist.
@@ -180,27 +180,27 @@ def group_id(folder: Path, proc: Path) -> str:
 
 
 def oom_kills(path: str | Path) -> int | None:
-    """How many processes of the group the OOM killer has killed so far; None where the kernel does not tell.
+    """How many processes of the group the OOM killer has killed so far; None if the kernel does not report it.
 
     Args:
-        path: of the file of `EVENTS`.
+        path: the group's file of `EVENTS`.
     """
     return _pairs(path).get("oom_kill")
 
 
 class OomCounter:
-    """The counter of one group, found at the start.
+    """The counter of one group, which is chosen at the start.
 
     In version 2 a group counts for those below it, too. So the group is the nearest one with a limit, which all tasks
-    of a job share. In version 1 each group counts for itself alone, and the group is that of the process.
+    of a job share. In version 1 each group counts for itself alone, and the group is the process's own.
 
     Args:
         proc: where /proc is mounted.
         cgroups: where the cgroup hierarchies are mounted.
 
     Attributes:
-        group: which group it is; None if there is no counter.
-        path: of the file.
+        group: id of the group; None without a counter.
+        path: its file.
     """
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
@@ -218,17 +218,15 @@ class OomCounter:
             pass  # the group has been removed
 
     def count(self) -> int | None:
-        """How many so far; None where the kernel does not tell."""
+        """How many processes were killed so far; None if the kernel does not report it."""
         return None if self.path is None else oom_kills(self.path)
 
     def head_fields(self) -> dict[str, Any]:
-        """For the first line of a log: where the counter is, for those who read it later."""
+        """The fields for a log's first line, with which its readers find the counter later."""
         return {} if self.path is None else {"memory_group": self.group, "memory_events": self.path}
 
 
-# -- memory limit ------------------------------------------------------------------------------------------------------
-# How much memory can still be allocated before the kernel kills a process: on the machine, and in each memory cgroup.
-#
+# -- how much memory can still be allocated before the kernel kills a process: on the machine, and in each memory cgroup
 # A cgroup's limit holds for all processes in it and below it. So the groups above this process's own count, too. Page
 # cache is given back when memory is short, so it counts as available.
 
@@ -236,7 +234,7 @@ _KIB: Final = 1024
 
 _RECLAIMABLE: Final = ("active_file", "inactive_file", "slab_reclaimable")
 _RECLAIMABLE_BELOW: Final = ("total_active_file", "total_inactive_file")
-"""Lines of ``memory.stat``. Version 1 has each figure twice: ``total_`` is with the groups below."""
+"""Lines of ``memory.stat``. Version 1 has each figure twice: ``total_`` includes the groups below."""
 
 
 class MemoryLimit(NamedTuple):
@@ -256,7 +254,7 @@ class MemoryLimits:
 
     def __init__(self, proc: Path, cgroups: Path) -> None:
         self._meminfo = proc / "meminfo"
-        self._groups = [  # a file that is not there costs as much as one that is
+        self._groups = [  # looking for a missing file costs as much as reading a file
             (folder, (folder / "memory.limit_in_bytes").exists())
             for folder in cgroup_folders(proc, cgroups).get("memory", ())
         ]
@@ -270,13 +268,13 @@ class MemoryLimits:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def shared_memory(self) -> int | None:
-        """Bytes of shared memory of this process's own group and those below it; None without one."""
+        """Bytes of shared memory of this process's own group and the groups below; None without a group."""
         stats = (_pairs(folder / "memory.stat") for folder, _ in self._groups)
         return next((stat.get("total_shmem", stat["shmem"]) for stat in stats if "shmem" in stat), None)
 
 
 def _limit_of(folder: Path, *, first: bool) -> MemoryLimit | None:
-    """The limit of a cgroup; None if it has none. ``first``: version 1."""
+    """The limit of a cgroup, if it has one. ``first``: version 1."""
     limit = _number(folder / ("memory.limit_in_bytes" if first else "memory.max"))
     used = None if limit is None else _number(folder / ("memory.usage_in_bytes" if first else "memory.current"))
     if limit is None or used is None:

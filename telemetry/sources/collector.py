@@ -16,7 +16,7 @@ _MAX_REASON: Final = 500
 
 
 class CollectorError(Exception):
-    """A source has no reading. The text gives the reason for the reader of the log."""
+    """A source has no reading. The text is the reason, for the reader of the log."""
 
 
 class Collector(Protocol[T_co]):
@@ -25,10 +25,10 @@ class Collector(Protocol[T_co]):
     name: str
 
     def read(self) -> T_co:
-        """One reading.
+        """Take a reading.
 
         Raises:
-            CollectorError: there is no reading; the text gives the reason.
+            CollectorError: there is no reading. The text is the reason.
         """
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Poller(Generic[T]):
         try:
             self.source.close()
         except Exception:
-            pass  # the run ends: nobody can act on it
+            pass  # the run ends, and nobody can act on it
 
     def _failed(self, started: int, error: Exception) -> None:
         self.expected = isinstance(error, CollectorError)

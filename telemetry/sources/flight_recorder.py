@@ -2,12 +2,12 @@
 
 The recorder keeps the newest collectives of a process in a ring. From torch 2.11 on it is on for NCCL and for gloo. The
 variable TORCH_FR_BUFFER_SIZE (before: TORCH_NCCL_TRACE_BUFFER_SIZE) is its size, and 0 turns it off. It is read only
-while the job hangs, and never turned on or off here. What is safe from another thread, by torch's sources:
+while the job hangs, and never turned on or off here. By torch's sources, another thread can safely do this:
 
 * The state of the process groups (newest collective entered, newest completed) takes 0.04 ms and one short lock.
 * The list of the collectives is read for gloo only. For NCCL it asks CUDA for the state of events, with the GIL held: a
   driver that hangs would then stop the whole process. 2,000 collectives take 0.05 s, with the GIL held.
-* Python stacks are never asked for: that can wait for the GIL.
+* Python stacks are never requested, because that can wait for the GIL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ENTRY: Final = re.compile(rb'\{[^{}]*"retired":false[^{}]*\}')
-"""Collectives that have not ended. An entry has no object in it."""
+"""Matches collectives that have not ended. An entry contains no other object."""
 
 ON: Final = "on"
 OFF: Final = "off"
@@ -33,13 +33,13 @@ ABSENT: Final = "absent"
 
 @dataclass(frozen=True, slots=True)
 class RecordedCollectives:
-    """What is known of this process's collectives.
+    """The state of this process's collectives.
 
     Attributes:
-        newest: the one that the others may not have entered: the oldest that has not ended, else the newest; None where
-            there was none.
-        pending: whether it has not ended; None where that is not known.
-        recorder: `ON`, `OFF`, or `ABSENT` where this torch has none for the backend in use.
+        newest: the one that the others may not have entered: the oldest that has not ended, else the newest; None
+            without any.
+        pending: whether it has not ended; None if unknown.
+        recorder: `ON`, `OFF`, or `ABSENT` if this torch has none for the backend in use.
     """
 
     newest: Collective | None
@@ -48,13 +48,13 @@ class RecordedCollectives:
 
 
 class FlightRecorder:
-    """Reads the recorder of this process. Imports nothing: it looks at the modules that the script has imported."""
+    """Reads the recorder of this process. Imports nothing: it looks at modules that the script has imported."""
 
     def __init__(self) -> None:
         self._listed: tuple[tuple[str, int], Collective | None] | None = None
 
     def read(self) -> RecordedCollectives | None:
-        """What is known now; None where torch.distributed is not in use. Any failure of torch's is the same."""
+        """The current state; None if torch.distributed is not in use, or torch fails."""
         dist, c10d = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
         try:
             if dist is None or c10d is None or not dist.is_available() or not dist.is_initialized():
@@ -68,7 +68,7 @@ class FlightRecorder:
             if not status:
                 return RecordedCollectives(_counted(dist), None, OFF)
             return self._read(status, None if on_cuda else dump)
-        except Exception:  # private functions of torch, which may change or refuse
+        except Exception:  # torch's private functions may change or refuse
             return None
 
     def _read(self, status: dict[str, Any], dump: Callable[[bool, bool], bytes] | None) -> RecordedCollectives:
@@ -84,7 +84,7 @@ class FlightRecorder:
         return RecordedCollectives(newest, bool(waiting), ON)
 
     def _listed_as(self, key: tuple[str, int], dump: Callable[[bool, bool], bytes]) -> Collective | None:
-        """The oldest collective that has not ended. The list is read once for each that is the newest."""
+        """The oldest collective that has not ended. The list is read once for each newest one."""
         if self._listed is None or self._listed[0] != key:
             found = _ENTRY.search(dump(True, False))
             self._listed = (key, _collective(json.loads(found.group())) if found else None)
@@ -105,7 +105,7 @@ def _number(status: dict[str, Any], which: str) -> int:
 
 
 def _counted(dist: Any) -> Collective | None:
-    """The number of the newest collective of the default group, which torch counts without a recorder."""
+    """The number of the default group's newest collective, which torch counts without a recorder."""
     count = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
     number = int(count()) if count is not None else 0
     return Collective("", number) if number > 0 else None

@@ -1,6 +1,6 @@
 """Samples the threads of the training process: the code that delays batches or steps, and where ranks wait.
 
-The agent thread takes the samples. One of the training thread holds the GIL for 20 to 50 us, which is its only cost.
+The agent thread takes the samples. A sample of the training thread only costs 20 to 50 us in which it holds the GIL.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from telemetry.util.stacks import Stack
 
 _GAP_SECONDS: Final = 0.02
-"""Mean time between samples."""
 
 _LATE_NS: Final = NS // 1000
-"""A shorter delay is no C call that holds the GIL."""
+"""After a shorter delay, no C call has held the GIL."""
 
 _USER: Final = "lines"
 
@@ -34,7 +33,7 @@ class LineSampler:
     """Profiles of the threads of this process, by what the training thread was doing.
 
     Attributes:
-        profiles: by kind of work.
+        profiles: the profiles by kind of work.
     """
 
     def __init__(self, tracker: StepTracker) -> None:
@@ -44,7 +43,7 @@ class LineSampler:
         self.profiles: dict[str, StackProfile] = {}
 
     def want(self, kinds: frozenset[str]) -> None:
-        """Sample these kinds of work from now on. Without any, no sample is taken."""
+        """Sample these kinds of work from now on. Without any, take no sample."""
         self._kinds = kinds
         if kinds and self._times is None:
             shorten_switch_interval(_USER)
@@ -63,7 +62,7 @@ class LineSampler:
         return self._times is not None
 
     def gap(self) -> float:
-        """Seconds to wait for the next sample. The wait may be cut short: then no sample is due."""
+        """Seconds to wait for the next sample. If the wait is cut short, no sample is due."""
         return self._times.gap() if self._times is not None else float("inf")
 
     def sample(self, due_ns: int) -> None:
@@ -73,7 +72,7 @@ class LineSampler:
             self._sample(times, times.weight_ns(due_ns, now_ns()), 1)
 
     def late(self, due_ns: int) -> None:
-        """Count the time since a stamp at which the agent thread had something else to do, if a C call held it up.
+        """Count the time since a stamp at which other work of the agent thread was due, if a C call held it up.
 
         No sample can become due in that time. So without it, code that holds the GIL would get too small a share.
         """
@@ -103,9 +102,8 @@ class ThreadSamples:
     """The samples since the last call.
 
     Attributes:
-        samples: number of samples in which the thread computed. ``in_sync``: those of them in which ranks wait for one
-            another.
-        where: the line of the user's own code in most samples that are not in sync; else None.
+        samples: samples in which the thread computed. ``in_sync``: those in which ranks wait for one another.
+        where: the line of the user's own code in most of the other samples, if there are any.
     """
 
     samples: int
@@ -114,7 +112,7 @@ class ThreadSamples:
 
 
 class ThreadSampler:
-    """Samples of the training thread while it is in a step and does not wait for a batch."""
+    """Samples the training thread while it is in a step and does not wait for a batch."""
 
     def __init__(self, tracker: StepTracker) -> None:
         self._tracker = tracker
@@ -131,7 +129,7 @@ class ThreadSampler:
         if not stack:
             return
         self._samples += 1
-        # In a collective, DDP, or the backward pass, which reduces, ranks wait for one another.
+        # In a collective, in DDP, or in a backward pass that reduces, ranks wait for one another.
         if collective_in(stack) is not None and not (in_backward(stack) and _is_on_a_core(tracker)):
             self._in_sync += 1
             return
@@ -149,5 +147,5 @@ class ThreadSampler:
 
 
 def _is_on_a_core(tracker: StepTracker) -> bool:
-    """A backward pass on a core computes, and waits for no rank. On a GPU a thread that waits for it may use a core."""
+    """Whether a backward pass computes on a core and waits for no rank. A wait for a GPU may use a core, too."""
     return tracker.device is None and tracker.accelerator is None and is_running(tracker.native_thread)

@@ -20,29 +20,27 @@ if TYPE_CHECKING:
     from telemetry.sources.proc import Stat
 
 
-# -- memory source -----------------------------------------------------------------------------------------------------
-# The memory of the training process and its DataLoader workers, of /dev/shm, and what is left of the limits.
-#
-# Most of it is cheap: `statm` takes 7 µs and no lock. It cannot tell which pages a forked worker still shares with the
-# training process, and only then shows memory that is copied on write. `smaps_rollup` tells. But the kernel goes
+# -- the memory of the training process and its DataLoader workers, of /dev/shm, and what is left of the limits --------
+# Most of it is cheap: `statm` takes 7 µs and no lock. But it does not show which pages a forked worker still shares
+# with the training process, and so hides memory that is copied on write. `smaps_rollup` shows it, but the kernel goes
 # through all pages for it (12 ms for each GiB of small pages) and keeps the process from mapping memory meanwhile. So
-# it is read of a few workers, one at a time, and seldom. It is never read of the training process.
+# it is read for a few workers only, one at a time, and seldom, and never for the training process.
 
 READ_SECONDS: Final = 2.0
-"""Between two readings at first. The time grows with the age of the run, because its trend is what matters."""
+"""The first readings have this distance. It grows with the age of the run, because the run's trend is what matters."""
 
 _AGE_RATIO: Final = 1 / 64
 _MAX_READ_SECONDS: Final = 60.0
 
 _MAX_PROBED: Final = 2
-"""Shared pages are looked for in at most this many workers. All were forked from the same process."""
+"""At most this many workers are searched for shared pages. All were forked from the same process."""
 
 _MAX_PROBE_RATIO: Final = 0.0005
-"""Share of a core for reading `smaps_rollup`: the time from one to the next follows from what the last one took."""
+"""Reading `smaps_rollup` may take this share of a core: the last reading decides when the next one comes."""
 
 _MIN_PROBE_SECONDS: Final = 30.0
-"""Also between two of small workers, which the ratio would allow more often than their trend needs. A worker that was
-never probed is waited for less long."""
+"""Minimum time between two probes. The ratio would allow small workers more than their trend needs. A worker that was
+never probed waits less long."""
 
 _FIRST_PROBES_RATIO: Final = 0.2
 _KIB: Final = 1024
@@ -52,7 +50,8 @@ class MemorySource:
     """The memory of this process, its workers and /dev/shm.
 
     Args:
-        workers: returns the pids of the live workers. ``stat``: reads the stat of one.
+        workers: returns the pids of the live workers.
+        stat: reads the stat of a worker.
         proc: where /proc is mounted, for limits.
         cgroups: where the cgroup hierarchies are mounted.
         shared_memory: the file system of shared memory.
@@ -77,10 +76,10 @@ class MemorySource:
         self._probe_due_ns = 0
         self._newest = MemorySample()
         self._pids: frozenset[int] = frozenset()
-        self._shared: dict[int, int] = {}  # anonymous bytes that a worker shares, by pid
+        self._shared: dict[int, int] = {}  # anonymous bytes that each worker shares, by pid
 
     def read(self) -> MemorySample:
-        """The newest reading. A new one is made when it is due.
+        """Return the newest reading, after making a new one if that is due.
 
         Raises:
             CollectorError: there is no /proc.
@@ -94,7 +93,7 @@ class MemorySource:
         return self._newest
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds nothing."""
 
     def _read(self, now: int) -> MemorySample:
         own = read_stat("self")
@@ -114,7 +113,7 @@ class MemorySource:
         )
 
     def _of_workers(self, now: int) -> tuple[int | None, int | None]:
-        """What the workers have to themselves, and what they share; None before it is known what they share."""
+        """What the workers have to themselves, and what they share; None until the shared part is known."""
         anonymous: dict[int, int] = {}
         for pid in filter(None, self._workers()):
             stat = self._stat(pid)
@@ -126,7 +125,7 @@ class MemorySource:
         probed = sorted(pids)[:_MAX_PROBED]
         missing = [pid for pid in probed if pid not in self._shared]
         if now >= self._probe_due_ns and probed:
-            # The one whose reading is oldest: a dictionary keeps the order of insertion.
+            # The worker with the oldest reading: a dictionary keeps the order of insertion.
             self._probe(missing[0] if missing else next(iter(self._shared)), sooner=len(missing) > 1)
         if not self._shared:
             return None, None
@@ -137,7 +136,7 @@ class MemorySource:
         started = thread_time_ns()
         try:
             shared = shared_bytes(read_small(f"/proc/{pid}/smaps_rollup"))
-        except OSError:  # it has ended, or the kernel is older than 4.14: then nothing is known to be shared
+        except OSError:  # it has ended, or the kernel is older than 4.14: then nothing counts as shared
             shared = 0
         took = (thread_time_ns() - started) / NS
         self._shared.pop(pid, None)
@@ -157,9 +156,9 @@ class MemorySource:
 def shared_bytes(content: bytes) -> int:
     """The anonymous memory that a process shares with another one, from its smaps_rollup (proc(5)).
 
-    The kernel tells what is private (`Private_Dirty`) of all memory, and how much is anonymous. Shared memory and files
-    that are written through a mapping are private, too, as long as no other process maps them. `Pss_Anon` has no part
-    of these, so the smaller of the two is what the process has to itself.
+    The kernel reports how much of all memory is private (`Private_Dirty`), and how much is anonymous. Shared memory and
+    files that are written through a mapping are private, too, as long as no other process maps them. `Pss_Anon` leaves
+    these out, so the smaller of the two is what the process has to itself.
     """
     found = dict(line.split(b":", 1) for line in content.splitlines()[1:] if b":" in line)
     anonymous, private = _kib(found.get(b"Anonymous")), _kib(found.get(b"Private_Dirty"))
@@ -174,8 +173,7 @@ def _kib(value: bytes | None) -> int:
     return int(words[0]) if words and words[0].isdigit() else 0
 
 
-# -- memory of PyTorch's CUDA caching allocator ------------------------------------------------------------------------
-# Never imports torch and never initialises CUDA.
+# -- the memory of PyTorch's CUDA caching allocator, without importing torch or initialising CUDA ----------------------
 
 
 def cuda() -> Any | None:
@@ -189,10 +187,10 @@ def cuda() -> Any | None:
 
 
 class TorchMemorySource:
-    """The bytes allocated for tensors, and the bytes reserved by the allocator.
+    """The bytes allocated for tensors, and the bytes that the allocator reserves.
 
     Args:
-        device: index of the training thread's device. It is passed because the agent thread has its own current device.
+        device: returns the index of the training thread's device; the agent thread has another current device.
     """
 
     name = "torch_memory"
@@ -201,7 +199,7 @@ class TorchMemorySource:
         self._device = device
 
     def read(self) -> TorchMemorySample | None:
-        """One reading; None while CUDA is not in use, which is no failure."""
+        """Take a reading; None while CUDA is not in use, which is no failure."""
         module = cuda()
         if module is None:
             return None
@@ -209,4 +207,4 @@ class TorchMemorySource:
         return TorchMemorySample(module.memory_allocated(device), module.memory_reserved(device))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds nothing."""

@@ -1,4 +1,4 @@
-"""This rank's GPU through NVML, sampled on a thread of its own."""
+"""Samples this rank's GPU through NVML, on its own thread."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FATAL: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_
 """After one of these the GPU or the library is gone, so no other reading works either."""
 
 _NOT_OFFERED: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
-"""Of a feature that will not become available later."""
+"""Codes of a feature that will not become available later."""
 
 _NO_SUCH_DEVICE: Final = frozenset({NOT_FOUND, INVALID_ARGUMENT})
 
@@ -56,13 +56,13 @@ class NvmlError(Exception):
 
 
 class NoGpuError(CollectorError):
-    """Nothing to sample on this machine: no driver, no GPU, or none that this process may use."""
+    """There is nothing to sample: no driver, no GPU, or none that this process may use."""
 
 
 # -- calls of the NVML binding -----------------------------------------------------------------------------------------
-# The only place that imports ``pynvml``, the binding of the package ``nvidia-ml-py``. The import happens on the thread
-# that makes the driver, not on the sampling thread: a child forked during an import inherits the lock of that module
-# without the thread that would release it, and hangs when it imports the module itself.
+# Only this place imports ``pynvml``, the binding of the package ``nvidia-ml-py``. The import happens on the thread that
+# makes the driver, not on the sampling thread: a child forked during an import inherits the lock of that module without
+# the thread that would release it, and hangs when it imports the module itself.
 
 
 class NvmlDriver:
@@ -128,7 +128,7 @@ class NvmlDriver:
 
 
 def _binding() -> ModuleType | ImportError:
-    codecs.lookup("ascii")  # the binding's calls import this codec, so import it here, too
+    codecs.lookup("ascii")  # the binding's calls would import this codec later
     try:
         import pynvml
     except ImportError as error:
@@ -137,8 +137,8 @@ def _binding() -> ModuleType | ImportError:
 
 
 # -- finds the GPU of this rank by UUID, never by a guessed index ------------------------------------------------------
-# NVML sees every GPU of the machine or container. The rank computes on one of them, or on a MIG device of one. torch
-# knows which one after CUDA is initialised. Before that, ``CUDA_VISIBLE_DEVICES`` decides only if it leaves one choice.
+# NVML sees every GPU of the machine or container. The rank computes on one of them, or on a MIG device of one. Torch
+# shows which one after CUDA is initialised. Before that, ``CUDA_VISIBLE_DEVICES`` decides only if it leaves one choice.
 
 _UNKNOWN: Final = "the GPU of this rank is not known before CUDA is initialised"
 
@@ -163,12 +163,12 @@ class GpuDevice:
 
 
 def find_device(driver: NvmlDriver, uuid: str | None, environ: Mapping[str, str]) -> GpuDevice:
-    """This rank's device.
+    """Find this rank's device.
 
     Args:
         driver: an initialised NVML.
         uuid: what torch reports (with or without ``GPU-``, or ``MIG-…``); None before CUDA is initialised.
-        environ: where ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` are read.
+        environ: has ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
 
     Raises:
         NoGpuError: this process cannot use a GPU.
@@ -189,7 +189,7 @@ def find_device(driver: NvmlDriver, uuid: str | None, environ: Mapping[str, str]
 
 
 def _by_torch(driver: NvmlDriver, uuid: str) -> Handle:
-    """Find a device by torch's UUID. torch gives it without the prefix for GPU or MIG devices, so both are tried."""
+    """Find a device by torch's UUID. Torch leaves out the prefix for GPU or MIG devices, so both are tried."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names:
         handle = _by_uuid(driver, name)
@@ -199,7 +199,7 @@ def _by_torch(driver: NvmlDriver, uuid: str) -> Handle:
 
 
 def _by_environment(driver: NvmlDriver, environ: Mapping[str, str]) -> Handle:
-    """The only device that CUDA can choose.
+    """Find the only device that CUDA can choose.
 
     An index refers to CUDA's order. By default the fastest GPU is first, and the order of the others is undefined, even
     if all are equal. Only CUDA_DEVICE_ORDER=PCI_BUS_ID gives NVML's order. So with several GPUs and the default order
@@ -224,7 +224,7 @@ def _by_environment(driver: NvmlDriver, environ: Mapping[str, str]) -> Handle:
 
 
 def _visible(environ: Mapping[str, str], count: int) -> list[int | str]:
-    """``CUDA_VISIBLE_DEVICES`` as CUDA reads it: indexes or UUIDs; all of ``count`` indexes if it is not set.
+    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does: indexes or UUIDs; all of ``count`` indexes if it is not set.
 
     The first invalid entry ends the list, and a repeated one empties it. An index is parsed with strtoul: ``1gpu2``
     is 1.
@@ -246,7 +246,7 @@ def _visible(environ: Mapping[str, str], count: int) -> list[int | str]:
 
 
 def _by_entry(driver: NvmlDriver, entry: str) -> Handle:
-    """The device of ``GPU-<uuid or its beginning>``, ``MIG-<uuid>`` or ``MIG-GPU-<uuid>/<gi>/<ci>``."""
+    """Find the device of ``GPU-<uuid or its beginning>``, ``MIG-<uuid>`` or ``MIG-GPU-<uuid>/<gi>/<ci>``."""
     handle = _by_uuid(driver, entry)
     if handle is not None:
         return handle
@@ -268,7 +268,7 @@ def _instances(driver: NvmlDriver, mig: Handle) -> str:
 
 
 def _only_mig_device(driver: NvmlDriver, gpu: Handle, environ: Mapping[str, str]) -> Handle:
-    """The MIG device of a partitioned GPU. Some versions of CUDA give the UUID of the GPU for its MIG device.
+    """Find the MIG device of a partitioned GPU. Some versions of CUDA report the GPU's UUID for its MIG device.
 
     Raises:
         NoGpuError: the GPU is partitioned, but has no MIG device.
@@ -289,7 +289,7 @@ def _only_mig_device(driver: NvmlDriver, gpu: Handle, environ: Mapping[str, str]
 
 
 def _by_uuid(driver: NvmlDriver, uuid: str) -> Handle | None:
-    """The device with exactly this UUID, GPU or MIG; else None."""
+    """Find the device with exactly this UUID, GPU or MIG; None without one."""
     try:
         return driver.call("nvmlDeviceGetHandleByUUID", uuid)
     except NvmlError as error:
@@ -332,9 +332,8 @@ def _mig_devices(driver: NvmlDriver, gpu: Handle) -> Iterator[Handle]:
 
 
 # -- how busy the SMs are ----------------------------------------------------------------------------------------------
-# The usual "utilisation" is the share of time in which any kernel ran, even if it used one SM of a hundred. How busy
-# the SMs are is measured by hardware counters (GPM, Hopper and newer) or, less precisely, by the driver for each
-# process.
+# The usual "utilisation" is the share of time in which any kernel ran, even on one SM of a hundred. Hardware counters
+# measure how busy the SMs are (GPM, Hopper and newer) or, less precisely, the driver does for each process.
 
 _GPM_METRICS: Final = (2, 3, 5, 10)
 """SM_UTIL, SM_OCCUPANCY, ANY_TENSOR_UTIL and DRAM_BW_UTIL."""
@@ -343,8 +342,8 @@ _GPM_SHORTEST_NS: Final = 100_000_000
 """NVML asks for two samples more than 100 ms apart."""
 
 _PROCESS_WINDOW_US: Final = 1_500_000
-"""How far back samples of a process are read. The slowest GPUs are sampled once per second. With a shorter time no
-sample would be found, and a busy process would appear idle."""
+"""How far back a process's samples are read. The slowest GPUs are sampled once per second. A shorter time would find no
+sample, and a busy process would appear idle."""
 
 _HIGHEST_PERCENT: Final = 101.0
 """Counters are read one after the other, so a busy GPU may give slightly more than 100. Higher values are invalid."""
@@ -360,7 +359,7 @@ class GpmValues(NamedTuple):
 
 
 class GpmReader:
-    """GPU performance monitoring: the hardware counters of Hopper and newer.
+    """Reads the hardware counters of Hopper and newer (GPM, GPU performance monitoring).
 
     A reading is the difference of two samples. Two buffers are allocated once and swapped at each tick: one holds the
     previous sample, one the new one.
@@ -402,7 +401,7 @@ class GpmReader:
         if before is not None and now - before <= self._window_ns:
             self._request.sample1, self._request.sample2 = older, newer
             self._driver.call("nvmlGpmMetricsGet", self._request)
-            # Of the hundreds of entries only the requested ones are filled in, each with its own return code.
+            # Only the requested entries, of hundreds, are filled in, each with its own return code.
             metrics = [self._request.metrics[slot] for slot in range(len(_GPM_METRICS))]
             self._values = GpmValues(*(_ratio(m.value) if m.nvmlReturn == SUCCESS else None for m in metrics))
         return self._values
@@ -423,7 +422,7 @@ def _gpm_supported(driver: NvmlDriver, gpu: Handle) -> bool:
 
 
 def _offered(read: Callable[[], T]) -> T | None:
-    """A reading; None where the GPU or the driver does not offer it, or not to this process."""
+    """Take a reading; None if the GPU or the driver does not offer it, or not to this process."""
     try:
         return read()
     except NvmlError as error:
@@ -466,7 +465,7 @@ def _ratio(percent: float) -> float | None:
     return min(value / 100, 1.0) if 0 <= value <= _HIGHEST_PERCENT else None  # NaN compares false
 
 
-# -- the readings of one GPU, each of them optional --------------------------------------------------------------------
+# -- the readings of one GPU -------------------------------------------------------------------------------------------
 # If the GPU, the driver or a missing permission does not allow a reading, only that reading is None. NVML's units
 # (percent, milliwatts, megahertz) are converted to ratios, watts and hertz.
 
@@ -482,8 +481,8 @@ THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
         "display_clocks": 0x100,
     }
 )
-"""Every value of the ``reason`` label, with NVML's bit. The bit of an idle GPU (0x001) is left out, because an idle GPU
-is not throttled. Bits that later drivers add are left out until they have a name here."""
+"""Every value of the ``reason`` label, with NVML's bit. An idle GPU's bit (0x001) is left out, because an idle GPU is
+not throttled. Bits that later drivers add are left out until they have a name here."""
 
 _MAX_MEMORY_BYTES: Final = float(1 << 44)
 _MAX_MILLIWATTS: Final = 20e6
@@ -491,7 +490,7 @@ _MAX_MILLIJOULES: Final = 1e16
 _MAX_CELSIUS: Final = 200.0
 _MAX_MEGAHERTZ: Final = 10_000.0
 _MAX_REASONS: Final = float(1 << 32)
-"""Values that no GPU reaches. A partly failing driver gives all ones, or a negative number read as unsigned: 1.8e19
+"""No GPU reaches these values. A partly failing driver gives all ones, or a negative number read as unsigned: 1.8e19
 bytes used, 4.3e9 degrees."""
 
 
@@ -500,9 +499,9 @@ class DeviceReader:
 
     Args:
         driver: an initialised NVML.
-        device: what to read.
+        device: the device to read.
         clock: monotonic nanoseconds.
-        window_ns: the longest time over which the hardware counters may be averaged to count as current.
+        window_ns: hardware counters that are averaged over a longer time do not count as current.
     """
 
     def __init__(self, driver: NvmlDriver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
@@ -512,12 +511,12 @@ class DeviceReader:
         self._gpm: GpmReader | None = None
         if _gpm_supported(driver, device.parent):
             self._gpm = GpmReader(driver, device, clock=clock, window_ns=window_ns)
-        self._pids = own_pids()  # by which the driver may know this process
+        self._pids = own_pids()  # the driver may know this process by any of them
         self._process_seen = False
         self._clock_max: float | None = None
 
     def sample(self) -> GpuSample:
-        """Everything that can be read now.
+        """Read everything that is available now.
 
         Raises:
             NvmlError: the GPU or the driver is gone, or no reading is available.
@@ -553,7 +552,7 @@ class DeviceReader:
             memory_used_bytes=used,
             memory_total_bytes=total,
             power_watts=self._number("nvmlDeviceGetPowerUsage", 1e-3, _MAX_MILLIWATTS),
-            energy_joules=energy or None,  # 0: a counter that does not count
+            energy_joules=energy or None,  # 0 comes from a counter that does not count
             temperature_celsius=self._number(temperature, 1, _MAX_CELSIUS, binding.NVML_TEMPERATURE_GPU),
             sm_clock_hertz=self._number("nvmlDeviceGetClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_SM),
             sm_clock_max_hertz=self._clock_max,
@@ -575,7 +574,7 @@ class DeviceReader:
             self._gpm = None
 
     def _optional(self, read: Callable[[], T]) -> T | None:
-        """One reading, or None if it is not available. Records the failures of the sample."""
+        """Take a reading; None if it is not available. Keeps the sample's failures."""
         try:
             return read()
         except NvmlError as error:
@@ -642,7 +641,7 @@ class DeviceReader:
 
 
 def _plausible(reading: str, value: float, most: float) -> float:
-    """A value of the driver as a number.
+    """Convert a value of the driver to a number.
 
     Raises:
         NvmlError: it is negative, above ``most`` or no number.
@@ -653,7 +652,7 @@ def _plausible(reading: str, value: float, most: float) -> float:
     return number
 
 
-# -- this rank's GPU through NVML, sampled on a thread of its own ------------------------------------------------------
+# -- the thread that samples -------------------------------------------------------------------------------------------
 # A wedged driver can block a call forever, so no other thread may make one. The thread stores its newest sample, and
 # ``read`` returns it. The two threads share a few attributes, each replaced as a whole. There is no lock that could be
 # held during a call or inherited by a forked child.
@@ -671,7 +670,7 @@ _CLOSED: Final = "the NVML source is closed"
 
 
 class _Outcome(NamedTuple):
-    """The result of a tick: a sample, or the reason why it is missing. ``at_ns`` is the start of the tick."""
+    """The result of a tick: a sample, or the reason why it is missing. ``at_ns``: the start of the tick."""
 
     sample: GpuSample | None
     reason: str
@@ -683,11 +682,10 @@ class NvmlSource:
 
     Args:
         device_uuid: returns the UUID that torch reports for the training thread's device; None before CUDA is
-            initialised. It is called on the NVML thread once per tick. It must be quick and must not initialise
-            CUDA.
+            initialised. The NVML thread calls it once per tick. It must be quick and must not initialise CUDA.
         interval_seconds: time from the end of one tick to the next.
         deadline_seconds: a call that takes longer counts as hung.
-        environ: source of ``CUDA_VISIBLE_DEVICES`` before CUDA is initialised.
+        environ: has ``CUDA_VISIBLE_DEVICES``, for the time before CUDA is initialised.
         clock: monotonic nanoseconds.
 
     Without a driver or a GPU the thread ends by itself, and a later ``read`` starts it again. While a call hangs, no
@@ -714,7 +712,7 @@ class NvmlSource:
         self._inert: str | None = None
         self._stop = Wake()
         self._driver = NvmlDriver(clock)
-        self._reader: DeviceReader | None = None  # this and the next one: used only on the NVML thread
+        self._reader: DeviceReader | None = None  # only the NVML thread uses this and the next one
         self._uuid: str | None = None
         self._outcome = _Outcome(None, _NOT_YET, 0)
         self._cpu_seconds = 0.0
@@ -778,7 +776,7 @@ class NvmlSource:
     # -- on the NVML thread
 
     def _run(self) -> None:
-        """The thread. It contains every error."""
+        """Run the thread, and contain every error."""
         cpu_before = self._cpu_seconds
         wait: float | None = 0.0
         try:
@@ -792,7 +790,7 @@ class NvmlSource:
             self._failed(f"the NVML thread ended: {type(error).__name__}: {error}")
 
     def _tick(self, waited: float) -> float | None:
-        """Sample once. Returns the seconds until the next time, None if there is nothing to sample."""
+        """Sample once. Returns the seconds until the next time; None if there is nothing to sample."""
         started = self._clock()
         try:
             sample = self._sample()
@@ -806,12 +804,12 @@ class NvmlSource:
             self._failed(str(error) if isinstance(error, NvmlError) else f"{type(error).__name__}: {error}")
             self._shut_down()
             return max(self._interval, min(2 * max(waited, self._interval), _MAX_RETRY_SECONDS))
-        # The time is that of the start: after a call that hung for a minute, the first readings are a minute old.
+        # Stamp the start: after a call that hung for a minute, the first readings are a minute old.
         self._outcome = _Outcome(sample, "", started)
         return self._interval
 
     def _sample(self) -> GpuSample:
-        """One sample of this rank's device. The device is searched first if it is unknown or has changed."""
+        """Sample this rank's device. Find the device first if it is unknown or has changed."""
         self._driver.open()
         uuid = self._device_uuid() or self._uuid
         if uuid != self._uuid:

@@ -1,4 +1,4 @@
-"""Processes and the machine, from direct reads of /proc. They take 7 µs; a general library takes milliseconds."""
+"""Reads processes and the machine from /proc directly. That takes 7 µs; a general library takes milliseconds."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 class Stat:
     """One process: resident bytes, threads, parent's pid, start in ticks since boot, and CPU seconds since its start.
 
-    ``children_cpu_seconds`` is the CPU time of its children that have ended and been waited for. ``anonymous_bytes``:
-    resident memory that is neither of files nor shared memory.
+    ``children_cpu_seconds``: CPU time of its children that have ended and been waited for. ``anonymous_bytes``:
+    resident memory that belongs to no file and is not shared memory.
     """
 
     cpu_seconds: float
@@ -122,8 +122,8 @@ def _read(path: str) -> bytes | None:
 def started() -> int:
     """The number of child processes that may train.
 
-    DataLoader workers and pool workers are not counted, because they are daemons. Managers are not counted, because
-    they only serve objects. Reads a table of multiprocessing and does not poll the children: polling would reap them.
+    DataLoader workers and pool workers do not count, because they are daemons. Managers do not count, because they only
+    serve objects. This reads a table of multiprocessing, because polling the children would reap them.
     """
     process: Any = sys.modules.get("multiprocessing.process")
     children = tuple(getattr(process, "_children", ()))
@@ -131,8 +131,8 @@ def started() -> int:
 
 
 # -- the machine and this process --------------------------------------------------------------------------------------
-# psutil for the machine; for processes the raw `/proc/PID/stat` and `statm`, which take 7 µs where psutil's richer
-# calls take milliseconds.
+# psutil reads the machine. Processes come from the raw `/proc/PID/stat` and `statm`, which take 7 µs where psutil's
+# richer calls take milliseconds.
 
 
 class HostSource:
@@ -150,7 +150,7 @@ class HostSource:
     def read(self) -> HostSample:
         """CPU use since the previous reading; None at the first."""
         times, ratio = self._psutil.cpu_times(), None
-        # Guest time is in user time already.
+        # User time already includes guest time.
         others = sum(getattr(times, name, 0.0) for name in ("iowait", "irq", "softirq", "steal"))
         total = times.user + times.nice + times.system + times.idle + others
         busy = total - times.idle - getattr(times, "iowait", 0.0)
@@ -161,14 +161,14 @@ class HostSource:
         return HostSample(ratio, self._cores, memory.total - memory.available, memory.total)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds nothing."""
 
 
 class ProcessSource:
     """This process.
 
     Args:
-        training_thread: its native thread id.
+        training_thread: returns its native thread id.
     """
 
     name = "process"
@@ -192,4 +192,4 @@ class ProcessSource:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds nothing."""

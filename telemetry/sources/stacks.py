@@ -1,4 +1,4 @@
-"""Where threads and workers stand: as text for a person, and as a few fields that can be compared between ranks."""
+"""Describes where threads and workers stand: as text for a person, and in fields that ranks can compare."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from telemetry.sources.proc import Schedule
 
 MAX_BYTES: Final = 1 << 16
-"""Of all stacks together."""
+"""All stacks together have at most this many bytes."""
 
 Places = frozenset[tuple[str, str]]
-"""Modules and functions."""
+"""Pairs of a module and a function."""
 
 DEBUGGER: Final[Places] = frozenset(
     {("bdb", "trace_dispatch"), ("pdb", "_cmdloop"), ("pydevd", "do_wait_suspend"), ("pydevd", "_do_wait_suspend")}
 )
-"""On the stack of a thread that a debugger has paused."""
+"""One of these is on the stack of a thread that a debugger has paused."""
 
 EPOCH_END: Final[Places] = frozenset({("torch.utils.data.dataloader", "_shutdown_workers")})
-"""On the stack of a thread that waits for workers to end; for each up to five seconds (torch 2.13)."""
+"""This is on the stack of a thread that waits for workers to end; up to five seconds for each (torch 2.13)."""
 
 
 def inside(stack: Stack, places: Places) -> bool:
@@ -42,7 +42,7 @@ def inside(stack: Stack, places: Places) -> bool:
 
 
 def place(stack: Stack) -> str:
-    """A stack in a few words: its innermost frame and the innermost frame of the user's own code.
+    """Describe a stack in a few words: its innermost frame and the innermost frame of the user's own code.
 
     ``wait (threading.py:320) < ... < train (train.py:40)``
     """
@@ -55,7 +55,7 @@ def place(stack: Stack) -> str:
 
 
 def all_stacks(training: int, workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[str]:
-    """One text per stack: of the training thread, the workers and the other threads except the agent's.
+    """One text per stack: the training thread's, the workers' and the other threads' except the agent's.
 
     Stacks at the same place share one text.
 
@@ -71,7 +71,7 @@ def all_stacks(training: int, workers: Sequence[tuple[int, int, float | None, St
 
 
 def _threads(training: int) -> list[tuple[str, str]]:
-    """Heading and stack of every thread except the agent's, the training thread first."""
+    """Heading and stack of every thread except the agent's. The training thread comes first."""
     stacks = []
     for thread in sorted(python_threads(), key=lambda thread: thread.ident != training):
         kind = "training thread" if thread.ident == training else "thread"
@@ -81,7 +81,7 @@ def _threads(training: int) -> list[tuple[str, str]]:
 
 
 def _workers(workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[tuple[str, str]]:
-    """Heading and stack of every worker, the one with the longest running fetch first."""
+    """Heading and stack of every worker. The worker with the longest running fetch comes first."""
     oldest = sorted(workers, key=lambda worker: -(worker[2] or 0.0))
     answers = ask_workers([(pid, port) for _, pid, _, port in oldest])
     return [
@@ -120,8 +120,8 @@ class WorkerStack:
     """The stack of one worker.
 
     Attributes:
-        stack: its lines, the main thread's first. If it is empty, ``missing`` gives the reason.
-        state: state of its main thread, in words; empty if it is unknown.
+        stack: its lines. The main thread's come first. If it is empty, ``missing`` is the reason.
+        state: state of its main thread, in words; empty if unknown.
     """
 
     pid: int
@@ -134,11 +134,11 @@ def ask_workers(workers: Sequence[tuple[int, StackPort | None]]) -> list[WorkerS
     """Ask all workers for their stacks at the same time. Takes at most 1.5 s.
 
     A thread of the worker is woken through a pipe, and answers in memory. No signal is sent: it would interrupt the
-    worker's system calls, and C libraries take that for an error. The pipe is opened through /proc, as files that a
-    process of the same user has open can be. ptrace is not needed.
+    worker's system calls, and C libraries take that for an error. The pipe is opened through /proc, which allows it for
+    files of the same user's processes. ptrace is not needed.
 
     Args:
-        workers: pid and port (None if the worker has none) of each. Workers beyond the first 64 are not asked.
+        workers: pid and port (None if the worker has none) of each. Only the first 64 workers are asked.
 
     Returns:
         One result per worker, in the same order.
@@ -186,10 +186,10 @@ def _wake(pid: int, port: StackPort, number: int) -> str:
     """Write the request into the worker's pipe. Returns why it was not written; empty if it was."""
     closed, path = "it has closed our pipe", f"/proc/{pid}/fd/{port.pipe}"
     try:
-        # Looked at first: to open another file may change something for its owner.
+        # Look first, because opening another file may change something for its owner.
         if str(Path(path).readlink()) != f"pipe:[{port.inode}]":
             return closed
-        # For reading, too: without a reader, a write would send SIGPIPE.
+        # Open it for reading, too: without a reader, a write would send SIGPIPE.
         pipe = raised(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         try:
             if os.fstat(pipe).st_ino != port.inode:
@@ -205,7 +205,7 @@ def _wake(pid: int, port: StackPort, number: int) -> str:
 
 
 def _late(pid: int, port: StackPort, number: int, before: tuple[Schedule, Schedule] | None) -> str:
-    """Why it did not answer in time, by what the kernel tells of the thread that answers and of the main thread."""
+    """Why it did not answer in time, judging by the kernel's figures for its answering and its main thread."""
     after = _schedules(pid, port)
     if before is None or after is None:
         return "it did not answer in time"
@@ -221,7 +221,7 @@ def _late(pid: int, port: StackPort, number: int, before: tuple[Schedule, Schedu
 
 
 def _schedules(pid: int, port: StackPort) -> tuple[Schedule, Schedule] | None:
-    """Of the thread that answers and of the main thread; None if the kernel does not report them."""
+    """The figures of the answering and the main thread; None if the kernel does not report them."""
     answering, main = read_schedule(pid, port.thread), read_schedule(pid, pid)
     return (answering, main) if answering is not None and main is not None else None
 
@@ -242,7 +242,7 @@ _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class StuckPlace:
     """The innermost line of the user's own code (``data.py:88``), the function called there, and the thread's state.
 
-    The texts are valid UTF-8, also where a file has a name that is not: other nodes read them.
+    The texts are valid UTF-8 even if a file's name is not, because other nodes read them.
     """
 
     where: str | None
@@ -259,9 +259,9 @@ def place_of(stack: Stack) -> StuckPlace:
 
 
 def collective_in(stack: Stack) -> str | None:
-    """The name of the collective that a thread is in, by its innermost frames; empty for a backward pass or DDP.
+    """The collective that a thread is in, by its innermost frames; empty for a backward pass or DDP, else None.
 
-    None where it is in neither. A backward pass may also compute.
+    A backward pass may also compute.
     """
     file = stack[0].file if stack else ""
     if file.endswith((_BACKWARD, _DDP)):
@@ -278,7 +278,7 @@ def in_backward(stack: Stack) -> bool:
 
 
 def fetch_in(texts: Sequence[str]) -> StuckPlace | None:
-    """Where the worker stands that has been in a fetch for longest, by the stacks of a stuck run; None without one."""
+    """Where the worker with the longest fetch stands, from the stacks of a stuck run; None without a fetch."""
     for text in texts:
         heading, _, frames = text.partition("\n")
         worker = _WORKER.search(heading)
@@ -298,6 +298,6 @@ def _line(file: str, line: int | str) -> str:
 
 
 def stack_hash(stack: Stack) -> str:
-    """The same on all ranks that are at the same place of the same code."""
+    """A hash that all ranks at the same place of the same code share."""
     text = "\n".join(f"{os.path.basename(s.file)}:{s.line}:{s.function}" for s in stack)  # noqa: PTH119 - text
     return f"{zlib.crc32(text.encode('utf-8', 'backslashreplace')):08x}"

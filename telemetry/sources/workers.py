@@ -45,7 +45,7 @@ class WorkersSource:
 
     Args:
         live: returns the live iterators.
-        retired: returns the iterators that ended since the last call and must still be read; each is returned once.
+        retired: returns each iterator that has ended and must still be read, once.
     """
 
     name = "workers"
@@ -140,7 +140,7 @@ class WorkersSource:
         return self._stats.get(pid) or read_stat(pid)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: the source holds nothing."""
 
     def _count(self, block: WorkerBlock | None) -> tuple[WorkerCounters, ...]:
         """Read a block and add what is new in it to the histogram."""
@@ -150,7 +150,7 @@ class WorkersSource:
         for worker in counters:
             key = (id(block), worker.worker, worker.pid)
             before = self._counted.get(key)
-            # Memory is reused, and with it the id of a block: smaller counters are of another worker.
+            # Memory is reused, and a block's id with it: smaller counters belong to another worker.
             if before is not None and (
                 worker.wall_ns < before.wall_ns or min(map(sub, worker.histogram, before.histogram)) < 0
             ):
@@ -205,7 +205,7 @@ class WorkersSource:
                 shares["cpu_ratio"] = cpu
                 shares["runnable_ratio"] = runnable
                 shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
-                # At most one thread more, Python's own: what exceeds a core are threads of the data set.
+                # At most one thread more, Python's own: everything beyond one core is threads of the data set.
                 shares["pickling_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
         told = [(b.io, a.io) for b, a in both if b.io is not None and a.io is not None]
         if len(told) == len(both):
@@ -243,7 +243,8 @@ class HeadOfLine:
     """Finished batches that wait behind one that is not finished.
 
     Attributes:
-        batches: how many. ``worker``: the number of the worker that they wait for.
+        batches: how many wait.
+        worker: the number of the worker that they wait for.
         seconds: how long its fetch has taken; 0.0 if it has not begun.
     """
 
@@ -253,17 +254,17 @@ class HeadOfLine:
 
 
 class Fetches:
-    """The newest fetches of a loader's workers, to be matched with the batches that were taken.
+    """Matches the newest fetches of a loader's workers with the batches that were taken.
 
-    In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers``. It is that worker's fetch number
-    ``n // workers``. The stamps of both processes come from one clock. A wait for a batch is split at the end of its
-    fetch: before it is fetch wait, after it is transfer wait (pickling, sending, pinning, unpickling). If a later batch
-    is already finished during the fetch wait, that is head-of-line blocking. A transfer needs the worker too, which may
-    be busy with another fetch.
+    In an epoch the DataLoader gives batch number ``n`` to worker ``n % workers`` as its fetch number ``n // workers``.
+    The stamps of both processes come from one clock. A wait for a batch is split at the end of its fetch: before it is
+    fetch wait, after it is transfer wait (pickling, sending, pinning, unpickling). If a later batch is already finished
+    during the fetch wait, that is head-of-line blocking. A transfer needs the worker too, which may be busy with
+    another fetch.
 
     Args:
-        counters: the counters of its workers.
-        workers: number of its workers.
+        counters: the workers' counters.
+        workers: number of workers.
         not_in_turn: epochs in which batches did not come in order. Newly found ones are added.
     """
 
@@ -280,7 +281,7 @@ class Fetches:
         return None if fetches is None else fetches.finished(number)
 
     def _of_epoch(self, worker: int, epoch: int) -> _EpochFetches | None:
-        """A worker's fetches of one epoch; None if they are not kept. The many batches of a tick ask for the same."""
+        """A worker's fetches of one epoch, if kept. They are cached, because a tick asks for them many times."""
         key = worker, epoch
         if key not in self._epochs:
             counters = self._counters.get(worker)
@@ -293,7 +294,7 @@ class Fetches:
         """The sums over these batches: slack, fetch wait and transfer wait. The first batch of an epoch is left out."""
         batches, slack, fetch_wait, transfer_wait = 0, 0, 0, 0
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
-        head_of_line: dict[int, int] = {}  # by the worker that is waited for
+        head_of_line: dict[int, int] = {}  # by the worker that the batches wait for
         workers, not_in_turn, of_epoch = self._workers, self._not_in_turn, self._of_epoch
         for epoch, number, requested, arrived in arrivals:
             place, worker = divmod(number, workers)
@@ -301,8 +302,8 @@ class Fetches:
             if fetches is None:
                 continue
             finished = fetches.finished(place)
-            # It has come before its fetch has ended: workers of an iterable data set have ended one by one, and the
-            # others get more batches.
+            # It came before its fetch ended: workers of an iterable data set have ended one by one, and the others get
+            # more batches.
             if finished > arrived if finished is not None else fetches.is_to_come(place):
                 not_in_turn.add(epoch)
             if finished is None or not number or epoch in not_in_turn:
@@ -380,20 +381,20 @@ class _EpochFetches:
         return self._began + place >= self._counters.ended
 
     def is_long(self, fetch_ns: int) -> bool:
-        """Whether a fetch takes much longer than the usual ones of the worker."""
+        """Whether a fetch takes much longer than the worker's usual ones."""
         return fetch_ns * self._counters.fetches >= _LONG * self._counters.wall_ns > 0
 
     def longest_after(self, place: int, since_ns: int, arrived_ns: int) -> int:
         """The longest later fetch that the worker was in at any time between two stamps.
 
         Args:
-            place: of the batch's own fetch, which is kept. So later ones are, too. They are few: at most
+            place: the place of the batch's own fetch. It is kept, so later ones are, too. There are few: at most
                 `prefetch_factor` batches ahead.
-            since_ns: the first, monotonic.
-            arrived_ns: the second, when the batch arrived.
+            since_ns: the first stamp, monotonic.
+            arrived_ns: the second stamp, when the batch arrived.
 
         Returns:
-            Nanoseconds; for a fetch still in progress, up to the arrival. 0 if there was none.
+            Nanoseconds, up to the arrival for a fetch still in progress. 0 without a later fetch.
         """
         longest, kept = 0, self._kept
         for fetch in range(self._began + place + 1, self._counters.ended):

@@ -199,7 +199,7 @@ class OwnThread:
 
 
 class Wake:
-    """A flag for which a thread of ours waits. It stays set until it is cleared. Threads and signal handlers may set it.
+    """A flag for which a thread of ours waits. It stays set until cleared. Any thread or signal handler may set it.
 
     `threading.Event` would allocate a lock for each wait, which may start a collection.
     """
