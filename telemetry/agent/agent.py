@@ -736,7 +736,6 @@ class Agent:
         self._node.publish(self.identity.rank, view, pace=pace, ended=self._ended)
 
     def _view(self) -> RunView:
-        """What the endpoint shows of this rank."""
         accounting, collectors, last = self.accounting, self._collectors, self.accounting.ledger.last_step_ns
         samples = collectors.samples
         return RunView(

@@ -187,7 +187,6 @@ class LineMonitor:
         )
 
     def _samples_at(self, passed: float, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
-        """Whether to take samples this many seconds after the stall has opened."""
         if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
             return True
         return passed < _MAX_FIRST_SECONDS and not self._names_a_line(stall, kinds)

@@ -584,7 +584,6 @@ class EventLog:
         return {**head, **self._attempt.head_fields(), **settings, **self._known_surroundings()}
 
     def _known_surroundings(self) -> dict[str, Any]:
-        """The versions, cores, script, and loader settings that are known now."""
         version = getattr(sys.modules.get("torch"), "version", None)
         torch = {"torch_version": getattr(version, "__version__", None), "cuda_version": getattr(version, "cuda", None)}
         known = self._environment | torch
@@ -596,7 +595,6 @@ class EventLog:
         return fields
 
     def _news(self) -> dict[str, Any]:
-        """The surroundings that differ from what the log has."""
         before = self._surroundings
         return {name: value for name, value in self._known_surroundings().items() if before.get(name) != value}
 

@@ -377,7 +377,7 @@ class TotalsBuilder:
         return self.totals
 
     def _count(self, sampled: ThreadSamples | None) -> Totals:
-        """The current counters. ``sampled``: new samples of the training thread."""
+        """Count up to now. ``sampled``: new samples of the training thread."""
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker, before = self._accounting, self._tracker, self.totals
         ledger, stats = accounting.ledger, accounting.stats

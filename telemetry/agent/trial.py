@@ -167,7 +167,6 @@ class TrialRun:
         return enough or seconds >= self._plan.max_seconds * _MAX_WARM_UP_SHARE
 
     def _passed(self) -> tuple[int, float]:
-        """Whole measured steps, and their seconds in the training loop."""
         first, last = self._ticks[0].totals, self._ticks[-1].totals
         seconds = last.loop_seconds - first.loop_seconds
         return last.steps - first.steps, seconds + self._open_before - self._accounting.ledger.open_step_seconds

@@ -24,7 +24,7 @@ _MAX_PARAMETERS: Final = 64
 
 
 def _nobody() -> None:
-    """Stands for a weak reference to an object that is gone."""
+    """Return None, as a weak reference to an object that is gone."""
 
 
 class TrainingSigns:

@@ -121,7 +121,6 @@ class WorkerCounts:
         return None if self._lost or len(counts) < batches or UNKNOWN in counts else sum(counts)
 
     def _next(self, block: WorkerBlock) -> tuple[int, int]:
-        """The samples and tokens of the next delivered batch."""
         while True:
             turn, place = divmod(self._index, block.workers)
             worker = (place + self._rotation) % block.workers
@@ -479,8 +478,6 @@ class SampleCounter:
 
 
 class _TrainedSum:
-    """One sum over the training batches."""
-
     def __init__(self) -> None:
         self._sum = 0
         self._known: bool | None = None  # None before the first batch
@@ -488,7 +485,6 @@ class _TrainedSum:
         self._first: array[int] = array("q")  # the sum after each step, until `settle`
 
     def add(self, number: int | None) -> None:
-        """Add a batch; None makes the sum unknown."""
         if number is None:
             self._known = False
         elif self._known is not False:

@@ -165,7 +165,6 @@ class GarbageTimer:
         return partial(next, map(append, stamp))  # next(..., argument): the argument is the default, unused
 
     def _collections(self, since_ns: int, *, workers: bool) -> Iterator[_Collection]:
-        """Collections that began at or after a stamp, oldest first."""
         newer = takewhile(lambda stamp: stamp[1] >= since_ns, reversed([*self._stamps]))
         began: _Stamp | None = None
         for stamp in map(_Stamp._make, reversed([*newer])):
@@ -359,8 +358,6 @@ class BatchRelease:
 
 
 class _Followed:
-    """A batch that is followed."""
-
     def __init__(self, batch: object, ring: Ring) -> None:
         self._head = ring.head + STRIDE  # the head when the next batch, and nothing else, has come
         self._statements = _statements()

@@ -343,7 +343,6 @@ def refused(arguments: Mapping[str, Any]) -> tuple[dict[str, str], int]:
 
 
 def _parts(values: Iterable[object], depth: int = 0) -> Iterator[object]:
-    """The values in lists, tuples and dictionaries, a few of each."""
     for value, _ in zip(values, range(_MAX_PARTS)):  # noqa: B905 - the first few
         if not isinstance(value, (Mapping, list, tuple)):
             yield value
@@ -369,7 +368,6 @@ def _asks_for_its_worker(kind: type) -> bool:
 
 
 def _names(code: object) -> Iterator[tuple[str, ...]]:
-    """The names that a function, and the functions inside it, use."""
     if isinstance(code, CodeType):
         yield code.co_names
         for constant in code.co_consts:

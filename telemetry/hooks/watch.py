@@ -159,7 +159,6 @@ def _first_pull(wrapper: Watched) -> Any:
 
 
 def _bind(wrapper: Watched, tracker: StepTracker | None) -> None:
-    """Time the waits with the agent that runs now."""
     if tracker is wrapper._telemetry_bound:
         return
     timed = _first_pull if tracker is None else timed_next(_pull, tracker)

@@ -337,7 +337,6 @@ class Board:
         return next(itertools.islice(free, max(0, before - 1), None))
 
     def _others(self) -> list[tuple[str, RankHead]]:
-        """The files of other living processes."""
         own = f".{os.getpid()}"
         return [(entry, head) for entry, head in self._living() if not entry.endswith(own)]
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StallView:
-    """Stalls so far. ``active``: the cause of the open stall. ``straggler``: the rank that it waits for, if it does."""
+    """Stalls so far. ``active``: the cause of the open stall. ``straggler``: the rank that causes it, if one does."""
 
     active: str | None
     opened: dict[str, int]
@@ -240,7 +240,6 @@ def _place(gpu: GpuSample | None) -> dict[str, str]:
 
 
 def _fetches(view: RunView) -> Histogram | None:
-    """All fetches of the rank, by workers and by the training thread."""
     own, workers = view.own_fetches, view.worker_fetches
     if own is None or workers is None:
         return own or workers

@@ -210,8 +210,6 @@ class _Families:
 
 
 class _Library(NamedTuple):
-    """The parts of `prometheus_client` that are used."""
-
     metric: type[Metric]
     sample: type[Sample]
     choose_encoder: Callable[[str], tuple[Callable[[Any], bytes], str]]

@@ -120,7 +120,6 @@ class PressureSource:
         """Do nothing: the source holds nothing."""
 
     def _stalled_us(self, resource: str) -> int | None:
-        """Microseconds since boot in which some task waited for the resource."""
         text = _read(self._pressure + resource)
         for line in (text or "").splitlines():
             if line.startswith("some") and "total=" in line:

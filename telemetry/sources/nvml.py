@@ -511,7 +511,7 @@ class DeviceReader:
         self._gpm: GpmReader | None = None
         if _gpm_supported(driver, device.parent):
             self._gpm = GpmReader(driver, device, clock=clock, window_ns=window_ns)
-        self._pids = own_pids()  # the driver may know this process by any of them
+        self._pids = own_pids()  # the driver may list this process under any of them
         self._process_seen = False
         self._clock_max: float | None = None
 
@@ -776,7 +776,6 @@ class NvmlSource:
     # -- on the NVML thread
 
     def _run(self) -> None:
-        """Run the thread, and contain every error."""
         cpu_before = self._cpu_seconds
         wait: float | None = 0.0
         try:
@@ -821,7 +820,6 @@ class NvmlSource:
         return self._reader.sample()
 
     def _shut_down(self) -> None:
-        """Release everything that NVML has allocated."""
         self._forget_device()
         self._driver.close()
 

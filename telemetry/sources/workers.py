@@ -143,7 +143,6 @@ class WorkersSource:
         """Do nothing: the source holds nothing."""
 
     def _count(self, block: WorkerBlock | None) -> tuple[WorkerCounters, ...]:
-        """Read a block and add what is new in it to the histogram."""
         if block is None:
             return ()
         counters = block.read()
@@ -377,11 +376,9 @@ class _EpochFetches:
         return self._ends[number % self._kept] if self._oldest <= number < self._end else None
 
     def is_to_come(self, place: int) -> bool:
-        """Whether a fetch has not ended, by its place in the epoch."""
         return self._began + place >= self._counters.ended
 
     def is_long(self, fetch_ns: int) -> bool:
-        """Whether a fetch takes much longer than the worker's usual ones."""
         return fetch_ns * self._counters.fetches >= _LONG * self._counters.wall_ns > 0
 
     def longest_after(self, place: int, since_ns: int, arrived_ns: int) -> int:

@@ -348,7 +348,6 @@ class _SamplesOfStack:
     lates: dict[int, _Late] = field(default_factory=dict)
 
     def late(self, least_ns: float = 0.0) -> _Late:
-        """The samples that are at least about this late."""
         found = _Late()
         for each in self.lates.values():
             if each.mean_delay_ns >= least_ns:
@@ -365,7 +364,7 @@ class _SamplesOfStack:
 
     @property
     def _is_on_core(self) -> bool:
-        """Whether others may wait for it."""
+        """Whether it is on a core long enough to hold the GIL while others wait."""
         return self._clocked(self.wall_ns, self.cpu_ns) >= _MIN_ON_CORE * self.wall_ns
 
     def _clocked(self, wall_ns: int, cpu_ns: int) -> int:
@@ -373,7 +372,7 @@ class _SamplesOfStack:
         return wall_ns * self.inside_cpu_ns // self.inside_ns if self.inside >= _MIN_INSIDE else cpu_ns
 
     def time(self, wall_ns: int, cpu_ns: int) -> StackTime:
-        """Its time after samples have been moved."""
+        """Its times, from what is left to it after samples have been moved."""
         late = self.late().samples
         waited = (self.turns + late) / max(self.free + self.turns + late, 1)
         on_core = wall_ns if self.takes_turns else self._clocked(wall_ns, cpu_ns)
