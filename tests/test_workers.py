@@ -524,7 +524,7 @@ def test_workers_begun_before_the_agent_are_seen_from_outside():
     iterator = iter(DataLoader(Sleeping(40), batch_size=1, num_workers=1))
     agent = telemetry.start(port="off", start_line=False, interval_seconds=0.1)
     next(iterator)
-    sample = wait_for(lambda: (s := agent._collectors.newest("workers")) and s.cpu_ratio is not None and s)
+    sample = wait_for(lambda: (s := agent._collectors.samples.workers) and s.cpu_ratio is not None and s)
     assert sample.workers == 1
     assert (sample.busy_ratio, sample.blocked_ratio, sample.fetch_duration) == (None, None, None)  # not known: not said
 

@@ -205,14 +205,14 @@ TINY = """
 """
 
 
-@pytest.mark.parametrize(("place", "room"), [("run", "3m"), ("tmp", "1m"), ("/dev/shm", "6m")])
-def test_without_room_the_training_goes_on_as_ever(place, room, tmp_path):
+# A short name: a socket of multiprocessing lies in TMPDIR, and its path may have 107 bytes.
+@pytest.mark.parametrize(("place", "room"), [("run", "3m"), ("tmp", "1m"), ("shm", "6m")], ids=["run", "tmp", "shm"])
+def test_no_room(place, room, tmp_path):
     """Each place in turn is tiny, full, or emptied by other code, and a snapshot is larger than its space."""
     for name in ("run", "tmp"):
         (tmp_path / name).mkdir()
     said = "tiny 320.0\nfull 640.0\nremoved 960.0\n"
     env = quiet(TELEMETRY_RUN="r", TMPDIR=str(tmp_path / "tmp" / "here"))
-    place = place.removeprefix("/dev/")
     start = mounting(tmpfs({"shm": "/dev/shm"}.get(place, place), f"size={room},mode=1777"))
     run(tmp_path, TINY, place, env=env, start=start, code=3, out=said, err="to the end\n")
     snapshots = events(tmp_path / "run", "snapshot", running=True)

@@ -264,7 +264,7 @@ def test_a_busy_worker_is_asked_again_and_again(workers):
 
 
 def test_all_workers_are_asked_at_once(workers):
-    _, _, everyone = workers(Numbers(600), num_workers=16)
+    _iterator, _, everyone = workers(Numbers(600), num_workers=16)  # its workers end with it
 
     def answered():
         answers = ask_workers([*everyone.items()])
