@@ -15,8 +15,9 @@ import time
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "."
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0
-attempt = int(os.environ.get("ATTEMPT", 0)) + int(restarts)
+attempt = sum(
+    int(os.environ.get(name) or 0) for name in ("ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+)
 stamps = open(f"{folder}/stamps-{attempt}-{rank}.jsonl", "a", buffering=1)
 alive = os.open(f"{folder}/alive-{attempt}-{rank}", os.O_WRONLY | os.O_CREAT)
 
