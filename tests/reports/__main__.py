@@ -1,0 +1,96 @@
+"""``python -m tests.reports``: runs the scripts after public reports, and judges what the agent says of them.
+
+For each script: is the cause right, is the line right, is the first advice right and none harmful, and is a predicted
+speed-up near the real one, in samples of new data per second without the agent. Exits with 0 if all goals are reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from benchmarks import machine
+
+from . import runner, table
+from .cases import ALL, SCRIPTS
+
+if TYPE_CHECKING:
+    from .cases import Case
+    from .judgement import Judged
+
+RESULTS: Final = SCRIPTS.parents[2] / "benchmarks" / "results"
+
+_TERMINATED: Final = 143
+"""The exit status that a shell reports for a command that SIGTERM ended."""
+
+
+def main() -> int:
+    """Run the command. Returns 1 if a goal is missed, 2 for a mistake on the command line."""
+    options = _options()
+    unknown = [name for name in options.only if not any(case.name.startswith(name) for case in ALL)]
+    if unknown:
+        print(f"no script begins with {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    cases = [case for case in ALL if not options.only or case.name.startswith(tuple(options.only))]
+    if options.list:
+        for case in cases:
+            print(f"{case.name:32}{' or '.join(case.found) or 'healthy':44}{', '.join(case.public)}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended, too
+    described = machine.describe()
+    paces = runner.Paces(options.paces)
+    results: dict[str, Judged] = {}
+    for case in cases:
+        results[case.name] = runner.run(case, paces, always_paces=options.speedups, keep=options.keep)
+        print(_line(case, results[case.name]), flush=True)
+    about = (
+        f"{described['date']}: {described['cpu']}, {described['cores']} cores, {described['memory_gib']} GiB; "
+        f"Python {described['python']}, torch {described['torch']}; load "
+        f"{' '.join(str(load) for load in described['load_average'])} at the start."
+    )
+    print("\n" + table.text(about, cases, results))
+    if options.results is not None:
+        written = table.write(options.results, described, about, cases, results)
+        print(f"\nwritten: {', '.join(map(str, written))}")
+    return 0 if all(goal.met for goal in table.goals(cases, results)) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.reports", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="scripts whose names begin so")
+    parser.add_argument("--list", action="store_true", help="say what there is, and end")
+    parser.add_argument("--speedups", action="store_true", help="measure real speed-ups also where none is predicted")
+    parser.add_argument("--paces", type=Path, metavar="FILE", help="keep paces without the agent, to measure them once")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each report, as text and JSON")
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help=f"write the table there ({RESULTS.name}: published)"
+    )
+    return parser.parse_args()
+
+
+def _line(case: Case, result: Judged) -> str:
+    if result.error and not result.verdict:
+        return f"{case.name:32} FAILED: {result.error}"
+    parts = [f"{case.name:32} {'right' if result.right else 'WRONG'}: {result.named}"]
+    if result.others:
+        parts.append(f"also {', '.join(result.others)}")
+    if result.line_named:
+        parts.append(f"line {Path(result.line_named).name}{'' if result.line is not False else ' (wrong)'}")
+    if result.advice_given:
+        parts.append(f"{result.advice_given}{'' if result.advice is not False else ' (wrong)'}")
+    if result.harmful:
+        parts.append(f"HARMFUL {result.harmful}")
+    if result.predicted is not None or result.speedup is not None:
+        parts.append(f"predicted {result.predicted}, real {result.speedup and round(result.speedup, 2)}")
+    if result.end is False:
+        parts.append(f"end not said: {result.verdict}")
+    if result.error:
+        parts.append(result.error)
+    return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Compares a report with the truth about a script. Reads reports and starts nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from .cases import Case
+
+MAX_OFF: Final = 0.2
+"""How far a predicted speed-up, or the nearer end of its range, may be from the real one, as a share of it."""
+
+_FIRST: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One entry of the report's ranked list: how the run ended, a stall or a finding.
+
+    Attributes:
+        kind: cause of a stall, kind of a finding, or ``hang: `` and its kind.
+        share: share of the time that it cost. What ended the run comes before all others.
+        lines: ``file:line``, the most important first.
+        advice: as in the report.
+    """
+
+    kind: str
+    share: float
+    lines: tuple[str, ...]
+    advice: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a report said of a script. None: the question does not apply.
+
+    Attributes:
+        named: what was said first; "nothing" if there is nothing.
+        others: what was said besides.
+        cause: whether that is right; of a control, whether nothing was said.
+        line, advice, end: whether these are right.
+        line_named, advice_given: the first line and the first advice.
+        harmful: advice that must not be given; empty without any.
+        predicted, low: the speed-up by the first advice.
+        arguments: the number of workers if the first advice is about that.
+        speedup: the real speed-up of the advised change, or of ``fixed`` without a prediction.
+        error: why there is no report.
+    """
+
+    case: str
+    named: str = ""
+    others: tuple[str, ...] = ()
+    cause: bool = False
+    line: bool | None = None
+    line_named: str = ""
+    advice: bool | None = None
+    advice_given: str = ""
+    end: bool | None = None
+    harmful: str = ""
+    predicted: float | None = None
+    low: float | None = None
+    workers: int | None = None
+    speedup: float | None = None
+    verdict: str = ""
+    error: str = ""
+
+    @property
+    def off(self) -> float | None:
+        """How far the prediction is off, as a share of the real speed-up; None without both. In its range it is not."""
+        if self.predicted is None or not self.speedup:
+            return None
+        nearest = min(max(self.speedup, self.predicted if self.low is None else self.low), self.predicted)
+        return abs(nearest / self.speedup - 1)
+
+    @property
+    def prediction(self) -> bool | None:
+        """Whether the prediction is near the real speed-up; None without a prediction."""
+        if self.predicted is None:
+            return None
+        return self.off is not None and self.off <= MAX_OFF
+
+    @property
+    def right(self) -> bool:
+        """Whether all that was asked is right."""
+        asked = (self.cause, self.line, self.advice, self.end, self.prediction)
+        return not self.error and not self.harmful and all(answer is not False for answer in asked)
+
+
+def judge(case: Case, report: dict[str, Any]) -> Judged:
+    """Judge a report on a script. The real speed-up is not yet in the result."""
+    said = ranked(report)
+    named = said[0].kind if said else "nothing"
+    others = tuple(dict.fromkeys(each.kind for each in said[1:] if each.kind != named))
+    verdict: str = report["verdict"]
+    if case.healthy:
+        calm = not said and not _other_alarm(report) and not verdict.startswith("Starved")
+        return Judged(case.name, named, others, calm, verdict=verdict)
+    first = said[0] if said else Said(named, 0.0, (), ())
+    advice = next((advice for each in said for advice in each.advice), None)
+    return Judged(
+        case.name,
+        named,
+        others,
+        cause=named in case.found,
+        line=_line_right(case, first) if case.line else None,
+        line_named=first.lines[0] if first.lines else "",
+        advice=advice is not None and _matches(case.advice, advice) if case.advice else None,
+        advice_given="" if advice is None else _text(advice),
+        end=re.search(case.ends, verdict, re.IGNORECASE) is not None if case.ends else None,
+        harmful=next((_text(a) for a in _all_advice(report, said) if case.harmful and _matches(case.harmful, a)), ""),
+        predicted=None if advice is None else advice.get("predicted_speedup"),
+        low=None if advice is None else advice.get("predicted_low"),
+        workers=_workers(advice),
+        verdict=verdict,
+    )
+
+
+def ranked(report: dict[str, Any]) -> list[Said]:
+    """What the report says, in its order: how the run ended, then what cost most."""
+    loop = {rank["rank"]: rank["ledger"]["data_wait"] + rank["ledger"]["compute"] for rank in report["ranks"]}
+    said = [_of_finding(finding) for finding in report.get("findings", [])]
+    said += [_of_stall(stall, loop.get(stall["rank"], 0.0)) for stall in report["stalls"]]
+    if report["hang"] is not None:
+        said.append(_of_hang(report["hang"]))
+    return sorted(said, key=lambda each: -each.share)  # stable: findings keep their order
+
+
+def _of_finding(finding: dict[str, Any]) -> Said:
+    share = finding.get("share_ratio")
+    advice = tuple(finding.get("advice") or ())
+    return Said(finding["kind"], _FIRST if share is None else share, _lines(finding.get("lines")), advice)
+
+
+def _of_stall(stall: dict[str, Any], loop_seconds: float) -> Said:
+    evidence = stall["evidence"]
+    lost = (evidence.get("lost_seconds") or {}).get(stall["cause"], 0.0)
+    share = min(1.0, lost / loop_seconds) if loop_seconds else 0.0
+    return Said(stall["cause"], share, _lines(evidence.get("lines")), tuple(stall["advice"]))
+
+
+def _of_hang(hang: dict[str, Any]) -> Said:
+    places = re.findall(r"[\w./-]+\.py:\d+", json.dumps(hang))
+    return Said(f"hang: {hang['kind']}", 2 * _FIRST, tuple(places), ())
+
+
+def _lines(lines: list[dict[str, Any]] | None) -> tuple[str, ...]:
+    return tuple(f"{line['file']}:{line['line']}" for line in lines or ())
+
+
+def _line_right(case: Case, said: Said) -> bool:
+    """Whether a marked line is named first. A stack of a hang has several lines: there it must be one of them."""
+    asked = said.lines if said.kind.startswith("hang") else said.lines[:1]
+    marked = {f"{case.path.name}:{number}" for number in case.lines}
+    return any(line.rsplit("/", 1)[-1] in marked for line in asked)
+
+
+def _text(advice: dict[str, Any]) -> str:
+    setting, value, action = (advice.get(name) for name in ("setting", "value", "action"))
+    typed = f"{setting}={value}" if setting and value else setting or ""
+    return f"{typed}: {action}" if typed else str(action)
+
+
+def _matches(pattern: str, advice: dict[str, Any]) -> bool:
+    return re.search(pattern, _text(advice), re.IGNORECASE) is not None
+
+
+def _workers(advice: dict[str, Any] | None) -> int | None:
+    if advice is None or advice.get("setting") != "num_workers" or not advice.get("value"):
+        return None
+    return int(advice["value"])
+
+
+def _all_advice(report: dict[str, Any], said: list[Said]) -> list[dict[str, Any]]:
+    also = [other for stall in report["stalls"] for other in stall["evidence"].get("also", [])]
+    return [advice for each in said for advice in each.advice] + [a for other in also for a in other.get("advice", [])]
+
+
+def _other_alarm(report: dict[str, Any]) -> bool:
+    """Whether the report says that the steps changed, or that memory runs out."""
+    memory = [rank["memory"] or {} for rank in report["ranks"]]
+    return bool(report["changes"]) or any(each.get("exhausted_in_seconds") is not None for each in memory)

@@ -1,0 +1,180 @@
+"""Runs a script under the agent as a person would, and its variants without the agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from .cases import SCRIPTS, Case
+from .judgement import Judged, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT: Final = SCRIPTS.parents[2]
+_PATIENCE_SECONDS: Final = 90.0
+_BARE: Final = 0.6
+"""Runs without the agent last this part of the run under it."""
+_SMALL_SHM: Final = 'mount -t tmpfs -o size="$0" tmpfs /dev/shm && exec "$@"'
+_PACE: Final = re.compile(r"^PACE (.*)$", re.MULTILINE)
+
+
+class RunError(RuntimeError):
+    """A run failed; the text is one line."""
+
+
+class Paces:
+    """Samples of new data per second without the agent. With a file they are measured once per version of a script.
+
+    Args:
+        path: where they are kept; None to keep nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, float] = {}
+        if path is not None and path.exists():
+            self._known = json.loads(path.read_text(encoding="utf-8"))
+
+    def of(self, case: Case, variant: str, environment: Mapping[str, str]) -> float:
+        """The pace of a variant.
+
+        Raises:
+            RunError: it failed, or printed no pace.
+        """
+        content = b"".join(path.read_bytes() for path in (case.path, SCRIPTS / "common.py"))
+        version = hashlib.sha256(content).hexdigest()[:8]
+        key = " ".join([case.path.stem, variant, *(f"{k}={v}" for k, v in sorted(environment.items())), version])
+        if key not in self._known:
+            self._known[key] = _bare_pace(case, variant, environment)
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._known, indent=1) + "\n", encoding="utf-8")
+        return self._known[key]
+
+
+def run(case: Case, paces: Paces, *, always_paces: bool = False, keep: Path | None = None) -> Judged:
+    """Run a case under the agent, and without it where a speed-up was predicted.
+
+    Args:
+        case: what to run.
+        paces: the paces without the agent.
+        always_paces: also if none was predicted.
+        keep: a folder for the report, as text and JSON.
+    """
+    try:
+        result = judge(case, _report(case, keep))
+    except RunError as error:
+        return Judged(case.name, error=str(error))
+    if case.healthy or case.ends or not (always_paces or result.predicted is not None):
+        return result
+    try:
+        return dataclasses.replace(result, speedup=_speedup(case, result.workers if result.predicted else None, paces))
+    except RunError as error:
+        return dataclasses.replace(result, error=f"without the agent: {error}")
+
+
+def _speedup(case: Case, workers: int | None, paces: Paces) -> float:
+    """The speed-up of the advised workers, else that of the fix."""
+    base = paces.of(case, case.variant, case.environment)
+    if workers is not None:
+        return paces.of(case, case.variant, dict(case.environment) | {"WORKERS": str(workers)}) / base
+    return paces.of(case, "fixed", case.environment) / base
+
+
+def _report(case: Case, keep: Path | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix=f"reports-{case.name}-") as name:
+        folder = Path(name)
+        agent = ["-m", "telemetry", "run", "--run-dir", str(folder / "run"), "--port", "0"]
+        code, output = _finish(case, [*agent, str(case.path), case.variant], case.environment, case.seconds)
+        if code and not case.ends:
+            raise RunError(f"ended with {code}: {_last_line(output)}")
+        if case.ends and not code:
+            raise RunError("has ended as if nothing had happened")
+        told = {}
+        for form in ("--json", "--text"):
+            command = [sys.executable, "-m", "telemetry", "report", str(folder / "run")]
+            done = subprocess.run(
+                command + ["--json"] * (form == "--json"),
+                capture_output=True, text=True, timeout=60, check=False, env=_environment({}),
+            )  # fmt: skip
+            if done.returncode:
+                raise RunError(f"no report: {_last_line(done.stderr)}")
+            told[form] = done.stdout
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{case.name}.json").write_text(told["--json"], encoding="utf-8")
+        (keep / f"{case.name}.txt").write_text(f"{told['--text']}\n-- output --\n{output}", encoding="utf-8")
+    report: dict[str, Any] = json.loads(told["--json"])
+    return report
+
+
+def _bare_pace(case: Case, variant: str, environment: Mapping[str, str]) -> float:
+    code, output = _finish(case, [str(case.path), variant], environment, _BARE * case.seconds)
+    found = _PACE.search(output)
+    if code or found is None:
+        raise RunError(f"{variant} ended with {code}: {_last_line(output)}")
+    return float(json.loads(found[1])["samples_per_second"])
+
+
+def _finish(case: Case, arguments: list[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str]:
+    """Run Python to its end. Returns its exit status and its output.
+
+    Raises:
+        RunError: it cannot be started here, or had to be killed.
+    """
+    command = [_python(case), *arguments]
+    if case.shared_memory:
+        command = ["unshare", "--mount", "sh", "-c", _SMALL_SHM, case.shared_memory, *command]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=tempfile.gettempdir(),
+            env=_environment({"RUN_FOR": f"{seconds:g}", **environment}),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds + _PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"has not ended within {seconds + _PATIENCE_SECONDS:.0f} s") from None
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # workers that outlive it, too
+            except ProcessLookupError:
+                pass
+            process.wait()
+        output.seek(0)
+        return code, output.read()
+
+
+def _python(case: Case) -> str:
+    """This interpreter, or that of the frameworks' environment for a package that this one does not have."""
+    if not case.needs or importlib.util.find_spec(case.needs) is not None:
+        return sys.executable
+    other = ROOT / ".venv-frameworks" / "bin" / "python"
+    if not other.exists():
+        raise RunError(f"{case.needs} is not installed")
+    return str(other)
+
+
+def _environment(added: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables without settings of the agent and of threads, as a person would have them."""
+    dropped = ("TELEMETRY_", "OMP_", "MKL_", "SLURM_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path} | dict(added)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["nothing was said"])[-1][:200]

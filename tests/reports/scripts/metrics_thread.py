@@ -1,0 +1,47 @@
+"""pytorch/pytorch#77139, pytorch/pytorch#180500: another thread of the process holds the GIL."""
+
+import threading
+import time
+
+import common
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 10_000_000
+
+    def __getitem__(self, index):
+        return torch.full((64,), float(index % 97))
+
+
+def summarise():
+    history = list(range(100_000))
+    while True:
+        total = 0
+        for value in history:  # <- slow
+            total += value * value % 7  # <- slow
+        time.sleep(0.005)
+
+
+def main():
+    torch.set_num_threads(1)
+    if not common.FIXED:
+        threading.Thread(target=summarise, name="metrics", daemon=True).start()
+    loader = DataLoader(Rows(), batch_size=32, num_workers=common.workers(1))
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    pace = common.Pace()
+    for x in loader:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if pace.step(len(x)):
+            break
+    pace.say()
+
+
+if __name__ == "__main__":
+    main()
