@@ -40,13 +40,6 @@ def stuck_in_words(category: str) -> str:
     return _STUCK_IN.get(category, f"in {category}")
 
 
-CAUSES: Final = (
-    "loader_on_training_thread", "workers_cpu_bound", "workers_io_bound", "workers_throttled", "worker_startup",
-    "uneven_batches", "batch_transfer", "worker_stuck", "source_slow", "straggler", "checkpoint", "gc_pause",
-    "host_bound", "gpu_throttled", "unknown",
-)  # fmt: skip
-"""Why a run loses time: the values of the ``cause`` label."""
-
 REDONE: Final = "redone"
 RESTORE: Final = "restore"
 REPLAY: Final = "replay"
@@ -815,8 +808,8 @@ DEBUGGED: Final = "debugger"
 """The phase of a rank whose training thread a debugger has paused."""
 
 
-class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The newest window of one rank for its peers.
+class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The newest window of one rank. The log has the paces of all ranks that are compared.
 
     Attributes:
         seconds: length of the window without the start of the run. ``steps``: steps that ended in it. ``last_step``:
@@ -841,6 +834,36 @@ class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         node: name of its node, for a rank on another node; None for a rank of this node.
         node_ranks: number of ranks on that node; 0 for a rank of this node. ``node_fastest``: whether it is one of the
             fastest of them. If the others wait even for these, they wait for all ranks of that node.
+    """
+
+    rank: int
+    seconds: float
+    steps: int
+    compute_seconds: float = msgspec.field(name="compute")
+    exposed_wait_seconds: float | None = msgspec.field(name="exposed")
+    away_seconds: float = msgspec.field(name="away")
+    samples: int = 0
+    in_sync_samples: int = msgspec.field(name="in_sync", default=0)
+    on_gpu: bool = False
+    cause: str | None = None
+    where: str | None = None
+    phase: str | None = None
+    seconds_without_step: float = msgspec.field(name="still", default=0.0)
+    waits_for_ranks: bool = msgspec.field(name="still_in_sync", default=False)
+    gpu_busy_ratio: float | None = msgspec.field(name="gpu_busy", default=None)
+    away_in: str | None = None
+    core_wait_seconds: float | None = msgspec.field(name="core_wait", default=None)
+    cores_busy_ratio: float | None = msgspec.field(name="cores_busy", default=None)
+    node: str | None = None
+    node_ranks: int = 0
+    node_fastest: bool = False
+    last_step: int = 0
+
+
+class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):
+    """The pace of one rank for its peers, with what they need to know of its run.
+
+    Attributes:
         stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
             progress of its training thread, of any kind.
         run_wait_seconds, run_loop_seconds, run_first_wait_seconds: sums of the run so far, see `RankWaits`.
@@ -848,29 +871,7 @@ class RankPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         run_cause: the cause of its costliest stall of the run; None without one. ``run_lost_seconds``: its cost.
     """
 
-    rank: int
-    seconds: float
-    steps: int
-    compute_seconds: float
-    exposed_wait_seconds: float | None
-    away_seconds: float
-    samples: int = 0
-    in_sync_samples: int = 0
-    on_gpu: bool = False
-    cause: str | None = None
-    where: str | None = None
-    phase: str | None = None
-    seconds_without_step: float = 0.0
-    waits_for_ranks: bool = False
-    gpu_busy_ratio: float | None = None
-    away_in: str | None = None
-    core_wait_seconds: float | None = None
-    cores_busy_ratio: float | None = None
-    node: str | None = None
-    node_ranks: int = 0
-    node_fastest: bool = False
     stuck: bool = False
-    last_step: int = 0
     still_seconds: float = 0.0
     run_wait_seconds: float = 0.0
     run_loop_seconds: float = 0.0

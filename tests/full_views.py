@@ -5,12 +5,12 @@ import dataclasses
 import msgspec
 
 from telemetry.config import STEP_BUCKETS
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.node.board import Numbers, RankHead, RankState
 from telemetry.node.metrics import COLLECTOR, AttemptView, HangView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
     CATEGORIES,
-    CAUSES,
     MEMORY_PARTS,
     SNAPSHOT_RESULTS,
     CollectorHealth,

@@ -6,9 +6,9 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.causes import CAUSES, advise
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import CAUSES, Histogram, RankPace, WorkersSample
+from telemetry.records import Histogram, RankPace, WorkersSample
 from tests.slices import Slice, evidence_over
 
 IDLE = WorkersSample(
@@ -122,7 +122,7 @@ samples = st.builds(
 paces = st.builds(
     RankPace, rank=st.integers(0, 9), seconds=amount, steps=st.integers(0, 10**6), compute_seconds=amount,
     exposed_wait_seconds=st.none() | amount, away_seconds=amount, samples=st.integers(0, 100),
-    in_sync_samples=st.integers(0, 100), cause=st.none() | st.sampled_from(CAUSES),
+    in_sync_samples=st.integers(0, 100), cause=st.none() | st.sampled_from(list(CAUSES)),
     where=st.none() | st.just("f (train.py:1)"),
 )  # fmt: skip
 slices = st.builds(

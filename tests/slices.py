@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from telemetry.agent.collectors import Samples
 from telemetry.agent.totals import Readings, integrated
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
@@ -179,6 +181,11 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         peers=part.peers,
     )  # fmt: skip
     return Tick(totals, conditions)
+
+
+def with_part(evidence: Evidence, part: str, **changes: Any) -> Evidence:
+    """Evidence of which one part has other figures."""
+    return structs.replace(evidence, **{part: structs.replace(getattr(evidence, part), **changes)})
 
 
 def evidence_over(slices, *, rank=0, cause=None, **recurring: float) -> Evidence:

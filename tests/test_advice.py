@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from msgspec import structs
 
-from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.hangs import hang_advice
 from telemetry.diagnosis.stalls import MIN_STEPS
 from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.records import Histogram
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, with_workers
-from tests.slices import evidence_over
+from tests.slices import evidence_over, with_part
 
 # -- windows and a short function for the tests of advice --------------------------------------------------------------
 
@@ -120,14 +120,14 @@ def test_what_the_process_took_to_start_is_in_no_step(cause):
 def test_what_the_process_took_to_start_hides_no_others_on_the_cores():
     shared = a_slice(wait=0.6, compute=0.4, process_cpu=0.9, cores=2.0, host_cpu_ratio=1.0, host_cores=2)
     start = dataclasses.replace(shared, seconds=0.01, wait=0.0, compute=0.0, startup=0.01, steps=0, process_cpu=3.0)
-    assert evidence_over([start, *[shared] * 10]).cores == evidence_over([shared]).cores == 1.0
+    assert evidence_over([start, *[shared] * 10]).cpu.cores == evidence_over([shared]).cpu.cores == 1.0
 
 
 def test_a_checkpoint_step_begun_before_the_window_is_not_compared():
     part = a_slice(compute=0.5, checkpoint=0.5, steps=2, checkpoint_steps=1, checkpoint_steps_compute=0.9)
-    assert evidence_over([part]).around_checkpoints_seconds == 0.0
+    assert evidence_over([part]).checkpoints.around_seconds == 0.0
     whole = dataclasses.replace(part, checkpoint_steps_compute=0.4)
-    assert evidence_over([whole]).around_checkpoints_seconds == pytest.approx(0.3)
+    assert evidence_over([whole]).checkpoints.around_seconds == pytest.approx(0.3)
 
 
 def test_a_rare_checkpoint_takes_what_the_first_ones_did():
@@ -146,7 +146,7 @@ def test_a_rare_checkpoint_takes_what_the_first_ones_did():
 def test_steps_that_compute_nothing_hide_no_fetch(compute):
     """No number of batches ahead is infinite, or is advised as such."""
     uneven = evidence_over([CASES["uneven_batches"]])
-    evidence = dataclasses.replace(uneven, compute_seconds=compute, longest_fetch_seconds=1.0)
+    evidence = with_part(structs.replace(uneven, compute_seconds=compute), "fetches", longest_seconds=1.0)
     ahead = [a.value for a in advise("uneven_batches", evidence) if a.setting == "prefetch_factor"]
     assert all(int(batches) <= 64 for batches in ahead)
 
@@ -275,9 +275,9 @@ def test_ranks_that_keep_pace_need_the_cores_as_often():
 def test_cores_that_others_use_are_no_cores_to_put_workers_on():
     part = a_slice(source="training_thread", wait=0.6, compute=0.4, steps=10, process_cpu=1.0, cores=8.0)
     alone = evidence_over([dataclasses.replace(part, host_cores=8, host_cpu_ratio=1.0 / 8)])
-    assert alone.cores == pytest.approx(8.0)
+    assert alone.cpu.cores == pytest.approx(8.0)
     crowded = evidence_over([dataclasses.replace(part, host_cores=8, host_cpu_ratio=1.0)])
-    assert crowded.cores == pytest.approx(1.0)
+    assert crowded.cpu.cores == pytest.approx(1.0)
     assert advise("loader_on_training_thread", alone)
     assert not advise("loader_on_training_thread", crowded)
 
@@ -289,8 +289,8 @@ def test_cores_of_a_quota_that_other_ranks_use_are_none_either():
         host_cpu_ratio=28 / 128, quota=8.0, quota_used=7.0,
     )  # fmt: skip
     shared = evidence_over([part])
-    assert (shared.cores, shared.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
-    assert evidence_over([dataclasses.replace(part, quota_used=1.0)]).cores == pytest.approx(8.0)
+    assert (shared.cpu.cores, shared.cpu.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert evidence_over([dataclasses.replace(part, quota_used=1.0)]).cpu.cores == pytest.approx(8.0)
 
 
 def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
@@ -353,7 +353,7 @@ def test_an_affinity_wider_than_the_free_cores_is_no_limit():
     """Others use six of eight cores, and the workers may run on four."""
     workers = dataclasses.replace(HELD.workers, allowed_cores=4)
     crowded = dataclasses.replace(HELD, workers=workers, cores=8.0, host_cores=8, host_cpu_ratio=0.9, process_cpu=0.3)
-    assert evidence_over([crowded]).cores == pytest.approx(2.0, abs=0.2)
+    assert evidence_over([crowded]).cpu.cores == pytest.approx(2.0, abs=0.2)
     assert "give the job more CPU cores" in advise("workers_throttled", evidence_over([crowded]))[0].action
 
 
@@ -419,7 +419,7 @@ def test_prefetching_covers_the_longest_fetch():
 
     evidence = evidence_over([uneven((1,)), uneven((40, 0, 0, 0, 0, 0, 0, 0, 1))])
     assert (
-        evidence.longest_fetch_seconds == FETCH_BUCKETS[8]
+        evidence.fetches.longest_seconds == FETCH_BUCKETS[8]
     )  # 268 ms, of steps of 8 ms: 34 batches of two workers ahead
     advice = advise("uneven_batches", evidence)[0]
     assert advice.setting == "prefetch_factor"
@@ -483,10 +483,9 @@ def test_workers_of_a_loader_that_is_made_anew_are_not_kept_by_a_setting():
 def handed_over_in(from_busy_seconds: float, cpu_ratio: float | None = None, **settings):
     """The same, with batches that take 2 ms to transfer from an idle worker."""
     evidence = uneven(0.06, **settings)
-    cpu = evidence.worker_cpu_ratio if cpu_ratio is None else cpu_ratio
-    return dataclasses.replace(
-        evidence, moving_seconds=0.002, moving_from_busy_seconds=from_busy_seconds, worker_cpu_ratio=cpu
-    )
+    cpu = evidence.workers.cpu_ratio if cpu_ratio is None else cpu_ratio
+    moved = with_part(evidence, "transfer", seconds=0.002, from_busy_seconds=from_busy_seconds)
+    return with_part(moved, "workers", cpu_ratio=cpu)
 
 
 def test_no_prefetching_makes_up_for_a_worker_that_is_always_slower():
@@ -551,14 +550,14 @@ def test_a_worker_is_not_called_slow_for_one_long_fetch():
 def slowest(*fetched):
     return evidence_over(
         [dataclasses.replace(HELD, workers=dataclasses.replace(HELD.workers, fetched=f)) for f in fetched]
-    ).slowest_fetch_seconds
+    ).fetches.slowest_seconds
 
 
 def test_kept_workers_first_finish_the_batches_of_a_left_epoch():
     short = with_workers(
         busy=0.5, cpu=0.5, fetches=10, workers=2, boundary_wait=0.6, boundaries=4, wait=0.6, compute=0.4, left=4
     )
-    fetch = evidence_over([short]).fetch_seconds
+    fetch = evidence_over([short]).fetches.seconds
     assert fetch == pytest.approx(0.1)
     assert advise("worker_startup", short_of(short, left=0))[0].predicted_speedup == pytest.approx(
         1 / (0.4 + 0.4), rel=0.01

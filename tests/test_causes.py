@@ -11,16 +11,17 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.diagnosis.advice import advise
-from telemetry.diagnosis.causes import costs, crowded_out
-from telemetry.diagnosis.evidence import RecurringCostsWatch, evidence_field
+from telemetry.diagnosis.causes import advise
+from telemetry.diagnosis.costs import costs, crowded_out
+from telemetry.diagnosis.evidence import Gpu, RecurringCostsWatch, evidence_field
 from telemetry.records import Tick
 from tests.data_sets import Numbers
 from tests.slice_cases import CASES, STARVED, a_slice, slices, with_workers
-from tests.slices import Detector, evidence_over, next_tick
+from tests.slices import Detector, evidence_over, next_tick, with_part
 
 # -- evidence about workers and epochs: what counts for a cause, and for how long --------------------------------------
 
@@ -51,8 +52,8 @@ def test_workers_are_not_judged_by_what_they_do_in_an_evaluation():
         workers=dataclasses.replace(busy.workers, busy_ratio=0.0, cpu_ratio=0.0),
     )  # fmt: skip
     alone, between = evidence_over([busy] * 10), evidence_over([busy, evaluating] * 10)
-    assert between.busy_ratio == alone.busy_ratio
-    assert between.fetch_seconds == alone.fetch_seconds
+    assert between.workers.busy_ratio == alone.workers.busy_ratio
+    assert between.fetches.seconds == alone.fetches.seconds
 
 
 def test_workers_of_an_ended_epoch_do_not_count_in_the_next():
@@ -60,7 +61,7 @@ def test_workers_of_an_ended_epoch_do_not_count_in_the_next():
     one = with_workers(busy=0.8, cpu=0.8, workers=1, fetches=100, transfer_wait=0.58, fetch_wait=0.02, **STARVED)
     both = dataclasses.replace(one, workers=dataclasses.replace(one.workers, training_workers=2))
     evidence = evidence_over([*[one] * 6, both, *[one] * 6])
-    assert evidence.workers == 1
+    assert evidence.workers.count == 1
     assert costs(evidence) == pytest.approx(costs(evidence_over([one] * 13)))
 
 
@@ -91,7 +92,7 @@ def test_fetches_that_are_all_long_are_not_stuck():
         with_workers(busy=1.0, cpu=0.1, blocked=0.9, stuck=1.0 + n % 7, fetches=1, workers=8, **STARVED)
         for n in range(30)
     ]
-    assert evidence_over(window).long_fetches == (7.0, 7.0, 7.0, 7.0, 2.0)
+    assert evidence_over(window).fetches.long_seconds == (7.0, 7.0, 7.0, 7.0, 2.0)
     assert "worker_stuck" not in costs(evidence_over(window))
 
 
@@ -124,18 +125,13 @@ def test_a_machine_that_slept_is_no_stall():
 @settings(max_examples=200, deadline=None)
 def test_what_is_waited_for_in_mid_epoch_is_in_some_cause_and_only_once(pieces):
     evidence = evidence_over(pieces)
-    plain = dataclasses.replace(
-        evidence,
-        checkpoint_seconds=0.0,
-        garbage_seconds=0.0,
-        gpu_idle_seconds=None,
-        gpu_slowed_seconds=None,
-        peers=(),
-    )
-    exposed, boundary = plain.exposed_seconds, plain.edge_wait_seconds
+    plain = with_part(evidence, "checkpoints", seconds=0.0)
+    plain = with_part(plain, "garbage", seconds=0.0)
+    plain = structs.replace(plain, gpu=Gpu(), peers=())
+    exposed, boundary = plain.exposed_seconds, plain.edges.wait_seconds
     if not exposed or not plain.wait_seconds:
         return
-    kept = plain.edges >= 2 or plain.source != "workers"
+    kept = plain.edges.count >= 2 or plain.source != "workers"
     expected = exposed if kept else exposed * (1 - min(1.0, boundary / plain.wait_seconds))
     expected += crowded_out(plain)
     assert sum(costs(plain).values()) == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -159,8 +155,8 @@ SLOW_SAMPLER = dict(timed_waits=5, timed_sampler=0.25, timed_sampler_cpu=0.25, t
 
 def test_a_slow_sampler_is_work_of_the_training_thread():
     evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **SLOW_SAMPLER, **IDLE_WORKERS)])
-    assert evidence.sampler_seconds == pytest.approx(0.5)
-    assert evidence.receiving_cpu_seconds == pytest.approx(0.002)
+    assert evidence.sampler.seconds == pytest.approx(0.5)
+    assert evidence.transfer.receiving_cpu_seconds == pytest.approx(0.002)
     lost = costs(evidence)
     assert lost == {"loader_on_training_thread": pytest.approx(0.5), "batch_transfer": pytest.approx(0.1)}
     (advice,) = advise("loader_on_training_thread", evidence)
@@ -177,14 +173,14 @@ def test_a_sampler_that_waits_is_advised_not_to():
     evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **waits, **IDLE_WORKERS)])
     (advice,) = advise("loader_on_training_thread", evidence)
     assert "not wait" in advice.action
-    no_core = dataclasses.replace(evidence, own_runnable_seconds=0.5)
+    no_core = with_part(evidence, "cpu", own_runnable_seconds=0.5)
     (advice,) = advise("loader_on_training_thread", no_core)
     assert "cheaper" in advice.action, "it waited in the run queue"
 
 
 def test_a_sampler_that_was_not_timed_is_absent():
     evidence = evidence_over([with_workers(wait=0.6, compute=0.4, transfer_wait=0.6, **IDLE_WORKERS)])
-    assert evidence.sampler_seconds is None
+    assert evidence.sampler.seconds is None
     assert "sampler_seconds" not in evidence_field(evidence)
     assert set(costs(evidence)) == {"batch_transfer"}
 

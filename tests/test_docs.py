@@ -15,8 +15,8 @@ from telemetry.agent.hangs import Hang
 from telemetry.agent.lines import LineFindings
 from telemetry.config import Config
 from telemetry.diagnosis import hangs
-from telemetry.diagnosis.causes import THRESHOLDS, Thresholds
-from telemetry.records import CAUSES
+from telemetry.diagnosis.causes import CAUSES
+from telemetry.diagnosis.costs import THRESHOLDS, Thresholds
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import (
     ENDED,
     EXPECTED,
@@ -28,7 +29,7 @@ from telemetry.diagnosis.hangs import (
     paused,
     with_sentence,
 )
-from telemetry.records import CATEGORIES, CAUSES
+from telemetry.records import CATEGORIES
 from telemetry.util.text import named, ranges
 from tests.slice_cases import STARVED, a_slice
 from tests.slices import Detector

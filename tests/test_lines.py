@@ -363,7 +363,7 @@ def test_the_what_ifs_of_a_checkpoint():
     evidence = evidence_over([CASES["checkpoint"]])
     removed, _ = line_advice(evidence, work.CHECKPOINT, a_line(1.0), cause="checkpoint")
     whole = evidence.loop_and_checkpoint_seconds
-    assert removed.predicted_speedup == pytest.approx(whole / (whole - evidence.checkpoint_seconds), abs=0.01)
+    assert removed.predicted_speedup == pytest.approx(whole / (whole - evidence.checkpoints.seconds), abs=0.01)
 
 
 @pytest.mark.parametrize(("cause", "part"), CASES.items(), ids=[*CASES])

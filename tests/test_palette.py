@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grafana import colours
-from telemetry.records import CAUSES
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.report.html import charts, palette
 
 MACHADO = {

@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 
 from telemetry.agent.stalls import stall_fields
 from telemetry.cli import main
-from telemetry.diagnosis.advice import WORTH_IT, advise
-from telemetry.diagnosis.causes import costs, shares_of
+from telemetry.diagnosis.advice import WORTH_IT
+from telemetry.diagnosis.causes import CAUSES, advise, shares_of
+from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.stalls import Stall
 from telemetry.diagnosis.stragglers import held_up_by
 from telemetry.diagnosis.verdict import recommended
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.records import CAUSES, Advice, Deliveries, ProcessSample, RankPace
+from telemetry.records import Advice, Deliveries, ProcessSample, RankPace
 from telemetry.report.logs import load
 from tests.monitored_rank import Run
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
-from tests.slices import Detector, evidence_over
+from tests.slices import Detector, evidence_over, with_part
 from tests.zoo.test_replay import RECORDED, evidence_of
 
 
@@ -159,8 +160,10 @@ def test_what_the_first_checkpoints_of_a_run_took_is_remembered():
         machine.update(a_slice(seconds=1 + took, compute=1.0, checkpoint=took, steps=10, checkpoint_steps=1))
     assert machine.stall.cause == "checkpoint"
     evidence = machine.stall.evidence
-    assert evidence.checkpoint_seconds / evidence.checkpoints == pytest.approx(0.4)  # the window has forgotten them
-    assert evidence.early_checkpoint_seconds == pytest.approx(1.0)
+    assert evidence.checkpoints.seconds / evidence.checkpoints.count == pytest.approx(
+        0.4
+    )  # the window has forgotten them
+    assert evidence.checkpoints.early_seconds == pytest.approx(1.0)
 
 
 def test_a_tick_that_is_skipped_is_in_no_window():
@@ -277,14 +280,14 @@ def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(busy, c
 
 
 GROWS = {
-    "checkpoint": "checkpoint_seconds",
-    "gc_pause": "garbage_seconds",
-    "host_bound": "gpu_idle_seconds",
-    "gpu_throttled": "gpu_slowed_seconds",
-    "worker_startup": "edge_wait_seconds",
-    "batch_transfer": "transfer_wait_seconds",
-    "uneven_batches": "fetch_wait_seconds",
-    "worker_stuck": "long_fetches",
+    "checkpoint": ("checkpoints", "seconds"),
+    "gc_pause": ("garbage", "seconds"),
+    "host_bound": ("gpu", "idle_seconds"),
+    "gpu_throttled": ("gpu", "slowed_seconds"),
+    "worker_startup": ("edges", "wait_seconds"),
+    "batch_transfer": ("waits", "transfer_seconds"),
+    "uneven_batches": ("waits", "fetch_seconds"),
+    "worker_stuck": ("fetches", "long_seconds"),
 }
 """By cause, what its evidence is more of."""
 
@@ -298,9 +301,10 @@ def test_nor_does_more_of_what_else_a_cause_is_told_by(cause, pieces, more):
         lost = costs(evidence)
         if not lost or max(lost, key=lost.get) != cause:
             continue
-        seen = getattr(evidence, GROWS[cause])
+        part, figure = GROWS[cause]
+        seen = getattr(getattr(evidence, part), figure)
         then = (*seen, more) if isinstance(seen, tuple) else (seen or 0.0) + more
-        grown = costs(dataclasses.replace(evidence, **{GROWS[cause]: then}))
+        grown = costs(with_part(evidence, part, **{figure: then}))
         assert max(grown.values()) == grown[cause]
 
 
@@ -508,7 +512,7 @@ def test_the_cause_of_a_stall_stays_first_if_another_costs_more():
 
 def test_a_cause_that_costs_less_than_half_of_the_first_is_not_named():
     evidence = recorded()
-    small = dataclasses.replace(evidence, checkpoint_seconds=2.0)
+    small = with_part(evidence, "checkpoints", seconds=2.0)
     assert [share.cause for share in shares_of("loader_on_training_thread", small)] == ["loader_on_training_thread"]
     assert "also" not in fields_of(small, "loader_on_training_thread")["evidence"]
 
@@ -548,7 +552,7 @@ NO_WORKERS = a_slice(
 @pytest.mark.parametrize(("cause", "part"), [("workers_io_bound", WORKERS), ("loader_on_training_thread", NO_WORKERS)])
 def test_storage_of_this_machine_may_need_cores_for_the_pace(cause, part):
     evidence = evidence_over([part])
-    others = evidence.cores_of_others
+    others = evidence.cpu.cores_of_others
     advice = first(cause, part)
     assert advice.predicted_low is not None
     # With all others at the new pace, the two cores are the limit: what they use in 100 ms comes to each step.

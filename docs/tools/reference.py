@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import Struct, structs
+
 from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.config import GROUPS, setting_docs
 from telemetry.diagnosis.evidence import Evidence, evidence_field
@@ -292,7 +294,13 @@ def fields_part() -> str:
 def written_evidence() -> dict[str, Any]:
     """The field ``evidence`` of a stall in which everything was measured."""
     pace = RankPace(**dict.fromkeys(RankPace.__struct_fields__, 1))
-    return evidence_field(_filled(Evidence, pace=pace, peers=(pace,), earlier_paces=(pace,), long_fetches=(1.0,)))
+    values: dict[str, Any] = {}
+    for spec in structs.fields(Evidence):
+        part = spec.type if isinstance(spec.default, Struct) else None
+        values[spec.name] = 1 if part is None else part(**dict.fromkeys(part.__struct_fields__, 1))
+    paces = {"pace": pace, "peers": (pace,), "earlier_paces": (pace,)}
+    evidence = Evidence(**values | paces)
+    return evidence_field(structs.replace(evidence, fetches=structs.replace(evidence.fetches, long_seconds=(1.0,))))
 
 
 def written_workers() -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.lines import line_advice, line_verdict, verdict_part
 from telemetry.sources.lines import LineSampler
 from telemetry.util.clock import NS, now_ns, sleep
@@ -141,7 +142,7 @@ class LineMonitor:
         slow = holds_others_up and stall is None
         kinds = work.SLOW_RANK if slow else ()
         if stall is not None and not stall.is_hang:
-            kinds = work.WORK.get(stall.cause, ())
+            kinds = CAUSES[stall.cause].work
         elif not slow:
             self._forget()
         self._keep_ended()
@@ -285,7 +286,7 @@ class LineMonitor:
 
     def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:
         """The samples that count for a stall, if any, and the kind of work in them."""
-        kinds, profiles = work.WORK.get(stall.cause, ()), self.sampler.profiles
+        kinds, profiles = CAUSES[stall.cause].work, self.sampler.profiles
         if kinds[:1] == (work.WAIT,) and stall.evidence.source != "read_ahead":
             kind = work.SAMPLER if stall.evidence.source == "workers" else work.WAIT
             return profiles.get(work.WAIT), kind

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from telemetry.agent.hangs import HangMonitor
-from telemetry.diagnosis.advice import advise
-from telemetry.diagnosis.causes import shares_of, with_what_remains
+from telemetry.diagnosis.causes import advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
 from telemetry.diagnosis.hangs import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnosis.stalls import StallDetector

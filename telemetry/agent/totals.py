@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from telemetry.agent.collectors import Samples
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.records import (
-    CAUSES,
     Conditions,
     CpuTotals,
     EpochTotals,

@@ -1,12 +1,13 @@
-"""Advice for each cause: what to change, and the predicted speed-up."""
+"""Advice for each cause: what to change, and the predicted speed-up. `telemetry.diagnosis.causes` lists the causes."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.causes import THRESHOLDS, costs, crowded_out, less, own_time, without_own_time
+from msgspec.structs import replace
+
+from telemetry.diagnosis.costs import THRESHOLDS, crowded_out, less, own_time, without_own_time
 from telemetry.diagnosis.model import (
     best_workers,
     gain_of,
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 WORTH_IT: Final = 1.05
 """Advice with a smaller predicted speed-up is left out: it is not worth a person's time."""
-
-_MAX_ADVICE: Final = 3
 
 ON_CPU: Final = 0.5
 """Workers whose fetches use the CPU for this share of their time hold the GIL most of the time."""
@@ -68,18 +67,6 @@ _MUCH_LONGER: Final = 1.5
 """From this factor on, the reason mentions that rare checkpoints take longer than frequent ones."""
 
 
-def advise(cause: str, evidence: Evidence) -> tuple[Advice, ...]:
-    """At most three changes, the most useful first. Empty if no change would help."""
-    make = _BY_CAUSE.get(cause)
-    if make is None or (cause in _OF_STEPS and not evidence.steps):
-        return ()
-    own = cause in {"loader_on_training_thread", "gc_pause", "batch_transfer"}  # they look at that time themselves
-    if evidence.source == "workers" and not own:
-        evidence = without_own_time(evidence)
-    wanted = make(evidence)
-    return tuple(a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= WORTH_IT)[:_MAX_ADVICE]
-
-
 def _do(action: str, because: str, gain: float | None = None) -> Advice:
     return Advice(action, None, None, gain, because)
 
@@ -91,7 +78,7 @@ def _cpu_words(share: float | None) -> str:
 # -- sources that deliver fewer batches than the training loop could use -----------------------------------------------
 
 
-def _on_training_thread(evidence: Evidence) -> list[Advice]:
+def on_training_thread(evidence: Evidence) -> list[Advice]:
     """Advice if the training thread fetches batches itself, or runs a slow sampler for the workers."""
     if evidence.source == "workers":
         return _slow_sampler(evidence)
@@ -110,12 +97,12 @@ def _on_training_thread(evidence: Evidence) -> list[Advice]:
 
 def _slow_sampler(evidence: Evidence) -> list[Advice]:
     """Advice if the sampler, which the training thread runs for the workers, is slow."""
-    now, own, cpu = evidence.step_seconds, own_time(evidence), evidence.sampler_cpu_ratio
+    now, own, cpu = evidence.step_seconds, own_time(evidence), evidence.sampler.cpu_ratio
     each, at_edges = own.all_sampler / evidence.steps, own.edge_sampler
-    if evidence.edges < THRESHOLDS.epoch_boundaries and evidence.edge_share_of_sampler > 0:
+    if evidence.edges.count < THRESHOLDS.epoch_boundaries and evidence.sampler.edge_share > 0:
         # Epochs are longer than the window, so the starts in it are not representative.
-        rest = now - evidence.edge_sampler_seconds / evidence.steps
-        now = rest / max(1e-9, 1 - evidence.edge_share_of_sampler)
+        rest = now - evidence.sampler.edge_seconds / evidence.steps
+        now = rest / max(1e-9, 1 - evidence.sampler.edge_share)
         each = own.sampler / evidence.steps + now - rest
         at_edges = (now - rest) * evidence.steps
     if each <= 0:
@@ -124,13 +111,14 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
     because += _cpu_words(cpu)
     if at_edges >= _MIN_MENTIONED * each * evidence.steps:
         because += f"; {100 * at_edges / (each * evidence.steps):.0f} % of it is at epoch boundaries"
+    on_cpu = 1.0 if cpu is None else cpu
     without = replace(
         without_own_time(evidence),
         compute_seconds=evidence.compute_seconds + own.all_garbage,
-        process_cpu_per_step_seconds=less(evidence.process_cpu_per_step_seconds, each * (1.0 if cpu is None else cpu)),
+        cpu=replace(evidence.cpu, process_seconds_per_step=less(evidence.cpu.process_seconds_per_step, each * on_cpu)),
     )
     fetch, fetch_cpu = _fetch_on_its_own(evidence)
-    at_least = predicted_step(without, fetch=fetch, fetch_cpu=fetch_cpu, workers=max(1, evidence.workers))
+    at_least = predicted_step(without, fetch=fetch, fetch_cpu=fetch_cpu, workers=max(1, evidence.workers.count))
     if cpu is not None and cpu + _run_queue_delay_ratio(evidence) < ON_CPU:
         action = "make the sampler not wait: keep what it reads in memory, or draw indices ahead on another thread"
     elif at_edges >= ON_CPU * each * evidence.steps:
@@ -142,7 +130,7 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
 
 def _run_queue_delay_ratio(evidence: Evidence) -> float:
     window = evidence.window_seconds
-    return min(1.0, (evidence.own_runnable_seconds or 0.0) / window) if window > 0 else 0.0
+    return min(1.0, (evidence.cpu.own_runnable_seconds or 0.0) / window) if window > 0 else 0.0
 
 
 def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | None = None) -> list[Advice]:
@@ -150,7 +138,7 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
     fetch = evidence.wait_seconds / evidence.steps if fetch is None else fetch
     moved, fetch_cpu, first = _without_own_fetches(evidence, fetch)
     workers, step = best_workers(moved, fetch, fetch_cpu, boundary=first)
-    if evidence.edges >= THRESHOLDS.epoch_boundaries:
+    if evidence.edges.count >= THRESHOLDS.epoch_boundaries:
         action += ", and keep the workers between epochs (persistent_workers=True)"
     on_cpu = evidence.own_fetch_cpu_ratio
     because = f"{why}: {ms(fetch)} of every {ms(evidence.step_seconds)}{_cpu_words(on_cpu)}"
@@ -165,48 +153,52 @@ def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, fl
         The evidence without them, the CPU seconds of a step's fetches in workers, and the seconds per step of the
         first fetches of epochs, which are not prefetched.
     """
-    own_cpu, compute = evidence.process_cpu_per_step_seconds, evidence.step_compute_seconds
+    own_cpu, compute = evidence.cpu.process_seconds_per_step, evidence.step_compute_seconds
     if evidence.own_fetch_cpu_ratio is not None:
         fetch_cpu = min(fetch * evidence.own_fetch_cpu_ratio, own_cpu or fetch)
     else:  # CPU time beyond the compute was spent on fetches
         fetch_cpu = fetch if own_cpu is None else min(fetch, max(0.0, own_cpu - compute))
     rest = compute if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
     in_workers = _SHARED_CORES_FACTOR * fetch_cpu + _WORKER_BATCH_SECONDS * evidence.batches_per_step
-    moved = replace(evidence, process_cpu_per_step_seconds=_SHARED_CORES_FACTOR * rest)
-    return moved, in_workers, evidence.edges * fetch / evidence.batches_per_step / evidence.steps
+    moved = replace(evidence, cpu=replace(evidence.cpu, process_seconds_per_step=_SHARED_CORES_FACTOR * rest))
+    return moved, in_workers, evidence.edges.count * fetch / evidence.batches_per_step / evidence.steps
 
 
-def _cpu_bound(evidence: Evidence) -> list[Advice]:
+def cpu_bound(evidence: Evidence) -> list[Advice]:
+    """Advice if the workers' CPU time is the limit."""
     return [*_more_workers(evidence), _cheaper_in_worker(evidence)]
 
 
-def _io_bound(evidence: Evidence) -> list[Advice]:
-    fetch, blocked = evidence.fetch_seconds, evidence.worker_blocked_ratio
+def io_bound(evidence: Evidence) -> list[Advice]:
+    """Advice if the workers wait for storage or the network."""
+    fetch, blocked = evidence.fetches.seconds, evidence.workers.blocked_ratio
     advice = _more_workers(evidence, ", if the storage can serve more requests at once")
     if fetch is not None and blocked is not None:
         because = f"workers are blocked for {100 * blocked:.0f} % of the {ms(fetch)} that a batch takes"
-        if evidence.read_bytes and evidence.fetches:
-            because += f", and read {evidence.read_bytes / evidence.fetches / 1e6:.1f} MB from storage for each"
+        read, count = evidence.fetches.read_bytes, evidence.fetches.count
+        if read and count:
+            because += f", and read {read / count / 1e6:.1f} MB from storage for each"
         advice.append(_faster_storage(because))
     return advice
 
 
-def _throttled(evidence: Evidence) -> list[Advice]:
+def throttled(evidence: Evidence) -> list[Advice]:
     """Advice if there are too few cores, or the workers may not use all of them."""
-    runnable, cores = evidence.worker_runnable_ratio, evidence.worker_cores
-    share = runnable if runnable is not None else evidence.worker_blocked_ratio or 0.0
+    runnable, cores = evidence.workers.runnable_ratio, evidence.workers.cores
+    share = runnable if runnable is not None else evidence.workers.blocked_ratio or 0.0
     because = f"workers wait for a core for {100 * share:.0f} % of their time in fetches"
-    if evidence.throttled_ratio:
-        used_up = 100 * evidence.throttled_ratio
-        because += f"; the CPU quota of {evidence.cores:g} cores was used up in {used_up:.0f} % of its periods"
+    if evidence.cpu.throttled_ratio:
+        used_up = 100 * evidence.cpu.throttled_ratio
+        because += f"; the CPU quota of {evidence.cpu.cores:g} cores was used up in {used_up:.0f} % of its periods"
     if cores is None:
         more = _do("give the job more CPU cores; more workers would not help", because)
     else:
-        because += f": they may run on {cores} of {evidence.cores:g} cores"
+        because += f": they may run on {cores} of {evidence.cpu.cores:g} cores"
         gain = None
         if evidence.steps:
             fetch, fetch_cpu = _fetch_on_its_own(evidence)
-            free, workers = replace(evidence, worker_cores=None), max(1, evidence.workers)
+            workers = max(1, evidence.workers.count)
+            free = replace(evidence, workers=replace(evidence.workers, cores=None))
             gain = gain_of(evidence, predicted_step(free, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers))
         action = "let the workers run on every core: a worker_init_fn, taskset or OMP_PROC_BIND restricts them to a few"
         more = _do(action, because, gain)
@@ -215,36 +207,37 @@ def _throttled(evidence: Evidence) -> list[Advice]:
 
 def _fetch_on_its_own(evidence: Evidence) -> tuple[float, float]:
     """Seconds and CPU seconds that a worker with a core of its own takes for the batches of a step."""
-    fetch, cpu = evidence.fetch_seconds or 0.0, evidence.fetch_cpu_seconds
-    alone = fetch * (1 - (evidence.worker_runnable_ratio or 0.0))
+    fetch, cpu = evidence.fetches.seconds or 0.0, evidence.fetches.cpu_seconds
+    alone = fetch * (1 - (evidence.workers.runnable_ratio or 0.0))
     return alone * evidence.batches_per_step, (fetch if cpu is None else cpu) * evidence.batches_per_step
 
 
 def _fewer_workers(evidence: Evidence) -> list[Advice]:
     """Advice to use fewer workers, so that the training thread has a core. The gain is at most its run-queue delay."""
     crowded = crowded_out(evidence)
-    if evidence.fetch_cpu_seconds is None or evidence.workers < 2 or not evidence.steps or not crowded:
+    if evidence.fetches.cpu_seconds is None or evidence.workers.count < 2 or not evidence.steps or not crowded:
         return []
     alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded))
     fetch, fetch_cpu = _fetch_on_its_own(evidence)
     steps = {
         workers: predicted_step(alone, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers)
-        for workers in range(1, evidence.workers)
+        for workers in range(1, evidence.workers.count)
     }
     best = min(steps.values())
     fewest = min(workers for workers, step in steps.items() if step <= 1.01 * best)
     fewer = max(1, fewest // _loaders(evidence))
     if fewer >= _workers_each(evidence):
         return []
-    best = max(best, evidence.step_seconds - (evidence.own_runnable_seconds or 0.0) / evidence.steps)
+    best = max(best, evidence.step_seconds - (evidence.cpu.own_runnable_seconds or 0.0) / evidence.steps)
     because = (
-        f"{evidence.workers} workers and the training thread share {evidence.cores:g} cores, and "
+        f"{evidence.workers.count} workers and the training thread share {evidence.cpu.cores:g} cores, and "
         f"that thread waited {crowded:.1f} s of {evidence.loop_seconds:.1f} s for one"
     )
     return [Advice("use fewer workers", "num_workers", str(fewer), gain_of(evidence, best), because)]
 
 
-def _slow_source(evidence: Evidence) -> list[Advice]:
+def slow_source(evidence: Evidence) -> list[Advice]:
+    """Advice if an iterable that is no DataLoader, or a thread that reads ahead, is slow."""
     now, compute, fetch = evidence.step_seconds, evidence.step_compute_seconds, evidence.wait_seconds / evidence.steps
     if evidence.source == "read_ahead":  # threads of this process are too slow, although they work all the time
         if evidence.settings.get("reader") == "DALI":
@@ -268,16 +261,16 @@ def _slow_source(evidence: Evidence) -> list[Advice]:
 
 def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
     """Advice to use more workers. ``provided``: what the storage must be able to do, which is not known."""
-    if evidence.fetch_seconds is None or not evidence.steps:
+    if evidence.fetches.seconds is None or not evidence.steps:
         return []
     fetch, fetch_cpu = _fetch_on_its_own(evidence)
     workers, step = best_workers(evidence, fetch, fetch_cpu)
     more = math.ceil(workers / _loaders(evidence))
-    if workers <= evidence.workers or more <= _workers_each(evidence):
+    if workers <= evidence.workers.count or more <= _workers_each(evidence):
         return []
     because = (
-        f"{evidence.workers} workers, each with {ms(evidence.fetch_seconds)} a batch, deliver one every "
-        f"{ms(evidence.fetch_seconds / max(1, evidence.workers))}; more workers deliver more{provided}"
+        f"{evidence.workers.count} workers, each with {ms(evidence.fetches.seconds)} a batch, deliver one every "
+        f"{ms(evidence.fetches.seconds / max(1, evidence.workers.count))}; more workers deliver more{provided}"
     )
     low = low_gain(evidence, step, fetch_cpu=fetch_cpu) if provided else None
     return [Advice("use more workers", "num_workers", str(more), gain_of(evidence, step), because, low)]
@@ -285,16 +278,16 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
 
 def _loaders(evidence: Evidence) -> int:
     """Number of DataLoaders with workers that the loop reads at once. ``num_workers`` is set for each of them."""
-    return max(1, round(evidence.workers / _workers_each(evidence)))
+    return max(1, round(evidence.workers.count / _workers_each(evidence)))
 
 
 def _workers_each(evidence: Evidence) -> int:
     """Present ``num_workers`` of the loader that the training thread waits for."""
-    return int(evidence.settings.get("num_workers") or evidence.workers or 1)
+    return int(evidence.settings.get("num_workers") or evidence.workers.count or 1)
 
 
 def _cheaper_in_worker(evidence: Evidence) -> Advice:
-    took = evidence.fetch_cpu_seconds or evidence.fetch_seconds or 0.0
+    took = evidence.fetches.cpu_seconds or evidence.fetches.seconds or 0.0
     return _cheaper(f"each batch takes {ms(took)} of CPU time in a worker", evidence)
 
 
@@ -312,16 +305,17 @@ def _faster_storage(because: str) -> Advice:
 # worker is stuck.
 
 
-def _startup(evidence: Evidence) -> list[Advice]:
-    now, at_edges, loop = evidence.step_seconds, evidence.edge_wait_seconds, evidence.loop_seconds
-    around = evidence.around_edges_seconds
-    boundary, often = (at_edges + around) / evidence.steps, f"{evidence.edges} epochs began in the window"
-    if evidence.edges < THRESHOLDS.epoch_boundaries:
+def startup(evidence: Evidence) -> list[Advice]:
+    """Advice if workers start and stop at epoch boundaries."""
+    now, at_edges, loop = evidence.step_seconds, evidence.edges.wait_seconds, evidence.loop_seconds
+    around = evidence.edges.around_seconds
+    boundary, often = (at_edges + around) / evidence.steps, f"{evidence.edges.count} epochs began in the window"
+    if evidence.edges.count < THRESHOLDS.epoch_boundaries:
         # Epochs are longer than the window, so the starts in it are not representative.
         rest = now - at_edges / evidence.steps
-        now = rest / max(1e-9, 1 - evidence.edge_share)
+        now = rest / max(1e-9, 1 - evidence.edges.share)
         boundary = now - rest
-        often = f"{100 * evidence.edge_share:.0f} % of the loop is spent at epoch boundaries"
+        often = f"{100 * evidence.edges.share:.0f} % of the loop is spent at epoch boundaries"
     if evidence.settings.get("persistent_workers"):
         rest = now - boundary
         if rest <= 0:
@@ -336,8 +330,8 @@ def _startup(evidence: Evidence) -> list[Advice]:
     because = f"{often}: workers were started and stopped for {at_edges:.1f} s of {loop:.1f} s"
     # One fetch that was not prefetched remains at each boundary. After an epoch that was left early, kept workers first
     # finish the batches that it had requested.
-    fetches = evidence.edges + evidence.left * _prefetch_factor(evidence)
-    first = min(boundary, (evidence.fetch_seconds or 0.0) * fetches / evidence.steps)
+    fetches = evidence.edges.count + evidence.edges.left * _prefetch_factor(evidence)
+    first = min(boundary, (evidence.fetches.seconds or 0.0) * fetches / evidence.steps)
     gain = gain_of(evidence, now - boundary + first, now=now)
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
@@ -349,26 +343,27 @@ def _prefetch_factor(evidence: Evidence) -> int:
     return int(evidence.settings.get("prefetch_factor") or 2)
 
 
-def _uneven(evidence: Evidence) -> list[Advice]:
+def uneven(evidence: Evidence) -> list[Advice]:
+    """Advice if batches are fast enough on average, but single ones are late."""
     compute, supply, in_order = evidence.step_compute_seconds, evidence.supply_seconds, supply_in_order(evidence)
     if supply is None or in_order is None:
         return []
     because = (
-        f"{evidence.workers} workers are enough on average (a batch every {ms(supply)}, "
+        f"{evidence.workers.count} workers are enough on average (a batch every {ms(supply)}, "
         f"{ms(compute)} of compute), but single batches are late"
     )
-    if evidence.head_of_line_seconds > 0:
-        because += f"; for {evidence.head_of_line_seconds:.1f} s finished batches waited behind a slow one"
-    boundary = evidence.edge_wait_seconds / evidence.steps
+    if evidence.waits.head_of_line_seconds > 0:
+        because += f"; for {evidence.waits.head_of_line_seconds:.1f} s finished batches waited behind a slow one"
+    boundary = evidence.edges.wait_seconds / evidence.steps
     advice = _further_ahead(evidence, max(compute, in_order) + boundary, because)
-    if not evidence.settings.get("in_order") or evidence.workers < 2:
+    if not evidence.settings.get("in_order") or evidence.workers.count < 2:
         return advice
-    transfer_wait = evidence.transfer_wait_seconds / evidence.steps  # unchanged: no worker prefetches more
+    transfer_wait = evidence.waits.transfer_seconds / evidence.steps  # unchanged: no worker prefetches more
     gain = gain_of(evidence, max(compute, supply) + boundary + transfer_wait)
     action = "take batches in the order in which they are finished, if their order does not matter"
     if in_order <= compute:
         return [*advice, Advice(action, "in_order", "False", gain, because)]
-    slowest = ms(evidence.slowest_fetch_seconds or 0.0)
+    slowest = ms(evidence.fetches.slowest_seconds or 0.0)
     because += f"; one worker takes {slowest} a batch, and the others wait for its turn"
     alike = "give every worker an equal share of the slow data: distribute shards by where they are stored"
     return [Advice(action, "in_order", "False", gain, because), _do(alike, because, gain), *advice]
@@ -382,7 +377,7 @@ def _transferred_by_busy_workers(evidence: Evidence) -> bool:
     torch.multiprocessing, sharing strategies.)
     """
     by_descriptor = evidence.settings.get("sharing_strategy") == "file_descriptor"
-    return by_descriptor and (evidence.worker_cpu_ratio or 0.0) >= ON_CPU
+    return by_descriptor and (evidence.workers.cpu_ratio or 0.0) >= ON_CPU
 
 
 def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice]:
@@ -392,7 +387,7 @@ def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice
     is the predicted step without late batches and without the transfer. This adds both. With busy workers
     prefetching alone does not help: fetches are no longer late, but transfers are.
     """
-    compute, longest, workers = evidence.step_compute_seconds, evidence.longest_fetch_seconds, evidence.workers
+    compute, longest, workers = evidence.step_compute_seconds, evidence.fetches.longest_seconds, evidence.workers.count
     factor = _prefetch_factor(evidence)
     wanted = 4 * factor
     if longest is not None and compute >= _NO_COMPUTE:
@@ -405,7 +400,7 @@ def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice
     if longest is not None and longest > hidden_now:  # some batches will still be late
         late = max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
         step += late * max(0.0, longest - hidden) / (longest - hidden_now)
-    idle, busy, moved = evidence.moving_seconds, evidence.moving_from_busy_seconds, with_transfer(evidence, step)
+    idle, busy, moved = evidence.transfer.seconds, evidence.transfer.from_busy_seconds, with_transfer(evidence, step)
     if idle is not None and busy is not None and busy > idle and _transferred_by_busy_workers(evidence):
         at_once = step + idle * evidence.batches_per_step
         if moved >= _SLOW_TRANSFER * at_once:
@@ -419,7 +414,7 @@ def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice
     return [Advice(action, "prefetch_factor", str(wanted), gain_of(evidence, moved), because)]
 
 
-def _transfer(evidence: Evidence) -> list[Advice]:
+def transfer(evidence: Evidence) -> list[Advice]:
     """Advice if finished batches take long to reach the training thread, and to be released.
 
     Objects that are unpickled on the training thread start garbage collections, so fewer objects start fewer. But the
@@ -430,12 +425,12 @@ def _transfer(evidence: Evidence) -> list[Advice]:
     if evidence.source == "workers":
         collected = own_time(evidence).garbage / evidence.steps
         evidence = without_own_time(evidence)
-    now, compute, waited = evidence.step_seconds, evidence.step_compute_seconds, evidence.transfer_wait_seconds
+    now, compute, waited = evidence.step_seconds, evidence.step_compute_seconds, evidence.waits.transfer_seconds
     waited /= evidence.steps
-    freed = min(compute, (evidence.freeing_seconds or 0.0) * evidence.batches_per_step)
+    freed = min(compute, (evidence.transfer.freeing_seconds or 0.0) * evidence.batches_per_step)
     crowded = _crowded_by_pickling(evidence) * (compute - freed)
     # Another way must carry the bytes that are written to the pipe now.
-    each = (evidence.written_bytes or 0.0) / evidence.fetches if evidence.fetches else 0.0
+    each = (evidence.fetches.written_bytes or 0.0) / evidence.fetches.count if evidence.fetches.count else 0.0
     size = each * evidence.batches_per_step
     kept = min(waited + freed, size * _MAPPED_BYTE_SECONDS)
     gain = low = background = None
@@ -455,7 +450,7 @@ def _transfer(evidence: Evidence) -> list[Advice]:
             )
             gain, low = gain_of(evidence, max(then - collected, supply)), gain
     else:
-        ready = evidence.ready_batches or 0.0
+        ready = evidence.transfer.ready_batches or 0.0
         because = f"{ready:.1f} batches are ready on average, and a step still takes {ms(now)}"
     action = (
         "send less data: few large tensors per batch instead of many small ones or Python objects; "
@@ -477,17 +472,18 @@ def _crowded_by_pickling(evidence: Evidence) -> float:
 
     The run-queue delay is spread evenly over the loop. The share of pickling is its share of the load on the cores.
     """
-    pickling, delay = evidence.packing_cores, evidence.own_runnable_seconds
+    pickling, delay = evidence.workers.pickling_cores, evidence.cpu.own_runnable_seconds
     if not pickling or not delay or evidence.loop_seconds <= 0:
         return 0.0
-    fetching = (evidence.busy_ratio or 0.0) * evidence.workers * (evidence.worker_cpu_ratio or 0.0)
+    fetching = (evidence.workers.busy_ratio or 0.0) * evidence.workers.count * (evidence.workers.cpu_ratio or 0.0)
     # Pickling is not part of a fetch, so the others' cores include it.
-    beside = max(pickling, evidence.cores_of_others or 0.0)
+    beside = max(pickling, evidence.cpu.cores_of_others or 0.0)
     return min(1.0, delay / evidence.loop_seconds) * pickling / (fetching + beside)
 
 
-def _stuck_worker(evidence: Evidence) -> list[Advice]:
-    fetching, longest = evidence.fetching_seconds, max(evidence.long_fetches, default=0.0)
+def stuck_worker(evidence: Evidence) -> list[Advice]:
+    """Advice if a fetch does not end."""
+    fetching, longest = evidence.fetches.in_progress_seconds, max(evidence.fetches.long_seconds, default=0.0)
     for_seconds = f"has been in progress for {fetching:.0f} s"
     if fetching < longest:
         for_seconds = f"was in progress for {longest:.0f} s"
@@ -501,9 +497,10 @@ def _stuck_worker(evidence: Evidence) -> list[Advice]:
 # -- time that is lost elsewhere ---------------------------------------------------------------------------------------
 
 
-def _checkpoint(evidence: Evidence) -> list[Advice]:
+def checkpoint(evidence: Evidence) -> list[Advice]:
+    """Advice if checkpoints take much of the time."""
     whole, saving, around = (
-        evidence.loop_and_checkpoint_seconds, evidence.checkpoint_seconds, evidence.around_checkpoints_seconds,
+        evidence.loop_and_checkpoint_seconds, evidence.checkpoints.seconds, evidence.checkpoints.around_seconds,
     )  # fmt: skip
     because = f"checkpoints took {saving:.1f} s of {whole:.1f} s"
     if around >= _MIN_MENTIONED * saving:
@@ -517,21 +514,22 @@ def _checkpoint(evidence: Evidence) -> list[Advice]:
     seldom = times_less(take, without, _CHECKPOINT_SHARE)
     # A rare checkpoint takes as long as the first ones, which had no older file to reuse: torch.save of 250 MB takes
     # 1.0 s into a new file, but 0.3 s just after a file of that size was released.
-    early = evidence.early_checkpoint_seconds
-    rare = max(1, evidence.checkpoints) * early
+    early = evidence.checkpoints.early_seconds
+    rare = max(1, evidence.checkpoints.count) * early
     if rare >= _MUCH_LONGER * take:
         because += f"; the first of them took {early:.1f} s each, and rare ones will take as long"
     action = f"write a checkpoint {seldom} times less often"
-    if evidence.checkpoints > 1 and evidence.steps > evidence.checkpoints:
-        every = evidence.steps / evidence.checkpoints
+    if evidence.checkpoints.count > 1 and evidence.steps > evidence.checkpoints.count:
+        every = evidence.steps / evidence.checkpoints.count
         action = f"write a checkpoint every {seldom * every:.0f} steps, not every {every:.0f}"
     gain = gain_over_window(evidence, without + max(take, rare) / seldom, now=whole)
     behind = "write checkpoints in the background with torch.distributed.checkpoint.async_save"
     return [Advice(action, None, str(seldom), gain, because), _do(behind, because)]
 
 
-def _garbage(evidence: Evidence) -> list[Advice]:
-    loop, garbage, inside = evidence.loop_seconds, evidence.garbage_seconds, own_time(evidence).all_garbage
+def garbage(evidence: Evidence) -> list[Advice]:
+    """Advice if garbage collections stop the training thread."""
+    loop, garbage, inside = evidence.loop_seconds, evidence.garbage.seconds, own_time(evidence).all_garbage
     supply = (evidence.supply_seconds or 0.0) * evidence.steps  # a step is never shorter than the workers' supply
     gain = gain_over_window(evidence, max(loop - garbage, supply), now=loop)
     because = f"garbage collection stopped the training thread for {garbage:.1f} s of {loop:.1f} s"
@@ -544,7 +542,8 @@ def _garbage(evidence: Evidence) -> list[Advice]:
     return [Advice(freeze, "gc.freeze()", None, gain, because), _do(calls, because, gain)]
 
 
-def _straggler(evidence: Evidence) -> list[Advice]:
+def slow_rank(evidence: Evidence) -> list[Advice]:
+    """Advice if this rank waits for another one."""
     slow, now = straggler(evidence.pace, evidence.peers, evidence.earlier_paces), evidence.step_seconds
     if slow is None:
         return []
@@ -553,8 +552,9 @@ def _straggler(evidence: Evidence) -> list[Advice]:
     return [_do(action, because, gain_of(evidence, now - slow.lost, but=slow.rank))]
 
 
-def _host_bound(evidence: Evidence) -> list[Advice]:
-    idle, loop = evidence.gpu_idle_seconds or 0.0, evidence.loop_seconds
+def host_bound(evidence: Evidence) -> list[Advice]:
+    """Advice if the GPU has nothing to run although batches are ready."""
+    idle, loop = evidence.gpu.idle_seconds or 0.0, evidence.loop_seconds
     because = f"no kernel ran for {idle:.1f} s of {loop:.1f} s, although batches were ready"
     if evidence.pace.where is not None:
         because += f"; the training thread was mostly in {evidence.pace.where}"
@@ -568,41 +568,16 @@ def _host_bound(evidence: Evidence) -> list[Advice]:
     ]
 
 
-def _gpu_throttled(evidence: Evidence) -> list[Advice]:
-    slowed, loop = evidence.gpu_slowed_seconds or 0.0, evidence.loop_seconds
+def gpu_throttled(evidence: Evidence) -> list[Advice]:
+    """Advice if the GPU's clock is throttled."""
+    slowed, loop = evidence.gpu.slowed_seconds or 0.0, evidence.loop_seconds
     because = f"the GPU throttles its clock (temperature or power), which cost {slowed:.1f} s of {loop:.1f} s"
     gain = gain_over_window(evidence, loop - slowed, now=loop)
     return [_do("check the cooling and the power supply of the node, or move the job", because, gain)]
 
 
-_BY_CAUSE: Final = {
-    "loader_on_training_thread": _on_training_thread,
-    "workers_cpu_bound": _cpu_bound,
-    "workers_io_bound": _io_bound,
-    "workers_throttled": _throttled,
-    "worker_startup": _startup,
-    "uneven_batches": _uneven,
-    "batch_transfer": _transfer,
-    "worker_stuck": _stuck_worker,
-    "source_slow": _slow_source,
-    "straggler": _straggler,
-    "checkpoint": _checkpoint,
-    "gc_pause": _garbage,
-    "host_bound": _host_bound,
-    "gpu_throttled": _gpu_throttled,
-}
-_OF_STEPS: Final = frozenset(
-    {
-        "loader_on_training_thread", "worker_startup", "uneven_batches", "batch_transfer", "source_slow", "straggler",
-    }
-)  # fmt: skip
-"""The causes that are about the time of a step. Without a step there is no advice for them."""
-
-
 # -- what if -----------------------------------------------------------------------------------------------------------
 # Predictions of the step with other settings of the loader, which `tune` compares.
-
-_TUNED: Final = frozenset({"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order"})
 
 _TRANSFER_MATTERS: Final = 0.05
 """Waits for the transfer matter from this share of the loop on."""
@@ -615,7 +590,7 @@ def step_with_workers(evidence: Evidence, workers: int) -> float | None:
     """
     if not evidence.steps:
         return None
-    now, present = evidence.step_seconds, evidence.workers if evidence.source == "workers" else 0
+    now, present = evidence.step_seconds, evidence.workers.count if evidence.source == "workers" else 0
     if workers == present:
         return now
     if evidence.source != "workers":
@@ -642,20 +617,9 @@ def shortest_step(evidence: Evidence) -> float | None:
     return max(0.0, evidence.compute_seconds + hidden - crowded_out(evidence)) / evidence.steps
 
 
-def loader_advice(evidence: Evidence) -> list[tuple[str, Advice]]:
-    """Advice on settings of the loader with their causes, the costliest cause first."""
-    lost = costs(evidence)
-    return [
-        (cause, advice)
-        for cause in sorted(lost, key=lambda cause: -lost[cause])
-        for advice in advise(cause, evidence)
-        if advice.setting in _TUNED
-    ]
-
-
 def wants_shared_files(evidence: Evidence) -> bool:
     """Whether busy workers transfer batches late, so that the sharing strategy ``file_system`` may help."""
-    idle, busy = evidence.moving_seconds, evidence.moving_from_busy_seconds
+    idle, busy = evidence.transfer.seconds, evidence.transfer.from_busy_seconds
     slow = idle is None or (busy is not None and busy > idle)
-    late = evidence.transfer_wait_seconds > _TRANSFER_MATTERS * evidence.loop_seconds
+    late = evidence.waits.transfer_seconds > _TRANSFER_MATTERS * evidence.loop_seconds
     return _transferred_by_busy_workers(evidence) and slow and late

@@ -1,6 +1,6 @@
-"""Names the cause: computes from the evidence what each cause has cost in a window.
+"""The causes of lost time: one table with all that the rest of the program needs to know about each of them.
 
-A cause is named only if the evidence shows it. Time without an explanation is ``unknown``.
+`telemetry.diagnosis.costs` computes what a cause costs.
 """
 
 from __future__ import annotations
@@ -8,279 +8,92 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.stragglers import straggler
+from telemetry.diagnosis import advice
+from telemetry.diagnosis.costs import costs, without_own_time
+from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
 from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.records import Advice
 
 
-# -- the thresholds ----------------------------------------------------------------------------------------------------
-# `diagnosis.stragglers` and `diagnosis.hangs` have their own, and `diagnosis.stalls` those for its open and close.
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Thresholds:
-    """The thresholds of the evidence.
+class Cause:
+    """A cause of lost time.
 
     Attributes:
-        starved_supply: the workers are the limit if the compute of a step is at most this share of the supply time.
-        busy: the workers are also the limit if they are in fetches for at least this share of their time.
-        runnable: if workers lack a core for this share of their fetch time, more workers do not help.
-        cores_busy, throttled: if the kernel does not report that share, workers lack cores when all cores of the
-            machine are busy to this degree, or when the CPU quota was used up in this share of its periods.
-        own_load: workers that lack cores and use this share of the cores take cores from the training thread.
-        ready: if batches could not be matched with their fetches and this many were ready on average while the
-            training thread waited, it waited for their transfer.
-        late: but not if single late batches make up at least this share of the wait.
-        epoch_boundaries: least epoch starts in the window whose waits are a pattern, and not single events.
-        stuck_fetches, stuck_fetch_seconds: a worker is stuck if its fetch lasts this many times the mean of the others
-            and at least this long.
+        advise: what to change, the most useful first; None if there is no advice.
+        is_wait: whether it is a cause of exposed wait. Whether a run is starved depends on the sum of these.
+        work: the work that is sampled during its stalls to find the lines of the user's code. Empty for causes that
+            spend no time in code.
+        per_step: whether it is about the time of a step. Without a step there is no advice.
+        own_time: whether its advice looks at the training thread's own time inside ``next()`` itself.
     """
 
-    starved_supply: float = 0.85
-    busy: float = 0.85
-    runnable: float = 0.35
-    cores_busy: float = 0.95
-    throttled: float = 0.5
-    own_load: float = 0.4
-    ready: float = 0.5
-    late: float = 0.5
-    epoch_boundaries: int = 2
-    stuck_fetches: float = 20.0
-    stuck_fetch_seconds: float = 5.0
+    advise: Callable[[Evidence], list[Advice]] | None = None
+    is_wait: bool = False
+    work: tuple[str, ...] = ()
+    per_step: bool = False
+    own_time: bool = False
 
 
-THRESHOLDS: Final = Thresholds()
-
-WAITS: Final = frozenset({
-    "loader_on_training_thread", "workers_cpu_bound", "workers_io_bound", "workers_throttled", "worker_startup",
-    "uneven_batches", "batch_transfer", "worker_stuck", "source_slow", "unknown",
-})  # fmt: skip
-"""The causes of exposed wait. Whether a run is starved depends on their sum."""
-
-NAMED_BY_SOURCE: Final = {
-    "watched": "source_slow",
-    "read_ahead": "source_slow",
-    "training_thread": "loader_on_training_thread",
+CAUSES: Final = {
+    "loader_on_training_thread": Cause(
+        advice.on_training_thread, is_wait=True, work=(WAIT, FETCH), per_step=True, own_time=True
+    ),
+    "workers_cpu_bound": Cause(advice.cpu_bound, is_wait=True, work=(FETCH,)),
+    "workers_io_bound": Cause(advice.io_bound, is_wait=True, work=(FETCH,)),
+    "workers_throttled": Cause(advice.throttled, is_wait=True, work=(FETCH,)),
+    "worker_startup": Cause(advice.startup, is_wait=True, per_step=True),
+    "uneven_batches": Cause(advice.uneven, is_wait=True, work=(FETCH,), per_step=True),
+    "batch_transfer": Cause(advice.transfer, is_wait=True, per_step=True, own_time=True),
+    "worker_stuck": Cause(advice.stuck_worker, is_wait=True),
+    "source_slow": Cause(advice.slow_source, is_wait=True, work=(WAIT, FETCH), per_step=True),
+    "straggler": Cause(advice.slow_rank, per_step=True),
+    "checkpoint": Cause(advice.checkpoint, work=(CHECKPOINT,)),
+    "gc_pause": Cause(advice.garbage, work=(STEP, WAIT), own_time=True),
+    "host_bound": Cause(advice.host_bound, work=(STEP,)),
+    "gpu_throttled": Cause(advice.gpu_throttled),
+    "unknown": Cause(is_wait=True, work=(FETCH,)),
 }
-"""The sources of batches that are themselves the cause of waiting for them."""
+"""Why a run loses time, by name: the values of the ``cause`` label."""
 
 
-# -- own time ----------------------------------------------------------------------------------------------------------
-# Time that the training thread itself spends while it requests batches: the sampler, and garbage collections.
-#
-# This is not waiting: more workers or smaller batches do not shorten it. So it is subtracted from the waits before
-# their causes are found, and added to the compute, during which workers can fetch.
+# -- advice for a cause ------------------------------------------------------------------------------------------------
+
+_MAX_ADVICE: Final = 3
+
+_TUNED: Final = frozenset({"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order"})
+"""The settings of a loader that ``telemetry tune`` changes."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnTime:
-    """Own time within the waits of the window, in mid-epoch and at epoch boundaries, in seconds.
-
-    Attributes:
-        sampler, edge_sampler: time in the sampler of a loader with workers.
-        garbage, edge_garbage: time in garbage collections.
-        exposed_ratio: the exposed share of the waits; 1.0 if it is unknown.
-    """
-
-    sampler: float
-    edge_sampler: float
-    garbage: float
-    edge_garbage: float
-    exposed_ratio: float
-
-    @property
-    def all_sampler(self) -> float:
-        """Seconds in the sampler, in mid-epoch and at epoch boundaries."""
-        return self.sampler + self.edge_sampler
-
-    @property
-    def all_garbage(self) -> float:
-        """Seconds in garbage collections, in mid-epoch and at epoch boundaries."""
-        return self.garbage + self.edge_garbage
+def advise(name: str, evidence: Evidence) -> tuple[Advice, ...]:
+    """At most three changes, the most useful first. Empty if no change would help."""
+    cause = CAUSES.get(name)
+    if cause is None or cause.advise is None or (cause.per_step and not evidence.steps):
+        return ()
+    if evidence.source == "workers" and not cause.own_time:
+        evidence = without_own_time(evidence)
+    wanted = cause.advise(evidence)
+    worth_it = (a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= advice.WORTH_IT)
+    return tuple(worth_it)[:_MAX_ADVICE]
 
 
-def own_time(evidence: Evidence) -> OwnTime:
-    """The own time in a window. It is at most the wait, because the sampler's time is an estimate."""
-    edge = min(evidence.edge_wait_seconds, evidence.wait_seconds)
-    middle = evidence.wait_seconds - edge
-    garbage, edge_garbage = min(evidence.garbage_wait_seconds, middle), min(evidence.edge_garbage_seconds, edge)
-    sampler = edge_sampler = 0.0
-    if evidence.source == "workers":
-        sampler = min(evidence.sampler_seconds or 0.0, middle - garbage)
-        edge_sampler = min(evidence.edge_sampler_seconds, edge - edge_garbage)
-    exposed = 1.0
-    if evidence.exposed_seconds is not None and evidence.wait_seconds > 0:
-        exposed = min(1.0, evidence.exposed_seconds / evidence.wait_seconds)
-    return OwnTime(sampler, edge_sampler, garbage, edge_garbage, exposed)
-
-
-def without_own_time(evidence: Evidence) -> Evidence:
-    """The same window, with the training thread's own time in ``next()`` counted as compute."""
-    own, exposed, before = own_time(evidence), evidence.exposed_seconds, evidence.transfer_wait_seconds
-    middle, edge = own.sampler + own.garbage, own.edge_sampler + own.edge_garbage
-    if middle + edge + evidence.edge_share_of_sampler <= 0:
-        return evidence
-    transfer = max(0.0, before - middle)
-    batches = evidence.steps * evidence.batches_per_step
-    each = middle / batches if batches else 0.0
-    return replace(
-        evidence,
-        wait_seconds=evidence.wait_seconds - middle - edge,
-        exposed_seconds=None if exposed is None else max(0.0, exposed - own.exposed_ratio * (middle + edge)),
-        compute_seconds=evidence.compute_seconds + middle + edge,
-        edge_wait_seconds=max(0.0, evidence.edge_wait_seconds - edge),
-        edge_share=max(0.0, evidence.edge_share - evidence.edge_share_of_sampler),
-        transfer_wait_seconds=transfer,
-        transfer_wait_long_fetch_seconds=evidence.transfer_wait_long_fetch_seconds
-        * (transfer / before if before > 0 else 0.0),
-        moving_seconds=less(evidence.moving_seconds, each),
-        moving_from_busy_seconds=less(evidence.moving_from_busy_seconds, each),
-        sampler_seconds=0.0,
-        edge_sampler_seconds=0.0,
-        edge_share_of_sampler=0.0,
-        garbage_wait_seconds=0.0,
-        edge_garbage_seconds=0.0,
-    )
-
-
-def less(seconds: float | None, by: float) -> float | None:
-    """Subtract seconds from a figure, but not below 0; None if the figure is unknown."""
-    return None if seconds is None else max(0.0, seconds - by)
-
-
-# -- what each cause has cost ------------------------------------------------------------------------------------------
-
-
-def costs(evidence: Evidence) -> dict[str, float]:
-    """Seconds lost in the window by cause. Causes that cost nothing are left out."""
-    own, of_others = own_time(evidence), without_own_time(evidence)
-    # The start of one epoch is no pattern. Those of three are, however long they are: then ``edge_share`` counts.
-    many_edges = evidence.edges >= THRESHOLDS.epoch_boundaries
-    slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
-    lost = {
-        "checkpoint": evidence.checkpoint_seconds,
-        # Collections during hidden waits cost nothing.
-        "gc_pause": max(0.0, evidence.garbage_seconds - (1 - own.exposed_ratio) * own.all_garbage),
-        "host_bound": evidence.gpu_idle_seconds or 0.0,
-        "gpu_throttled": evidence.gpu_slowed_seconds or 0.0,
-        "straggler": slow.lost * evidence.steps if slow is not None else 0.0,
-    }
-    exposed = of_others.exposed_seconds
-    if exposed is not None:
-        at_edges = own.exposed_ratio * own.edge_sampler
-        if not many_edges:
-            at_edges = evidence.edge_share_of_sampler * evidence.loop_seconds
-        # A slow sampler costs this time with any number of workers.
-        lost["loader_on_training_thread"] = own.exposed_ratio * own.sampler + at_edges
-        edge = 0.0
-        if evidence.source == "workers":  # other sources start nothing; their first batch is like the others
-            share = of_others.edge_wait_seconds / of_others.wait_seconds if of_others.wait_seconds > 0 else 0.0
-            edge = exposed * min(1.0, share)
-            lost["worker_startup"] = edge if many_edges else of_others.edge_share * evidence.loop_seconds
-        if exposed > 0 and of_others.wait_seconds > 0:
-            for cause, share in _mid_epoch_shares(of_others).items():
-                lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
-    lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded_out(evidence)
-    return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
-
-
-def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
-    named = NAMED_BY_SOURCE.get(evidence.source or "")
-    if named is not None:
-        return {named: 1.0}
-    if evidence.source != "workers" or evidence.busy_ratio is None:
-        return {"unknown": 1.0}
-    stuck_for = _stuck_for(evidence)
-    if stuck_for > 0:  # the training thread waited for the whole fetch, and no longer
-        stuck = min(1.0, stuck_for / max(evidence.mid_epoch_wait_seconds, 1e-9))
-        rest = _mid_epoch_shares(replace(evidence, long_fetches=())) if stuck < 1 else {}
-        return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
-    limited = _workers_are_the_limit(evidence)
-    limit = _what_limits_them(evidence) if limited else "uneven_batches"
-    if limit == "workers_throttled":
-        return {limit: 1.0}  # a transfer needs a core, too
-    if not limited and (evidence.worker_runnable_ratio or 0.0) >= THRESHOLDS.runnable:
-        limit = "workers_throttled"  # too few cores also slow the compute, so supply and compute cannot be compared
-    transfer = _transfer_share(evidence, limited=limited)
-    # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
-    no_core = transfer * min(1.0, (evidence.own_runnable_seconds or 0.0) / max(evidence.window_seconds, 1e-9))
-    shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
-    shares[limit] = shares.get(limit, 0.0) + 1.0 - transfer
-    return {cause: share for cause, share in shares.items() if share > 0}
-
-
-def _transfer_share(evidence: Evidence, *, limited: bool) -> float:
-    """The share of the wait for batches whose fetch had ended. ``limited``: whether the workers are the limit."""
-    matched = evidence.fetch_wait_seconds + evidence.transfer_wait_seconds
-    waited = evidence.mid_epoch_wait_seconds
-    if matched > 0:
-        # A batch that a worker transfers late because of a long fetch would have been on time behind a usual fetch.
-        transfer = max(0.0, evidence.transfer_wait_seconds - evidence.transfer_wait_long_fetch_seconds) / matched
-        supply = evidence.supply_seconds
-        if not limited or supply is None or not evidence.steps or waited <= 0:
-            return transfer
-        # While one batch is transferred the next is fetched. No step can be shorter than the workers' supply.
-        short = max(0.0, supply - evidence.step_compute_seconds) * evidence.steps / waited
-        return min(transfer, 1.0 - min(1.0, short))
-    if limited:
-        return 0.0
-    lying_ready = (evidence.ready_batches or 0.0) >= THRESHOLDS.ready
-    # A slow transfer delays every batch. If only single batches are late, the wait is not for the transfer.
-    single = evidence.outlier_wait_seconds >= THRESHOLDS.late * max(waited, 1e-9)
-    return 1.0 if lying_ready and not single else 0.0
-
-
-def crowded_out(evidence: Evidence) -> float:
-    """Seconds of compute in which the training thread had no core because its own workers used them.
-
-    The workers are fast enough here, so the training thread waits for no batch. Other processes may use cores, too, so
-    the workers get only their share of the delay, and none if they do not lack cores themselves.
-    """
-    delay = evidence.own_runnable_seconds
-    if delay is None or (evidence.worker_runnable_ratio or 0.0) < THRESHOLDS.runnable:
-        return 0.0
-    running = (evidence.busy_ratio or 0.0) * evidence.workers * (evidence.worker_cpu_ratio or 0.0)
-    if running < THRESHOLDS.own_load * evidence.cores:
-        return 0.0
-    theirs = running / (running + (evidence.cores_of_others or 0.0))
-    return theirs * delay * evidence.compute_seconds / max(evidence.window_seconds, evidence.loop_seconds, 1e-9)
-
-
-def _stuck_for(evidence: Evidence) -> float:
-    """Seconds of fetches in stuck workers. Fetches that have ended count, too: this window waited for them."""
-    longest, fetches = max(evidence.long_fetches, default=0.0), evidence.fetches or 0
-    usual = max(0.0, (evidence.fetch_seconds or 0.0) * fetches - longest) / max(1, fetches)  # without the longest one
-    stuck = max(THRESHOLDS.stuck_fetch_seconds, THRESHOLDS.stuck_fetches * usual)
-    return sum(seconds for seconds in evidence.long_fetches if seconds >= stuck)
-
-
-def _workers_are_the_limit(evidence: Evidence) -> bool:
-    if (evidence.busy_ratio or 0.0) >= THRESHOLDS.busy:
-        return True
-    supply = evidence.supply_seconds
-    return (
-        bool(evidence.steps)
-        and supply is not None
-        and (supply >= evidence.step_compute_seconds / THRESHOLDS.starved_supply)
-    )
-
-
-def _what_limits_them(evidence: Evidence) -> str:
-    cpu, blocked, runnable = evidence.worker_cpu_ratio, evidence.worker_blocked_ratio, evidence.worker_runnable_ratio
-    if cpu is None or blocked is None:
-        return "unknown"  # they are busy, but the reason is not known
-    if runnable is None:  # they do not run, but it is not known whether they lack a core
-        used_up = (evidence.throttled_ratio or 0.0) >= THRESHOLDS.throttled
-        all_busy = (evidence.host_cpu_ratio or 0.0) >= THRESHOLDS.cores_busy
-        runnable = blocked if used_up or all_busy else 0.0
-    if runnable >= THRESHOLDS.runnable:
-        return "workers_throttled"
-    return "workers_io_bound" if blocked > cpu else "workers_cpu_bound"
+def loader_advice(evidence: Evidence) -> list[Advice]:
+    """Advice on settings of the loader, for the costliest cause first."""
+    lost = costs(evidence)
+    return [
+        wanted
+        for cause in sorted(lost, key=lambda cause: -lost[cause])
+        for wanted in advise(cause, evidence)
+        if wanted.setting in _TUNED
+    ]
 
 
 # -- two causes at once: those that cost nearly as much as the one that a stall is named after -------------------------
@@ -317,7 +130,7 @@ def shares_of(cause: str, evidence: Evidence) -> tuple[CauseShare, ...]:
     return (first, *sorted(similar, key=lambda share: -share.seconds)[:_MAX_NAMED])
 
 
-def with_what_remains(advice: Sequence[Advice], others: Sequence[CauseShare], evidence: Evidence) -> tuple[Advice, ...]:
+def with_what_remains(wanted: Sequence[Advice], others: Sequence[CauseShare], evidence: Evidence) -> tuple[Advice, ...]:
     """Advice for the first cause, with the costs of the other causes that remain after it is followed."""
     whole = evidence.loop_and_checkpoint_seconds
 
@@ -327,7 +140,7 @@ def with_what_remains(advice: Sequence[Advice], others: Sequence[CauseShare], ev
         left = ((share.cause, min(1.0, share.seconds / whole * one.predicted_speedup)) for share in others)
         return f"afterwards {_named(left)} of the time remain"
 
-    return tuple(replace(one, because=f"{one.because}; {remaining(one)}") for one in advice)
+    return tuple(replace(one, because=f"{one.because}; {remaining(one)}") for one in wanted)
 
 
 def _named(shares: Iterable[tuple[str, float]]) -> str:

@@ -3,25 +3,198 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import Struct, field, to_builtins
+
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import CHECKPOINT, EVALUATION, OTHER, ROUNDING_SECONDS, RankPace, Totals
+from telemetry.records import CHECKPOINT, EVALUATION, OTHER, ROUNDING_SECONDS, RankPace, Totals, WindowPace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.records import Conditions, Tick, WorkerTotals
+    from telemetry.records import Conditions, GpuTotals, Tick, WorkerTotals
 
 
 # -- the record, and its field in the log ------------------------------------------------------------------------------
+# In the log the parts are one flat object, so their fields have longer names there.
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """One rank over one window. What was not measured is None. The names are those of the log.
+class Edges(Struct, frozen=True):
+    """Epoch boundaries.
+
+    Attributes:
+        count: iterations that began. ``left``: iterations that were left before their end.
+        wait_seconds: wait at the boundaries: start and end of an iteration, and its first batch.
+        around_seconds: additional wait for the first and last batches of epochs: workers start, and end, one by one.
+        share: share of the loop in waits at boundaries, if one epoch is longer than the window; 0.0 if that has not
+            been seen.
+    """
+
+    count: int = field(name="edges", default=0)
+    left: int = 0
+    wait_seconds: float = field(name="edge_wait_seconds", default=0.0)
+    around_seconds: float = field(name="around_edges_seconds", default=0.0)
+    share: float = field(name="edge_share", default=0.0)
+
+
+class Checkpoints(Struct, frozen=True):
+    """Checkpoints.
+
+    Attributes:
+        seconds: time to write them. ``count``: number of steps with one.
+        interval_seconds: training time between the newest checkpoint and the one before; 0.0 if the window has several.
+        early_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
+        around_seconds: additional compute of their steps compared with other steps: work for a checkpoint other than
+            writing it.
+    """
+
+    seconds: float = field(name="checkpoint_seconds", default=0.0)
+    count: int = field(name="checkpoints", default=0)
+    interval_seconds: float = field(name="checkpoint_interval_seconds", default=0.0)
+    early_seconds: float = field(name="early_checkpoint_seconds", default=0.0)
+    around_seconds: float = field(name="around_checkpoints_seconds", default=0.0)
+
+
+class Garbage(Struct, frozen=True):
+    """Garbage collections on the training thread: all, those during requests in mid-epoch, and at epoch boundaries."""
+
+    seconds: float = field(name="garbage_seconds", default=0.0)
+    wait_seconds: float = field(name="garbage_wait_seconds", default=0.0)
+    edge_seconds: float = field(name="edge_garbage_seconds", default=0.0)
+
+
+class Waits(Struct, frozen=True):
+    """Waits in mid-epoch by their reason, see `Deliveries`; 0.0 if no batch could be matched with its fetch.
+
+    Attributes:
+        outlier_seconds: wait in single steps that waited much longer than those around them, matched or not.
+        blocking_worker: the worker with the longest head-of-line blocking.
+    """
+
+    outlier_seconds: float = field(name="outlier_wait_seconds", default=0.0)
+    fetch_seconds: float = field(name="fetch_wait_seconds", default=0.0)
+    transfer_seconds: float = field(name="transfer_wait_seconds", default=0.0)
+    transfer_long_fetch_seconds: float = field(name="transfer_wait_long_fetch_seconds", default=0.0)
+    head_of_line_seconds: float = 0.0
+    blocking_worker: int | None = None
+
+
+class Transfer(Struct, frozen=True):
+    """The way of a batch from a worker to the training thread, as means.
+
+    Attributes:
+        seconds: time to transfer a batch of an idle worker. ``from_busy_seconds``: of a worker that is in another
+            fetch.
+        freeing_seconds: time of the training thread to free a batch after the next has come, a part of compute.
+        receiving_cpu_seconds: CPU time of the training thread to receive and unpickle a batch.
+        ready_batches: number of ready batches. ``slack_seconds``: time that a batch was ready.
+    """
+
+    seconds: float | None = field(name="moving_seconds", default=None)
+    from_busy_seconds: float | None = field(name="moving_from_busy_seconds", default=None)
+    freeing_seconds: float | None = None
+    receiving_cpu_seconds: float | None = None
+    ready_batches: float | None = None
+    slack_seconds: float | None = None
+
+
+class Sampler(Struct, frozen=True):
+    """The sampler of a loader with workers, which runs on the training thread.
+
+    Attributes:
+        seconds: its time in mid-epoch waits, extrapolated from the timed batches. ``edge_seconds``: at epoch
+            boundaries.
+        edge_share: its part of `Edges.share`.
+        cpu_ratio: share of its time on a core.
+    """
+
+    seconds: float | None = field(name="sampler_seconds", default=None)
+    edge_seconds: float = field(name="edge_sampler_seconds", default=0.0)
+    edge_share: float = field(name="edge_share_of_sampler", default=0.0)
+    cpu_ratio: float | None = field(name="sampler_cpu_ratio", default=None)
+
+
+class Fetches(Struct, frozen=True):
+    """Fetches of the workers.
+
+    Attributes:
+        count: batches that they finished. ``seconds``: mean time of a worker for one batch. ``cpu_seconds``: mean CPU
+            time.
+        longest_seconds: upper bound of all fetches. ``slowest_seconds``: mean of the slowest worker.
+        long_seconds: durations of fetches of more than a second, as last seen.
+        in_progress_seconds: duration so far of the longest fetch in progress at the end of the window.
+        read_bytes: bytes that workers read from storage. ``written_bytes``: bytes that they wrote, batches included.
+    """
+
+    count: int | None = field(name="fetches", default=None)
+    seconds: float | None = field(name="fetch_seconds", default=None)
+    cpu_seconds: float | None = field(name="fetch_cpu_seconds", default=None)
+    longest_seconds: float | None = field(name="longest_fetch_seconds", default=None)
+    slowest_seconds: float | None = field(name="slowest_fetch_seconds", default=None)
+    long_seconds: tuple[float, ...] = field(name="long_fetches", default=())
+    in_progress_seconds: float = field(name="fetching_seconds", default=0.0)
+    read_bytes: float | None = None
+    written_bytes: float | None = None
+
+
+class Workers(Struct, frozen=True):
+    """The DataLoader workers.
+
+    Attributes:
+        count: their number. ``cores``: number of cores that they may use, if it is lower than that of this rank.
+        busy_ratio: share of their time in fetches.
+        cpu_ratio, runnable_ratio, blocked_ratio: shares of the time in fetches. If the kernel does not separate running
+            from run-queue delay, the second is None and the other two come from CPU time alone.
+        pickling_cores: cores that they use outside of fetches, to pickle finished batches.
+    """
+
+    count: int = field(name="workers", default=0)
+    cores: int | None = field(name="worker_cores", default=None)
+    busy_ratio: float | None = None
+    cpu_ratio: float | None = field(name="worker_cpu_ratio", default=None)
+    runnable_ratio: float | None = field(name="worker_runnable_ratio", default=None)
+    blocked_ratio: float | None = field(name="worker_blocked_ratio", default=None)
+    pickling_cores: float | None = field(name="packing_cores", default=None)
+
+
+class Cpu(Struct, frozen=True):
+    """The cores.
+
+    Attributes:
+        cores: cores that this rank may use and no other process uses. ``cores_of_others``: cores that others use.
+        host_ratio: use of all cores of the machine.
+        process_seconds_per_step: CPU time of the training process (without its workers) for one step, without startup,
+            evaluations and checkpoints.
+        own_runnable_seconds: time in which the training thread was runnable without a core.
+        throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
+    """
+
+    cores: float = 0.0
+    cores_of_others: float | None = None
+    host_ratio: float | None = field(name="host_cpu_ratio", default=None)
+    process_seconds_per_step: float | None = field(name="process_cpu_per_step_seconds", default=None)
+    own_runnable_seconds: float | None = None
+    throttled_ratio: float | None = None
+
+
+class Gpu(Struct, frozen=True):
+    """The GPU of this rank.
+
+    Attributes:
+        idle_seconds: time in the loop without a kernel and without waiting for a batch.
+        slowed_seconds: time lost because its clock was throttled.
+    """
+
+    utilization_ratio: float | None = field(name="gpu_utilization_ratio", default=None)
+    idle_seconds: float | None = field(name="gpu_idle_seconds", default=None)
+    slowed_seconds: float | None = field(name="gpu_slowed_seconds", default=None)
+
+
+class Evidence(Struct, frozen=True):
+    """One rank over one window. What was not measured is None.
 
     Attributes:
         window_seconds: length of the window: the sum of wait, compute, evaluation and so on.
@@ -29,132 +202,32 @@ class Evidence:
             two calls of ``step()``. If there are loaders with workers, only their batches count.
         source: where batches come from, see `Conditions`. ``settings``: the settings of that loader.
         own_fetch_cpu_ratio: share of the training thread's own fetches that ran on a core.
-
-        edges: epoch boundaries: iterations that began. ``left``: iterations that were left before their end.
-        edge_wait_seconds: wait at the boundaries: start and end of an iteration, and its first batch.
-        around_edges_seconds: additional wait for the first and last batches of epochs: workers start, and end, one by
-            one.
-        edge_share: share of the loop in waits at boundaries, if one epoch is longer than the window; 0.0 if that has
-            not been seen.
-
-        checkpoint_seconds: time to write checkpoints. ``checkpoints``: number of steps with one.
-        checkpoint_interval_seconds: training time between the newest checkpoint and the one before; 0.0 if the window
-            has several.
-        early_checkpoint_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
-        around_checkpoints_seconds: additional compute of their steps compared with other steps: work for a checkpoint
-            other than writing it.
-
-        garbage_seconds: all garbage collections on the training thread. ``garbage_wait_seconds``: those during requests
-            in mid-epoch. ``edge_garbage_seconds``: those at epoch boundaries.
-
-        outlier_wait_seconds: wait in single steps that waited much longer than those around them.
-        fetch_wait_seconds, transfer_wait_seconds, transfer_wait_long_fetch_seconds, head_of_line_seconds: see
-            `Deliveries`; 0.0 if no batch could be matched with its fetch. ``blocking_worker``: the worker with the
-            longest head-of-line blocking.
-        moving_seconds: mean time to transfer a batch of an idle worker. ``moving_from_busy_seconds``: of a worker that
-            is in another fetch.
-        freeing_seconds: mean time of the training thread to free a batch after the next has come, a part of compute.
-        receiving_cpu_seconds: mean CPU time of the training thread to receive and unpickle a batch of workers.
-        ready_batches: mean number of ready batches. ``slack_seconds``: mean time that a batch was ready.
-
-        sampler_seconds: time in mid-epoch waits in the sampler of a loader with workers, which runs on the training
-            thread. It is extrapolated from the timed batches.
-        edge_sampler_seconds: its time at epoch boundaries. ``edge_share_of_sampler``: its part of ``edge_share``.
-        sampler_cpu_ratio: share of its time on a core.
-
-        workers: number of DataLoader workers. ``worker_cores``: number of cores that they may use, if it is lower than
-            that of this rank.
-        fetches: batches that they finished. ``fetch_seconds``: mean time of a worker for one batch.
-            ``fetch_cpu_seconds``: mean CPU time.
-        longest_fetch_seconds: upper bound of all fetches. ``slowest_fetch_seconds``: mean of the slowest worker.
-            ``long_fetches``: durations of fetches of more than a second, as last seen.
-            ``fetching_seconds``: duration so far of the longest fetch in progress at the end of the window.
-        read_bytes: bytes that workers read from storage. ``written_bytes``: bytes that they wrote, batches included.
-        busy_ratio: share of the workers' time in fetches.
-        worker_cpu_ratio, worker_runnable_ratio, worker_blocked_ratio: shares of the time in fetches. If the kernel does
-            not separate running from run-queue delay, the second is None and the other two come from CPU time alone.
-        packing_cores: cores that workers use outside of fetches, to pickle finished batches.
-
-        cores: cores that this rank may use and no other process uses. ``cores_of_others``: cores that others use.
-        host_cpu_ratio: use of all cores of the machine.
-        process_cpu_per_step_seconds: CPU time of the training process (without its workers) for one step, without
-            startup, evaluations and checkpoints.
-        own_runnable_seconds: time in which the training thread was runnable without a core.
-        throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
-
-        gpu_idle_seconds: time in the loop without a kernel and without waiting for a batch.
-        gpu_slowed_seconds: time lost because the GPU's clock was throttled.
-
         pace: the pace of this rank. ``peers``: other ranks that it may wait for. ``earlier_paces``: paces of this rank
             at the time of those peers' paces that are older.
     """
 
     window_seconds: float
     steps: int
-    batches_per_step: float
     wait_seconds: float
     exposed_seconds: float | None
     compute_seconds: float
-    evaluation_seconds: float
-    source: str | None
-    settings: dict[str, Any]
-    own_fetch_cpu_ratio: float | None
-    edges: int
-    left: int
-    edge_wait_seconds: float
-    around_edges_seconds: float
-    edge_share: float
-    checkpoint_seconds: float
-    checkpoints: int
-    checkpoint_interval_seconds: float
-    early_checkpoint_seconds: float
-    around_checkpoints_seconds: float
-    garbage_seconds: float
-    garbage_wait_seconds: float
-    edge_garbage_seconds: float
-    outlier_wait_seconds: float
-    fetch_wait_seconds: float
-    transfer_wait_seconds: float
-    transfer_wait_long_fetch_seconds: float
-    head_of_line_seconds: float
-    blocking_worker: int | None
-    moving_seconds: float | None
-    moving_from_busy_seconds: float | None
-    freeing_seconds: float | None
-    receiving_cpu_seconds: float | None
-    ready_batches: float | None
-    slack_seconds: float | None
-    sampler_seconds: float | None
-    edge_sampler_seconds: float
-    edge_share_of_sampler: float
-    sampler_cpu_ratio: float | None
-    workers: int
-    worker_cores: int | None
-    fetches: int | None
-    fetch_seconds: float | None
-    fetch_cpu_seconds: float | None
-    longest_fetch_seconds: float | None
-    slowest_fetch_seconds: float | None
-    long_fetches: tuple[float, ...]
-    fetching_seconds: float
-    read_bytes: float | None
-    written_bytes: float | None
-    busy_ratio: float | None
-    worker_cpu_ratio: float | None
-    worker_runnable_ratio: float | None
-    worker_blocked_ratio: float | None
-    packing_cores: float | None
-    cores: float
-    cores_of_others: float | None
-    host_cpu_ratio: float | None
-    process_cpu_per_step_seconds: float | None
-    own_runnable_seconds: float | None
-    throttled_ratio: float | None
-    gpu_utilization_ratio: float | None
-    gpu_idle_seconds: float | None
-    gpu_slowed_seconds: float | None
     pace: RankPace
-    peers: tuple[RankPace, ...]
+    batches_per_step: float = 1.0
+    evaluation_seconds: float = 0.0
+    source: str | None = None
+    settings: dict[str, Any] = {}
+    own_fetch_cpu_ratio: float | None = None
+    edges: Edges = Edges()
+    checkpoints: Checkpoints = Checkpoints()
+    garbage: Garbage = Garbage()
+    waits: Waits = Waits()
+    transfer: Transfer = Transfer()
+    sampler: Sampler = Sampler()
+    workers: Workers = Workers()
+    fetches: Fetches = Fetches()
+    cpu: Cpu = Cpu()
+    gpu: Gpu = Gpu()
+    peers: tuple[RankPace, ...] = ()
     earlier_paces: tuple[RankPace, ...] = ()
 
     @property
@@ -165,17 +238,17 @@ class Evidence:
     @property
     def loop_and_checkpoint_seconds(self) -> float:
         """Seconds of the loop and of checkpoints, scaled so that the window has as many checkpoints as the run."""
-        return max(self.loop_seconds + self.checkpoint_seconds, self.checkpoint_interval_seconds)
+        return max(self.loop_seconds + self.checkpoints.seconds, self.checkpoints.interval_seconds)
 
     @property
     def mid_epoch_wait_seconds(self) -> float:
         """Seconds of waiting outside of epoch boundaries; below 0.0 if the clocks differ."""
-        return self.wait_seconds - self.edge_wait_seconds
+        return self.wait_seconds - self.edges.wait_seconds
 
     @property
     def on_gpu(self) -> bool:
         """Whether the run is known to use a GPU."""
-        return self.gpu_utilization_ratio is not None
+        return self.gpu.utilization_ratio is not None
 
     @property
     def step_seconds(self) -> float:
@@ -190,45 +263,35 @@ class Evidence:
     @property
     def supply_seconds(self) -> float | None:
         """Seconds that all workers together need for the batches of one step, if they are always busy."""
-        if self.fetch_seconds is None or not self.workers:
+        if self.fetches.seconds is None or not self.workers.count:
             return None
-        return self.fetch_seconds * self.batches_per_step / self.workers
+        return self.fetches.seconds * self.batches_per_step / self.workers.count
 
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:
     """The evidence as a field of the log, without figures that were not measured."""
-    told: dict[str, Any] = {spec.name: getattr(evidence, spec.name) for spec in fields(evidence)}
-    del told["pace"], told["peers"], told["earlier_paces"]
+    told: dict[str, Any] = {}
+    for name in Evidence.__struct_fields__:
+        value = getattr(evidence, name)
+        if name not in {"pace", "peers", "earlier_paces"}:
+            told |= to_builtins(value) if isinstance(value, Struct) else {name: value}
     told["where"] = evidence.pace.where
-    told["long_fetches"] = [round(seconds, 3) for seconds in evidence.long_fetches]
+    told["long_fetches"] = [round(seconds, 3) for seconds in evidence.fetches.long_seconds]
     if evidence.peers:
         told["paces"] = [_pace_fields(pace) for pace in (evidence.pace, *evidence.peers)]
     if evidence.earlier_paces:
         told["earlier_paces"] = [_pace_fields(pace) for pace in evidence.earlier_paces]
     told = {name: round(value, 6) if isinstance(value, float) else value for name, value in told.items()}
     told = {name: value for name, value in told.items() if value is not None}
-    if evidence.worker_cpu_ratio is not None and evidence.worker_runnable_ratio is None:
+    if evidence.workers.cpu_ratio is not None and evidence.workers.runnable_ratio is None:
         told["worker_runnable_ratio"] = None  # no schedstat: blocked time may be run-queue delay
     return told
 
 
-_PACE: Final = {
-    "rank": "rank", "seconds": "seconds", "steps": "steps", "compute": "compute_seconds",
-    "exposed": "exposed_wait_seconds", "away": "away_seconds", "samples": "samples", "in_sync": "in_sync_samples",
-    "on_gpu": "on_gpu", "cause": "cause", "where": "where", "phase": "phase", "still": "seconds_without_step",
-    "still_in_sync": "waits_for_ranks", "gpu_busy": "gpu_busy_ratio",
-}  # fmt: skip
-_PACE_IF_KNOWN: Final = {
-    "last_step": "last_step", "away_in": "away_in", "core_wait": "core_wait_seconds", "cores_busy": "cores_busy_ratio",
-    "node": "node", "node_ranks": "node_ranks", "node_fastest": "node_fastest",
-}  # fmt: skip
-"""The fields of a pace in the log, with their names in `RankPace`: those that are always there, and the others."""
-
-
 def _pace_fields(pace: RankPace) -> dict[str, Any]:
-    told = {name: getattr(pace, field) for name, field in _PACE.items()}
-    known = {name: getattr(pace, field) for name, field in _PACE_IF_KNOWN.items()}
-    return told | {name: value for name, value in known.items() if value or isinstance(value, float)}
+    """What a pace says of its window. The rest is about the run, and the log has it elsewhere."""
+    told: dict[str, Any] = to_builtins(WindowPace(*(getattr(pace, name) for name in WindowPace.__struct_fields__)))
+    return told
 
 
 # -- costs that recur less often than once in a window: checkpoints, and epoch boundaries ------------------------------
@@ -341,26 +404,15 @@ def aggregate(
     """Make the evidence of at least two ticks. ``cause``: cause of the open stall, for the `RankPace` of ``rank``."""
     added = ticks[-1].totals - ticks[0].totals
     conditions = [tick.conditions for tick in ticks][1:]
-    steps, checkpoints, epochs, garbage = added.steps, added.checkpoint_steps, added.epochs, added.garbage
-    took, timed, own = added.deliveries, added.sampler, added.own
-    sampled, cpu, gpu = added.sampled, added.sampled.cpu, added.sampled.gpu
     source, settings = _waited_for(added, conditions)
-    cores, cores_of_others = _cores(added, conditions)
-
     # The workers while the training loop runs, or at any time in a window without the loop.
-    workers = sampled.workers if sampled.workers.sampled_seconds > ROUNDING_SECONDS else sampled.idle_workers
-    counted = workers.counted_seconds > ROUNDING_SECONDS  # there are no figures before they have begun
-    fetch = _each(workers.fetch_busy_seconds, workers.fetches) if counted else None
-    worker_cpu, worker_runnable, worker_blocked = _shares(workers)
-    by_count, blocking = _positive(workers.seconds_by_count), _positive(workers.head_of_line_seconds)
-    worker_cores = next((c.worker_cores for c in reversed(conditions) if c.fetching_seconds is not None), None)
-    in_loop = [c for c in conditions if c.in_loop] or conditions
-    fetching = [c.fetching_seconds for c in in_loop if c.fetching_seconds is not None]
-    process_known = cpu.process_seconds.seconds >= _NEARLY_ALL * added.wall_seconds > 0
-    unused = gpu.unused_ratio.known
+    in_loop = added.sampled.workers.sampled_seconds > ROUNDING_SECONDS
+    sampled = added.sampled.workers if in_loop else added.sampled.idle_workers
+    cpu = _cpu(added, conditions)
+    workers = _workers(sampled, conditions, cpu.cores)
     return Evidence(
         window_seconds=added.wall_seconds,
-        steps=steps,
+        steps=added.steps,
         batches_per_step=_batches_per_step(added),
         wait_seconds=added.wait_seconds,
         exposed_seconds=added.exposed_after_first_seconds,
@@ -368,74 +420,139 @@ def aggregate(
         evaluation_seconds=added.ledger_seconds.get(EVALUATION, 0.0),
         source=source,
         settings=settings,
-        own_fetch_cpu_ratio=_share(own.fetch_cpu_seconds, own.fetch_seconds),
-        edges=epochs.boundaries,
+        own_fetch_cpu_ratio=_share(added.own.fetch_cpu_seconds, added.own.fetch_seconds),
+        edges=_edges(added, recurring),
+        checkpoints=_checkpoints(added, recurring),
+        garbage=Garbage(added.garbage.seconds, added.garbage.wait_seconds, added.garbage.boundary_wait_seconds),
+        waits=_waits(added, sampled),
+        transfer=_transfer(added, sampled),
+        sampler=_sampler(added, recurring),
+        workers=workers,
+        fetches=_fetches(added, sampled, ticks, workers),
+        cpu=cpu,
+        gpu=_gpu(added.sampled.gpu),
+        pace=_pace(added, conditions, rank, cause),
+        peers=next((c.peers for c in reversed(conditions) if c.peers), ()),
+    )
+
+
+def _edges(added: Totals, recurring: RecurringCosts) -> Edges:
+    epochs = added.epochs
+    return Edges(
+        count=epochs.boundaries,
         left=epochs.left,
-        edge_wait_seconds=epochs.boundary_wait_seconds,
+        wait_seconds=epochs.boundary_wait_seconds,
         # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
-        around_edges_seconds=max(0.0, min(_mid_epoch_wait(added), epochs.near_boundary_wait_seconds)),
-        edge_share=recurring.edge_share,
-        checkpoint_seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),
-        checkpoints=checkpoints,
-        checkpoint_interval_seconds=recurring.checkpoint_interval_seconds if checkpoints < 2 else 0.0,
-        early_checkpoint_seconds=recurring.early_checkpoint_seconds,
-        around_checkpoints_seconds=_around_checkpoints(added),
-        garbage_seconds=garbage.seconds,
-        garbage_wait_seconds=garbage.wait_seconds,
-        edge_garbage_seconds=garbage.boundary_wait_seconds,
-        outlier_wait_seconds=added.outlier_wait_seconds,
-        fetch_wait_seconds=took.fetch_wait_seconds,
-        transfer_wait_seconds=took.transfer_wait_seconds,
-        transfer_wait_long_fetch_seconds=took.transfer_wait_long_fetch_seconds,
+        around_seconds=max(0.0, min(_mid_epoch_wait(added), epochs.near_boundary_wait_seconds)),
+        share=recurring.edge_share,
+    )
+
+
+def _checkpoints(added: Totals, recurring: RecurringCosts) -> Checkpoints:
+    return Checkpoints(
+        seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),
+        count=added.checkpoint_steps,
+        interval_seconds=recurring.checkpoint_interval_seconds if added.checkpoint_steps < 2 else 0.0,
+        early_seconds=recurring.early_checkpoint_seconds,
+        around_seconds=_around_checkpoints(added),
+    )
+
+
+def _waits(added: Totals, workers: WorkerTotals) -> Waits:
+    took, blocking = added.deliveries, _positive(workers.head_of_line_seconds)
+    return Waits(
+        outlier_seconds=added.outlier_wait_seconds,
+        fetch_seconds=took.fetch_wait_seconds,
+        transfer_seconds=took.transfer_wait_seconds,
+        transfer_long_fetch_seconds=took.transfer_wait_long_fetch_seconds,
         head_of_line_seconds=took.head_of_line_wait_seconds,
         blocking_worker=max(blocking, key=lambda worker: blocking[worker], default=None),
-        moving_seconds=_each(
-            took.transfer_wait_seconds - took.transfer_wait_busy_worker_seconds, took.batches - took.from_busy
-        ),
-        moving_from_busy_seconds=_each(took.transfer_wait_busy_worker_seconds, took.from_busy),
+    )
+
+
+def _transfer(added: Totals, workers: WorkerTotals) -> Transfer:
+    took, timed, own = added.deliveries, added.sampler, added.own
+    from_idle = took.transfer_wait_seconds - took.transfer_wait_busy_worker_seconds
+    return Transfer(
+        seconds=_each(from_idle, took.batches - took.from_busy),
+        from_busy_seconds=_each(took.transfer_wait_busy_worker_seconds, took.from_busy),
         freeing_seconds=_each(own.release_seconds, own.releases),
         receiving_cpu_seconds=_each(timed.receive_cpu_seconds, timed.timed_batches),
         ready_batches=workers.ready_batches.mean,
         slack_seconds=workers.slack_seconds.mean,
-        sampler_seconds=_sampler_seconds(added),
-        edge_sampler_seconds=timed.boundary_seconds,
-        edge_share_of_sampler=recurring.edge_share_of_sampler,
-        sampler_cpu_ratio=_share(
-            timed.cpu_seconds + timed.boundary_cpu_seconds, timed.seconds + timed.boundary_seconds
-        ),
+    )
+
+
+def _sampler(added: Totals, recurring: RecurringCosts) -> Sampler:
+    timed = added.sampler
+    return Sampler(
+        seconds=_sampler_seconds(added),
+        edge_seconds=timed.boundary_seconds,
+        edge_share=recurring.edge_share_of_sampler,
+        cpu_ratio=_share(timed.cpu_seconds + timed.boundary_cpu_seconds, timed.seconds + timed.boundary_seconds),
+    )
+
+
+def _workers(sampled: WorkerTotals, conditions: Sequence[Conditions], cores: float) -> Workers:
+    cpu, runnable, blocked = _shares(sampled)
+    by_count = _positive(sampled.seconds_by_count)
+    allowed = next((c.worker_cores for c in reversed(conditions) if c.fetching_seconds is not None), None)
+    return Workers(
         # Not the maximum: workers of an ended epoch may still exist when those of the next have begun.
-        workers=max(by_count, key=lambda count: (by_count[count], count), default=0),
-        worker_cores=worker_cores if worker_cores is not None and worker_cores < cores else None,
-        fetches=workers.fetches if counted else None,
-        fetch_seconds=fetch,
-        fetch_cpu_seconds=fetch * worker_cpu if fetch is not None and worker_cpu is not None else None,
+        count=max(by_count, key=lambda count: (by_count[count], count), default=0),
+        cores=allowed if allowed is not None and allowed < cores else None,
+        busy_ratio=sampled.busy_ratio.mean,
+        cpu_ratio=cpu,
+        runnable_ratio=runnable,
+        blocked_ratio=blocked,
+        pickling_cores=sampled.pickling_cores.mean,
+    )
+
+
+def _fetches(added: Totals, sampled: WorkerTotals, ticks: Sequence[Tick], workers: Workers) -> Fetches:
+    counted = sampled.counted_seconds > ROUNDING_SECONDS  # there are no figures before they have begun
+    seconds = _each(sampled.fetch_busy_seconds, sampled.fetches) if counted else None
+    conditions = [tick.conditions for tick in ticks][1:]
+    in_loop = [c for c in conditions if c.in_loop] or conditions
+    fetching = [c.fetching_seconds for c in in_loop if c.fetching_seconds is not None]
+    return Fetches(
+        count=sampled.fetches if counted else None,
+        seconds=seconds,
+        cpu_seconds=seconds * workers.cpu_ratio if seconds is not None and workers.cpu_ratio is not None else None,
         # The bound of the highest bucket with a fetch; None if no fetch ended, or one is above the last bound.
-        longest_fetch_seconds=max(
+        longest_seconds=max(
             (bound for bound, count in zip(FETCH_BUCKETS, added.fetch_counts, strict=False) if count), default=None
         ),
-        slowest_fetch_seconds=_slowest_fetch(ticks),
-        long_fetches=tuple(
+        slowest_seconds=_slowest_fetch(ticks),
+        long_seconds=tuple(
             now for now, then in pairwise([*fetching, 0.0]) if now > then and now >= _LONG_FETCH_SECONDS
         ),
-        fetching_seconds=fetching[-1] if fetching else 0.0,
-        read_bytes=sampled.read_bytes.known,
-        written_bytes=sampled.written_bytes.known,
-        busy_ratio=workers.busy_ratio.mean,
-        worker_cpu_ratio=worker_cpu,
-        worker_runnable_ratio=worker_runnable,
-        worker_blocked_ratio=worker_blocked,
-        packing_cores=workers.pickling_cores.mean,
+        in_progress_seconds=fetching[-1] if fetching else 0.0,
+        read_bytes=added.sampled.read_bytes.known,
+        written_bytes=added.sampled.written_bytes.known,
+    )
+
+
+def _cpu(added: Totals, conditions: Sequence[Conditions]) -> Cpu:
+    cores, of_others = _cores(added, conditions)
+    cpu = added.sampled.cpu
+    process_known = cpu.process_seconds.seconds >= _NEARLY_ALL * added.wall_seconds > 0
+    return Cpu(
         cores=cores,
-        cores_of_others=cores_of_others,
-        host_cpu_ratio=cpu.host_ratio.mean,
-        process_cpu_per_step_seconds=_each(cpu.process_seconds.integral, steps) if process_known else None,
+        cores_of_others=of_others,
+        host_ratio=cpu.host_ratio.mean,
+        process_seconds_per_step=_each(cpu.process_seconds.integral, added.steps) if process_known else None,
         own_runnable_seconds=added.run_queue_delay_seconds,
         throttled_ratio=cpu.throttled_ratio.mean,
-        gpu_utilization_ratio=gpu.utilization_ratio.mean,
-        gpu_idle_seconds=None if unused is None else max(0.0, unused - gpu.exposed_wait_seconds - gpu.garbage_seconds),
-        gpu_slowed_seconds=gpu.slowed_ratio.known,
-        pace=_pace(added, conditions, rank, cause),
-        peers=next((c.peers for c in reversed(conditions) if c.peers), ()),
+    )
+
+
+def _gpu(gpu: GpuTotals) -> Gpu:
+    unused = gpu.unused_ratio.known
+    return Gpu(
+        utilization_ratio=gpu.utilization_ratio.mean,
+        idle_seconds=None if unused is None else max(0.0, unused - gpu.exposed_wait_seconds - gpu.garbage_seconds),
+        slowed_seconds=gpu.slowed_ratio.known,
     )
 
 

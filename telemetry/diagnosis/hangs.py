@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from telemetry.diagnosis.causes import NAMED_BY_SOURCE
+from telemetry.diagnosis.costs import NAMED_BY_SOURCE
 from telemetry.diagnosis.stragglers import absent_rank
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Advice, stuck_in_words
 from telemetry.util.text import named, ranges

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.advice import WORTH_IT
-from telemetry.diagnosis.causes import own_time
+from telemetry.diagnosis.costs import own_time
 from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step
 from telemetry.records import Advice, factor_text
 from telemetry.util.sampling import LOADER_CODE, StackTime, is_fetcher
@@ -50,20 +50,6 @@ _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
 _PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
 """Functions that only call another one. ``_call_impl`` and ``__call__`` begin with an underscore."""
-
-WORK: Final[dict[str, tuple[str, ...]]] = {
-    "loader_on_training_thread": (WAIT, FETCH),
-    "workers_cpu_bound": (FETCH,),
-    "workers_io_bound": (FETCH,),
-    "workers_throttled": (FETCH,),
-    "uneven_batches": (FETCH,),
-    "source_slow": (WAIT, FETCH),
-    "checkpoint": (CHECKPOINT,),
-    "gc_pause": (STEP, WAIT),
-    "host_bound": (STEP,),
-    "unknown": (FETCH,),
-}
-"""The work that is sampled during a stall of each cause. Other causes have no line: they spend no time in code."""
 
 SLOW_RANK: Final[tuple[str, ...]] = (STEP,)
 """The work that is sampled on a rank that the others wait for."""
@@ -267,13 +253,13 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
 
 def _seconds_of(evidence: Evidence, kind: str) -> float | None:
     if kind == FETCH:
-        return evidence.fetch_seconds
+        return evidence.fetches.seconds
     if kind == WAIT and evidence.steps:
         return evidence.wait_seconds / evidence.steps / evidence.batches_per_step
     if kind == STEP and evidence.steps:
         return evidence.step_compute_seconds
-    if kind == CHECKPOINT and evidence.checkpoints:
-        return evidence.checkpoint_seconds / evidence.checkpoints
+    if kind == CHECKPOINT and evidence.checkpoints.count:
+        return evidence.checkpoints.seconds / evidence.checkpoints.count
     return None
 
 
@@ -313,7 +299,7 @@ def _gain(
     saved = part * min(line.share, 1 - line.error)  # other work takes time as well
     if kind == CHECKPOINT:
         whole = evidence.loop_and_checkpoint_seconds
-        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoint_seconds), now=whole)
+        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoints.seconds), now=whole)
     if not evidence.steps:
         return None
     now, supply = evidence.step_seconds, evidence.supply_seconds or 0.0
@@ -326,7 +312,7 @@ def _gain(
         own = own_time(evidence)
         then = max(now - saved * own.exposed_ratio * own.all_sampler / evidence.steps, supply)
     elif cause == "host_bound":
-        then = now - min((evidence.gpu_idle_seconds or 0.0) / evidence.steps, saved * evidence.step_compute_seconds)
+        then = now - min((evidence.gpu.idle_seconds or 0.0) / evidence.steps, saved * evidence.step_compute_seconds)
     else:
         then = max(now * (1 - saved), supply)
     return gain_of(evidence, then)
@@ -336,17 +322,17 @@ def _with_shorter_fetch(
     evidence: Evidence, saved: float, saved_cpu: float, *, cause: str, longer: float
 ) -> float | None:
     """Seconds of a step if the workers' fetches become shorter by these shares of wall clock and of CPU time."""
-    fetch, cpu, batches = evidence.fetch_seconds, evidence.fetch_cpu_seconds, evidence.batches_per_step
-    if fetch is None or not evidence.workers:
+    fetch, cpu, batches = evidence.fetches.seconds, evidence.fetches.cpu_seconds, evidence.batches_per_step
+    if fetch is None or not evidence.workers.count:
         return None
     if cause == "uneven_batches":  # the workers are fast enough on average: only the waits become shorter
         return evidence.step_seconds - saved * max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
-    on_its_own = fetch * batches * (1 - (evidence.worker_runnable_ratio or 0.0))
+    on_its_own = fetch * batches * (1 - (evidence.workers.runnable_ratio or 0.0))
     then = predicted_step(
         evidence,
         fetch=on_its_own * (1 - saved) + longer * batches,
         fetch_cpu=(fetch if cpu is None else cpu) * batches * (1 - saved_cpu),
-        workers=evidence.workers,
+        workers=evidence.workers.count,
     )
-    received = (evidence.receiving_cpu_seconds or 0.0) * batches  # on the training thread
+    received = (evidence.transfer.receiving_cpu_seconds or 0.0) * batches  # on the training thread
     return max(then, evidence.step_compute_seconds + received)

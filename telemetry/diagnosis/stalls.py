@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
 
-from telemetry.diagnosis.causes import WAITS, costs
+from telemetry.diagnosis.causes import CAUSES
+from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.evidence import RecurringCostsWatch, aggregate
 from telemetry.diagnosis.stragglers import OwnPaces, straggler
 from telemetry.records import Tick
@@ -116,7 +117,7 @@ class StallDetector:
             self.stall = self._grown(self.stall, added, self.stall.cause, lost, self._aggregate())
             return StallUpdate("held", self.stall)
         evidence = self._aggregate()
-        seen = evidence.loop_seconds + evidence.checkpoint_seconds
+        seen = evidence.loop_seconds + evidence.checkpoints.seconds
         if seen <= 0:
             return None  # evaluation or startup: there is no training to judge
         lost = costs(evidence)
@@ -131,7 +132,7 @@ class StallDetector:
         if self._ever_opened or len(self._ticks) < 2:
             return None
         evidence = self._aggregate()
-        seen = evidence.loop_seconds + evidence.checkpoint_seconds
+        seen = evidence.loop_seconds + evidence.checkpoints.seconds
         if evidence.steps < MIN_STEPS_OF_A_RUN or seen < MIN_SECONDS_OF_A_RUN:
             return None
         return self._open_if_costly(costs(evidence), evidence, enough=True)
@@ -217,7 +218,7 @@ class StallDetector:
             pace = structs.replace(found.pace, last_step=self._steps)
             self._own_paces.add(pace, self._ticks[-1].totals.wall_seconds)
             earlier = self._own_paces.at_the_time_of(found.peers)
-            self._evidence = replace(found, pace=pace, earlier_paces=earlier)
+            self._evidence = structs.replace(found, pace=pace, earlier_paces=earlier)
         return self._evidence
 
     # -- the stall
@@ -248,7 +249,8 @@ class StallDetector:
         for cause, seconds in lost.items():
             total[cause] = total.get(cause, 0.0) + seconds * share
         cause, _ = _costliest(total)
-        if {cause, before.cause} <= WAITS and total[cause] <= _MORE * total.get(before.cause, 0.0):
+        both_wait = CAUSES[cause].is_wait and CAUSES[before.cause].is_wait
+        if both_wait and total[cause] <= _MORE * total.get(before.cause, 0.0):
             cause = before.cause
         if ratio < self._enter and cause == before.cause:
             evidence = before.evidence
@@ -276,7 +278,7 @@ def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:
 
 def _costliest(lost: dict[str, float]) -> tuple[str, float]:
     """The costliest cause and its seconds. All waits for data count together, under their largest cause."""
-    waits = {cause: seconds for cause, seconds in lost.items() if cause in WAITS}
-    kinds = [waits, *({cause: seconds} for cause, seconds in lost.items() if cause not in WAITS)]
+    waits = {cause: seconds for cause, seconds in lost.items() if CAUSES[cause].is_wait}
+    kinds = [waits, *({cause: seconds} for cause, seconds in lost.items() if not CAUSES[cause].is_wait)]
     kind = max((kind for kind in kinds if kind), key=lambda kind: sum(kind.values()), default={"unknown": 0.0})
     return max(kind, key=lambda cause: kind[cause]), sum(kind.values())

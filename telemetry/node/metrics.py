@@ -12,10 +12,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeVar
 
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.records import (
     CATEGORIES,
-    CAUSES,
     LOST,
     MEMORY_PARTS,
     SNAPSHOT_OFF_REASONS,
@@ -315,7 +315,7 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metric
           lambda view: view.last_step_unix_seconds, absent="before the first step has ended"),
 ))
 
-CAUSE: Final = MetricLabel("cause", CAUSES)
+CAUSE: Final = MetricLabel("cause", tuple(CAUSES))
 STALLS: Final[MetricGroup[StallView]] = MetricGroup(record=lambda view: view.stalls, metrics=(
     gauge("training_stall_active", "1 for the cause of the open stall, 0 for the others.",
           lambda stalls: () if stalls.active is None else (stalls.active,), label=CAUSE),

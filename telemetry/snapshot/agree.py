@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from telemetry.records import CAUSES
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.util.clock import unix_time
 from telemetry.util.files import opened, remove_file, replace_file
 from telemetry.util.processes import MAX_RANK

@@ -16,7 +16,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.diagnosis.advice import loader_advice, shortest_step, step_with_workers, wants_shared_files
+from telemetry.diagnosis.advice import shortest_step, step_with_workers, wants_shared_files
+from telemetry.diagnosis.causes import loader_advice
 from telemetry.hooks.trial import LOADER_SETTINGS, SHARING
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError
@@ -227,13 +228,13 @@ class Search:
         present = as_run(best)
         counts = range(self._limits.max_workers + 1)
         found = [self._with_workers(best, evidence, n) for n in counts if n != present["num_workers"]]
-        for _, advice in loader_advice(evidence):
+        for advice in loader_advice(evidence):
             if advice.setting != "num_workers" and advice.setting is not None and advice.value is not None:
                 gain = advice.predicted_speedup
                 changed = present | {advice.setting: _value(advice.setting, advice.value)}
                 found.append(Candidate(changed, None if gain is None else rate * gain))
         if wants_shared_files(evidence) and SHARING not in present:
-            step = (evidence.loop_seconds - evidence.transfer_wait_seconds) / evidence.steps
+            step = (evidence.loop_seconds - evidence.waits.transfer_seconds) / evidence.steps
             found.append(Candidate(present | {SHARING: "file_system"}, 1 / step if step > 0 else None))
         return found
 
@@ -242,7 +243,7 @@ class Search:
         settings = as_run(best)
         if workers and not settings["num_workers"]:
             settings["prefetch_factor"] = _DEFAULT_PREFETCH
-            if evidence.edges >= _DEFAULT_PREFETCH and not _refusal(best, "persistent_workers"):
+            if evidence.edges.count >= _DEFAULT_PREFETCH and not _refusal(best, "persistent_workers"):
                 settings["persistent_workers"] = True
         return Candidate(_meaningful(settings | {"num_workers": workers}), 1 / step if step else None)
 
@@ -295,4 +296,4 @@ def _workers(trial: Trial) -> int:
 
 
 def _is_crowded(evidence: Evidence) -> bool:
-    return (evidence.worker_runnable_ratio or 0.0) >= _WITHOUT_CORE
+    return (evidence.workers.runnable_ratio or 0.0) >= _WITHOUT_CORE

@@ -162,8 +162,8 @@ def of_doctor() -> dict[str, str]:
 
 def of_zoo() -> dict[str, str]:
     """Cause, cost and advice for each recorded evidence of the zoo."""
-    from telemetry.diagnosis.advice import advise
-    from telemetry.diagnosis.causes import costs
+    from telemetry.diagnosis.causes import advise
+    from telemetry.diagnosis.costs import costs
     from tests.zoo.test_replay import RECORDED, evidence_of
 
     found = {}

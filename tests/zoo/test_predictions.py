@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.diagnosis.advice import advise
+from telemetry.diagnosis.causes import advise
 from tests.zoo.test_replay import RECORDED, evidence_of
 
 (RESULTS,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("zoo-*.json")

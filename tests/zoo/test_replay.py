@@ -1,44 +1,37 @@
 """Replays evidence recorded in runs of the zoo: after a change of the rules, the true causes must still be named."""
 
-import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 
-from telemetry.diagnosis.causes import costs
+from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.evidence import Evidence
 from telemetry.diagnosis.stragglers import straggler
 from telemetry.records import RankPace
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 
-PACE = {
-    "compute": "compute_seconds", "exposed": "exposed_wait_seconds", "away": "away_seconds", "in_sync": "in_sync_samples",
-    "still": "seconds_without_step", "still_in_sync": "waits_for_ranks", "gpu_busy": "gpu_busy_ratio",
-    "core_wait": "core_wait_seconds", "cores_busy": "cores_busy_ratio",
-}  # fmt: skip
-"""Names of a pace's fields in the log and in `RankPace`."""
-
-
-def paces_of(logged, field):
-    return [RankPace(**{PACE.get(name, name): value for name, value in told.items()}) for told in logged.get(field, ())]
-
 
 def evidence_of(logged):
-    """Evidence from its log field. A value that is missing in the log was None, or 0 seconds."""
-    values = {}
-    for field in dataclasses.fields(Evidence):
-        value = logged.get(field.name)
-        values[field.name] = 0.0 if value is None and field.type in {"float", "int"} else value
-    alone = RankPace(
-        0, values["window_seconds"], values["steps"], values["compute_seconds"], values["exposed_seconds"], 0.0
-    )
-    pace, *peers = paces_of(logged, "paces") or [alone]
-    values |= {"pace": pace, "peers": tuple(peers), "earlier_paces": tuple(paces_of(logged, "earlier_paces"))}
-    values["long_fetches"] = tuple(logged.get("long_fetches", (values["fetching_seconds"],)))
-    values["batches_per_step"] = logged.get("batches_per_step", 1.0)
-    return Evidence(**values)
+    """Evidence from its log field, in which the parts are one flat object."""
+    pace, *peers = msgspec.convert(logged.get("paces", [None]), list[RankPace | None])
+    exposed = logged.get("exposed_seconds")
+    own = pace or RankPace(0, logged["window_seconds"], logged["steps"], logged["compute_seconds"], exposed, 0.0)
+    parts = {"pace": own, "peers": tuple(peers), "exposed_seconds": exposed}
+    parts["earlier_paces"] = msgspec.convert(logged.get("earlier_paces", ()), tuple[RankPace, ...])
+    for field in structs.fields(Evidence):
+        if field.name in parts:
+            continue
+        if isinstance(field.default, msgspec.Struct):
+            parts[field.name] = msgspec.convert(logged, field.type)
+        elif field.name in logged:
+            parts[field.name] = logged[field.name]
+    if "long_fetches" not in logged:
+        parts["fetches"] = structs.replace(parts["fetches"], long_seconds=(parts["fetches"].in_progress_seconds,))
+    return Evidence(**parts)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from telemetry.records import CAUSES
+from telemetry.diagnosis.causes import CAUSES
 from tests.zoo.zoo_results import STARVED, more_workers, stall
 
 from . import journal, processes, runner, score
