@@ -31,6 +31,7 @@ from telemetry.records import (
     Totals,
     WorkersSample,
 )
+from telemetry.util.processes import identify
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Detector:
     """A `StallDetector` that gets slices instead of ticks."""
 
     def __init__(self, window: float = 10, enter: float = 0.2, leave: float = 0.1) -> None:
-        self._detector = StallDetector(window, enter, leave)
+        self._detector = StallDetector(window, enter, leave, identify("r", None, {}))
         self._totals = Totals()
 
     def __getattr__(self, name: str) -> Any:

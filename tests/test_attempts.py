@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -74,8 +75,8 @@ class AttemptNow:
 
 def next_attempt(folder, identity: Identity = IDENTITY) -> RunSoFar:
     """The attempt after those that have left something in the folder."""
-    run = RunSoFar(folder, AttemptNow(replace(EMPTY, unix_seconds=time.time())), ErrorLog())
-    run.tick(identity)
+    run = RunSoFar(folder, AttemptNow(replace(EMPTY, unix_seconds=time.time())), identity, ErrorLog())
+    run.tick()
     return run
 
 
@@ -156,9 +157,10 @@ def test_on_other_ranks_the_counts_go_on_and_nothing_is_shown_as_lost(tmp_path):
 
 def test_a_rank_that_becomes_another_one_goes_on_from_the_file_of_that_one(tmp_path):
     left(tmp_path, beat(samples_total=8))
-    run = RunSoFar(tmp_path, AttemptNow(replace(EMPTY, samples_total=3)), ErrorLog())
-    for identity, before in ((RANK_1, 0), (IDENTITY, 8), (RANK_1, 0), (IDENTITY, 8)):
-        run.tick(identity)
+    identity = dataclasses.replace(RANK_1)
+    run = RunSoFar(tmp_path, AttemptNow(replace(EMPTY, samples_total=3)), identity, ErrorLog())
+    for identity.rank, before in ((1, 0), (0, 8), (1, 0), (0, 8)):
+        run.tick()
         assert run.samples_before == before
 
 
@@ -302,7 +304,7 @@ class Hung:
     def __init__(self, folder, *, stuck_in="compute", first_wait=0.0, replay=0.0, saves=()):
         self.stuck_in, self.saves, self.first_wait, self.replay = stuck_in, saves, first_wait, replay
         self.attempt, self.hangs = AttemptNow(replace(EMPTY, life="ab")), HangTimes()
-        self.run_so_far = RunSoFar(folder, self.attempt, ErrorLog())
+        self.run_so_far = RunSoFar(folder, self.attempt, IDENTITY, ErrorLog())
         self.folder, self.seen = folder, []
 
     def run(self, last=260):
@@ -325,7 +327,7 @@ class Hung:
             self.hangs.follow(now.loop_seconds, stuck_for, self.stuck_in)
             self.attempt.newest = replace(now, stuck=self.hangs.so_far(now))
             self.attempt.has_batch = loop > self.first_wait
-            self.run_so_far.tick(IDENTITY)
+            self.run_so_far.tick()
             self.seen.append(self.run_so_far.view().lost_seconds)
         return self
 

@@ -16,7 +16,8 @@ from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.node.board import Board, HangBoard
+from telemetry.node.board import Board
+from telemetry.node.hang_board import HangBoard
 from telemetry.node.metrics import HangView
 from telemetry.node.peers import candidates, of_node
 from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
@@ -430,34 +431,38 @@ class Rank:
 
     node_hangs, recorder_is_off = True, True
 
-    def __init__(self, board: HangBoard, state: HangState, world_size: int = 2, *, leads: bool = True) -> None:
+    def __init__(self, board: Board, state: HangState, world_size: int = 2, *, leads: bool = True) -> None:
         self.state, self.steps = state, 7
-        self.node = SimpleNamespace(hang_board=board, leads=leads)
+        board.leads = leads
         self.job = SimpleNamespace(local=(), elsewhere=(), stuck_elsewhere=False)
         self.identity = Identity("run", state.rank, 0, world_size, "n1", os.getpid(), "plain")
         self.lines: list[dict] = []
         self.seconds, self.asked = 100.0, 0
         wall = WallClock(wall_ns=lambda: self.now_ns() + 1_767_225_600 * NS, mono_ns=self.now_ns)
         log = SimpleNamespace(emit=lambda event, fields: self.lines.append({"event": event} | fields))
-        self.part = JobHang(self, log, wall, mono_ns=self.now_ns)
+        self.part = JobHang(self, log, wall, board, self.job, mono_ns=self.now_ns)
 
     def now_ns(self) -> int:
         return int(self.seconds * NS)
 
-    def read(self, identity: Identity) -> HangState:
+    def read(self) -> HangState:
         self.asked += 1
         return self.state
 
     def tick(self, *, hangs: bool = True, steps: int = 7, seconds: float = 1.0) -> list[dict]:
         self.seconds += seconds
         self.node_hangs, self.steps = hangs, steps
-        self.part.tick(self.identity, self.node, self.job)
+        self.part.tick()
         return self.lines
 
 
 @pytest.fixture
-def board(tmp_path):
-    return HangBoard(Board("r", "x", "n1", root=tmp_path / "boards").path)
+def board(tmp_path) -> Board:
+    return Board("r", "x", "n1", root=tmp_path / "boards")
+
+
+def reports(board: Board):
+    return HangBoard(board.path).reports()
 
 
 def test_on_a_calm_run_nothing_is_read_and_nothing_written(board):
@@ -465,7 +470,7 @@ def test_on_a_calm_run_nothing_is_read_and_nothing_written(board):
     for _ in range(50):
         assert rank.tick(hangs=False) == []
     assert rank.asked == 0
-    assert board.reports() == []
+    assert reports(board) == []
     assert (rank.part.view(), rank.job.local) == (None, ())
 
 
@@ -508,10 +513,10 @@ def test_another_rank_says_what_it_does_and_decides_nothing(board):
     rank = Rank(board, FETCHES, leads=False)
     for _ in range(20):
         assert rank.tick() == []
-    (row,) = board.reports()
+    (row,) = reports(board)
     assert (row.state.where, row.pid) == ("data.py:88", os.getpid())
     rank.tick(hangs=False)
-    assert board.reports() == []
+    assert reports(board) == []
 
 
 def test_a_hang_is_over_once_steps_end_again(board):
@@ -562,7 +567,7 @@ def test_what_has_become_of_the_process_of_another_rank(tmp_path, how, kind):
         elif how == "ended":
             child.tell()
             child.wait()
-        rank = Rank(HangBoard(own.path), WAITS)
+        rank = Rank(own, WAITS)
         for _ in range(17):
             rank.tick()
     assert rank.lines[-1]["kind"] == kind
@@ -581,7 +586,7 @@ def test_one_that_was_started_again_is_not_gone(tmp_path):
     own.states()
     with Child(script, tmp_path / "boards", "second", cwd=tmp_path) as second:
         assert second.line() == "published"
-        rank = Rank(HangBoard(own.path), WAITS)
+        rank = Rank(own, WAITS)
         for _ in range(17):
             rank.tick()
     assert rank.lines[-1]["kind"] == "compute", "it is there, and says nothing"
@@ -602,8 +607,8 @@ HOSTILE = [
 @pytest.mark.parametrize("name", ["rank-9.bin", "hang-9.json", "gone-9"])
 def test_a_file_of_the_board_that_makes_no_sense_is_passed_over(board, name, content):
     rank = Rank(board, WAITS, world_size=1)
-    (board._folder / name).write_bytes(content)
-    os.mkfifo(board._folder / f"{name.split('-')[0]}-8")
-    (board._folder / f"{name.split('-')[0]}-7").symlink_to("/dev/zero")
+    (board.path / name).write_bytes(content)
+    os.mkfifo(board.path / f"{name.split('-')[0]}-8")
+    (board.path / f"{name.split('-')[0]}-7").symlink_to("/dev/zero")
     rank.tick()
     assert [state.rank for state in rank.job.local] == [0]

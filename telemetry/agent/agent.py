@@ -7,7 +7,6 @@ import functools
 import os
 import platform
 import random
-import secrets
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,8 +30,9 @@ from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.node.board import Board, Membership
+from telemetry.node.board import Board
 from telemetry.node.endpoint import NodeService
+from telemetry.node.membership import Membership
 from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
@@ -239,7 +239,7 @@ class Agent:
 
     Attributes:
         run_dir: the run folder.
-        identity: run, rank, node and so on.
+        identity: run, rank, node and so on. All parts share this record, which is kept up to date.
         errors: the failures of the agent's own parts.
         tracker: the state of the training thread. ``attachment`` places the hooks that update it.
         overhead: the cost of the agent.
@@ -254,112 +254,99 @@ class Agent:
     def __init__(self, config: Config) -> None:
         start_ns = now_ns()
         self.config = config
-        self.identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
+        self.identity = identity = identify(config.run, config.run_dir and absolute(config.run_dir), node=config.node)
         # Absolute: the script may change its working folder, and a rotated log must not move.
-        self.run_dir = absolute(config.run_dir or Path("telemetry-runs") / slug(self.identity.run))
-        self.errors = ErrorLog()
-        self._membership = Membership(self.identity, self.errors)
-        self._wall = WallClock()
-        self._node: NodeService | None = None
-        self._job: JobLink | None = None
-        with self.errors.contained("board"):
-            self._node = self._node_service()
-            self._job = JobLink(self.run_dir, self.identity.node, self._node.board, self.errors)
-
-        self.tracker = StepTracker(Ring())
-        self.attachment = Attachment(
-            self.tracker,
-            partial(self.errors.note, "attach"),
-            gpu_events=config.gpu_events != "off",
-            nvtx=config.nvtx,
-        )
-        self.accounting = Accounting(self.tracker, self.attachment, config, self.errors, start_ns)
-        self._tick_pace = TickPace(config, self.accounting)
-        self._collectors = CollectorPoller(self.tracker, config.interval_seconds, self.errors)
-        life = secrets.token_hex(8)
-        self.attempt = AttemptLog(
-            self.run_dir,
-            self.identity.pid,
-            life,
-            tracker=self.tracker,
-            accounting=self.accounting,
-            wall=self._wall,
-            errors=self.errors,
-        )
-        self._run_so_far = RunSoFar(self.run_dir / FOLDER, self.attempt, self.errors)
-        self.figures = FigureOutput(config, self.identity, self._run_so_far, self.errors, self._wall)
-        parts = (self._collectors, self._node, self._job, self.figures)
-        self.overhead = Overhead(self.tracker, [part for part in parts if part is not None])
-        self._thread_sampler = ThreadSampler(self.tracker)
-        self._peer_paces = PeerPaces()
-        self._builder = TotalsBuilder(
-            self.accounting,
-            self.tracker,
-            self._collectors,
-            self._thread_sampler,
-            self.overhead,
-        )
-        stall_counts = StallCounts()
-        self._memory = MemoryWatch()
-        self.event_log = EventLog(
-            self.run_dir,
-            self.identity,
-            config,
-            accounting=self.accounting,
-            builder=self._builder,
-            attempt=self.attempt,
-            life=life,
-            tracker=self.tracker,
-            node=self._node,
-            collectors=self._collectors,
-            memory=self._memory,
-            stall_counts=stall_counts,
-            errors=self.errors,
-            wall=self._wall,
-        )
-        self._line_monitor = LineMonitor(self.tracker, self.run_dir / "profiles", self.errors, self.event_log)
-        self._stall_monitor = StallMonitor(
-            config,
-            self.tracker,
-            stall_counts,
-            errors=self.errors,
-            event_log=self.event_log,
-            wall=self._wall,
-            lines=self._line_monitor,
-            sinks=self.figures,
-        )
-        own_state = OwnState(self.tracker, self.accounting, self._stall_monitor)
-        self.job_hang = JobHang(own_state, self.event_log, self._wall)
-        self.snapshots = SnapshotControl(
-            config,
-            self.identity,
-            self.run_dir,
-            tracker=self.tracker,
-            profilers=self.attachment.profilers,
-            errors=self.errors,
-            wall=self._wall,
-            accounting=self.accounting,
-            event_log=self.event_log,
-            ranks_elsewhere=self._ranks_elsewhere,
-            board=self._board,
-        )
-        self._changes = ChangeMonitor()
-        self.running = False
-        self.trial: TrialRun | None = None
+        self.run_dir = run_dir = absolute(config.run_dir or Path("telemetry-runs") / slug(identity.run))
+        self.errors = errors = ErrorLog()
+        self._wall = wall = WallClock()
         self._job_labels = job_labels()
         self._pid = os.getpid()
         self._streams = StandardStreams()
         self._exec = Patches()
-        self._rank_due_ns = 0
-        self._thread = OwnThread(self._main, name="telemetry-agent")
-        self._between_ticks = BetweenTicks(
-            config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, self.errors
+
+        # The node and the job.
+        self._membership = Membership(identity, errors)
+        self._node: NodeService | None = None
+        self._job: JobLink | None = None
+        with errors.contained("board"):
+            self._node = self._node_service()
+            self._job = JobLink(run_dir, identity.node, self._node.board, errors)
+        self._peer_paces = PeerPaces()
+
+        # What this rank does.
+        self.tracker = tracker = StepTracker(Ring())
+        attach_failed = partial(errors.note, "attach")
+        self.attachment = Attachment(tracker, attach_failed, gpu_events=config.gpu_events != "off", nvtx=config.nvtx)
+        self.accounting = accounting = Accounting(tracker, self.attachment, config, errors, start_ns)
+        self._collectors = CollectorPoller(tracker, config.interval_seconds, errors)
+        self._thread_sampler = ThreadSampler(tracker)
+        self.attempt = AttemptLog(run_dir, identity.pid, tracker, accounting, wall=wall, errors=errors)
+        self._run_so_far = RunSoFar(run_dir / FOLDER, self.attempt, identity, errors)
+        self.figures = FigureOutput(config, identity, self._run_so_far, errors, wall)
+        own_threads = (self._collectors, self._node, self._job, self.figures)
+        self.overhead = Overhead(tracker, [part for part in own_threads if part is not None])
+        self._builder = TotalsBuilder(accounting, tracker, self._collectors, self._thread_sampler, self.overhead)
+        self._memory = MemoryWatch()
+        self._changes = ChangeMonitor()
+
+        # What it reports.
+        stall_counts = StallCounts()
+        self.event_log = EventLog(
+            run_dir,
+            identity,
+            config,
+            accounting=accounting,
+            builder=self._builder,
+            attempt=self.attempt,
+            tracker=tracker,
+            node=self._node,
+            collectors=self._collectors,
+            memory=self._memory,
+            stall_counts=stall_counts,
+            errors=errors,
+            wall=wall,
         )
-        self._ended = False
-        self._last_words = ""  # the run's last line, once it has ended
-        self._deadline_ns = 0  # for `stop`
+        self._line_monitor = LineMonitor(tracker, run_dir / "profiles", errors, self.event_log)
+        self._stall_monitor = StallMonitor(
+            config,
+            tracker,
+            stall_counts,
+            errors=errors,
+            event_log=self.event_log,
+            wall=wall,
+            lines=self._line_monitor,
+            sinks=self.figures,
+        )
+        own_state = OwnState(identity, tracker, accounting, self._stall_monitor)
+        self.job_hang = JobHang(own_state, self.event_log, wall, self._board, self._job)
+        self.snapshots = SnapshotControl(
+            config,
+            identity,
+            run_dir,
+            tracker=tracker,
+            profilers=self.attachment.profilers,
+            errors=errors,
+            wall=wall,
+            accounting=accounting,
+            event_log=self.event_log,
+            job=self._job,
+            board=self._board,
+        )
+        self.trial: TrialRun | None = None
+
+        # Its thread.
+        self._thread = OwnThread(self._main, name="telemetry-agent")
+        self._tick_pace = TickPace(config, accounting)
+        self._between_ticks = BetweenTicks(
+            config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, errors
+        )
+        self._rank_due_ns = 0
         self._published = False  # whether the newest tick published
         self._skipped = False
+        self.running = False
+        self._ended = False
+        self._deadline_ns = 0  # for `stop`
+        self._last_words = ""  # the run's last line, once it has ended
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -382,10 +369,10 @@ class Agent:
         self._settle_rank()
         with self.errors.contained("endpoint"):
             self._publish()
-        shown = self.identity
+        shown = self.identity.rank
         self._settle_rank()  # if two ranks start at the same moment, one of them sees the other here
         with self.errors.contained("endpoint"):
-            if self.identity != shown:
+            if self.identity.rank != shown:
                 self._publish()
             self._lead()
         with self.errors.contained("snapshot"):
@@ -507,18 +494,9 @@ class Agent:
     def _settle_rank(self) -> None:
         """Follow the rank of this process. Series, log, stalls and snapshots continue under the new rank."""
         self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
-        before, identity = self.identity, self._membership.look(self._board, steps=self.accounting.steps_total)
-        if identity == before:
-            return
-        self.identity = identity
-        self.figures.identity = identity
-        self._stall_monitor.adopt(identity.rank)
-        self.snapshots.adopt(identity)
-        with self.errors.contained("board"):
-            if self._board is not None and before.rank != identity.rank:
-                self._board.move(before.rank, identity.rank)
-        self.event_log.adopt(identity, self._membership.claim.rank)
-        self._published = False  # so that the next tick publishes
+        if self._membership.look(self._board, steps=self.accounting.steps_total):
+            self.event_log.rank_has_changed()
+            self._published = False  # so that the next tick publishes
 
     def _tick_or_skip(self) -> None:
         self._account()
@@ -557,7 +535,7 @@ class Agent:
                 at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
                 self.event_log.emit("change", change_line(change, at))
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
-            self.job_hang.tick(self.identity, self._board, self._job)
+            self.job_hang.tick()
         with self.errors.contained("lines"):
             stalls = self._stall_monitor
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
@@ -571,7 +549,7 @@ class Agent:
         self._published, self._skipped = self._skipped or not self._published or rare, False
         if self._published:
             with self.errors.contained("attempts"):
-                self._run_so_far.tick(self.identity)
+                self._run_so_far.tick()
             with self.errors.contained("exposition"):
                 self._publish()
         self._keep_up()
@@ -615,7 +593,7 @@ class Agent:
         with self.errors.contained("lines"):
             self._line_monitor.close()
         with self.errors.contained("attempts"):
-            self._run_so_far.tick(self.identity)
+            self._run_so_far.tick()
             self._run_so_far.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
@@ -715,9 +693,6 @@ class Agent:
         if self._job is not None and self.identity.world_size > 1:
             with self.errors.contained("job"):
                 self._job.tick(self.identity.world_size)
-
-    def _ranks_elsewhere(self) -> bool:
-        return self._job is not None and self._job.ranks_elsewhere(self.identity.world_size)
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
         if self._board is None or self.identity.world_size < 2:

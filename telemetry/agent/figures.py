@@ -184,7 +184,6 @@ class FigureOutput:
         run_so_far: counts earlier attempts, so that the sinks' step axis continues after them.
 
     Attributes:
-        identity: the agent replaces it when the rank becomes known.
         newest: the newest figures. The dictionary is replaced, never changed, so that any thread may read it.
         said: the sinks, for the start line; empty without sinks.
     """
@@ -192,7 +191,7 @@ class FigureOutput:
     def __init__(
         self, config: Config, identity: Identity, run_so_far: RunSoFar, errors: ErrorLog, wall: WallClock
     ) -> None:
-        self.identity = identity
+        self._identity = identity
         self._config = config
         self._run_so_far = run_so_far
         self._errors = errors
@@ -207,7 +206,7 @@ class FigureOutput:
 
         A rank that does not write has none, and a trial of ``telemetry tune`` neither: its figures are not a run's.
         """
-        others = self.identity.rank > 0 and self.identity.rank_given and self._config.sink_ranks != "all"
+        others = self._identity.rank > 0 and self._identity.rank_given and self._config.sink_ranks != "all"
         if not self._config.sinks or others or TRIAL_VARIABLE in os.environ:
             return
         with self._errors.contained(_SOURCE):
@@ -272,7 +271,7 @@ class FigureOutput:
             self._sinks.after_fork_in_child()
 
     def _offer(self, *, values: dict[str, float] | None = None, stall: str = "") -> None:
-        rank, several = self.identity.rank, self._config.sink_ranks == "all"
+        rank, several = self._identity.rank, self._config.sink_ranks == "all"
         if self._sinks is None or (rank and not several):
             return
         self._sinks.offer(

@@ -18,6 +18,7 @@ from telemetry.diagnosis.hangs import (
     decide,
     with_sentence,
 )
+from telemetry.node.hang_board import HangBoard
 from telemetry.node.metrics import HangView
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from telemetry.sources.flight_recorder import OFF, FlightRecorder
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from telemetry.agent.stalls import StallMonitor
     from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.node.board import Board, HangBoard, HangReport, RankProcess
+    from telemetry.node.board import Board
+    from telemetry.node.hang_board import HangReport, RankProcess
     from telemetry.node.peers import JobLink
     from telemetry.util.clock import WallClock
     from telemetry.util.processes import Identity
@@ -71,12 +73,14 @@ class OwnState:
     """Reads what the training thread of this rank does while the job hangs.
 
     Args:
+        identity: this process.
         tracker: the state of the training thread.
         accounting: has the ledger's category.
         stalls: whether this rank hangs.
     """
 
-    def __init__(self, tracker: StepTracker, accounting: Accounting, stalls: StallMonitor) -> None:
+    def __init__(self, identity: Identity, tracker: StepTracker, accounting: Accounting, stalls: StallMonitor) -> None:
+        self.identity = identity
         self._tracker = tracker
         self._accounting = accounting
         self._stalls = stalls
@@ -93,7 +97,7 @@ class OwnState:
         """Steps of this rank that have ended."""
         return self._accounting.steps_total
 
-    def read(self, identity: Identity) -> HangState:
+    def read(self) -> HangState:
         """The current state. Takes about a tenth of a millisecond."""
         tracker, stalls = self._tracker, self._stalls
         hang, fetch = stalls.hang, stalls.hangs.fetch
@@ -113,8 +117,8 @@ class OwnState:
         doing = self._doing()
         at = fetch if fetch is not None and doing == DATA_WAIT else place_of(stack)
         return HangState(
-            rank=identity.rank,
-            node=identity.node,
+            rank=self.identity.rank,
+            node=self.identity.node,
             doing=doing,
             process=ALIVE,
             stuck=hang is not None,
@@ -146,6 +150,8 @@ class JobHang:
         own: reads the state of this rank.
         event_log: gets the verdict.
         wall: dates the beginning of the hang.
+        board: the board of this node; None without one.
+        job: has the ranks of the other nodes; None without a board.
         mono_ns: the clock.
     """
 
@@ -154,12 +160,17 @@ class JobHang:
         own: OwnState,
         event_log: EventLog,
         wall: WallClock,
+        board: Board | None,
+        job: JobLink | None,
         *,
         mono_ns: Callable[[], int] = now_ns,
     ) -> None:
         self._own = own
         self._event_log = event_log
         self._wall = wall
+        self._board = board
+        self._hang_board = None if board is None else HangBoard(board.path)
+        self._job = job
         self._now = mono_ns
         self._began_ns: int | None = None
         self._said_ns: int | None = None
@@ -171,26 +182,26 @@ class JobHang:
         self._over: dict[str, Any] | None = None
         self._verdict: HangVerdict | None = None
 
-    def tick(self, identity: Identity, node: Board | None, job: JobLink | None) -> None:
+    def tick(self) -> None:
         """Publish the state of this rank while a rank of the job is stuck, and decide if this rank serves its node.
 
         It does nothing in a calm run.
         """
-        board = node.hang_board if node is not None else None
+        job, world_size = self._job, self._own.identity.world_size
         if not (self._own.node_hangs or (job is not None and job.stuck_elsewhere)):
-            self._end(board, job)
+            self._end()
             return
         if self._began_ns is None:
             self._began_ns, self._steps, self._over = self._now(), self._own.steps, None
         passed = (self._now() - self._began_ns) / NS
-        own = self._own.read(identity)
-        self._publish(own, board)
-        if identity.world_size == 1 or (node is not None and node.leads):
-            local = self._of_node(own, board, name_silent=passed > _PATIENCE_SECONDS)
+        own = self._own.read()
+        self._publish(own)
+        if world_size == 1 or (self._board is not None and self._board.leads):
+            local = self._of_node(own, name_silent=passed > _PATIENCE_SECONDS)
             elsewhere: tuple[HangState, ...] = ()
             if job is not None:
                 job.local, elsewhere = local, job.elsewhere
-            self._decide((*local, *elsewhere), identity.world_size, passed)
+            self._decide((*local, *elsewhere), world_size, passed)
 
     def view(self) -> HangView | None:
         """The verdict for the endpoint; None while nothing hangs, and on ranks that do not serve their node."""
@@ -208,14 +219,15 @@ class JobHang:
         verdict = self._verdict
         return verdict.sentence if verdict is not None and verdict.waiting else ""
 
-    def _publish(self, own: HangState, board: HangBoard | None) -> None:
-        now = self._now()
+    def _publish(self, own: HangState) -> None:
+        now, board = self._now(), self._hang_board
         if board is not None and (self._said_ns is None or now - self._said_ns >= _REFRESH_SECONDS * NS):
             board.put(own.rank, now, own)
             self._said_ns, self._rank = now, own.rank
 
-    def _of_node(self, own: HangState, board: HangBoard | None, *, name_silent: bool) -> tuple[HangState, ...]:
+    def _of_node(self, own: HangState, *, name_silent: bool) -> tuple[HangState, ...]:
         """The state of each rank of this node. ``name_silent``: include living ranks that have published nothing."""
+        board = self._hang_board
         if board is None:
             return (own,)
         said = {report.pid: self._still_true(report) for report in board.reports()}
@@ -253,13 +265,13 @@ class JobHang:
             recorder = {"recorder": _RECORDER_OFF} if self._own.recorder_is_off else {}
             self._event_log.emit("hang", {"since": self._since} | self._verdict.fields() | recorder)
 
-    def _end(self, board: HangBoard | None, job: JobLink | None) -> None:
+    def _end(self) -> None:
         """End a hang. It is over if steps end again; otherwise the processes are about to end."""
         if self._began_ns is not None:
-            if board is not None and self._rank is not None:
-                board.take_back(self._rank)
-            if job is not None:
-                job.local = ()
+            if self._hang_board is not None and self._rank is not None:
+                self._hang_board.take_back(self._rank)
+            if self._job is not None:
+                self._job.local = ()
             if self._verdict is not None:
                 self._over = {"since": self._since, "kind": self._verdict.kind, "over": True}
             self._began_ns = self._said_ns = self._rank = self._written = self._verdict = None

@@ -277,7 +277,7 @@ class JsonLog:
 
     Args:
         folder: ``RUN_DIR/logs``.
-        identity: run, rank, node and pid for every line.
+        identity: run, rank, node and pid for every line. The rank may become known later.
         timestamp: returns the time for a line, ISO-8601 in UTC.
         step: returns the number of ended steps for every line.
         head: returns the fields of ``run_start``, with which every rotated file begins.
@@ -296,7 +296,8 @@ class JsonLog:
     ) -> None:
         structlog = _structlog()
         self._folder = folder
-        self.file = LogFile(self._path_of(identity), max_bytes, max_files, self._head_line)
+        self._identity = identity
+        self.file = LogFile(self._path(), max_bytes, max_files, self._head_line)
         self._heading = False
         self._timestamp = timestamp
         self._step = step
@@ -308,23 +309,20 @@ class JsonLog:
             context_class=dict,
             cache_logger_on_first_use=True,
             run=identity.run,
-            rank=identity.rank,
-            local_rank=identity.local_rank,
             node=identity.node,
             pid=identity.pid,
         )
 
-    def adopt(self, identity: Identity) -> None:
-        """Use the rank of this process, which is now known, in all later lines.
+    def rename(self) -> None:
+        """Rename the file after the rank of this process has become known or has changed.
 
         Raises:
-            OSError: the file could not be renamed to match.
+            OSError: the file could not be renamed.
         """
-        self._logger = self._logger.bind(rank=identity.rank, local_rank=identity.local_rank)
-        self.file.move(self._path_of(identity))
+        self.file.move(self._path())
 
-    def _path_of(self, identity: Identity) -> Path:
-        return self._folder / f"rank-{identity.rank}.{identity.pid}.jsonl"
+    def _path(self) -> Path:
+        return self._folder / f"rank-{self._identity.rank}.{self._identity.pid}.jsonl"
 
     def emit(self, event: str, fields: Mapping[str, Any]) -> bool:
         """Write one line. Returns whether the file has it."""
@@ -345,6 +343,7 @@ class JsonLog:
 
     def _stamp(self, logger: Any, method: str, fields: dict[str, Any]) -> dict[str, Any]:
         del logger, method
+        fields["rank"], fields["local_rank"] = self._identity.rank, self._identity.local_rank
         fields.setdefault("time", self._timestamp())
         fields.setdefault("tid", threading.get_native_id())
         fields.setdefault("step", self._step())
@@ -407,10 +406,9 @@ class EventLog:
 
     Args:
         run_dir: the run folder, which has the folder ``logs``.
-        life: marks the lines of this agent.
 
     Attributes:
-        identity: the process, with the rank that it is shown under.
+        identity: this process.
         newest_window: the newest window in the log; None before the first.
     """
 
@@ -423,7 +421,6 @@ class EventLog:
         accounting: Accounting,
         builder: TotalsBuilder,
         attempt: AttemptLog,
-        life: str,
         tracker: StepTracker,
         node: NodeService | None,
         collectors: CollectorPoller,
@@ -433,7 +430,6 @@ class EventLog:
         wall: WallClock,
     ) -> None:
         self.identity = identity
-        self._claimed_rank = identity.rank
         self._config = config
         self._accounting = accounting
         self._collectors = collectors
@@ -454,7 +450,7 @@ class EventLog:
             max_files=config.log_max_files,
         )
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
-        self._life, self._began = life, False
+        self._began = False
         self._environment = {
             "script": Path(sys.argv[0]).name if sys.argv else "",
             "cpu": cpu_model(),
@@ -482,16 +478,10 @@ class EventLog:
         self._began = True
         return self.emit("run_start", self.head_fields())
 
-    def adopt(self, identity: Identity, claimed_rank: int) -> None:
-        """Continue under another rank, after this process has learned or changed its rank, and log that.
-
-        Args:
-            identity: the process, with the rank that it is shown under.
-            claimed_rank: the rank that the process itself claims.
-        """
-        self.identity, self._claimed_rank = identity, claimed_rank
+    def rank_has_changed(self) -> None:
+        """Continue under another rank, after this process has learned or changed its rank, and log that."""
         with self._errors.contained("jsonl"):
-            self.log.adopt(identity)
+            self.log.rename()
         if self._began:
             self.emit("run_start", self.head_fields() | {"continued": True})
 
@@ -568,8 +558,8 @@ class EventLog:
             "world_size": self.identity.world_size,
             "launcher": self.identity.launcher,
             "rank_source": self.identity.rank_source,
-            "claimed_rank": self._claimed_rank,
-            "life": self._life,
+            "claimed_rank": self.identity.claimed_rank,
+            "life": self._attempt.life,
             "telemetry_version": __version__,
             "python_version": platform.python_version(),
             "cpu_count": os.cpu_count(),

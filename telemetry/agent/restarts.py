@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import statistics
 import sys
 from contextlib import suppress
@@ -250,24 +251,26 @@ class RunSoFar:
     Args:
         folder: where that file and the heartbeats are.
         attempt: the current attempt.
+        identity: this process. The rank may become known later.
 
     Attributes:
         samples_before, tokens_before, steps_before: counts of earlier attempts.
     """
 
-    def __init__(self, folder: Path, attempt: AttemptLog, errors: ErrorLog) -> None:
+    def __init__(self, folder: Path, attempt: AttemptLog, identity: Identity, errors: ErrorLog) -> None:
         self._folder = folder
         self._attempt = attempt
+        self._identity = identity
         self._errors = errors
         self._rank = 0
         self._state: RunState | None = None
         self.samples_before = self.tokens_before = self.steps_before = 0
 
-    def tick(self, identity: Identity) -> None:
+    def tick(self) -> None:
         """Take over the newest heartbeat. The first call reads the file and writes that this attempt has begun."""
-        if self._state is None or self._rank != identity.rank or self._state.run != identity.run:
-            self._rank = identity.rank
-            self._state = begun = self._begin(identity)
+        if self._state is None or self._rank != self._identity.rank:
+            self._rank = self._identity.rank
+            self._state = begun = self._begin(self._identity)
             self.samples_before, self.tokens_before = begun.samples_before, begun.tokens_before
             self.steps_before = begun.steps_before
             self._write()
@@ -365,10 +368,8 @@ class HangTimes:
 class AttemptLog:
     """Collects what the log and the heartbeat need about this attempt: its resumption, checkpoints, hangs and end.
 
-    Args:
-        life: the agent's name, see `EventLog`.
-
     Attributes:
+        life: names this agent in its log and in its heartbeat.
         newest: the state in the newest heartbeat.
         seconds_before: how long the process had run when the agent started.
         saves_completed: checkpoints that a run can resume from.
@@ -378,10 +379,9 @@ class AttemptLog:
         self,
         run_dir: Path,
         pid: int,
-        life: str,
-        *,
         tracker: StepTracker,
         accounting: Accounting,
+        *,
         wall: WallClock,
         errors: ErrorLog,
     ) -> None:
@@ -390,10 +390,10 @@ class AttemptLog:
         self._accounting = accounting
         self._wall = wall
         self._errors = errors
-        self._life = life
+        self.life = secrets.token_hex(8)
         self._replay = ReplayWatch()
         self._hangs = HangTimes()
-        self._path = run_dir / FOLDER / f"{life}.beat"
+        self._path = run_dir / FOLDER / f"{self.life}.beat"
         self._file: Descriptor | None = None
         self._next_beat_ns = 0
         self._told = False
@@ -524,7 +524,7 @@ class AttemptLog:
         """Read the current state of this process."""
         accounting, ledger = self._accounting, self._accounting.ledger
         beat = Beat(
-            life=self._life,
+            life=self.life,
             unix_seconds=round(self._wall.unix_seconds(accounting.updated_ns), 6),
             wall_seconds=round(ledger.wall_seconds, 6),
             steps_total=accounting.steps_total,

@@ -214,7 +214,7 @@ class StallMonitor:
         sinks: FigureOutput | None = None,
     ) -> None:
         self._detector = StallDetector(
-            config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, event_log.identity.rank
+            config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, event_log.identity
         )
         self.hangs = HangMonitor(config, tracker)
         self._hang: Hang | None = None
@@ -353,10 +353,6 @@ class StallMonitor:
         stall = self._detector.open_hang(hang.cause, hang.seconds, tick)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
-
-    def adopt(self, rank: int) -> None:
-        """Use another rank, after this process has learned its rank or changed it."""
-        self._detector.rank = rank
 
     def end(self, totals: Totals) -> None:
         """Close the open stall at the end of the run."""

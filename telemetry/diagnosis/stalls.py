@@ -17,6 +17,7 @@ from telemetry.records import Tick
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.records import Passed, RankPace, Totals
+    from telemetry.util.processes import Identity
 
 MIN_STEPS: Final = 5
 """Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""
@@ -84,11 +85,11 @@ class StallDetector:
         window_seconds: length of the window.
         enter_ratio: a stall opens if this share of the window is lost: to waits for data, whatever their causes, or to
             one other cause. ``exit_ratio``: it closes below this share.
-        rank: the rank.
+        identity: has the rank, which may become known later.
     """
 
-    def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, window_seconds: float, enter_ratio: float, exit_ratio: float, identity: Identity) -> None:
+        self._identity = identity
         self._window_seconds = window_seconds
         self._enter = enter_ratio
         self._exit = exit_ratio
@@ -181,7 +182,8 @@ class StallDetector:
         window = self.window
         if window is None:
             return None
-        return structs.replace(window.pace, rank=self.rank, cause=None if self.stall is None else self.stall.cause)
+        cause = None if self.stall is None else self.stall.cause
+        return structs.replace(window.pace, rank=self._identity.rank, cause=cause)
 
     # -- the window
 
@@ -214,7 +216,8 @@ class StallDetector:
     def _aggregate(self) -> Evidence:
         if self._evidence is None:
             cause = self.stall.cause if self.stall is not None else None
-            found = aggregate(tuple(self._ticks), rank=self.rank, cause=cause, recurring=self._recurring.costs)
+            recurring, rank = self._recurring.costs, self._identity.rank
+            found = aggregate(tuple(self._ticks), rank=rank, cause=cause, recurring=recurring)
             pace = structs.replace(found.pace, last_step=self._steps)
             self._own_paces.add(pace, self._ticks[-1].totals.wall_seconds)
             earlier = self._own_paces.at_the_time_of(found.peers)

@@ -1,4 +1,4 @@
-"""The board: a node-local folder in which each rank publishes its newest state, with the lock of the serving rank.
+"""The board: a node-local folder in which each rank publishes its newest state, and the lock of the serving rank.
 
 It is in /dev/shm if possible. It belongs to one user and one run. Each rank has one small file, replaced as a whole: a
 line of JSON about the rank (`RankHead`), then its numbers (`Numbers`) as MessagePack.
@@ -6,33 +6,22 @@ line of JSON about the rank (`RankHead`), then its numbers (`Numbers`) as Messag
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import os
 import shutil
 import stat
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from telemetry.diagnosis.hangs import HangState
+from telemetry.node.server_lock import ServerLock
 from telemetry.records import Histogram, RankPace
-from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
-from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
-from telemetry.util.processes import START_TICKS, STATE, adopt, outer_uid, pid_namespace, slug, start_ticks, stat_fields
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from telemetry.util.errors import ErrorLog
-    from telemetry.util.processes import Identity
-
-STILL_SECONDS: Final = 4.0
-"""A sign of life comes once a second. A rank without one for this long is treated as stopped or hung."""
+from telemetry.util.clock import monotonic_ns, unix_time
+from telemetry.util.files import read_small, remove_file, replace_file
+from telemetry.util.processes import outer_uid, pid_namespace, slug, start_ticks
 
 _STALE_SECONDS: Final = 3600.0
 _PREFIX: Final = "torch-telemetry"
@@ -43,6 +32,9 @@ _ROOTS: Final = 8
 """The folder of all boards may have this many names. Others can take a name in a folder that is open to everyone."""
 
 _ENDPOINT: Final = "endpoint.json"
+GONE: Final = "gone-"
+"""How the name of a dead process's file begins. Nothing else shows that the process was there."""
+
 _LASTING: Final = "training_run_info"
 """The metric that a rank still shows while it cannot publish: it is true as long as the rank is there."""
 
@@ -106,15 +98,6 @@ class Announcement(msgspec.Struct, frozen=True):
     first: int
 
 
-class RankProcess(msgspec.Struct, frozen=True):
-    """A rank's process. ``state``: its letter in proc(5), empty if it is gone. ``ended``: whether by itself."""
-
-    rank: int
-    pid: int
-    state: str
-    ended: bool
-
-
 _encode_head: Final = msgspec.json.Encoder().encode
 _decode_head: Final = msgspec.json.Decoder(RankHead).decode
 _encode_numbers: Final = msgspec.msgpack.Encoder().encode
@@ -125,7 +108,7 @@ def _content(head: RankHead, numbers: Numbers) -> bytes:
     return _encode_head(head) + b"\n" + _encode_numbers(numbers)
 
 
-def _head(path: str | os.PathLike[str]) -> RankHead | None:
+def read_head(path: str | os.PathLike[str]) -> RankHead | None:
     """Read who has published a file; None if it is no such file."""
     try:
         return _decode_head(read_small(path, _MAX_HEAD_BYTES).partition(b"\n")[0])
@@ -140,6 +123,21 @@ def _state(path: str) -> RankState | None:
         return RankState(_decode_head(head), _decode_numbers(numbers))
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def _entries(folder: str | Path) -> list[str]:
+    """The files of the ranks on a board."""
+    try:
+        with os.scandir(folder) as entries:
+            return [e.path for e in entries if e.name.startswith("rank-")]
+    except OSError:
+        return []
+
+
+def _living(folder: str | Path) -> list[tuple[str, RankHead]]:
+    """The files of the living ranks on a board, and who has published them."""
+    heads = ((entry, read_head(entry)) for entry in _entries(folder))
+    return [(entry, head) for entry, head in heads if head is not None and head.lives]
 
 
 def board_root() -> Path:
@@ -197,7 +195,6 @@ class Board:
         notice: a log message if the folder of all boards has an unusual name; else empty.
         server_lock: decides which rank serves the node.
         leads: whether this rank acts for its node now, with or without an endpoint.
-        hang_board: what the ranks publish during a hang.
 
     Raises:
         OSError: the folder cannot be made, or does not belong to this user alone.
@@ -216,7 +213,6 @@ class Board:
         self.notice = f"{usual} is not a folder of this user alone; the board is in {self._root}" if taken else ""
         self.server_lock = ServerLock(self.path / "endpoint.lock")
         self.leads = False
-        self.hang_board = HangBoard(self.path)
         self._number: int | None = None  # the rank that this process is shown under
         self._since = 0  # when it took that number
         self._rank_given = False  # whether a launcher gave it that number
@@ -270,7 +266,7 @@ class Board:
         shown, because duplicate series would fail the scrape. See `rank_for`.
         """
         found: dict[int, RankState] = {}
-        entries, mine = self._entries(), str(self._mine)
+        entries, mine = _entries(self.path), str(self._mine)
         if self._own is not None and mine not in entries:
             entries.append(mine)
         for entry in entries:
@@ -280,7 +276,7 @@ class Board:
                 continue
             head = state.head
             if own is None and not head.ended and not head.lives:
-                mark_gone(entry, head.rank)
+                self._mark_gone(entry, head.rank)
                 continue
             other = found.get(head.rank)
             if other is None or (head.ended, *head.order) < (other.head.ended, *other.head.order):
@@ -338,27 +334,22 @@ class Board:
 
     def _others(self) -> list[tuple[str, RankHead]]:
         own = f".{os.getpid()}"
-        return [(entry, head) for entry, head in self._living() if not entry.endswith(own)]
+        return [(entry, head) for entry, head in _living(self.path) if not entry.endswith(own)]
 
     def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
         """The paces of the living ranks, without rank ``but``."""
-        paces = [head.pace for _, head in self._living()]
+        paces = [head.pace for _, head in _living(self.path)]
         return tuple(pace for pace in paces if pace is not None and pace.rank != but)
 
     def live_ranks(self, but: Path | None = None) -> int:
         """How many living processes publish here. The file ``but`` does not count."""
-        return sum(1 for entry, _ in self._living() if entry != str(but))
+        return sum(1 for entry, _ in _living(self.path) if entry != str(but))
 
-    def _living(self) -> list[tuple[str, RankHead]]:
-        heads = ((entry, _head(entry)) for entry in self._entries())
-        return [(entry, head) for entry, head in heads if head is not None and head.lives]
-
-    def _entries(self) -> list[str]:
+    def _mark_gone(self, entry: str, rank: int) -> None:
         try:
-            with os.scandir(self.path) as entries:
-                return [e.path for e in entries if e.name.startswith("rank-")]
+            Path(entry).replace(self.path / f"{GONE}{rank}")
         except OSError:
-            return []
+            remove_file(entry)
 
     # -- files for the other ranks -------------------------------------------------------------------------------------
 
@@ -443,226 +434,7 @@ class Board:
                     if board.path == str(self.path) or not board.is_dir(follow_symlinks=False):
                         continue
                     old = unix_time() - board.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
-                    heads = [_head(e.path) for e in os.scandir(board.path) if e.name.startswith("rank-")] if old else []
-                    if old and not any(head is not None and head.lives for head in heads):
+                    if old and not _living(board.path):
                         shutil.rmtree(board.path, ignore_errors=True)
                 except OSError:
                     continue
-
-
-class ServerLock:
-    """The lock of the rank that serves. The ranks of a run share its file, and never wait for each other.
-
-    It is a POSIX record lock: the kernel releases it when its holder dies, and a forked DataLoader worker does not
-    inherit it. A process that is stopped, by SIGSTOP or in a debugger, keeps its lock and does not answer. So the
-    holder also gives a sign of life: the modification time of the file. If that has not changed for `STILL_SECONDS`,
-    another rank removes the file and locks a new one in its place. Only the lock on the file that is in place counts.
-    So a process loses the lock if its file is removed, by another rank or with the whole board.
-
-    Args:
-        path: the lock file.
-        mono_ns: the clock that times the signs of life.
-    """
-
-    def __init__(self, path: Path, mono_ns: Callable[[], int] = now_ns) -> None:
-        self._path = path
-        self._now = mono_ns
-        self._file: Descriptor | None = None
-        self._held = False
-        self._looked_ns = mono_ns()
-        self._sign = 0  # the holder's newest sign of life
-        self._sign_ns = 0  # when it was first seen
-        self._left_until_ns = 0  # until then, the lock is left to the rank that held it
-
-    def take(self) -> bool:
-        """Take or keep the lock if it is free, or if its holder gives no sign of life. Never blocks.
-
-        Raises:
-            OSError: the lock file cannot be made.
-        """
-        now = self._now()
-        if now - self._looked_ns > STILL_SECONDS * NS:
-            self._sign_ns = now  # this process itself was stopped, and perhaps the holder, too
-        self._looked_ns = now
-        if not self._in_place():
-            # Removing the board ends no rank: the serving rank keeps its port if the others let it be first.
-            left = self._file is not None and not self._held
-            self._left_until_ns = now + int(STILL_SECONDS * NS) if left else 0
-            self._open(now)
-        self._held = now >= self._left_until_ns and self._lock()
-        if not self._held and self._is_still(now):
-            remove_file(self._path)
-            self._open(now)
-            self._held = self._lock()
-        return self._held
-
-    def beat(self) -> None:
-        """Give a sign of life, if possible. The holder calls this about once a second, on any thread."""
-        file, stamp = self._file, self._now()
-        try:
-            if file is not None and file.is_ours():
-                os.utime(file.number, ns=(stamp, stamp))
-        except OSError:
-            pass
-
-    def close(self) -> None:
-        """Close the file, which releases the lock. In a forked child, the parent keeps its lock."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    def _open(self, now: int) -> None:
-        file = Descriptor(opened(self._path, os.O_RDWR | os.O_CREAT))
-        self.close()
-        self._file, self._sign_ns = file, now
-
-    def _in_place(self) -> bool:
-        """Whether the open file is the one that has its name now.
-
-        It is not opened again for this: closing any descriptor of a file releases the process's locks on it.
-        """
-        try:
-            status = self._path.lstat()
-        except FileNotFoundError:
-            return False
-        file = self._file
-        return file is not None and file.is_ours() and file.identity == (status.st_dev, status.st_ino)
-
-    def _lock(self) -> bool:
-        assert self._file is not None  # noqa: S101 - opened by the caller
-        try:
-            fcntl.lockf(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return self._in_place()  # another rank may have replaced it meanwhile
-
-    def _is_still(self, now: int) -> bool:
-        """Whether the holder has given no sign of life for `STILL_SECONDS`."""
-        assert self._file is not None  # noqa: S101 - opened by the caller
-        sign = os.fstat(self._file.number).st_mtime_ns
-        if sign != self._sign:
-            self._sign, self._sign_ns = sign, now
-        return now - self._sign_ns > STILL_SECONDS * NS
-
-
-# -- during a hang -------------------------------------------------------------------------------------------------
-
-_GONE: Final = "gone-"
-_HANG: Final = "hang-"
-_MAX_STATE_BYTES: Final = 1 << 16
-
-
-def mark_gone(path: str, rank: int) -> None:
-    """Keep the file of a process that is gone under another name. Nothing else shows that it was there."""
-    try:
-        os.replace(path, os.path.join(os.path.dirname(path), f"{_GONE}{rank}"))  # noqa: PTH105, PTH118, PTH120
-    except OSError:
-        remove_file(path)
-
-
-class HangReport(msgspec.Struct, frozen=True):
-    """A rank's state while the job hangs. ``at_ns``: when it was published, monotonic nanoseconds."""
-
-    pid: int
-    at_ns: int
-    state: HangState
-
-
-class HangBoard:
-    """What the ranks of a node publish while the job hangs, and which of their processes are gone or stopped.
-
-    Args:
-        folder: the folder of the board.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def processes(self) -> list[RankProcess]:
-        """Every process that has published here, also those that are gone, by rank."""
-        heads = (_head(self._folder / name) for name in self._names("rank-", _GONE))
-        return sorted((_process(head) for head in heads if head is not None), key=lambda process: process.rank)
-
-    def put(self, rank: int, at_ns: int, state: HangState) -> None:
-        """Publish what this rank does.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        content = msgspec.json.encode(HangReport(os.getpid(), at_ns, state))
-        replace_file(self._folder / f"{_HANG}{rank}.json", content)
-
-    def reports(self) -> list[HangReport]:
-        """The newest report of each rank."""
-        found = []
-        for name in self._names(_HANG):
-            try:
-                found.append(msgspec.json.decode(read_small(self._folder / name, _MAX_STATE_BYTES), type=HangReport))
-            except (OSError, ValueError, RecursionError):
-                continue
-        return found
-
-    def take_back(self, rank: int) -> None:
-        """Remove this rank's report."""
-        remove_file(self._folder / f"{_HANG}{rank}.json")
-
-    def _names(self, *beginnings: str) -> list[str]:
-        try:
-            return [name for name in os.listdir(self._folder) if name.startswith(beginnings)]  # noqa: PTH208
-        except OSError:
-            return []
-
-
-def _process(head: RankHead) -> RankProcess:
-    fields = stat_fields(head.pid)
-    letter = fields[STATE].decode() if fields else ""
-    gone = letter in {"", "Z", "X"} or int(fields[START_TICKS]) != head.ticks
-    return RankProcess(head.rank, head.pid, "" if gone else letter, head.ended)
-
-
-# -- the rank of this process --------------------------------------------------------------------------------------
-
-_REMEDY: Final = (
-    "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a separate job needs a "
-    "run folder of its own"
-)
-
-
-class Membership:
-    """Follows the rank that this process claims, and the number that it is shown under.
-
-    Args:
-        identity: the identity at the start.
-        errors: reports that another process claims the same rank.
-
-    Attributes:
-        claim: the identity that this process claims.
-    """
-
-    def __init__(self, identity: Identity, errors: ErrorLog) -> None:
-        self.claim = identity
-        self._errors = errors
-        self._seen: int | None = None
-
-    def look(self, board: Board | None, *, steps: int) -> Identity:
-        """The current identity of this process.
-
-        The rank comes from torch.distributed once that is initialised. If another living process of this node already
-        has this rank, this process is shown under a free number.
-
-        Args:
-            board: shows the other processes; None without a board.
-            steps: steps that have ended. A process without steps gets its number without a message in the log.
-        """
-        with self._errors.contained("rank"):
-            self.claim, self._seen = adopt(self.claim, self._seen)
-        claim, number = self.claim, self.claim.rank
-        with self._errors.contained("board"):
-            if board is not None:
-                number = board.rank_for(claim.rank, rank_given=claim.rank_given, world_size=claim.world_size)
-        if number == claim.rank:
-            return claim
-        if steps:
-            others = f"another process of this node is rank {claim.rank} too"
-            self._errors.tell("rank", f"{others}; this one is shown as {number}: {_REMEDY}")
-        return replace(claim, rank=number, rank_source="assigned")

@@ -25,9 +25,10 @@ from telemetry.util.threads import OwnThread, Wake, rest, work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.node.board import Board, ServerLock
+    from telemetry.node.board import Board
     from telemetry.node.metrics import RunView
     from telemetry.node.prometheus import TargetFile
+    from telemetry.node.server_lock import ServerLock
     from telemetry.records import RankPace
     from telemetry.util.errors import ErrorLog
 

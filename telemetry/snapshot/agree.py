@@ -237,7 +237,7 @@ class Agreement:
     ) -> None:
         self._snapshots = snapshots
         self._files = RequestFolder(snapshots)
-        self.identity = identity
+        self._identity = identity
         self._tick = tick_seconds
         self._refuses = refuses
         self._far = far
@@ -288,7 +288,7 @@ class Agreement:
     def report(self, plan: Plan, result: Result) -> None:
         """Write the result of a plan on this rank. The last rank to do so removes the request and the answers."""
         id_ = plan.request.id
-        self._files.write(id_, f"result-{self.identity.rank}", result)
+        self._files.write(id_, f"result-{self._identity.rank}", result)
         names = self._files.scan().get(id_, set())
         if ranks_of("result", names) >= set(plan.ranks):
             self._files.remove(id_, ["request", *(f"answer-{rank}" for rank in ranks_of("answer", names))])
@@ -298,7 +298,7 @@ class Agreement:
             if "plan" in names:
                 self._done.add(id_)
                 plan = self._files.read(id_, "plan", Plan)
-                return plan if plan.request.rank in {None, self.identity.rank} else None
+                return plan if plan.request.rank in {None, self._identity.rank} else None
             if "request" in names and here is not None:
                 return self._answer(self._files.read(id_, "request", Request), names, here, waits=waits)
         except FileNotFoundError:
@@ -318,14 +318,14 @@ class Agreement:
                 self._files.remove(id_, ["request"])
                 self._done.add(id_)
             return None
-        if request.rank not in {None, self.identity.rank}:
+        if request.rank not in {None, self._identity.rank}:
             return None
         answered = ranks_of("answer", names)
-        if self.identity.rank not in answered:
-            self._files.write(id_, f"answer-{self.identity.rank}", here)
-        ranks = sorted({self.identity.rank, *answered})
-        turn, since = ranks.index(self.identity.rank), now - self._first_seen.setdefault(id_, now)
-        complete = len(ranks) >= (1 if request.rank is not None else self.identity.world_size) and turn == 0
+        if self._identity.rank not in answered:
+            self._files.write(id_, f"answer-{self._identity.rank}", here)
+        ranks = sorted({self._identity.rank, *answered})
+        turn, since = ranks.index(self._identity.rank), now - self._first_seen.setdefault(id_, now)
+        complete = len(ranks) >= (1 if request.rank is not None else self._identity.world_size) and turn == 0
         if not complete and since < (_NOTICE_TICKS + 2 * turn) * here.hears:
             return None
         refused = self._refuses(request)
@@ -351,7 +351,7 @@ class Agreement:
 
     def _here(self, steps: int, step_seconds: float, now: float) -> Answer:
         hears = max(self._tick, CACHED_SECONDS / _NOTICE_TICKS) if self._far() else self._tick
-        return Answer(self.identity.rank, steps, step_seconds, now, hears)
+        return Answer(self._identity.rank, steps, step_seconds, now, hears)
 
 
 def first_step(answers: list[Answer], now: float) -> int:

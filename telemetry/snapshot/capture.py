@@ -243,7 +243,6 @@ class Capture:
     `interrupt`. The thread that starts a profiler of the user's calls `give_way`.
 
     Attributes:
-        identity: identity of this rank; replaced if the rank becomes known later.
         when_over: called once, on the training thread, after a session that outlived the agent has ended.
         abandoned: whether a session of ours could not be ended. Then no other is started.
     """
@@ -251,7 +250,7 @@ class Capture:
     def __init__(self, hooks: StepTracker, profilers: ProfilerWatch, config: Config, identity: Identity) -> None:
         self._hooks, self._profilers, self._shapes = hooks, profilers, config.snapshot_shapes
         self._most_ns = int(config.snapshot_max_seconds * NS)
-        self.identity = identity
+        self._identity = identity
         self._plan: Plan | None = None
         self._watch: BudgetWatch  # for the plan
         self._last_step = 0  # the last step that fits into the budget
@@ -383,7 +382,7 @@ class Capture:
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
-            session = self._session = Session(plan, self.identity, shapes=self._shapes)
+            session = self._session = Session(plan, self._identity, shapes=self._shapes)
             atexit.register(self._exit)
             with self._profilers.ours():
                 session.prepare()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.profilers import ProfilerWatch
     from telemetry.hooks.tracker import StepTracker
     from telemetry.node.board import Board
+    from telemetry.node.peers import JobLink
     from telemetry.records import Step
     from telemetry.snapshot.capture import RecordedTrace
     from telemetry.util.clock import WallClock
@@ -260,7 +261,7 @@ class SnapshotControl:
     Args:
         accounting: has the number of steps that have ended.
         event_log: gets a line for each snapshot. The manifest names the log file.
-        ranks_elsewhere: whether the job has ranks on other nodes.
+        job: knows whether the job has ranks on other nodes; None without a board.
         board: has the number of ranks on the node that may record at the same time; None without one.
 
     Attributes:
@@ -279,7 +280,7 @@ class SnapshotControl:
         wall: WallClock,
         accounting: Accounting,
         event_log: EventLog,
-        ranks_elsewhere: Callable[[], bool],
+        job: JobLink | None,
         board: Board | None,
     ) -> None:
         self._config = config
@@ -300,7 +301,7 @@ class SnapshotControl:
             identity,
             config.interval_seconds,
             refuses=lambda request: self._trigger.refuses(now_ns() / NS, request.kind),
-            far=lambda: ranks_elsewhere() and caches_folders(self._folder),
+            far=lambda: job is not None and job.ranks_elsewhere(identity.world_size) and caches_folders(self._folder),
         )
         self._capture = Capture(tracker, profilers, config, identity)
         profilers.before_theirs = self._capture.give_way
@@ -323,10 +324,6 @@ class SnapshotControl:
                 raise PermissionError(f"{self._folder} may not be written")
             self._usable = True
         self._store.sweep()
-
-    def adopt(self, identity: Identity) -> None:
-        """Use another rank: the rank of this process has become known or has changed. Called on the agent thread."""
-        self._identity = self._agreement.identity = self._capture.identity = identity
 
     def request(self, rank: int | None, steps: int | None) -> bool:
         """Request a snapshot from this process. Can be called on any thread; the next tick handles it."""

@@ -118,9 +118,9 @@ _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _made_up = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Identity:
-    """The identity of this process in its job.
+    """The identity of this process in its job. The agent has one such record, and keeps it up to date.
 
     Attributes:
         run: name of the training job, the same on all of its ranks.
@@ -132,6 +132,7 @@ class Identity:
             ``plain``.
         rank_source: where the rank comes from: ``launcher``; ``torch.distributed``; ``default`` if neither gives one;
             ``assigned``, a free number, because another process of this node already uses this process's rank.
+        claimed_rank: the rank that this process claims, even if it is shown under a free number.
     """
 
     run: str
@@ -142,6 +143,7 @@ class Identity:
     pid: int
     launcher: str
     rank_source: str = "launcher"
+    claimed_rank: int = 0
 
     @property
     def rank_given(self) -> bool:
@@ -199,6 +201,7 @@ def identify(
         pid=os.getpid(),
         launcher=launcher,
         rank_source="launcher" if rank_given else "default",
+        claimed_rank=rank,
     )
 
 
