@@ -222,8 +222,8 @@ class Detector:
     def skip(self, part: Slice) -> None:
         self._detector.skip(self._tick(part))
 
-    def open_hang(self, cause: str, seconds: float, part: Slice) -> Stall:
-        return self._detector.open_hang(cause, seconds, self._tick(part))
+    def open_stuck(self, cause: str, seconds: float, part: Slice) -> Stall:
+        return self._detector.open_stuck(cause, seconds, self._tick(part))
 
-    def close_hang(self, part: Slice) -> None:
-        self._detector.close_hang(self._tick(part))
+    def close_stuck(self, part: Slice) -> None:
+        self._detector.close_stuck(self._tick(part))

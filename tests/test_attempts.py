@@ -19,11 +19,11 @@ from telemetry.agent.restarts import (
     LOST,
     Beat,
     EndEvidence,
-    HangTimes,
     ReplayWatch,
     RunSoFar,
     RunState,
     StuckTime,
+    StuckTimes,
     read_record,
 )
 from telemetry.records import Step
@@ -303,7 +303,7 @@ class Hung:
 
     def __init__(self, folder, *, stuck_in="compute", first_wait=0.0, replay=0.0, saves=()):
         self.stuck_in, self.saves, self.first_wait, self.replay = stuck_in, saves, first_wait, replay
-        self.attempt, self.hangs = AttemptNow(replace(EMPTY, life="ab")), HangTimes()
+        self.attempt, self.hangs = AttemptNow(replace(EMPTY, life="ab")), StuckTimes()
         self.run_so_far = RunSoFar(folder, self.attempt, IDENTITY, ErrorLog())
         self.folder, self.seen = folder, []
 
@@ -387,7 +387,7 @@ def test_no_counter_falls_when_a_hung_process_is_killed(tmp_path, first_wait, re
 
 
 def test_two_hangs_are_two_and_one_that_goes_on_is_one():
-    times, state = HangTimes(), beat(first_wait_seconds=0.0, kept_seconds=100.0, saves_completed=1)
+    times, state = StuckTimes(), beat(first_wait_seconds=0.0, kept_seconds=100.0, saves_completed=1)
     for loop, stuck in ((30, 30), (60, 60), (61, 0), (150, 40), (170, 60), (180, 20), (181, 0)):
         times.follow(float(loop), float(stuck), "compute")
     assert times.so_far(state) == StuckTime(140.0, since_kept=80.0)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.agent import agent
-from telemetry.agent.hangs import Hang
+from telemetry.agent import agent, stuck
 from telemetry.agent.lines import LineFindings
+from telemetry.agent.stuck import StuckRank
 from telemetry.config import Config
-from telemetry.diagnosis import hangs
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.costs import THRESHOLDS, Thresholds
 
@@ -106,7 +105,9 @@ def test_the_reference_is_up_to_date(name):
     assert text_of(DOCS / name) == load_tool("reference").page(name), "run `make docs-reference`"
 
 
-OF_SOME_STALLS = Hang("opened", "unknown", "compute", 1.0, "").evidence() | LineFindings((), "", 0, "", ()).evidence()
+OF_SOME_STALLS = (
+    StuckRank("opened", "unknown", "compute", 1.0, "").evidence() | LineFindings((), "", 0, "", ()).evidence()
+)
 
 
 def test_every_field_of_the_evidence_is_documented(monkeypatch):
@@ -145,8 +146,8 @@ def test_the_glossary_says_how_many_ticks_are_skipped():
 
 def test_the_documented_thresholds_are_those_of_the_code():
     text = text_of(DOCS / "causes.md")
-    stuck = {re.search(r"\(`(\w+)", row)[1]: float(value) for row, value in table(text, "### When a run is stuck")}
-    assert stuck == {name: getattr(hangs, name) for name in stuck}
+    limits = {re.search(r"\(`(\w+)", row)[1]: float(value) for row, value in table(text, "### When a run is stuck")}
+    assert limits == {name: getattr(stuck, name) for name in limits}
     assert f"over {THRESHOLDS.stuck_fetch_seconds:g} s and over {THRESHOLDS.stuck_fetches:g} times" in text
 
 

@@ -7,26 +7,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from telemetry.agent.accounting import StepTimes
+from telemetry.agent.stuck import (
+    EXPECTED,
+    MIN_STEPS,
+    OVERDUE,
+    Moment,
+    StuckDetector,
+    longest_phase,
+    paused,
+    stuck_advice,
+    stuck_after_seconds,
+    stuck_cause,
+)
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import (
     ENDED,
-    EXPECTED,
     GONE,
     LEFT,
-    MIN_STEPS,
-    OVERDUE,
     STOPPED,
     Collective,
-    HangDetector,
     HangState,
-    Moment,
-    StepTimes,
     decide,
-    hang_advice,
-    hang_after_seconds,
-    hang_cause,
-    longest_phase,
-    paused,
     with_sentence,
 )
 from telemetry.records import CATEGORIES
@@ -41,12 +43,22 @@ def moment(*, loop=1.0, progress=1, steps=100, loop_left=False, at_epoch_boundar
     return Moment(loop, (progress,), steps, loop_left, at_epoch_boundary, waits_for_far_ranks=far, **more)
 
 
-def ticks(watch: HangDetector, moments, steps: StepTimes = QUICK) -> list[str | None]:
-    return [watch.update(each, lambda: steps) for each in moments]
+class Steps:
+    """As much of `StepStats` as is read."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+
+    def step_times(self) -> StepTimes:
+        return self._times
+
+
+def ticks(watch: StuckDetector, moments, steps: StepTimes = QUICK) -> list[str | None]:
+    return [watch.update(each, Steps(steps)) for each in moments]
 
 
 def test_it_opens_once_and_closes_when_the_run_goes_on():
-    watch = HangDetector(None, 1.0)
+    watch = StuckDetector(None, 1.0)
     said = ticks(watch, [moment() for _ in range(40)])
     assert said[:30] == [None] * 30  # the first tick is the one that has seen the progress
     assert said[30:] == ["opened"] + ["held"] * 9
@@ -57,7 +69,7 @@ def test_it_opens_once_and_closes_when_the_run_goes_on():
 @pytest.mark.parametrize(("setting", "seconds"), [(None, 45), (1.0, 6), (20.0, 45), (60.0, 60)])
 def test_a_rank_that_waits_for_another_node_is_given_time(setting, seconds):
     """One of that node's ranks may be in an evaluation, which this node hears of later."""
-    said = ticks(HangDetector(setting, 1.0), [moment(far=True) for _ in range(70)])
+    said = ticks(StuckDetector(setting, 1.0), [moment(far=True) for _ in range(70)])
     assert said.index("opened") == seconds
 
 
@@ -76,7 +88,7 @@ def test_a_rank_that_waits_for_another_node_is_given_time(setting, seconds):
     ],
 )
 def test_how_long_is_too_long(setting, p99, longest, at_epoch_boundary, seconds):
-    assert hang_after_seconds(setting, StepTimes(p99, longest), at_epoch_boundary=at_epoch_boundary) == seconds
+    assert stuck_after_seconds(setting, StepTimes(p99, longest), at_epoch_boundary=at_epoch_boundary) == seconds
 
 
 NOT_STUCK = {
@@ -92,12 +104,12 @@ NOT_STUCK = {
 @pytest.mark.parametrize("what", NOT_STUCK)
 def test_what_is_not_stuck(what):
     steps = StepTimes(p99=10.0, longest=10.0) if what == "slow steps" else QUICK
-    assert ticks(HangDetector(None, 1.0), NOT_STUCK[what], steps) == [None] * len(NOT_STUCK[what])
+    assert ticks(StuckDetector(None, 1.0), NOT_STUCK[what], steps) == [None] * len(NOT_STUCK[what])
 
 
 @pytest.mark.parametrize("setting", [None, 5.0, 1000.0])
 def test_a_hang_in_the_first_steps_is_reported_before_nccl_ends_it(setting):
-    said = ticks(HangDetector(setting, 1.0), [moment(steps=1) for _ in range(1100)])
+    said = ticks(StuckDetector(setting, 1.0), [moment(steps=1) for _ in range(1100)])
     assert said.index("opened") == max(540, setting or 0)
 
 
@@ -108,11 +120,11 @@ NCCL_SECONDS = 600
 
 def noticed(setting, p99, longest, *, far, steps=1000) -> int:
     """A rank hangs in a checkpoint. After so many seconds one that waits for it is stuck."""
-    watch, longest_now = HangDetector(setting, 1.0), longest_phase(setting, longest)
+    watch, longest_now = StuckDetector(setting, 1.0), longest_phase(setting, longest)
     for second in range(2000):
         phase = EXPECTED if second < longest_now else OVERDUE
         seen = moment(steps=steps, far=far, peer_phase=phase)
-        if watch.update(seen, lambda: StepTimes(p99, p99)) == "opened":
+        if watch.update(seen, Steps(StepTimes(p99, p99))) == "opened":
             assert watch.seconds == second, "all of it is lost"
             return second
     raise AssertionError("never")
@@ -147,7 +159,7 @@ def test_checkpoints_that_take_longer_than_nccl_waits_are_given_time():
 
 
 def test_time_in_a_checkpoint_of_another_rank_does_not_count_afterwards():
-    watch = HangDetector(None, 1.0)
+    watch = StuckDetector(None, 1.0)
     assert ticks(watch, [moment(peer_phase=EXPECTED)] * 400) == [None] * 400
     assert ticks(watch, [moment()] * 30) == [None] * 29 + ["opened"]
 
@@ -155,7 +167,7 @@ def test_time_in_a_checkpoint_of_another_rank_does_not_count_afterwards():
 @pytest.mark.parametrize(("setting", "seconds"), [(None, 510), (5.0, 35)])
 def test_a_rank_that_stays_at_one_place_of_a_checkpoint_is_stuck(setting, seconds):
     """All ranks are in it, so none waits for them in the loop."""
-    watch = HangDetector(setting, 1.0)
+    watch = StuckDetector(setting, 1.0)
     said = ticks(watch, [moment(loop=0.0, seconds=1.0, phase_at="write") for _ in range(600)])
     assert said.index("opened") == seconds < NCCL_SECONDS - 40
     assert said[seconds + 1 :] == ["held"] * (599 - seconds)
@@ -175,11 +187,11 @@ LONG_PHASES = {
 
 @pytest.mark.parametrize("what", LONG_PHASES)
 def test_long_phases_on_all_ranks_are_no_hang(what):
-    assert ticks(HangDetector(None, 1.0), LONG_PHASES[what]) == [None] * 3000
+    assert ticks(StuckDetector(None, 1.0), LONG_PHASES[what]) == [None] * 3000
 
 
 def test_a_checkpoint_may_take_twice_as_long_as_the_longest_so_far():
-    watch = HangDetector(5.0, 1.0)
+    watch = StuckDetector(5.0, 1.0)
     save = [moment(loop=0.0, seconds=1.0, phase_at="write", progress=1)] * 60
     assert ticks(watch, save).index("opened") == 35
     ticks(watch, [moment(progress=2)])
@@ -188,14 +200,14 @@ def test_a_checkpoint_may_take_twice_as_long_as_the_longest_so_far():
 
 
 def test_time_after_the_loop_closes_it_and_does_not_count():
-    watch = HangDetector(None, 1.0)
+    watch = StuckDetector(None, 1.0)
     assert ticks(watch, [moment()] * 32)[-2:] == ["opened", "held"]
     assert ticks(watch, [moment(loop_left=True)] * 100) == ["closed"] + [None] * 99
     assert ticks(watch, [moment()] * 29) == [None] * 29
 
 
 def test_what_is_excused_counts_anew():
-    watch = HangDetector(None, 1.0)
+    watch = StuckDetector(None, 1.0)
     assert ticks(watch, [moment()] * 31)[-1] == "opened"
     watch.excuse()
     assert ticks(watch, [moment()] * 30) == [None] * 29 + ["opened"]
@@ -220,7 +232,7 @@ def test_what_is_excused_counts_anew():
     ],
 )
 def test_the_cause(category, source, fetching, cause):
-    assert hang_cause(category, source, fetching, 30.0) == cause
+    assert stuck_cause(category, source, fetching, 30.0) == cause
 
 
 @pytest.mark.parametrize(
@@ -245,18 +257,18 @@ def test_a_stuck_run_replaces_the_open_stall_and_clears_the_window():
         machine.update(a_slice(source="training_thread", **STARVED))
     assert machine.stall.cause == "loader_on_training_thread"
     piece = a_slice(wait=1.0, compute=0.0, steps=0, source="workers")
-    assert machine.open_hang("worker_stuck", 30.0, piece).cause == "worker_stuck"
+    assert machine.open_stuck("worker_stuck", 30.0, piece).cause == "worker_stuck"
     for _ in range(10):
         assert machine.update(piece).kind == "held"
     assert machine.stall.lost_seconds == {"worker_stuck": 10.0}  # the 30 s before stand in the other
     assert machine.stall.exposed_ratio == 1.0
-    machine.close_hang(a_slice())
+    machine.close_stuck(a_slice())
     assert [machine.update(a_slice()) for _ in range(40)] == [None] * 40
 
 
 def test_a_stuck_run_where_nothing_was_open_has_lost_all_of_it():
     machine = Detector(30, 0.2, 0.1)
-    machine.open_hang("unknown", 30.0, a_slice(steps=0))
+    machine.open_stuck("unknown", 30.0, a_slice(steps=0))
     assert machine.stall.lost_seconds == {"unknown": 30.0}
     assert machine.stall.exposed_ratio == 0.0
 
@@ -276,30 +288,30 @@ kinds = st.none() | st.floats(1, 604800)
 @given(kinds, st.floats(0.1, 3600), st.lists(st.tuples(moments, durations), max_size=50))
 @settings(max_examples=300, deadline=None)
 def test_no_input_crashes_it_and_what_it_says_is_in_order(setting, interval, seen):
-    watch = HangDetector(setting, interval)
+    watch = StuckDetector(setting, interval)
     opened = False
     for each, steps in seen:
-        said = watch.update(each, lambda steps=steps: steps)
+        said = watch.update(each, Steps(steps))
         assert said in ({"held", "closed"} if opened else {"opened", None})
         opened = said in {"opened", "held"}
-        assert watch.hanging == opened
+        assert watch.stuck == opened
         assert watch.seconds >= 0
         assert not opened or (not each.loop_left and (watch.seconds >= (setting or 30.0)))
 
 
 @given(kinds, durations, st.lists(amount, min_size=1, max_size=50), st.integers(0, 1))
 def test_more_seconds_never_close_it(setting, steps, more, boundary):
-    watch = HangDetector(setting, 1.0)
+    watch = StuckDetector(setting, 1.0)
     ticks(watch, [moment(at_epoch_boundary=bool(boundary))] * 100, steps)
-    was = watch.hanging
+    was = watch.stuck
     ticks(watch, [moment(loop=seconds, at_epoch_boundary=bool(boundary)) for seconds in more], steps)
-    assert watch.hanging >= was
+    assert watch.stuck >= was
 
 
 @given(st.sampled_from(CATEGORIES), st.text() | st.none(), amount, amount)
 def test_the_cause_is_of_the_closed_set(category, source, fetching, seconds):
-    assert hang_cause(category, source, fetching, seconds) in CAUSES
-    assert hang_advice(category, seconds, "f (x.py:1)")
+    assert stuck_cause(category, source, fetching, seconds) in CAUSES
+    assert stuck_advice(category, seconds, "f (x.py:1)")
 
 
 # -- why the job hangs -------------------------------------------------------------------------------------------------

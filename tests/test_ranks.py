@@ -344,7 +344,7 @@ def test_a_rank_that_waits_for_another_node_is_stuck_later(run, monkeypatch, nod
     monkeypatch.setattr(run.thread_sampler, "take", lambda: ThreadSamples(10, 10, None))
     for second in range(11, 70):
         run.tick(second + 0.95)
-        if run.stall_monitor.hang is not None:
+        if run.stall_monitor.stuck is not None:
             break
     assert second - 1 == pytest.approx(seconds, abs=2)  # the hooks, which tell of progress, are not there
 
@@ -375,7 +375,7 @@ def test_a_rank_stuck_in_a_checkpoint_is_noticed_before_nccl_ends_it(run, step, 
     for second in range(700):
         run.peers = (RankPace(0, 10.0, 10, 1.0, 0.0, 9.0, phase=CHECKPOINT, still_seconds=second),)
         run.tick(now + second)
-        if run.stall_monitor.hang is not None:
+        if run.stall_monitor.stuck is not None:
             noticed = second
             break
     assert noticed is not None
@@ -383,7 +383,7 @@ def test_a_rank_stuck_in_a_checkpoint_is_noticed_before_nccl_ends_it(run, step, 
 
 
 @pytest.mark.parametrize("loop_left", [False, True])
-def test_a_checkpoint_that_stands_still_is_a_hang_of_its_own_rank(run, monkeypatch, loop_left):
+def test_a_rank_whose_checkpoint_stands_still_is_stuck_itself(run, monkeypatch, loop_left):
     """Also after an epoch: then the loop has been left, which does not count otherwise."""
     for second in range(1, 20):
         run.request(second, second + 0.01)
@@ -395,10 +395,45 @@ def test_a_checkpoint_that_stands_still_is_a_hang_of_its_own_rank(run, monkeypat
     hung = []
     for second in range(20, 600):
         run.tick(second + 0.5)
-        hung.append(run.stall_monitor.hang is not None)
+        hung.append(run.stall_monitor.stuck is not None)
     assert hung.index(True) + 19 == pytest.approx(510, abs=3)  # the hooks, which tell of progress, are not there
-    assert run.stall_monitor.hang.category == CHECKPOINT
+    assert run.stall_monitor.stuck.category == CHECKPOINT
     assert run.stall_monitor.job_hangs
+
+
+def stuck_until_the_loop_is_left(run, monkeypatch) -> float:
+    """A rank is stuck, and then its loop is left, as by Ctrl-C. Returns the time of that tick."""
+    for second in range(1, 11):
+        for tenth in range(10):
+            run.request(second + tenth / 10, second + tenth / 10 + 0.001)
+        run.tick(second + 0.95)
+    while run.stall_monitor.stuck is None:
+        second += 1
+        run.tick(second + 0.95)
+    monkeypatch.setattr(StepTracker, "loop_left", True)
+    run.tick(second + 1.95)
+    monkeypatch.undo()
+    return second + 1.95
+
+
+def test_a_stuck_rank_whose_loop_is_left_is_remembered_for_a_while(run, monkeypatch):
+    left_at = stuck_until_the_loop_is_left(run, monkeypatch)
+    monitor = run.stall_monitor.stuck_monitor
+    assert (run.stall_monitor.stuck, monitor.left.category) == (None, "compute")
+    for second in range(1, 9):
+        run.tick(left_at + second)
+    assert monitor.left is not None
+    for second in range(9, 13):
+        run.tick(left_at + second)
+    assert monitor.left is None
+
+
+def test_a_step_that_ends_forgets_that_the_rank_was_stuck_when_its_loop_was_left(run, monkeypatch):
+    left_at = stuck_until_the_loop_is_left(run, monkeypatch)
+    assert run.stall_monitor.stuck_monitor.left is not None
+    run.request(left_at + 0.5, left_at + 0.6)
+    run.tick(left_at + 1)
+    assert run.stall_monitor.stuck_monitor.left is None
 
 
 @pytest.mark.parametrize(("busy", "told"), [(0.97, True), (0.5, False)])

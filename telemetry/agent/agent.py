@@ -49,7 +49,7 @@ from telemetry.util.threads import OwnThread, Wake
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.agent.hangs import Hang
+    from telemetry.agent.stuck import StuckRank
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
     from telemetry.records import RankPace
@@ -501,7 +501,7 @@ class Agent:
     def _tick_or_skip(self) -> None:
         self._account()
         with self.errors.contained("heartbeat"):
-            self.attempt.tick(*self._stall_monitor.stuck)
+            self.attempt.tick(*self._stall_monitor.stuck_time)
         # A tick that did not publish, or was skipped, is followed by one that publishes.
         busy = self._stall_monitor.active_cause is not None or not self._published
         if not self._tick_pace.skips(busy=busy, wanted=self.event_log.is_due):
@@ -597,9 +597,9 @@ class Agent:
             self._run_so_far.end(finished=self.attempt.end.finished)
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
-            hang = self._hang_at_end()
-            stuck = {} if hang is None else {"stuck_for_seconds": round(hang.seconds, 3)}
-            logged = self.event_log.emit("run_end", self.event_log.end_fields() | stuck)
+            stuck = self._stuck_at_end()
+            fields = {} if stuck is None else {"stuck_for_seconds": round(stuck.seconds, 3)}
+            logged = self.event_log.emit("run_end", self.event_log.end_fields() | fields)
         with self.errors.contained("end_line"):
             self._last_words = self._end_line(logged=logged)
         self._wait_for_others()
@@ -618,10 +618,10 @@ class Agent:
             if self._node is not None:
                 self._node.leave()
 
-    def _hang_at_end(self) -> Hang | None:
-        """The hang of this rank, unless a step has ended since."""
+    def _stuck_at_end(self) -> StuckRank | None:
+        """This rank, if it is stuck and no step has ended since."""
         ended = self._builder.current().steps - self.accounting.ledger.step_is_open
-        return self._stall_monitor.hang_at_end(ended)
+        return self._stall_monitor.stuck_at_end(ended)
 
     def _end_line(self, *, logged: bool) -> str:
         """The run's last line, on rank 0. A run without a step has one only if the process ends: it may stop early."""
@@ -639,7 +639,7 @@ class Agent:
             stall=stalls.costliest,
             peers=[peer for peer in self._peer_paces.of_run if peer.rank != identity.rank],
             world_size=identity.world_size,
-            stuck=stalls.closed_hang if self._hang_at_end() is not None else None,
+            stuck=stalls.closed_stuck if self._stuck_at_end() is not None else None,
             job_hang=self.job_hang.sentence,
             children=self.event_log.child_processes,
         )

@@ -76,7 +76,7 @@ class OwnState:
         identity: this process.
         tracker: the state of the training thread.
         accounting: has the ledger's category.
-        stalls: whether this rank hangs.
+        stalls: whether this rank is stuck.
     """
 
     def __init__(self, identity: Identity, tracker: StepTracker, accounting: Accounting, stalls: StallMonitor) -> None:
@@ -100,7 +100,7 @@ class OwnState:
     def read(self) -> HangState:
         """The current state. Takes about a tenth of a millisecond."""
         tracker, stalls = self._tracker, self._stalls
-        hang, fetch = stalls.hang, stalls.hangs.fetch
+        stuck, fetch = stalls.stuck, stalls.stuck_monitor.fetch
         stack = stack_of(tracker.thread)
         recorded = self._flight_recorder.read()
         self.recorder_is_off = recorded is not None and recorded.recorder == OFF
@@ -121,8 +121,8 @@ class OwnState:
             node=self.identity.node,
             doing=doing,
             process=ALIVE,
-            stuck=hang is not None,
-            seconds=round(max(stalls.hangs.still_seconds, hang.seconds if hang is not None else 0.0), 1),
+            stuck=stuck is not None,
+            seconds=round(max(stalls.stuck_monitor.still_seconds, stuck.seconds if stuck is not None else 0.0), 1),
             waits=waits,
             where=at.where,
             call=at.call,

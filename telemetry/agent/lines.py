@@ -141,7 +141,7 @@ class LineMonitor:
         """
         slow = holds_others_up and stall is None
         kinds = work.SLOW_RANK if slow else ()
-        if stall is not None and not stall.is_hang:
+        if stall is not None and not stall.is_stuck:
             kinds = CAUSES[stall.cause].work
         elif not slow:
             self._forget()
@@ -170,7 +170,7 @@ class LineMonitor:
 
     def findings(self, stall: Stall) -> LineFindings | None:
         """The lines of a stall so far, which are also written as folded stacks. None if there are too few samples."""
-        if not self._session or stall.is_hang or self._slow:
+        if not self._session or stall.is_stuck or self._slow:
             return None
         profile, kind = self._profile_of(stall)
         if profile is None:

@@ -327,7 +327,7 @@ class RunSoFar:
 # -- this attempt ------------------------------------------------------------------------------------------------------
 
 
-class HangTimes:
+class StuckTimes:
     """Remembers where in the loop each hang of an attempt began, and how long it was."""
 
     def __init__(self) -> None:
@@ -392,7 +392,7 @@ class AttemptLog:
         self._errors = errors
         self.life = secrets.token_hex(8)
         self._replay = ReplayWatch()
-        self._hangs = HangTimes()
+        self._hangs = StuckTimes()
         self._path = run_dir / FOLDER / f"{self.life}.beat"
         self._file: Descriptor | None = None
         self._next_beat_ns = 0
@@ -423,7 +423,7 @@ class AttemptLog:
             self._replay.add(steps, self._tracker.optimizer_steps)
 
     def tick(self, stuck_for_seconds: float, stuck_in: str | None) -> None:
-        """Write a heartbeat. Called when everything up to now has been counted. See `HangTimes` for the arguments."""
+        """Write a heartbeat. Called when everything up to now has been counted. See `StuckTimes` for the arguments."""
         self._settle_replay()
         if self._replay.settled:
             self._accounting.samples.settle(self._replay.batches)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
 
-from telemetry.agent.hangs import HangMonitor
+from telemetry.agent.stuck import EXPECTED, OVERDUE, StuckMonitor, longest_phase, paused
 from telemetry.diagnosis.causes import advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
-from telemetry.diagnosis.hangs import EXPECTED, OVERDUE, longest_phase, paused
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import absent_rank, held_up_by, mostly_in_sync, short_of_cores, straggler
 from telemetry.diagnosis.verdict import batches_unseen, costliest, lost_seconds, weight
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.figures import FigureOutput
-    from telemetry.agent.hangs import Hang
     from telemetry.agent.lines import LineFindings, LineMonitor
     from telemetry.agent.log import EventLog
+    from telemetry.agent.stuck import StuckRank
     from telemetry.agent.totals import StallCounts
     from telemetry.config import Config
     from telemetry.diagnosis.causes import CauseShare
@@ -110,30 +109,30 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
 # -- the fields of a stall: for the log, the user's callback and the manifest of a snapshot ----------------------------
 
 
-def stall_fields(stall: Stall, hang: Hang | None, node: str, lines: LineFindings | None = None) -> dict[str, Any]:
+def stall_fields(stall: Stall, stuck: StuckRank | None, node: str, lines: LineFindings | None = None) -> dict[str, Any]:
     """The cause, evidence and advice of a stall.
 
     Args:
         stall: the stall as it is now.
-        hang: the hang, if the stall is one.
+        stuck: this rank, if it is stuck.
         node: the name of this node.
         lines: the lines in which the stall spends its time, if they are known.
     """
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
-    ratio, hang = stall.exposed_ratio, hang if stall.is_hang else None
+    ratio, stuck = stall.exposed_ratio, stuck if stall.is_stuck else None
     evidence = evidence_field(stall.evidence) | {"lost_seconds": lost}
-    slow = slow_rank(stall, hang)
+    slow = slow_rank(stall, stuck)
     if slow is not None:
         evidence |= {"straggler_rank": slow.rank, "straggler_node": slow.node or node, "straggler_reason": slow.why}
     advice = advise(stall.cause, stall.evidence)
-    shares = shares_of(stall.cause, stall.evidence) if hang is None else ()
+    shares = shares_of(stall.cause, stall.evidence) if stuck is None else ()
     if len(shares) > 1:
         first, *others = shares
         advice = with_what_remains(advice, others, stall.evidence)
         evidence |= {"share_ratio": round(first.share, 4), "also": [_also(other, stall) for other in others]}
-    if hang is not None:
-        evidence |= hang.evidence()
-        advice = advice if stall.cause == "worker_stuck" else hang.advice()
+    if stuck is not None:
+        evidence |= stuck.evidence()
+        advice = advice if stall.cause == "worker_stuck" else stuck.advice()
     if lines is not None:
         evidence |= lines.evidence()
         advice = (*advice, *lines.advice)
@@ -159,12 +158,12 @@ def _advice_fields(advice: Sequence[Advice]) -> list[dict[str, Any]]:
     return [asdict(each) for each in advice]
 
 
-def slow_rank(stall: Stall, hang: Hang | None) -> Straggler | None:
+def slow_rank(stall: Stall, stuck: StuckRank | None) -> Straggler | None:
     """The rank that causes this stall, if the stall is a straggler; else None."""
     if stall.cause != "straggler":
         return None
-    if stall.is_hang:
-        return absent_rank(hang.missing) if hang is not None and hang.missing is not None else None
+    if stall.is_stuck:
+        return absent_rank(stuck.missing) if stuck is not None and stuck.missing is not None else None
     evidence = stall.evidence
     return straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
 
@@ -195,10 +194,10 @@ class StallMonitor:
         sinks: get each stall that opens.
 
     Attributes:
-        hangs: finds what the training thread does while it is stuck.
+        stuck_monitor: finds out whether this rank is stuck, and where.
         waits_to_time: how many of the next batches are timed in parts: more if waits matter.
         costliest: the fields of the closed stall that cost most.
-        closed_hang: the fields of the newest closed hang.
+        closed_stuck: the fields of the newest closed stall in which the rank was stuck.
     """
 
     def __init__(
@@ -216,8 +215,8 @@ class StallMonitor:
         self._detector = StallDetector(
             config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, event_log.identity
         )
-        self.hangs = HangMonitor(config, tracker)
-        self._hang: Hang | None = None
+        self.stuck_monitor = StuckMonitor(config, tracker)
+        self._stuck: StuckRank | None = None  # or was until the newest tick
         self._phase: str | None = None
         self._stuck_setting = config.stuck_seconds
         self._enter_ratio = config.stall_enter_ratio
@@ -236,7 +235,7 @@ class StallMonitor:
         self._counts = counts
         self.waits_to_time = 1
         self.costliest: dict[str, Any] | None = None
-        self.closed_hang: dict[str, Any] | None = None
+        self.closed_stuck: dict[str, Any] | None = None
 
     def tick(self, tick: Tick, accounting: Accounting, *, intervals: int = 1) -> None:
         """Add a tick, which was due ``intervals`` after the last one, and log a stall that opens or closes."""
@@ -248,7 +247,7 @@ class StallMonitor:
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         peer_phase = None if added.steps or did_not_run else self._phase_of(peers)
         if not added.steps and not did_not_run:
-            debugged = self.hangs.in_debugger()
+            debugged = self.stuck_monitor.in_debugger()
             did_not_run = debugged or any(peer.phase == DEBUGGED for peer in peers)
             self._phase = DEBUGGED if debugged else self._phase
         self._last = tick
@@ -257,15 +256,15 @@ class StallMonitor:
             self._longest_phase, self._phase_waited_for = max(self._longest_phase, self._phase_waited_for), 0.0
         waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
         self.waits_to_time = _TIMED_WAITS if waits_matter else 1
-        hang = self._hang = self.hangs.tick(
+        stuck = self._stuck = self.stuck_monitor.tick(
             None if did_not_run else added,
             tick.conditions.source,
             accounting,
             waits_for_far_ranks=any(peer.node is not None for peer in peers) and self._waits_for_ranks(),
             peer_phase=peer_phase,
         )
-        if hang is not None and hang.kind != "held":
-            self._take_hang(hang, tick)
+        if stuck is not None and stuck.kind != "held":
+            self._take_stuck(stuck, tick)
         elif did_not_run or peer_phase == EXPECTED:
             self._detector.skip(tick)
         else:
@@ -273,9 +272,9 @@ class StallMonitor:
         self._one_is_slow = "straggler" in {self.active_cause, *(peer.cause for peer in peers)}
 
     @property
-    def stuck(self) -> tuple[float, str | None]:
-        """How long the run has been stuck, also if the hang has just closed, and in which category; else 0 and None."""
-        return (0.0, None) if self._hang is None else (self._hang.seconds, self._hang.category)
+    def stuck_time(self) -> tuple[float, str | None]:
+        """How long this rank is stuck, or was until the newest tick, and in which category; else 0 and None."""
+        return (0.0, None) if self._stuck is None else (self._stuck.seconds, self._stuck.category)
 
     @property
     def sample_seconds(self) -> float:
@@ -289,15 +288,15 @@ class StallMonitor:
         return _CLOSE_SAMPLE_SECONDS if closely else _SAMPLE_SECONDS
 
     @property
-    def hang(self) -> Hang | None:
-        """The hang of this rank at the newest tick, if there is one."""
-        hang = self._hang
-        return hang if hang is not None and hang.kind != "closed" else None
+    def stuck(self) -> StuckRank | None:
+        """This rank, if it is stuck at the newest tick."""
+        stuck = self._stuck
+        return stuck if stuck is not None and stuck.kind != "closed" else None
 
     @property
     def job_hangs(self) -> bool:
-        """Whether this rank or one of its peers hangs."""
-        return self._peer_is_stuck or self.hang is not None
+        """Whether this rank or one of its peers is stuck."""
+        return self._peer_is_stuck or self.stuck is not None
 
     def _phase_of(self, peers: Sequence[RankPace]) -> str | None:
         """Whether a peer evaluates or writes a checkpoint: `EXPECTED`, or `OVERDUE` if it takes too long; else None."""
@@ -337,20 +336,20 @@ class StallMonitor:
         text = f"no straggler is named: {slow.name} {slow.why}; run less on that machine, or give it more cores"
         self._errors.tell("diagnose", text)
 
-    def _take_hang(self, hang: Hang, tick: Tick) -> None:
-        """Follow a hang. Only one stall is open at a time, so a hang replaces an open stall."""
+    def _take_stuck(self, stuck: StuckRank, tick: Tick) -> None:
+        """Open or close the stall of a stuck rank. Only one stall is open at a time, so it replaces an open one."""
         before = self._detector.stall
         if before is not None:
             self._close(before)
-        if hang.kind == "closed":
-            self._detector.close_hang(tick)
+        if stuck.kind == "closed":
+            self._detector.close_stuck(tick)
             return
         pace = self.pace()
-        named = hang.cause != "unknown" or self._phase is not None
+        named = stuck.cause != "unknown" or self._phase is not None
         missing = held_up_by(pace, tick.conditions.peers) if pace is not None and not named else None
         if missing is not None:
-            hang = self._hang = self.hangs.blame(hang, missing)
-        stall = self._detector.open_hang(hang.cause, hang.seconds, tick)
+            stuck = self._stuck = self.stuck_monitor.blame(stuck, missing)
+        stall = self._detector.open_stuck(stuck.cause, stuck.seconds, tick)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
 
@@ -379,8 +378,8 @@ class StallMonitor:
             pace,
             phase=self._phase,
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
-            stuck=self.hang is not None,
-            still_seconds=round(self.hangs.still_seconds, 1),
+            stuck=self.stuck is not None,
+            still_seconds=round(self.stuck_monitor.still_seconds, 1),
             **self._of_run(now),
             waits_for_ranks=self._waits_for_ranks(),
         )
@@ -401,9 +400,9 @@ class StallMonitor:
             "run_lost_seconds": lost,
         }
 
-    def hang_at_end(self, steps: int) -> Hang | None:
-        """The hang in which the run ends, after ``steps`` steps; None if a step has ended since it began."""
-        return (self.hang or self.hangs.left) if steps == self._last_step.totals.steps else None
+    def stuck_at_end(self, steps: int) -> StuckRank | None:
+        """This rank, if it is stuck when the run ends after ``steps`` steps; None if a step has ended since."""
+        return (self.stuck or self.stuck_monitor.left) if steps == self._last_step.totals.steps else None
 
     @property
     def open_stall(self) -> Stall | None:
@@ -418,7 +417,7 @@ class StallMonitor:
     def view(self) -> StallView:
         """The stalls so far, for the endpoint."""
         stall, cause = self._detector.stall, self.active_cause
-        slow = None if stall is None else slow_rank(stall, self._hang)
+        slow = None if stall is None else slow_rank(stall, self._stuck)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 
     @property
@@ -439,7 +438,7 @@ class StallMonitor:
 
     def _fields(self, stall: Stall) -> dict[str, Any]:
         lines = None if self._lines is None else self._lines.findings(stall)
-        return stall_fields(stall, self._hang, self._event_log.identity.node, lines)
+        return stall_fields(stall, self._stuck, self._event_log.identity.node, lines)
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
@@ -450,10 +449,10 @@ class StallMonitor:
     def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
         self._opened = self._wall.iso()
         self._counts.opened[stall.cause] += 1
-        fields = stall_fields(stall, self._hang, self._event_log.identity.node) | {"opened": self._opened}
+        fields = stall_fields(stall, self._stuck, self._event_log.identity.node) | {"opened": self._opened}
         if with_stacks:
             with self._errors.contained("stacks"):
-                fields["evidence"]["stacks"] = self.hangs.stacks()
+                fields["evidence"]["stacks"] = self.stuck_monitor.stacks()
         if self._sinks is not None:
             self._sinks.stall_opened(fields)
         self._event_log.emit("stall_open", fields)
@@ -463,6 +462,6 @@ class StallMonitor:
         when = {"opened": self._opened, "closed": self._wall.iso()}
         fields = self._fields(stall) | when | {"last_step": self._last.totals.steps}
         self.costliest = costliest([fields] if self.costliest is None else [self.costliest, fields])
-        if stall.is_hang:
-            self.closed_hang = fields
+        if stall.is_stuck:
+            self.closed_stuck = fields
         self._event_log.emit("stall_close", fields)

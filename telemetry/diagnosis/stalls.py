@@ -50,7 +50,7 @@ class Stall:
         opened_step: steps that had ended when it opened.
         loop_seconds, exposed_wait_seconds: sums since it opened; None if exposed wait is not known.
         evidence: the newest window that lost enough to open a stall. A window during recovery would give wrong advice.
-        is_hang: whether it is a hang. A hang ends when the run goes on.
+        is_stuck: whether the rank is stuck. Such a stall ends when the run goes on.
     """
 
     cause: str
@@ -59,7 +59,7 @@ class Stall:
     loop_seconds: float
     exposed_wait_seconds: float | None
     evidence: Evidence
-    is_hang: bool = False
+    is_stuck: bool = False
 
     @property
     def exposed_ratio(self) -> float | None:
@@ -113,7 +113,7 @@ class StallDetector:
             self._begin_anew(tick)
             return None
         self._add(tick)
-        if self.stall is not None and self.stall.is_hang:
+        if self.stall is not None and self.stall.is_stuck:
             lost = {self.stall.cause: self.stall.lost_seconds[self.stall.cause] + added.loop_seconds}
             self.stall = self._grown(self.stall, added, self.stall.cause, lost, self._aggregate())
             return StallUpdate("held", self.stall)
@@ -146,8 +146,8 @@ class StallDetector:
         missing: dict[str, Any] = {field.name: 0.0 for field in fields(skipped) if getattr(skipped, field.name) is None}
         self._skipped = replace(skipped, **missing)
 
-    def open_hang(self, cause: str, seconds: float, tick: Tick) -> Stall:
-        """Open a hang that has lasted for some seconds. It replaces the open stall."""
+    def open_stuck(self, cause: str, seconds: float, tick: Tick) -> Stall:
+        """Open the stall of a rank that has been stuck for some seconds. It replaces the open stall."""
         added = self._added(tick)
         self._add(tick)
         # On the GPU's clock, a wait can only be measured after it is over.
@@ -157,11 +157,11 @@ class StallDetector:
         # What has been lost so far is in the stall that is replaced.
         lost = 0.0 if self.stall is not None else seconds
         self._ever_opened = True
-        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), is_hang=True)
+        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), is_stuck=True)
         return self.stall
 
-    def close_hang(self, tick: Tick) -> None:
-        """Close a hang. The window begins anew, because its content was already reported."""
+    def close_stuck(self, tick: Tick) -> None:
+        """Close the stall of a stuck rank. The window begins anew, because its content was already reported."""
         self.stall = None
         self._begin_anew(tick)
 
@@ -269,7 +269,7 @@ class StallDetector:
         loop, exposed = before.loop_seconds + added.loop_seconds, before.exposed_wait_seconds
         more = added.exposed_after_first_seconds
         exposed = None if exposed is None or more is None else exposed + more
-        return Stall(cause, before.opened_step, lost, loop, exposed, evidence, before.is_hang)
+        return Stall(cause, before.opened_step, lost, loop, exposed, evidence, before.is_stuck)
 
 
 def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:

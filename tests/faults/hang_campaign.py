@@ -38,7 +38,7 @@ JOB = """
     import telemetry
     import torch
     import torch.distributed as dist
-    from telemetry.agent import hangs
+    from telemetry.agent import job_hang
     from telemetry.node import peers
     from torch.utils.data import DataLoader, Dataset
 
@@ -121,7 +121,7 @@ JOB = """
     AT = int(os.environ.get("AT", "12"))
     QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
     peers.CYCLE_SECONDS = peers._SETTLE_SECONDS = 0.5
-    hangs._PATIENCE_SECONDS = 6.0
+    job_hang._PATIENCE_SECONDS = 6.0
     peers._ALIVE_SECONDS, peers._LOST_SECONDS = 4.5, 6.0
     sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
     import unnoticed
