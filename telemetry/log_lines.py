@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_type_hin
 
 import msgspec
 
+from telemetry.diagnosis.findings import FindingKind
+from telemetry.diagnosis.findings import HotLine as FoundLine
 from telemetry.records import (
     LOG_KIND,
+    Advice,
     Deliveries,
     GpuSample,
     HostSample,
@@ -268,17 +271,6 @@ class PhaseLine(Line, total=False):
     loop_seconds: dict[str, Number]
 
 
-class AdviceFields(TypedDict, total=False):
-    """An `Advice` of a line. The fields are null without a setting or a prediction."""
-
-    action: str
-    setting: str | None
-    value: Scalar | None
-    predicted_speedup: Number | None
-    predicted_low: Number | None
-    because: str
-
-
 class HotLine(TypedDict, total=False):
     """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
 
@@ -294,7 +286,7 @@ class OtherCause(TypedDict, total=False):
 
     cause: str
     share_ratio: Number
-    advice: list[AdviceFields]
+    advice: list[Advice]
 
 
 class StallEvidence(TypedDict, total=False):
@@ -328,9 +320,19 @@ class StallLine(Line, total=False):
     last_step: Count
     exposed_wait_ratio: Number | None
     evidence: dict[str, Any]
-    advice: list[AdviceFields]
+    advice: list[Advice]
     opened: str
     closed: str
+
+
+class FindingLine(Line, total=False):
+    """A `Finding` when it is new, and when it has changed. The newest line of a kind counts."""
+
+    kind: FindingKind
+    share_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    text: str
+    lines: list[FoundLine]
+    advice: list[Advice]
 
 
 class ChangedFigure(TypedDict, total=False):
@@ -457,6 +459,7 @@ EVENTS: Final[Mapping[str, type]] = MappingProxyType(
         "stall_open": StallLine,
         "stall_lines": StallLine,
         "stall_close": StallLine,
+        "finding": FindingLine,
         "straggler_lines": StragglerLines,
         "hang": HangLine,
         "change": ChangeLine,

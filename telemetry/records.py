@@ -965,8 +965,7 @@ def rounded(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(msgspec.Struct, frozen=True):
     """One recommended change.
 
     Attributes:
@@ -978,17 +977,21 @@ class Advice:
     """
 
     action: str
-    setting: str | None
-    value: str | None
-    predicted_speedup: float | None
-    because: str
+    setting: str | None = None
+    value: str | None = None
+    predicted_speedup: float | None = None
+    because: str = ""
     predicted_low: float | None = None
 
+    @property
+    def typed(self) -> str:
+        """The setting and its value, such as ``num_workers=2``; empty without a value."""
+        return f"{self.setting}={self.value}" if self.setting and self.value else ""
 
-def speedup_text(advice: Mapping[str, Any]) -> str:
-    """The predicted speed-up in an advice of the log or of a report, such as 1.9 or 1.2 to 1.9; empty without one."""
-    high = advice.get("predicted_speedup")
-    return "" if high is None else factor_text(high, advice.get("predicted_low"))
+    @property
+    def gain(self) -> str:
+        """The predicted factor on the steps per second, or a range of factors; empty without a prediction."""
+        return "" if self.predicted_speedup is None else factor_text(self.predicted_speedup, self.predicted_low)
 
 
 def factor_text(high: float, low: float | None) -> str:

@@ -19,7 +19,6 @@ from telemetry.diagnosis.causes import CAUSES, advise, shares_of
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.stalls import Stall
 from telemetry.diagnosis.stragglers import held_up_by
-from telemetry.diagnosis.verdict import recommended
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import Advice, Deliveries, ProcessSample, RankPace
@@ -623,5 +622,5 @@ def test_an_old_log_has_no_range(tmp_path, capsys):
 
 
 def test_a_range_alone_is_no_prediction():
-    assert recommended({"predicted_low": 1.2}).gain == ""
+    assert Advice("a", predicted_low=1.2).gain == ""
     assert Advice("a", None, None, 2.0, "b").predicted_low is None

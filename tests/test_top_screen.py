@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from top_screens import ADVICE, FRAME, NOW, text_of
 
-from telemetry.report.contract import Advice, Stall
+from telemetry.records import Advice
+from telemetry.report.contract import Stall
 from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
 from telemetry.top.view import BAD, Choice, Headline, JobView, RankRow
 from telemetry.util.text import rough_duration

@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.config import GROUPS, setting_docs
 from telemetry.diagnosis.evidence import Evidence, evidence_field
+from telemetry.diagnosis.findings import FINDINGS
 from telemetry.log_lines import mean_of
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
 from telemetry.records import RankPace, WorkersSample
@@ -285,10 +286,12 @@ def fields_part() -> str:
             raise ValueError(
                 f"{title}: these fields need a meaning, or are no longer written: {set(names) ^ set(meanings)}"
             )
-    return "\n".join(
+    tables = [
         f"### {title}\n\n{table(('Field', 'Meaning'), ((f'`{name}`', meanings[name]) for name in names))}"
         for title, names, meanings in parts
-    )
+    ]
+    kinds = table(("Kind", "Meaning"), ((f"`{kind}`", text) for kind, text in FINDINGS.items()))
+    return "\n".join([*tables, f"### Kinds of findings\n\n{kinds}"])
 
 
 def written_evidence() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from telemetry.agent.accounting import Accounting
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.figures import FigureOutput
+from telemetry.agent.findings import FindingLog
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
@@ -245,6 +246,7 @@ class Agent:
         overhead: the cost of the agent.
         attempt: what the log and the heartbeat need about this attempt.
         figures: the newest figures, and the sinks.
+        findings: what was found in the run beside its stalls.
         snapshots: takes traces.
         job_hang: finds out why the whole job hangs.
         running: whether the agent has started and not stopped.
@@ -306,6 +308,7 @@ class Agent:
             errors=errors,
             wall=wall,
         )
+        self.findings = FindingLog(self.event_log)
         self._line_monitor = LineMonitor(tracker, run_dir / "profiles", errors, self.event_log)
         self._stall_monitor = StallMonitor(
             config,
@@ -585,6 +588,7 @@ class Agent:
             self.snapshots.end()
         with self.errors.contained("jsonl"):
             self._stall_monitor.end(self._builder.update())
+            self.findings.end()
             self.event_log.write_phases(last=True)
             self.event_log.window()
         with self.errors.contained("sinks"):
@@ -637,6 +641,7 @@ class Agent:
                 unmeasured=self.accounting.exposed_absent,
             ),
             stall=stalls.costliest,
+            findings=self.findings.newest,
             peers=[peer for peer in self._peer_paces.of_run if peer.rank != identity.rank],
             world_size=identity.world_size,
             stuck=stalls.closed_stuck if self._stuck_at_end() is not None else None,

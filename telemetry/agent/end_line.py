@@ -10,9 +10,10 @@ from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.util.text import rough_duration, rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.verdict import Verdict
     from telemetry.records import RankPace, Totals
 
@@ -24,6 +25,7 @@ def verdict_at_end(
     own: RankWaits,
     *,
     stall: dict[str, Any] | None = None,
+    findings: Sequence[Finding] = (),
     peers: Iterable[RankPace] = (),
     world_size: int = 1,
     stuck: dict[str, Any] | None = None,
@@ -35,6 +37,7 @@ def verdict_at_end(
     Args:
         own: the waits of this rank.
         stall: its costliest stall as in the log; None without one.
+        findings: the findings of this rank, the most important first.
         peers: the last paces of other ranks, also of ended ones. A running rank's is a few seconds old.
         world_size: number of ranks in the job.
         stuck: the stall in which this rank was stuck until the end; None if it was not.
@@ -61,6 +64,7 @@ def verdict_at_end(
     return judge(
         ranks,
         stalls,
+        findings=findings,
         world_size=world_size,
         hang=job_hang if stuck is not None else "",
         stuck=[] if stuck is None else [(stuck | {"rank": own.rank}, True)],

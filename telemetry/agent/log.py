@@ -370,6 +370,8 @@ def _dumps(fields: dict[str, Any], **kwargs: Any) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return value[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, msgspec.Struct):
+        return _plain(msgspec.structs.asdict(value))
     if isinstance(value, dict):
         return {_plain(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
@@ -155,7 +155,7 @@ def _also(other: CauseShare, stall: Stall) -> dict[str, Any]:
 
 
 def _advice_fields(advice: Sequence[Advice]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in advice]
+    return [structs.asdict(each) for each in advice]
 
 
 def slow_rank(stall: Stall, stuck: StuckRank | None) -> Straggler | None:

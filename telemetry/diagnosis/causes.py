@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from telemetry.diagnosis import advice
 from telemetry.diagnosis.costs import costs, without_own_time
 from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
@@ -140,7 +142,7 @@ def with_what_remains(wanted: Sequence[Advice], others: Sequence[CauseShare], ev
         left = ((share.cause, min(1.0, share.seconds / whole * one.predicted_speedup)) for share in others)
         return f"afterwards {_named(left)} of the time remain"
 
-    return tuple(replace(one, because=f"{one.because}; {remaining(one)}") for one in wanted)
+    return tuple(structs.replace(one, because=f"{one.because}; {remaining(one)}") for one in wanted)
 
 
 def _named(shares: Iterable[tuple[str, float]]) -> str:

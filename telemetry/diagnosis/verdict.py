@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import CHECKPOINT, COMPUTE, EVALUATION, STARTUP, speedup_text, stuck_in_words
+import msgspec
+
+from telemetry.records import CHECKPOINT, COMPUTE, EVALUATION, STARTUP, Advice, stuck_in_words
 from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from telemetry.diagnosis.findings import Finding
 
 NO_STEPS: Final = "no steps"
 UNMEASURED: Final = "unmeasured"
 STARVED: Final = "starved"
 UNKNOWN: Final = "unknown"
 STALLED: Final = "stalled"
+SLOWED: Final = "slowed"
 HEALTHY: Final = "healthy"
 STUCK: Final = "stuck"
 HANGS: Final = "hangs"
@@ -95,11 +100,12 @@ class RunFinding:
     """The largest loss of a run.
 
     Attributes:
-        kind: `NO_STEPS`, `UNMEASURED`, `STARVED`, `UNKNOWN`, `STALLED` or `HEALTHY`.
+        kind: `NO_STEPS`, `UNMEASURED`, `STARVED`, `UNKNOWN`, `STALLED`, `SLOWED` or `HEALTHY`.
         worst: the rank that waited most; None without steps, or if nobody waited for any batch that was seen.
         starving: number of starved ranks. ``measured``: number of ranks with exposed wait.
         unseen: the rank with the largest share of unseen batches, if it is too large; else None.
         stalled: the stall that cost most, as in the log, with its rank; None without one.
+        slowed_by: the most important finding; None without one.
     """
 
     kind: str
@@ -108,6 +114,7 @@ class RunFinding:
     measured: int = 0
     unseen: RankWaits | None = None
     stalled: dict[str, Any] | None = None
+    slowed_by: Finding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,8 @@ class Verdict:
     finding: RunFinding
 
 
-def find(ranks: Sequence[RankWaits], stalls: Sequence[dict[str, Any]]) -> RunFinding:
-    """Find the largest loss of one run from its ranks and all their stalls."""
+def find(ranks: Sequence[RankWaits], stalls: Sequence[dict[str, Any]], findings: Sequence[Finding] = ()) -> RunFinding:
+    """Find the largest loss of one run from its ranks, all their stalls, and the findings in their order."""
     stepping = [rank for rank in ranks if rank.steps]
     if not stepping:
         return RunFinding(NO_STEPS)
@@ -142,8 +149,9 @@ def find(ranks: Sequence[RankWaits], stalls: Sequence[dict[str, Any]]) -> RunFin
     worst = max(measured, key=lambda rank: rank.exposed_after_start_ratio)
     # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
     slowest = max(stalls, key=lambda stall: weight(stall["cause"], lost_seconds(stall)), default=None)
-    kind = HEALTHY if slowest is None else STALLED
-    return RunFinding(kind, worst, measured=len(measured), stalled=slowest)
+    first = next(iter(findings), None)
+    kind = STALLED if slowest is not None else SLOWED if first is not None else HEALTHY
+    return RunFinding(kind, worst, measured=len(measured), stalled=slowest, slowed_by=first)
 
 
 def lost_seconds(stall: dict[str, Any]) -> float:
@@ -171,22 +179,6 @@ def costliest_of(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] 
     return costliest([stall for stall in stalls if stall["rank"] == rank])
 
 
-class Recommended(NamedTuple):
-    """The change that an advice recommends: ``typed``, such as ``num_workers=2``, and the predicted ``gain``.
-
-    The gain is a factor or a range of factors. Both are empty if the advice does not have them.
-    """
-
-    typed: str
-    gain: str
-
-
-def recommended(advice: dict[str, Any]) -> Recommended:
-    """The recommended change in the words of the verdict."""
-    setting, value = advice.get("setting"), advice.get("value")
-    return Recommended(f"{setting}={value}" if setting and value else "", speedup_text(advice))
-
-
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 _WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
@@ -204,6 +196,7 @@ def judge(
     ranks: Sequence[RankWaits],
     stalls: Sequence[dict[str, Any]],
     *,
+    findings: Sequence[Finding] = (),
     world_size: int = 0,
     hang: str = "",
     stuck: Sequence[tuple[dict[str, Any], bool]] = (),
@@ -216,6 +209,7 @@ def judge(
     Args:
         ranks: the known ranks.
         stalls: stalls of these ranks, with the fields of the log and ``rank``.
+        findings: what was found beside the stalls, the most important first.
         world_size: number of ranks, if not all may be known.
         hang: why the whole job hangs; empty if it does not.
         stuck: stalls of ranks that are stuck, or were until they ended. Each with whether its process has ended.
@@ -223,7 +217,7 @@ def judge(
         ledger: seconds by category, to mention other large categories.
         children: number of processes that the script has started with multiprocessing.
     """
-    finding = find(ranks, stalls)
+    finding = find(ranks, stalls, findings)
     if hang:
         return Verdict(HUNG if ended else HANGS, f"{'Hung before its end' if ended else 'Hangs'}: {hang}.", finding)
     if stuck:
@@ -247,6 +241,8 @@ def judge(
     elif finding.stalled is not None:
         rank = finding.stalled["rank"]
         text = f"Not starved, but rank {rank} stalled.{_why(rank, stalls)}"
+    elif finding.slowed_by is not None:
+        text = f"Not starved, but slower than need be. {_told(finding.slowed_by)}{other_time}"
     else:
         ratio, after = healthy_share(worst)
         who = "no rank lost more than" if finding.measured >= world_size else f"rank {worst.rank} lost"
@@ -309,11 +305,10 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
     if stall is None:
         return ""
     text = f" Cause: {stall['cause']}"
-    for advice in stall["advice"][:1]:
-        change = recommended(advice)
-        text += f"; try {change.typed}" if change.typed else f"; {advice.get('action')}"
-        text += f" ({advice.get('because')})" if stall["cause"] == "straggler" else ""
-        text += f", predicted {change.gain} times the steps per second" if change.gain else ""
+    for advice in msgspec.convert(stall["advice"][:1], list[Advice]):
+        text += f"; try {advice.typed}" if advice.typed else f"; {advice.action}"
+        text += f" ({advice.because})" if stall["cause"] == "straggler" else ""
+        text += f", predicted {advice.gain} times the steps per second" if advice.gain else ""
     other = next((other for other in stall["evidence"].get("also", []) if "cause" in other), None)
     if other is not None:
         text += (
@@ -321,6 +316,15 @@ def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
         )
     line = stall["evidence"].get("line_verdict")
     return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
+
+
+def _told(finding: Finding) -> str:
+    """A finding with its first advice."""
+    text = finding.text
+    for advice in finding.advice[:1]:
+        text += f"; try {advice.typed}" if advice.typed else f"; {advice.action}"
+        text += f", predicted {advice.gain} times the steps per second" if advice.gain else ""
+    return f"{text}."
 
 
 def _other_time(ledger: Mapping[str, float]) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from telemetry.log_lines import Number, Scalar
-from telemetry.records import factor_text
+from telemetry.diagnosis.findings import Finding
+from telemetry.log_lines import Number
+from telemetry.records import Advice
 from telemetry.trace.records import FlopsUsage, Suggestion
 
 
@@ -55,27 +56,6 @@ class Rank(msgspec.Struct, kw_only=True):
     def loop_seconds(self) -> float:
         """Seconds of the rank in the training loop."""
         return self.ledger["data_wait"] + self.ledger["compute"]
-
-
-class Advice(msgspec.Struct):
-    """See `telemetry.records.Advice`. A field is None if the log does not have it."""
-
-    action: str | None = None
-    setting: str | None = None
-    value: Scalar | None = None
-    predicted_speedup: Number | None = None
-    predicted_low: Number | None = None
-    because: str | None = None
-
-    @property
-    def typed(self) -> str:
-        """The setting and its value, such as ``num_workers=2``; empty without a value."""
-        return f"{self.setting}={self.value}" if self.setting and self.value else ""
-
-    @property
-    def gain(self) -> str:
-        """The predicted factor on the steps per second, or a range of factors; empty without a prediction."""
-        return "" if self.predicted_speedup is None else factor_text(self.predicted_speedup, self.predicted_low)
 
 
 class OtherCause(msgspec.Struct):
@@ -252,6 +232,7 @@ class ReportValues(msgspec.Struct, kw_only=True):
     verdict: str
     ranks: list[Rank]
     stalls: list[Stall]
+    findings: list[Finding]
     hang: Hang | None
     changes: list[Change]
     snapshots: list[Snapshot]

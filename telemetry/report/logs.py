@@ -120,6 +120,8 @@ def _printable(value: Any) -> Any:
         return [_printable(each) for each in value]
     if isinstance(value, dict):
         return {_printable(name): each if name == "stacks" else _printable(each) for name, each in value.items()}
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(value, **_printable(msgspec.structs.asdict(value)))
     return value
 
 

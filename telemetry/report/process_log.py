@@ -11,10 +11,18 @@ from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
-
-from telemetry.log_lines import ChangeLine, ErrorLine, HangLine, RunEndLine, SnapshotLine, StallLine, StragglerLines
-from telemetry.report.contract import Advice, Stall
+from telemetry.diagnosis.findings import Finding, FindingKind, by_weight
+from telemetry.log_lines import (
+    ChangeLine,
+    ErrorLine,
+    FindingLine,
+    HangLine,
+    RunEndLine,
+    SnapshotLine,
+    StallLine,
+    StragglerLines,
+)
+from telemetry.report.contract import Stall
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -152,7 +160,7 @@ class ProcessLog:
         progress: totals at the windows.
         oom_readings: first and last time of each value of the OOM killer's counter in the cgroup of the process.
         stalls, hangs, changes, snapshots, errors: lines of these events, the oldest first. ``slow_steps``: the lines
-            of code of its steps while other ranks waited for it.
+            of code of its steps while other ranks waited for it. ``findings``: the newest line of each kind.
         torn_lines: number of lines that could not be read.
         wrong_fields: number of fields that were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
@@ -167,6 +175,7 @@ class ProcessLog:
     step: Sketch = field(default_factory=Sketch)
     wait: Sketch = field(default_factory=Sketch)
     stalls: list[StallLine] = field(default_factory=list)
+    findings: dict[FindingKind, FindingLine] = field(default_factory=dict)
     hangs: list[HangLine] = field(default_factory=list)
     changes: list[ChangeLine] = field(default_factory=list)
     slow_steps: list[StragglerLines] = field(default_factory=list)
@@ -243,6 +252,9 @@ def take_line(line: Any, log: ProcessLog) -> None:  # noqa: C901, PLR0912 - a br
         log.ended, log.end = True, line
     elif event in {"stall_open", "stall_lines", "stall_close"}:
         log.stalls.append(line)
+    elif event == "finding":
+        if line.keys() >= {"kind", "text"}:
+            log.findings[line["kind"]] = line
     else:
         kept: dict[str, list[Any]] = {
             "straggler_lines": log.slow_steps,
@@ -284,6 +296,23 @@ def not_replaced(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
     return [process for process in processes if not replaced(process)]
 
 
+def findings_of(processes: Iterable[ProcessLog]) -> list[Finding]:
+    """The findings of processes, the most important first."""
+    found = [
+        Finding(
+            rank=process.rank,
+            kind=line["kind"],
+            share_ratio=line.get("share_ratio"),
+            text=line["text"],
+            lines=tuple(line.get("lines", ())),
+            advice=tuple(line.get("advice", ())),
+        )
+        for process in processes
+        for line in process.findings.values()
+    ]
+    return sorted(found, key=by_weight)
+
+
 # -- stalls --------------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +338,7 @@ def stalls_of(process: ProcessLog) -> list[Stall]:
             setattr(newest, name, line.get(name, getattr(newest, name)))
         # The stacks of a stuck run are only in the line that opens its stall.
         newest.evidence |= with_whole_lines(line.get("evidence", {}))
-        newest.advice = msgspec.convert(line.get("advice", []), list[Advice]) or newest.advice
+        newest.advice = line.get("advice") or newest.advice
         if event == "stall_close":
             newest.closed = line.get("closed") or line.get("time")
     total = process.totals.get("stall_lost_total_seconds")

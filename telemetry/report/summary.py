@@ -42,7 +42,14 @@ from telemetry.report.contract import (
     Waiting,
 )
 from telemetry.report.goodput import PRODUCTIVE, cost_of, energy_of, goodput_of, job_of, throughput_of
-from telemetry.report.process_log import lost_by_cause, not_replaced, stalls_of, take_lines_of_slow_ranks, unix
+from telemetry.report.process_log import (
+    findings_of,
+    lost_by_cause,
+    not_replaced,
+    stalls_of,
+    take_lines_of_slow_ranks,
+    unix,
+)
 from telemetry.trace.files import TraceError
 from telemetry.trace.reader import read_trace
 from telemetry.util.text import byte_size, percent, plain_number, rough_duration, rounded_percent
@@ -109,6 +116,7 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
         + "".join(f" {each}" for each in sentences if each),
         ranks=ranks,
         stalls=stalls,
+        findings=findings_of(processes),
         hang=hang_of(current),
         changes=_changes(processes),
         snapshots=snapshots,
@@ -234,6 +242,7 @@ def verdict_of(processes: Sequence[ProcessLog]) -> Verdict:
     return judge(
         [_waits(process) for process in processes],
         [stall for _, own in stalls for stall in own],
+        findings=findings_of(processes),
         hang=hang.verdict if hang is not None and hang.waiting else "",
         stuck=[
             (stall, process.ended)

@@ -27,8 +27,10 @@ from telemetry.util.text import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.diagnosis.findings import Finding, HotLine
+    from telemetry.records import Advice
     from telemetry.report.attempts import Course
-    from telemetry.report.contract import Advice, Change, ChangedFigure, Rank, ReportValues, Snapshot, Stall
+    from telemetry.report.contract import Change, ChangedFigure, Rank, ReportValues, Snapshot, Stall
     from telemetry.report.goodput import Goodput
     from telemetry.report.summary import Report
 
@@ -69,6 +71,8 @@ def as_text(found: Report) -> str:
         lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
     for stall in values.stalls:
         lines += ["", *stall_section(stall)]
+    for finding in values.findings:
+        lines += ["", *_finding(finding)]
     changes = _changes(values.changes, len({rank.rank for rank in ranks}))
     lines += ["", *changes] if changes else []
     lost = sorted(found.lost_seconds.items(), key=lambda item: -item[1])
@@ -142,8 +146,19 @@ def advice_lines(advices: Sequence[Advice]) -> list[str]:
     for advice in advices:
         typed = f"try {advice.typed or advice.setting}: " if advice.setting else ""
         worth = f", predicted {advice.gain} times the steps per second" if advice.gain else ""
-        lines.append(f"  {typed}{advice.action}{worth} ({advice.because})")
+        because = f" ({advice.because})" if advice.because else ""
+        lines.append(f"  {typed}{advice.action}{worth}{because}")
     return lines
+
+
+def _finding(finding: Finding) -> list[str]:
+    share = "" if finding.share_ratio is None else f" ({percent(finding.share_ratio, 0)} of the time)"
+    lines = [f"found on rank {finding.rank}: {finding.kind}{share}", f"  {finding.text}", *advice_lines(finding.advice)]
+    return lines + [f"  {percent(line.share_ratio, 0)} in {_place(line)}" for line in finding.lines]
+
+
+def _place(line: HotLine) -> str:
+    return f"{line.calls or line.function or 'code'} at {line.file.rpartition(os.sep)[2]}:{line.line}"
 
 
 _OF: Final = {

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.records import CATEGORIES
+from telemetry.records import CATEGORIES, Advice
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
 from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
@@ -22,7 +22,7 @@ from telemetry.util.clock import iso_time
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from telemetry.log_lines import AdviceFields, HangLine
+    from telemetry.log_lines import HangLine
 
 _TIMEOUT_SECONDS: Final = 2.0
 """Timeout for each part of a response."""
@@ -65,7 +65,7 @@ _NAMES: Final = frozenset(
     }
 )  # fmt: skip
 
-_ADVICE: Final[AdviceFields] = {"action": "metrics have no advice: run telemetry report or top on the run folder"}
+_ADVICE: Final = Advice("metrics have no advice: run telemetry report or top on the run folder")
 
 
 class ScrapeError(Exception):

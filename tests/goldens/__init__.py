@@ -7,7 +7,6 @@ inputs, under their own names, without the paths of the machine that they were r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gzip
 import io
 import json
@@ -18,6 +17,8 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+
+import msgspec
 
 from tests.html_pages import Page, items_of
 
@@ -171,7 +172,7 @@ def of_zoo() -> dict[str, str]:
         evidence = evidence_of(json.loads(path.read_text())["evidence"])
         lost = costs(evidence)
         cause = max(lost, key=lost.get)
-        advice = [dataclasses.asdict(each) for each in advise(cause, evidence)]
+        advice = [msgspec.structs.asdict(each) for each in advise(cause, evidence)]
         found[path.stem] = {"cause": cause, "lost_seconds": dict(sorted(lost.items())), "advice": advice}
     return {"zoo.json": rounded(json.dumps(found, indent=1, default=str) + "\n")}
 

@@ -19,7 +19,7 @@ from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import charts as specs
 from telemetry.report.html import drawing, palette
 from telemetry.report.html.charts import MAX_TABLE_ROWS, BarChart, Curve, MarkChart, Sums, Table, TimeAxis
-from telemetry.report.process_log import stalls_of, unix
+from telemetry.report.process_log import findings_of, stalls_of, unix
 from telemetry.report.text import KWH, goodput_advice, memory_lines, sum_lines
 from telemetry.util.text import duration, percent, plain_number, rough_duration
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.diagnosis.verdict import RunFinding
-    from telemetry.report.contract import Advice, ReportValues
+    from telemetry.records import Advice
+    from telemetry.report.contract import ReportValues
     from telemetry.report.html.charts import Chart
     from telemetry.report.html.recorder import RunRecorder
     from telemetry.report.summary import Report
@@ -43,6 +44,7 @@ _STATES: Final = {
     run_verdict.HANGS: ("Hangs", BAD),
     run_verdict.HUNG: ("Hung", BAD),
     run_verdict.STALLED: ("Stalled", BAD),
+    run_verdict.SLOWED: ("Slower than need be", BAD),
     run_verdict.UNKNOWN: ("Not known", UNKNOWN),
     run_verdict.NO_STEPS: ("No step yet", UNKNOWN),
     run_verdict.UNMEASURED: ("Measured", UNKNOWN),
@@ -172,7 +174,7 @@ def _advice_cards(found: Report) -> list[_Card]:
     def add(advices: Sequence[Advice], about: str) -> None:
         for each in advices:
             card = _Card(
-                each.typed or each.setting or "", each.action or "", each.because or "", about,
+                each.typed or each.setting or "", each.action, each.because, about,
                 each.predicted_speedup or 0.0, each.gain,
             )  # fmt: skip
             cards.setdefault((each.setting or "", card.action), card)
@@ -182,6 +184,8 @@ def _advice_cards(found: Report) -> list[_Card]:
         add(stall.advice, f"for {stall.cause} on rank {stall.rank}")
         for other in stall.also:
             add(other.advice, f"for {other.cause} on rank {stall.rank}")
+    for finding in findings_of(found.now):
+        add(finding.advice, f"{finding.text} (rank {finding.rank})")
     for text in goodput_advice(found.goodput):
         change, _, because = text.partition(": ")
         cards.setdefault(("", text), _Card("", change, because, "for restarts"))

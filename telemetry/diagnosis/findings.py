@@ -1,0 +1,77 @@
+"""What is found in a run beside its stalls: the closed set of kinds, and the record of the log and the report."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+
+from telemetry.records import Advice
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FindingKind = Literal[
+    "threads_oversubscribed",
+    "gil_held",
+    "host_work",
+    "own_gc_collect",
+    "iterator_per_step",
+    "empty_workers",
+    "duplicate_samples",
+    "step_growth",
+    "evaluation_loader",
+]
+
+FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
+    {
+        "threads_oversubscribed": "The training process or its workers run more threads than they have cores.",
+        "gil_held": "Another thread of the training process holds the GIL, so that the training thread waits for it.",
+        "host_work": "The step spends its time in Python between the operators: logging, `.item()`, loops.",
+        "own_gc_collect": "The script itself calls `gc.collect()` in its training loop.",
+        "iterator_per_step": "The script makes an iterator of the loader for each step, so its workers start anew.",
+        "empty_workers": "Some workers have no data: the data set has fewer shards than workers.",
+        "duplicate_samples": "Several workers give the same samples, because the data set does not split its stream.",
+        "step_growth": "Steps become longer and longer.",
+        "evaluation_loader": "The evaluation waits for its own loader.",
+    }
+)
+"""The kinds of findings, with their documentation. A finding is no stall: it may be there in a run that never waits."""
+
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class HotLine(msgspec.Struct, frozen=True):
+    """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
+
+    file: str
+    line: int
+    function: str | None
+    calls: str | None
+    share_ratio: float
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding of a rank. The newest finding of a kind replaces the earlier ones.
+
+    Attributes:
+        rank: the rank; `telemetry.agent.findings.FindingLog` sets it.
+        share_ratio: share of the rank's training loop (of the run, for an evaluation) that it costs; None if unknown.
+        text: one sentence with its figures, without its full stop.
+        lines: the lines of code in which it is, the largest share first.
+        advice: what to change, the best first.
+    """
+
+    rank: int = 0
+    kind: FindingKind
+    share_ratio: _Share | None = None
+    text: str
+    lines: tuple[HotLine, ...] = ()
+    advice: tuple[Advice, ...] = ()
+
+
+def by_weight(finding: Finding) -> tuple[float, float]:
+    """The order of findings, the most important first: by the predicted speed-up, and then by the share."""
+    gain = max((advice.predicted_speedup or 1.0 for advice in finding.advice), default=1.0)
+    return -max(gain, 1 / (1 - min(0.99, finding.share_ratio or 0.0))), -(finding.share_ratio or 0.0)

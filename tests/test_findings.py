@@ -1,0 +1,101 @@
+"""Findings: what is found beside stalls reaches the log, the last line, and each form of the report."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import get_args
+
+import torch
+from msgspec import structs
+
+import telemetry
+from telemetry.cli import main
+from telemetry.diagnosis.findings import FINDINGS, Finding, FindingKind, HotLine, by_weight
+from telemetry.records import Advice
+from telemetry.report.logs import load
+from tests.report_logs import START, line, summarize, text_of, window, write
+from tests.running_agent import log_lines
+
+THREADS = Finding(
+    kind="threads_oversubscribed",
+    share_ratio=0.8,
+    text="The training process computes with 32 threads on 2 cores",
+    lines=(HotLine("/home/me/train.py", 7, "step", "Linear.forward", 0.9),),
+    advice=(Advice("compute with as many threads as there are cores", "OMP_NUM_THREADS", "2", 7.8, "32 threads"),),
+)
+GROWS = Finding(kind="step_growth", share_ratio=0.3, text="Steps take 133 ms now, and took 13 ms at first")
+
+
+def run_with_findings(tmp_path):
+    """A run that computes. Two findings are told, each several times."""
+    agent = telemetry.start(run_dir=tmp_path, port="off", start_line=False, interval_seconds=0.1, end_line=True)
+    for _ in torch.utils.data.DataLoader(range(200)):
+        time.sleep(0.002)
+    for share in (0.2, 0.21, 0.3):
+        agent.findings.tell(structs.replace(GROWS, share_ratio=share))
+    agent.findings.tell(THREADS)
+    agent.findings.tell(structs.replace(THREADS, text="The training process computes with 33 threads on 2 cores"))
+    telemetry.stop()
+    return agent
+
+
+def test_a_finding_is_logged_when_it_is_new_and_when_it_has_changed(tmp_path):
+    run = run_with_findings(tmp_path)
+    found = [each for each in log_lines(run) if each["event"] == "finding"]
+    told = [(each["kind"], each["share_ratio"], each["text"].split()[5]) for each in found]
+    assert told == [
+        ("step_growth", 0.2, "and"), ("step_growth", 0.3, "and"), ("threads_oversubscribed", 0.8, "32"),
+        ("threads_oversubscribed", 0.8, "33"),
+    ]  # fmt: skip
+    assert found[2]["lines"] == [structs.asdict(THREADS.lines[0])]
+    assert found[2]["advice"] == [structs.asdict(THREADS.advice[0])]
+
+
+def test_the_last_line_and_the_report_say_it(tmp_path, capfd):
+    run = run_with_findings(tmp_path)
+    said = (
+        "Not starved, but slower than need be. The training process computes with 33 threads on 2 cores; try "
+        "OMP_NUM_THREADS=2, predicted 7.8 times the steps per second"
+    )
+    assert main(["report", str(run.run_dir)]) == 0
+    out, err = capfd.readouterr()
+    assert f"telemetry: {said}; see" in err
+    assert f"{said}." in out
+    assert "found on rank 0: threads_oversubscribed (80 % of the time)" in out
+    assert "90 % in Linear.forward at train.py:7" in out
+    assert out.index("threads_oversubscribed") < out.index("step_growth")
+    assert main(["report", str(run.run_dir), "--json"]) == 0
+    first, second = json.loads(capfd.readouterr().out)["findings"]
+    assert first == structs.asdict(THREADS) | {
+        "text": "The training process computes with 33 threads on 2 cores",
+        "lines": [structs.asdict(THREADS.lines[0])],
+        "advice": [structs.asdict(THREADS.advice[0])],
+    }
+    assert (second["kind"], second["share_ratio"], second["rank"]) == ("step_growth", 0.3, 0)
+
+
+def test_the_newest_line_of_a_kind_counts_and_damaged_ones_do_not(tmp_path):
+    run_of = [line("run_start", **START), window(wait=1.0, compute=99.0, steps=100)]
+    lines = [
+        line("finding", kind="step_growth", text="old", advice=[{"action": "a"}, {"setting": "b"}]),
+        line("finding", kind="step_growth", text="new", share_ratio=7),
+        line("finding", kind="of_a_newer_version", text="other"),
+        line("finding", kind="gil_held"),
+    ]
+    write(tmp_path, 0, *run_of, *lines)
+    processes = load(tmp_path)
+    (found,) = summarize(processes)["findings"]
+    assert (found["text"], found["share_ratio"], *found["advice"]) == ("new", None)
+    assert "found on rank 0: step_growth\n  new" in text_of(processes)
+
+
+def test_the_finding_that_costs_most_is_first():
+    held = structs.replace(GROWS, share_ratio=0.5)
+    promised = Finding(kind="gil_held", text="t", advice=(Advice("a", predicted_speedup=3.0),))
+    assert sorted([GROWS, held, promised, THREADS], key=by_weight) == [THREADS, promised, held, GROWS]
+
+
+def test_each_kind_is_documented():
+    assert set(FINDINGS) == set(get_args(FindingKind))
+    assert all(text.endswith(".") for text in FINDINGS.values())
