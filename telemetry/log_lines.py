@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_type_hin
 import msgspec
 
 from telemetry.diagnosis.findings import FindingKind
-from telemetry.diagnosis.findings import HotLine as FoundLine
 from telemetry.records import (
     LOG_KIND,
     Advice,
     Deliveries,
     GpuSample,
     HostSample,
+    HotLine,
     MemorySample,
+    OtherCause,
     PressureSample,
     ProcessSample,
     TorchMemorySample,
@@ -271,26 +272,8 @@ class PhaseLine(Line, total=False):
     loop_seconds: dict[str, Number]
 
 
-class HotLine(TypedDict, total=False):
-    """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
-
-    file: str
-    line: Count
-    function: str | None
-    calls: str | None
-    share_ratio: Number
-
-
-class OtherCause(TypedDict, total=False):
-    """A cause of similar size at the time of a stall."""
-
-    cause: str
-    share_ratio: Number
-    advice: list[Advice]
-
-
 class StallEvidence(TypedDict, total=False):
-    """The evidence of a stall that a report uses. It copies the other fields, see `evidence_field`.
+    """The evidence of a stall that code reads, see `StallRecord`. The other fields are copied, see `evidence_field`.
 
     Attributes:
         lost_seconds: seconds lost, by cause.
@@ -310,10 +293,13 @@ class StallEvidence(TypedDict, total=False):
     line_verdict: str | None
     share_ratio: Number
     also: list[OtherCause]
+    straggler_rank: Count
+    straggler_node: str
+    straggler_reason: str
 
 
 class StallLine(Line, total=False):
-    """A stall when it opens (``stall_open``), is open (``stall_lines``), and closes (``stall_close``)."""
+    """A `StallRecord` when it opens (``stall_open``), while it is open (``stall_lines``), and when it closes."""
 
     cause: str
     first_step: Count
@@ -331,7 +317,7 @@ class FindingLine(Line, total=False):
     kind: FindingKind
     share_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
     text: str
-    lines: list[FoundLine]
+    lines: list[HotLine]
     advice: list[Advice]
 
 

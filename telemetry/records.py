@@ -953,7 +953,7 @@ class SinkItem:
         return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"
 
 
-# -- figures and advice in the log and the reports ---------------------------------------------------------------------
+# -- what the log and the reports tell: figures, advice, lines of code, stalls -----------------------------------------
 
 
 def rounded(value: Any) -> Any:
@@ -997,3 +997,114 @@ class Advice(msgspec.Struct, frozen=True):
 def factor_text(high: float, low: float | None) -> str:
     """A factor, such as 1.9, or a range of it, such as 1.2 to 1.9."""
     return f"{high:g}" if low is None or low >= high else f"{low:g} to {high:g}"
+
+
+class HotLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
+
+    file: str
+    line: int
+    function: str | None = None
+    calls: str | None = None
+    share_ratio: float
+
+
+class OtherCause(msgspec.Struct, frozen=True):
+    """A cause of similar size at the time of a stall. ``share_ratio``: its share of the time."""
+
+    cause: str
+    share_ratio: float = 0.0
+    advice: list[Advice] = []
+
+
+class StallRecord(msgspec.Struct, kw_only=True):
+    """A stall of a rank as it is told: in the log, to the user's callback, in the manifest of a trace, in the reports.
+
+    Attributes:
+        opened, closed: times, ISO-8601 in UTC; None if it is not known, and while the stall is open.
+        first_step, last_step: steps that had ended when it opened and closed.
+        evidence: the figures that led to the cause (see docs/output.md). Those that code reads are properties here.
+    """
+
+    rank: int
+    cause: str
+    opened: str | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    exposed_wait_ratio: float | None = None
+    closed: str | None = None
+    evidence: dict[str, Any] = {}
+    advice: list[Advice] = []
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Seconds that it has cost, by cause."""
+        found: dict[str, float] = self.evidence.get("lost_seconds", {})
+        return found
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds that it has cost by its main cause."""
+        return self.lost.get(self.cause, 0.0)
+
+    @property
+    def share_ratio(self) -> float | None:
+        """Share of its main cause of the time; None if no other cause is of similar size."""
+        share: float | None = self.evidence.get("share_ratio")
+        return share
+
+    @property
+    def also(self) -> list[OtherCause]:
+        """The causes of similar size, the largest first."""
+        found: list[OtherCause] = self.evidence.get("also", [])
+        return found
+
+    @property
+    def lines(self) -> list[HotLine]:
+        """The lines of code in which the time was spent, the largest share first."""
+        found: list[HotLine] = self.evidence.get("lines", [])
+        return found
+
+    @property
+    def lines_of(self) -> str:
+        """What the shares of the lines are shares of: fetch, wait, sampler, step or checkpoint; empty without lines."""
+        work: str = self.evidence.get("lines_of", "")
+        return work
+
+    @property
+    def line_verdict(self) -> str:
+        """A sentence about the lines; empty without lines."""
+        return self.evidence.get("line_verdict") or ""
+
+    @property
+    def stuck_in(self) -> str | None:
+        """For a hang the category of the ledger in which the rank is stuck; else None."""
+        category: str | None = self.evidence.get("stuck_in")
+        return category
+
+    @property
+    def stuck_at(self) -> str:
+        """For a hang the innermost frames of the training thread; else empty."""
+        return self.evidence.get("stuck_at") or ""
+
+    @property
+    def stacks(self) -> list[str]:
+        """For a hang the stacks of all threads and workers, that of the training thread first."""
+        found: list[str] = self.evidence.get("stacks", [])
+        return found
+
+    @property
+    def straggler_rank(self) -> int | None:
+        """The rank that this one waits for, if the cause is a straggler and it is known."""
+        rank: int | None = self.evidence.get("straggler_rank")
+        return rank
+
+    def log_fields(self) -> dict[str, Any]:
+        """The fields of its line in the log. What has not happened is absent."""
+        told = msgspec.structs.asdict(self)
+        return {name: value for name, value in told.items() if name == "exposed_wait_ratio" or value is not None}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same fields as plain dictionaries and lists."""
+        plain: dict[str, Any] = msgspec.to_builtins(self.log_fields(), enc_hook=repr)
+        return plain

@@ -17,7 +17,7 @@ import telemetry
 from telemetry.agent.end_line import end_line, verdict_at_end
 from telemetry.diagnosis.verdict import RankWaits, costliest
 from telemetry.node.peers import PeerPaces
-from telemetry.records import RankPace, Totals
+from telemetry.records import Advice, OtherCause, RankPace, StallRecord, Totals
 from telemetry.report.command import report
 
 OWN = RankWaits(
@@ -28,8 +28,9 @@ LEDGER = {"startup": 2.0, "data_wait": 1.0, "compute": 99.0, "evaluation": 20.0,
 TOTALS = Totals(wall_seconds=122.1, ledger_seconds=LEDGER, steps=100)
 
 
-def stall(cause: str, lost: float = 70.0, **advice) -> dict:
-    return {"cause": cause, "evidence": {"lost_seconds": {cause: lost}}, "advice": [advice] if advice else []}
+def stall(cause: str, lost: float = 70.0, **advice) -> StallRecord:
+    evidence = {"lost_seconds": {cause: lost}}
+    return StallRecord(rank=0, cause=cause, evidence=evidence, advice=[Advice(**advice)] if advice else [])
 
 
 def said(own=OWN, folder: str | None = "/r", **more) -> str:
@@ -46,7 +47,7 @@ def peer(rank: int, wait: float, cause: str | None = None, lost: float = 0.0) ->
 def test_a_starved_run_has_its_cause_and_what_to_change():
     workers = dict(action="load in worker processes", setting="num_workers", value="2", predicted_speedup=1.57)
     both = stall("loader_on_training_thread", **workers)
-    both["evidence"]["also"] = [{"cause": "gc_pause", "share_ratio": 0.123}]
+    both.evidence["also"] = [OtherCause("gc_pause", 0.123)]
     assert said(stall=both) == (
         "telemetry: Starved: rank 0 spent 74 % of its training loop waiting for data; without that wait its steps would "
         "be up to 3.8 times faster. Cause: loader_on_training_thread; try num_workers=2, predicted 1.57 times the steps "
@@ -99,7 +100,8 @@ def test_other_runs(own, more, told):
 
 
 def test_a_stuck_run_says_in_what():
-    held = {"cause": "worker_stuck", "opened": "t1", "evidence": {"stuck_in": "data_wait", "stuck_at": "data.py:7"}}
+    evidence = {"stuck_in": "data_wait", "stuck_at": "data.py:7"}
+    held = StallRecord(rank=0, cause="worker_stuck", opened="t1", evidence=evidence)
     assert said(CALM, stuck=held) == (
         "telemetry: Stuck before its end: rank 0 was waiting for a batch and had not gone on since before t1. "
         "Cause: worker_stuck; it stood at data.py:7; see: telemetry report /r"

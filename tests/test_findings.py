@@ -11,8 +11,8 @@ from msgspec import structs
 
 import telemetry
 from telemetry.cli import main
-from telemetry.diagnosis.findings import FINDINGS, Finding, FindingKind, HotLine, by_weight
-from telemetry.records import Advice
+from telemetry.diagnosis.findings import FINDINGS, Finding, FindingKind, by_weight
+from telemetry.records import Advice, HotLine
 from telemetry.report.logs import load
 from tests.report_logs import START, line, summarize, text_of, window, write
 from tests.running_agent import log_lines
@@ -21,7 +21,7 @@ THREADS = Finding(
     kind="threads_oversubscribed",
     share_ratio=0.8,
     text="The training process computes with 32 threads on 2 cores",
-    lines=(HotLine("/home/me/train.py", 7, "step", "Linear.forward", 0.9),),
+    lines=(HotLine(file="/home/me/train.py", line=7, function="step", calls="Linear.forward", share_ratio=0.9),),
     advice=(Advice("compute with as many threads as there are cores", "OMP_NUM_THREADS", "2", 7.8, "32 threads"),),
 )
 GROWS = Finding(kind="step_growth", share_ratio=0.3, text="Steps take 133 ms now, and took 13 ms at first")

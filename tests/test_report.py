@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry.diagnosis.verdict import VerdictKind
 from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.logs import NoRunError, load
@@ -249,7 +250,7 @@ def test_a_stuck_rank_says_in_what(tmp_path, category, words):
     opened = line("stall_open", cause="unknown", opened="t1", first_step=5, evidence=evidence)
     write(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=9), opened)
     found = verdict_of(load(tmp_path))
-    assert found.kind == "stuck"
+    assert found.kind == VerdictKind.STUCK
     assert found.text.startswith(f"Stuck: rank 0 {words} and has not gone on since before t1.")
 
 
@@ -278,7 +279,7 @@ def test_why_the_job_hangs_is_the_verdict(tmp_path, name):
     write(tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 100, wait=1, compute=9, steps=100), *lines)
     found = verdict_of(load(tmp_path))
     told = summarize(load(tmp_path))["hang"]
-    assert (found.kind, told and told["kind"]) == (state, kind)
+    assert (found.kind.value, told and told["kind"]) == (state, kind)
     begins = {"hangs": "Hangs: ranks 0, 2-3 have", "hung": "Hung before its end: ranks 0, 2-3", "healthy": "Healthy"}
     assert found.text.startswith(begins[state])
     if told:

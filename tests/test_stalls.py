@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.agent.stalls import stall_fields
+from telemetry.agent.stalls import stall_record
 from telemetry.cli import main
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.causes import CAUSES, advise, shares_of
@@ -430,7 +430,7 @@ def test_a_clock_is_low_by_what_it_is_in_this_run(run):
         run.tick(second + 0.95)
     (stall,) = (fields for event, fields in run.lines if event == "stall_open")
     assert stall["cause"] == "gpu_throttled"
-    slowed = run.stall_monitor.stall_fields()["evidence"]
+    slowed = run.stall_monitor.open_record().evidence
     assert slowed["gpu_slowed_seconds"] == pytest.approx(0.5 * slowed["compute_seconds"], rel=0.05)
 
 
@@ -485,7 +485,8 @@ def recorded(path=TWO):
 
 
 def fields_of(evidence, cause):
-    return stall_fields(Stall(cause, 0, costs(evidence), evidence.loop_seconds, None, evidence), None, "n")
+    stall = Stall(cause, 0, costs(evidence), evidence.loop_seconds, None, evidence)
+    return stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t").as_dict()
 
 
 def test_both_are_named_and_the_first_stays_the_cause():

@@ -11,14 +11,12 @@ import msgspec
 import pytest
 from top_screens import ADVICE, FRAME, NOW, text_of
 
-from telemetry.records import Advice
-from telemetry.report.contract import Stall
+from telemetry.records import Advice, StallRecord
 from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
 from telemetry.top.view import BAD, Choice, Headline, JobView, RankRow
 from telemetry.util.text import rough_duration
 
-STALL = Stall(rank=3, cause="gc_pause", opened="2027-01-15T07:59:00.000Z", first_step=None, last_step=None,
-              exposed_wait_ratio=None, closed=None, evidence={}, advice=[Advice(**ADVICE)])  # fmt: skip
+STALL = StallRecord(rank=3, cause="gc_pause", opened="2027-01-15T07:59:00.000Z", advice=[Advice(**ADVICE)])
 
 
 def row(rank=0, state="ok", finding="", **more) -> RankRow:

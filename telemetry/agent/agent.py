@@ -512,7 +512,7 @@ class Agent:
             return
         self._skipped = True
         with self.errors.contained("snapshot"):  # the other ranks need it in each interval
-            self.snapshots.tick(None, self._stall_monitor.stall_fields)
+            self.snapshots.tick(None)
 
     def _tick(self) -> None:
         with self.errors.contained("clock"):
@@ -545,7 +545,7 @@ class Agent:
                 stalls.log_lines()
         self._keep_up()
         with self.errors.contained("snapshot"):
-            self.snapshots.tick(self._stall_monitor.active_cause, self._stall_monitor.stall_fields)
+            self.snapshots.tick(self._stall_monitor)
         self._keep_up()
         self.overhead.measure()
         rare = 2 * self.config.interval_seconds > _PUBLISH_SECONDS

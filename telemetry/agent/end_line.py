@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.verdict import HEALTHY, RankWaits, judge
-from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.diagnosis.verdict import RankWaits, RunFacts, VerdictKind, judge
+from telemetry.records import COMPUTE, DATA_WAIT, StallRecord
 from telemetry.util.text import rough_duration, rounded_percent
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ _MIN_SHARE: Final = 0.005
 def verdict_at_end(
     own: RankWaits,
     *,
-    stall: dict[str, Any] | None = None,
+    stall: StallRecord | None = None,
     findings: Sequence[Finding] = (),
     peers: Iterable[RankPace] = (),
     world_size: int = 1,
-    stuck: dict[str, Any] | None = None,
+    stuck: StallRecord | None = None,
     job_hang: str = "",
     children: int = 0,
 ) -> Verdict:
@@ -36,7 +36,7 @@ def verdict_at_end(
 
     Args:
         own: the waits of this rank.
-        stall: its costliest stall as in the log; None without one.
+        stall: its costliest stall; None without one.
         findings: the findings of this rank, the most important first.
         peers: the last paces of other ranks, also of ended ones. A running rank's is a few seconds old.
         world_size: number of ranks in the job.
@@ -44,7 +44,7 @@ def verdict_at_end(
         job_hang: why the whole job was stuck, if that is known.
         children: processes that the script has started with multiprocessing.
     """
-    ranks, stalls = [own], [] if stall is None else [stall | {"rank": own.rank}]
+    ranks, stalls = [own], [] if stall is None else [stall]
     for peer in peers:
         if peer.run_exposed_seconds is not None:
             ranks.append(
@@ -59,17 +59,19 @@ def verdict_at_end(
                 )
             )
         if peer.run_cause:
-            evidence = {"lost_seconds": {peer.run_cause: peer.run_lost_seconds}}
-            stalls.append({"rank": peer.rank, "cause": peer.run_cause, "evidence": evidence, "advice": []})
+            lost = {"lost_seconds": {peer.run_cause: peer.run_lost_seconds}}
+            stalls.append(StallRecord(rank=peer.rank, cause=peer.run_cause, evidence=lost))
     return judge(
-        ranks,
-        stalls,
-        findings=findings,
-        world_size=world_size,
-        hang=job_hang if stuck is not None else "",
-        stuck=[] if stuck is None else [(stuck | {"rank": own.rank}, True)],
-        ended=True,
-        children=children,
+        RunFacts(
+            ranks=ranks,
+            stalls=stalls,
+            findings=findings,
+            world_size=world_size,
+            hang=job_hang if stuck is not None else "",
+            stuck=[] if stuck is None else [(stuck, True)],
+            ended=True,
+            children=children,
+        )
     )
 
 
@@ -90,7 +92,7 @@ def own_waits(totals: Totals, *, rank: int, starved_ratio: float, unmeasured: st
 
 def end_line(verdict: Verdict, totals: Totals, run_dir: Path | None) -> str:
     """The line, without its line break. ``run_dir``: None if the run has no log."""
-    text = verdict.text + (f" {_ledger(totals)}" if verdict.kind == HEALTHY else "")
+    text = verdict.text + (f" {_ledger(totals)}" if verdict.kind == VerdictKind.HEALTHY else "")
     see = "" if run_dir is None else f"; see: telemetry report {shlex.quote(str(run_dir))}"
     return f"telemetry: {text.removesuffix('.')}{see}"
 

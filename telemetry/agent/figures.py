@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from telemetry.agent.restarts import RunSoFar
     from telemetry.config import Config
     from telemetry.node.metrics import Metric, RunView
-    from telemetry.records import LogWindow, Percentiles
+    from telemetry.records import LogWindow, Percentiles, StallRecord
     from telemetry.sinks.thread import SinkThread
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
@@ -238,13 +238,13 @@ class FigureOutput:
             self._offer(values=self.newest)
         self._note_news()
 
-    def stall_opened(self, stall: dict[str, Any]) -> None:
+    def stall_opened(self, stall: StallRecord) -> None:
         """Give the sinks a stall in words: its cause, its size, and its first advice."""
         with self._errors.contained(_SOURCE):
-            ratio, advice = stall.get("exposed_wait_ratio"), stall.get("advice") or ()
+            ratio = stall.exposed_wait_ratio
             size = "" if ratio is None else f", exposed wait {100 * ratio:.0f} %"
-            action = "".join(f": {a['action']}" for a in advice[:1])
-            self._offer(stall=f"stall {stall['cause']} at step {stall['first_step']}{size}{action}")
+            action = "".join(f": {advice.action}" for advice in stall.advice[:1])
+            self._offer(stall=f"stall {stall.cause} at step {stall.first_step}{size}{action}")
 
     def end(self) -> None:
         """Let the sinks write what is left. Returns at once."""

@@ -97,7 +97,7 @@ class LineFindings:
     def evidence(self) -> dict[str, Any]:
         """The lines as fields of the evidence in the log."""
         return {
-            "lines": [line.as_field() for line in self.lines],
+            "lines": [line.told() for line in self.lines],
             "lines_of": self.work,
             "line_samples": self.samples,
             "line_verdict": self.verdict,

@@ -14,9 +14,9 @@ from telemetry.diagnosis.causes import advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import absent_rank, held_up_by, mostly_in_sync, short_of_cores, straggler
-from telemetry.diagnosis.verdict import batches_unseen, costliest, lost_seconds, weight
+from telemetry.diagnosis.verdict import batches_unseen, costliest, weight
 from telemetry.node.metrics import StallView
-from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, Tick
+from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, OtherCause, StallRecord, Tick
 from telemetry.util.errors import kind_of
 from telemetry.util.threads import OwnThread
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from telemetry.agent.stuck import StuckRank
     from telemetry.agent.totals import StallCounts
     from telemetry.config import Config
-    from telemetry.diagnosis.causes import CauseShare
     from telemetry.diagnosis.stalls import Stall
     from telemetry.diagnosis.stragglers import Straggler
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import Advice, RankPace, Totals
+    from telemetry.records import RankPace, Totals
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 
 # -- calls the user's callback on a thread of its own, one call at a time ----------------------------------------------
@@ -61,16 +61,16 @@ class StallCallback:
         self._thread: OwnThread | None = None
         self._failed: deque[str] = deque()
 
-    def tell(self, stall: dict[str, Any]) -> None:
-        """Start a call of the function. Returns at once."""
+    def tell(self, stall: StallRecord) -> None:
+        """Start a call of the function with the record as a dictionary. Returns at once."""
         if self._callback is None:
             return
         self.note_failures()
         if self._thread is not None and self._thread.is_alive():
-            cause = stall.get("cause")
-            self._errors.note(_SOURCE, f"not told of a stall ({cause}): the call for an earlier one has not returned")
+            text = f"not told of a stall ({stall.cause}): the call for an earlier one has not returned"
+            self._errors.note(_SOURCE, text)
             return
-        thread = OwnThread(self._call, self._callback, stall, name="telemetry-on-stall", others_code=True)
+        thread = OwnThread(self._call, self._callback, stall.as_dict(), name="telemetry-on-stall", others_code=True)
         with self._errors.contained(_SOURCE):  # no thread can be started
             thread.start()
             self._thread = thread
@@ -106,16 +106,19 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
     return found
 
 
-# -- the fields of a stall: for the log, the user's callback and the manifest of a snapshot ----------------------------
+# -- the record of a stall: for the log, the user's callback and the manifest of a snapshot ----------------------------
 
 
-def stall_fields(stall: Stall, stuck: StuckRank | None, node: str, lines: LineFindings | None = None) -> dict[str, Any]:
+def stall_record(
+    stall: Stall, stuck: StuckRank | None, identity: Identity, opened: str, lines: LineFindings | None = None
+) -> StallRecord:
     """The cause, evidence and advice of a stall.
 
     Args:
         stall: the stall as it is now.
         stuck: this rank, if it is stuck.
-        node: the name of this node.
+        identity: the rank and the name of this node.
+        opened: when it opened, ISO-8601.
         lines: the lines in which the stall spends its time, if they are known.
     """
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
@@ -123,39 +126,32 @@ def stall_fields(stall: Stall, stuck: StuckRank | None, node: str, lines: LineFi
     evidence = evidence_field(stall.evidence) | {"lost_seconds": lost}
     slow = slow_rank(stall, stuck)
     if slow is not None:
-        evidence |= {"straggler_rank": slow.rank, "straggler_node": slow.node or node, "straggler_reason": slow.why}
+        where = slow.node or identity.node
+        evidence |= {"straggler_rank": slow.rank, "straggler_node": where, "straggler_reason": slow.why}
     advice = advise(stall.cause, stall.evidence)
     shares = shares_of(stall.cause, stall.evidence) if stuck is None else ()
     if len(shares) > 1:
         first, *others = shares
         advice = with_what_remains(advice, others, stall.evidence)
-        evidence |= {"share_ratio": round(first.share, 4), "also": [_also(other, stall) for other in others]}
+        also = [
+            OtherCause(other.cause, round(other.share, 4), [*advise(other.cause, stall.evidence)]) for other in others
+        ]
+        evidence |= {"share_ratio": round(first.share, 4), "also": also}
     if stuck is not None:
         evidence |= stuck.evidence()
         advice = advice if stall.cause == "worker_stuck" else stuck.advice()
     if lines is not None:
         evidence |= lines.evidence()
         advice = (*advice, *lines.advice)
-    return {
-        "cause": stall.cause,
-        "first_step": stall.opened_step,
-        "exposed_wait_ratio": None if ratio is None else round(ratio, 4),
-        "evidence": evidence,
-        "advice": _advice_fields(advice),
-    }
-
-
-def _also(other: CauseShare, stall: Stall) -> dict[str, Any]:
-    """A cause of similar size, with the fields that `report --json` has in the evidence."""
-    return {
-        "cause": other.cause,
-        "share_ratio": round(other.share, 4),
-        "advice": _advice_fields(advise(other.cause, stall.evidence)),
-    }
-
-
-def _advice_fields(advice: Sequence[Advice]) -> list[dict[str, Any]]:
-    return [structs.asdict(each) for each in advice]
+    return StallRecord(
+        rank=identity.rank,
+        cause=stall.cause,
+        opened=opened,
+        first_step=stall.opened_step,
+        exposed_wait_ratio=None if ratio is None else round(ratio, 4),
+        evidence=evidence,
+        advice=[*advice],
+    )
 
 
 def slow_rank(stall: Stall, stuck: StuckRank | None) -> Straggler | None:
@@ -196,8 +192,8 @@ class StallMonitor:
     Attributes:
         stuck_monitor: finds out whether this rank is stuck, and where.
         waits_to_time: how many of the next batches are timed in parts: more if waits matter.
-        costliest: the fields of the closed stall that cost most.
-        closed_stuck: the fields of the newest closed stall in which the rank was stuck.
+        costliest: the closed stall that cost most.
+        closed_stuck: the newest closed stall in which the rank was stuck.
     """
 
     def __init__(
@@ -234,8 +230,8 @@ class StallMonitor:
         self._opened = ""
         self._counts = counts
         self.waits_to_time = 1
-        self.costliest: dict[str, Any] | None = None
-        self.closed_stuck: dict[str, Any] | None = None
+        self.costliest: StallRecord | None = None
+        self.closed_stuck: StallRecord | None = None
 
     def tick(self, tick: Tick, accounting: Accounting, *, intervals: int = 1) -> None:
         """Add a tick, which was due ``intervals`` after the last one, and log a stall that opens or closes."""
@@ -387,7 +383,7 @@ class StallMonitor:
     def _of_run(self, totals: Totals) -> dict[str, Any]:
         """The part of a pace that is about the whole run."""
         stall, closed = self._detector.stall, self.costliest
-        found = [] if closed is None else [(closed["cause"], lost_seconds(closed))]
+        found = [] if closed is None else [(closed.cause, closed.lost_seconds)]
         found += [] if stall is None else [(stall.cause, stall.lost_seconds.get(stall.cause, 0.0))]
         cause, lost = max(found, key=lambda each: weight(*each), default=(None, 0.0))
         unseen = batches_unseen(totals.unseen_steps, totals.steps)
@@ -425,20 +421,20 @@ class StallMonitor:
         """Whether this rank may be the slow rank: a peer waits for one, and this rank has no stall itself."""
         return self._detector.stall is None and self._one_is_slow
 
-    def stall_fields(self) -> dict[str, Any] | None:
-        """The fields of the open stall as the log has them; None without one."""
+    def open_record(self) -> StallRecord | None:
+        """The open stall with its lines; None without one."""
         stall = self._detector.stall
-        return None if stall is None else self._fields(stall) | {"opened": self._opened}
+        return None if stall is None else self._record(stall)
 
     def log_lines(self) -> None:
         """Log the lines of the open stall now, because a run that is killed logs no close."""
-        fields = self.stall_fields()
-        if fields is not None and "lines" in fields["evidence"]:
-            self._event_log.emit("stall_lines", fields)
+        record = self.open_record()
+        if record is not None and record.lines:
+            self._event_log.emit("stall_lines", record.log_fields())
 
-    def _fields(self, stall: Stall) -> dict[str, Any]:
+    def _record(self, stall: Stall) -> StallRecord:
         lines = None if self._lines is None else self._lines.findings(stall)
-        return stall_fields(stall, self._stuck, self._event_log.identity.node, lines)
+        return stall_record(stall, self._stuck, self._event_log.identity, self._opened, lines)
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
@@ -449,19 +445,19 @@ class StallMonitor:
     def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
         self._opened = self._wall.iso()
         self._counts.opened[stall.cause] += 1
-        fields = stall_fields(stall, self._stuck, self._event_log.identity.node) | {"opened": self._opened}
+        record = stall_record(stall, self._stuck, self._event_log.identity, self._opened)
         if with_stacks:
             with self._errors.contained("stacks"):
-                fields["evidence"]["stacks"] = self.stuck_monitor.stacks()
+                record.evidence["stacks"] = self.stuck_monitor.stacks()
         if self._sinks is not None:
-            self._sinks.stall_opened(fields)
-        self._event_log.emit("stall_open", fields)
-        self._callback.tell(fields)
+            self._sinks.stall_opened(record)
+        self._event_log.emit("stall_open", record.log_fields())
+        self._callback.tell(record)
 
     def _close(self, stall: Stall) -> None:
-        when = {"opened": self._opened, "closed": self._wall.iso()}
-        fields = self._fields(stall) | when | {"last_step": self._last.totals.steps}
-        self.costliest = costliest([fields] if self.costliest is None else [self.costliest, fields])
+        record = self._record(stall)
+        record.closed, record.last_step = self._wall.iso(), self._last.totals.steps
+        self.costliest = costliest([record] if self.costliest is None else [self.costliest, record])
         if stall.is_stuck:
-            self.closed_stuck = fields
-        self._event_log.emit("stall_close", fields)
+            self.closed_stuck = record
+        self._event_log.emit("stall_close", record.log_fields())

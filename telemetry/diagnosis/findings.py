@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
-from telemetry.records import Advice
+from telemetry.records import Advice, HotLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,16 +40,6 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
 """The kinds of findings, with their documentation. A finding is no stall: it may be there in a run that never waits."""
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-
-class HotLine(msgspec.Struct, frozen=True):
-    """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
-
-    file: str
-    line: int
-    function: str | None
-    calls: str | None
-    share_ratio: float
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.costs import own_time
 from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step
-from telemetry.records import Advice, factor_text
+from telemetry.records import Advice, HotLine, factor_text
 from telemetry.util.sampling import LOADER_CODE, StackTime, is_fetcher
 from telemetry.util.stacks import is_library
 from telemetry.util.text import milliseconds as ms
@@ -90,15 +90,15 @@ class LineShare:
         """Such as ``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no library function."""
         return f"{self.calls or self.function} at {self.place}"
 
-    def as_field(self) -> dict[str, Any]:
-        """The line as a field of the log and of the report."""
-        return {
-            "file": self.file,
-            "line": self.line,
-            "function": self.function,
-            "calls": self.calls,
-            "share_ratio": round(self.share, 4),
-        }
+    def told(self) -> HotLine:
+        """The line as the log and the report have it."""
+        return HotLine(
+            file=self.file,
+            line=self.line,
+            function=self.function,
+            calls=self.calls,
+            share_ratio=round(self.share, 4),
+        )
 
 
 def line_shares(profile: StackProfile, work: str) -> tuple[LineShare, ...]:

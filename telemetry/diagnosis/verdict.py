@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from telemetry.records import CHECKPOINT, COMPUTE, EVALUATION, STARTUP, Advice, stuck_in_words
-from telemetry.util.text import rounded_percent
+from telemetry.records import (
+    CHECKPOINT,
+    COMPUTE,
+    CUDA,
+    DOWN,
+    EVALUATION,
+    LOST,
+    REDONE,
+    REPLAY,
+    RESTORE,
+    SHARED_MEMORY,
+    STARTUP,
+    STUCK,
+    TRAINING,
+    WORKERS,
+    stuck_in_words,
+)
+from telemetry.util.text import byte_size, percent, plain_number, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
+    from telemetry.records import Advice, StallRecord
+    from telemetry.trace.records import Suggestion
 
-NO_STEPS: Final = "no steps"
-UNMEASURED: Final = "unmeasured"
-STARVED: Final = "starved"
-UNKNOWN: Final = "unknown"
-STALLED: Final = "stalled"
-SLOWED: Final = "slowed"
-HEALTHY: Final = "healthy"
-STUCK: Final = "stuck"
-HANGS: Final = "hangs"
-HUNG: Final = "hung"
+
+class VerdictKind(Enum):
+    """What a verdict says. The last three are about a hang, the others about the largest loss."""
+
+    NO_STEPS = "no steps"
+    UNMEASURED = "unmeasured"
+    STARVED = "starved"
+    UNKNOWN = "unknown"
+    STALLED = "stalled"
+    SLOWED = "slowed"
+    HEALTHY = "healthy"
+    STUCK = "stuck"
+    HANGS = "hangs"
+    HUNG = "hung"
+
 
 STARVED_RATIO: Final = 0.20
 """The default of ``stall_enter_ratio``, for logs that do not have it."""
@@ -96,68 +117,146 @@ def healthy_share(worst: RankWaits) -> tuple[float, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class RankClaim:
+    """A process that claims the same rank as others at the same time. ``shown_as``: the rank that it has instead."""
+
+    pid: int
+    node: str | None
+    shown_as: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTrace:
+    """A trace that was read. ``shown``: its contents, see `trace_shows`."""
+
+    rank: int
+    first_step: int | None
+    last_step: int | None
+    shown: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHours:
+    """The wall clock of all ranks of a run with several attempts, in seconds.
+
+    ``lost``: by category of `LOST`. ``kills``, ``failures``: attempts that ended so.
+    """
+
+    total: float
+    productive: float
+    lost: Mapping[str, float]
+    kills: int
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingMemory:
+    """Memory that grows, as a rank has told it last.
+
+    Attributes:
+        where: the part that grows, see `MEMORY_PARTS`; None for memory of other processes.
+        exhausted_in_seconds: None if its end is not in sight. ``exhausted``: the memory that is used up then.
+        over: whether the rank's process has ended.
+    """
+
+    rank: int
+    node: str | None
+    where: str | None
+    bytes_per_hour: float
+    advice: str
+    exhausted_in_seconds: float | None
+    exhausted: str
+    over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a verdict is made of.
+
+    Attributes:
+        ranks: the known ranks. ``stalls``: their stalls. ``findings``: the most important first.
+        world_size: number of ranks, if not all may be known.
+        hang: why the whole job hangs; empty if it does not.
+        stuck: stalls of ranks that are stuck, or were until they ended. Each with whether its process has ended.
+        ended: whether the run has ended.
+        ledger: seconds by category, to mention other large categories.
+        children: number of processes that the script has started with multiprocessing.
+        same_rank: processes that claim one rank at the same time, by that rank.
+        trace: the newest trace that was read. ``gpu_hours``: None for a single attempt.
+        killed_by_oom: what the OOM killer has ended; empty if it has not ended the run.
+        memory: the memory that runs out first; None if none is about to.
+    """
+
+    ranks: Sequence[RankWaits]
+    stalls: Sequence[StallRecord] = ()
+    findings: Sequence[Finding] = ()
+    world_size: int = 0
+    hang: str = ""
+    stuck: Sequence[tuple[StallRecord, bool]] = ()
+    ended: bool = False
+    ledger: Mapping[str, float] = field(default_factory=dict)
+    children: int = 0
+    same_rank: Mapping[int, Sequence[RankClaim]] = field(default_factory=dict)
+    trace: ShownTrace | None = None
+    gpu_hours: GpuHours | None = None
+    killed_by_oom: str = ""
+    memory: GrowingMemory | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinding:
     """The largest loss of a run.
 
     Attributes:
-        kind: `NO_STEPS`, `UNMEASURED`, `STARVED`, `UNKNOWN`, `STALLED`, `SLOWED` or `HEALTHY`.
+        kind: the kind of the verdict if there is no hang.
         worst: the rank that waited most; None without steps, or if nobody waited for any batch that was seen.
         starving: number of starved ranks. ``measured``: number of ranks with exposed wait.
         unseen: the rank with the largest share of unseen batches, if it is too large; else None.
-        stalled: the stall that cost most, as in the log, with its rank; None without one.
+        stalled: the stall that cost most; None without one.
         slowed_by: the most important finding; None without one.
     """
 
-    kind: str
+    kind: VerdictKind
     worst: RankWaits | None = None
     starving: int = 0
     measured: int = 0
     unseen: RankWaits | None = None
-    stalled: dict[str, Any] | None = None
+    stalled: StallRecord | None = None
     slowed_by: Finding | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a run is all right, or else what it loses most to. ``finding``: the largest loss apart from hangs.
+    """Whether a run is all right, or else what it loses most to. ``finding``: the largest loss apart from hangs."""
 
-    ``kind``: kind of the finding, or `STUCK`, `HANGS`, or `HUNG` for a run that has ended so.
-    """
-
-    kind: str
+    kind: VerdictKind
     text: str
     finding: RunFinding
 
 
-def find(ranks: Sequence[RankWaits], stalls: Sequence[dict[str, Any]], findings: Sequence[Finding] = ()) -> RunFinding:
-    """Find the largest loss of one run from its ranks, all their stalls, and the findings in their order."""
-    stepping = [rank for rank in ranks if rank.steps]
+def find(facts: RunFacts) -> RunFinding:
+    """The largest loss of a run."""
+    stepping, stalls = [rank for rank in facts.ranks if rank.steps], facts.stalls
     if not stepping:
-        return RunFinding(NO_STEPS)
+        return RunFinding(VerdictKind.NO_STEPS)
     measured = [rank for rank in stepping if rank.exposed_ratio is not None]
     most_unseen = max(stepping, key=lambda rank: rank.unseen_steps / rank.steps)
     unseen = most_unseen if batches_unseen(most_unseen.unseen_steps, most_unseen.steps) else None
     if not measured and unseen is None:
-        return RunFinding(UNMEASURED, max(stepping, key=lambda rank: rank.wait_ratio))
+        return RunFinding(VerdictKind.UNMEASURED, max(stepping, key=lambda rank: rank.wait_ratio))
     starving = [rank for rank in measured if rank.exposed_after_start_ratio >= rank.starved_ratio]
     if starving:
         worst = max(starving, key=lambda rank: rank.exposed_after_start_ratio)
-        return RunFinding(STARVED, worst, len(starving), len(measured), unseen)
+        return RunFinding(VerdictKind.STARVED, worst, len(starving), len(measured), unseen)
     if unseen is not None or not any(rank.wait_seconds for rank in measured):
-        most = max(stalls, key=lost_seconds, default=None)
-        return RunFinding(UNKNOWN, measured=len(measured), unseen=unseen, stalled=most)
+        most = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
+        return RunFinding(VerdictKind.UNKNOWN, measured=len(measured), unseen=unseen, stalled=most)
     worst = max(measured, key=lambda rank: rank.exposed_after_start_ratio)
     # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
-    slowest = max(stalls, key=lambda stall: weight(stall["cause"], lost_seconds(stall)), default=None)
-    first = next(iter(findings), None)
-    kind = STALLED if slowest is not None else SLOWED if first is not None else HEALTHY
+    slowest, first = costliest(stalls), next(iter(facts.findings), None)
+    kind = VerdictKind.HEALTHY if first is None else VerdictKind.SLOWED
+    kind = kind if slowest is None else VerdictKind.STALLED
     return RunFinding(kind, worst, measured=len(measured), stalled=slowest, slowed_by=first)
-
-
-def lost_seconds(stall: dict[str, Any]) -> float:
-    """The seconds that a stall, as in the log, has cost by its own cause."""
-    lost: float = stall["evidence"].get("lost_seconds", {}).get(stall["cause"], 0.0)
-    return lost
 
 
 def weight(cause: str | None, lost: float) -> tuple[bool, float]:
@@ -165,18 +264,9 @@ def weight(cause: str | None, lost: float) -> tuple[bool, float]:
     return cause != "straggler", lost
 
 
-def costliest(stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The stall with a cause and the largest `weight`; None without one."""
-    return max(
-        (stall for stall in stalls if stall["cause"]),
-        key=lambda stall: weight(stall["cause"], lost_seconds(stall)),
-        default=None,
-    )
-
-
-def costliest_of(rank: int, stalls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The stall of a rank with the largest `weight`; None without one."""
-    return costliest([stall for stall in stalls if stall["rank"] == rank])
+def costliest(stalls: Sequence[StallRecord]) -> StallRecord | None:
+    """The stall with the largest `weight`; None without one."""
+    return max(stalls, key=lambda stall: weight(stall.cause, stall.lost_seconds), default=None)
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -192,63 +282,51 @@ _MIN_MENTIONED_RATIO: Final = 0.20
 """From this share of the wall clock on, a category outside of the training loop is mentioned."""
 
 
-def judge(
-    ranks: Sequence[RankWaits],
-    stalls: Sequence[dict[str, Any]],
-    *,
-    findings: Sequence[Finding] = (),
-    world_size: int = 0,
-    hang: str = "",
-    stuck: Sequence[tuple[dict[str, Any], bool]] = (),
-    ended: bool = False,
-    ledger: Mapping[str, float] = MappingProxyType({}),
-    children: int = 0,
-) -> Verdict:
-    """The verdict on a run.
+def judge(facts: RunFacts) -> Verdict:
+    """The verdict on a run."""
+    finding = find(facts)
+    kind, text = finding.kind, ""
+    if facts.hang:
+        kind = VerdictKind.HUNG if facts.ended else VerdictKind.HANGS
+        text = f"{'Hung before its end' if facts.ended else 'Hangs'}: {facts.hang}."
+    elif facts.stuck:
+        kind, text = VerdictKind.STUCK, _stuck(facts.stuck)
+    else:
+        text = _loss(finding, facts)
+    more = (
+        *(_same_rank(rank, claims) for rank, claims in facts.same_rank.items()),
+        _trace(facts.trace),
+        _books(facts.gpu_hours),
+        _ended_by_oom(facts.killed_by_oom),
+        _memory(facts.memory),
+    )
+    return Verdict(kind, " ".join([text, *filter(None, more)]), finding)
 
-    Args:
-        ranks: the known ranks.
-        stalls: stalls of these ranks, with the fields of the log and ``rank``.
-        findings: what was found beside the stalls, the most important first.
-        world_size: number of ranks, if not all may be known.
-        hang: why the whole job hangs; empty if it does not.
-        stuck: stalls of ranks that are stuck, or were until they ended. Each with whether its process has ended.
-        ended: whether the run has ended.
-        ledger: seconds by category, to mention other large categories.
-        children: number of processes that the script has started with multiprocessing.
-    """
-    finding = find(ranks, stalls, findings)
-    if hang:
-        return Verdict(HUNG if ended else HANGS, f"{'Hung before its end' if ended else 'Hangs'}: {hang}.", finding)
-    if stuck:
-        return Verdict(STUCK, _stuck(stuck), finding)
-    worst, other_time = finding.worst, _other_time(ledger)
-    if finding.kind == NO_STEPS:
-        text = _no_steps(children)
-    elif finding.kind == UNKNOWN or worst is None:
-        stall = finding.stalled
-        stalled = "" if stall is None else f" Rank {stall['rank']} stalled.{_why(stall['rank'], stalls)}"
+
+def _loss(finding: RunFinding, facts: RunFacts) -> str:  # noqa: PLR0911, one return for each kind
+    """The sentences on the largest loss of a run that does not hang."""
+    worst, other_time, stalled = finding.worst, _other_time(facts.ledger), finding.stalled
+    if finding.kind == VerdictKind.NO_STEPS:
+        return _no_steps(facts.children)
+    if finding.kind == VerdictKind.UNKNOWN or worst is None:
+        said = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts.stalls)}"
         unseen = _unseen(finding.unseen) or _NOTHING_SEEN
-        text = f"Not known whether this run waits for data.{unseen}{stalled}{other_time}"
-    elif finding.kind == UNMEASURED:
-        text = (
+        return f"Not known whether this run waits for data.{unseen}{said}{other_time}"
+    if finding.kind == VerdictKind.UNMEASURED:
+        return (
             f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
             f"how much of that the GPU felt was not measured{worst.unmeasured and f': {worst.unmeasured}'}."
         )
-    elif finding.kind == STARVED:
-        starved = _starved(worst, finding, all_known=len(ranks) >= world_size)
-        text = starved + _why(worst.rank, stalls) + _unseen(finding.unseen)
-    elif finding.stalled is not None:
-        rank = finding.stalled["rank"]
-        text = f"Not starved, but rank {rank} stalled.{_why(rank, stalls)}"
-    elif finding.slowed_by is not None:
-        text = f"Not starved, but slower than need be. {_told(finding.slowed_by)}{other_time}"
-    else:
-        ratio, after = healthy_share(worst)
-        who = "no rank lost more than" if finding.measured >= world_size else f"rank {worst.rank} lost"
-        lost = f"{rounded_percent(ratio)} of its training loop waiting for data{after}"
-        text = f"Healthy: {who} {lost}.{other_time}"
-    return Verdict(finding.kind, text, finding)
+    if finding.kind == VerdictKind.STARVED:
+        starved = _starved(worst, finding, all_known=len(facts.ranks) >= facts.world_size)
+        return starved + _why(worst.rank, facts.stalls) + _unseen(finding.unseen)
+    if stalled is not None:
+        return f"Not starved, but rank {stalled.rank} stalled.{_why(stalled.rank, facts.stalls)}"
+    if finding.slowed_by is not None:
+        return f"Not starved, but slower than need be. {_found(finding.slowed_by)}{other_time}"
+    ratio, after = healthy_share(worst)
+    who = "no rank lost more than" if finding.measured >= facts.world_size else f"rank {worst.rank} lost"
+    return f"Healthy: {who} {rounded_percent(ratio)} of its training loop waiting for data{after}.{other_time}"
 
 
 def _no_steps(children: int) -> str:
@@ -271,18 +349,16 @@ def _unseen(rank: RankWaits | None) -> str:
     )
 
 
-def _stuck(stuck: Sequence[tuple[dict[str, Any], bool]]) -> str:
+def _stuck(stuck: Sequence[tuple[StallRecord, bool]]) -> str:
     # Ranks in compute mostly wait for a rank that is not, and ranks in a collective for one that has not reached it.
-    stall, ended = min(
-        stuck, key=lambda pair: (pair[0]["cause"] == "straggler", pair[0]["evidence"]["stuck_in"] == COMPUTE)
-    )
-    others = {other["rank"] for other, _ in stuck} - {stall["rank"]}
-    doing = f"{'was' if ended else 'is'} {stuck_in_words(stall['evidence']['stuck_in'])}"
+    stall, ended = min(stuck, key=lambda pair: (pair[0].cause == "straggler", pair[0].stuck_in == COMPUTE))
+    others = {other.rank for other, _ in stuck} - {stall.rank}
+    doing = f"{'was' if ended else 'is'} {stuck_in_words(stall.stuck_in or '')}"
     more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
-    at, stands = stall["evidence"].get("stuck_at"), "stood" if ended else "stands"
+    at, stands = stall.stuck_at, "stood" if ended else "stands"
     return (
-        f"Stuck{' before its end' if ended else ''}: rank {stall['rank']} {doing} and {'had' if ended else 'has'} not "
-        f"gone on since before {stall['opened']}. Cause: {stall['cause']}{f'; it {stands} at {at}' if at else ''}."
+        f"Stuck{' before its end' if ended else ''}: rank {stall.rank} {doing} and {'had' if ended else 'has'} not "
+        f"gone on since before {stall.opened}. Cause: {stall.cause}{f'; it {stands} at {at}' if at else ''}."
         f"{more if not ended else ''}"
     )
 
@@ -300,31 +376,30 @@ def _starved(worst: RankWaits, finding: RunFinding, *, all_known: bool) -> str:
     return f"Starved: rank {worst.rank} spent {lost}{gain}; {others}."
 
 
-def _why(rank: int, stalls: Sequence[dict[str, Any]]) -> str:
-    stall = costliest_of(rank, stalls)
+def _why(rank: int, stalls: Sequence[StallRecord]) -> str:
+    """The cause and the first advice of a rank's costliest stall; empty without one."""
+    stall = costliest([stall for stall in stalls if stall.rank == rank])
     if stall is None:
         return ""
-    text = f" Cause: {stall['cause']}"
-    for advice in msgspec.convert(stall["advice"][:1], list[Advice]):
-        text += f"; try {advice.typed}" if advice.typed else f"; {advice.action}"
-        text += f" ({advice.because})" if stall["cause"] == "straggler" else ""
-        text += f", predicted {advice.gain} times the steps per second" if advice.gain else ""
-    other = next((other for other in stall["evidence"].get("also", []) if "cause" in other), None)
-    if other is not None:
-        text += (
-            f". At the same time {other['cause']} takes {rounded_percent(other.get('share_ratio', 0.0))} of the time"
-        )
-    line = stall["evidence"].get("line_verdict")
+    text = f" Cause: {stall.cause}{_advised(stall.advice, with_reason=stall.cause == 'straggler')}"
+    for other in stall.also[:1]:
+        text += f". At the same time {other.cause} takes {rounded_percent(other.share_ratio)} of the time"
+    line = stall.line_verdict
     return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
 
 
-def _told(finding: Finding) -> str:
-    """A finding with its first advice."""
-    text = finding.text
-    for advice in finding.advice[:1]:
+def _found(finding: Finding) -> str:
+    return f"{finding.text}{_advised(finding.advice)}."
+
+
+def _advised(advices: Sequence[Advice], *, with_reason: bool = False) -> str:
+    """The first advice as the end of a sentence; empty without one."""
+    text = ""
+    for advice in advices[:1]:
         text += f"; try {advice.typed}" if advice.typed else f"; {advice.action}"
+        text += f" ({advice.because})" if with_reason else ""
         text += f", predicted {advice.gain} times the steps per second" if advice.gain else ""
-    return f"{text}."
+    return text
 
 
 def _other_time(ledger: Mapping[str, float]) -> str:
@@ -334,3 +409,115 @@ def _other_time(ledger: Mapping[str, float]) -> str:
     shares = {c: ledger.get(c, 0.0) / wall for c in words} if wall > 0 else {}
     large = [f"{rounded_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MIN_MENTIONED_RATIO]
     return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
+
+
+# -- sentences on more than the largest loss ---------------------------------------------------------------------------
+
+_MAX_NAMED: Final = 8
+
+_MIN_SHARE: Final = 0.05
+"""A sentence leaves out categories with a smaller share of a step."""
+
+_MIN_HOURS_RATIO: Final = 0.005
+"""A category with a smaller share of the GPU-hours is not mentioned."""
+
+
+def _same_rank(rank: int, claims: Sequence[RankClaim]) -> str:
+    """A warning and advice for training processes that have one rank at the same time."""
+    named = [
+        f"pid {one.pid} on {one.node}{'' if one.shown_as is None else f', shown as rank {one.shown_as}'}"
+        for one in claims[:_MAX_NAMED]
+    ]
+    more = f" and {len(claims) - _MAX_NAMED} more" if len(claims) > _MAX_NAMED else ""
+    return (
+        f"{len(claims)} processes claim rank {rank} at the same time ({', '.join(named)}{more}); each is "
+        "counted separately. Tell each process its rank: set RANK and WORLD_SIZE, or call "
+        "torch.distributed.init_process_group. If they are separate jobs, give each its own run folder."
+    )
+
+
+def trace_shows(breakdown: Mapping[str, float], suggestions: Sequence[Suggestion]) -> str:
+    """The contents of a trace as part of a sentence; empty if it was not read. ``breakdown``: shares of a step."""
+    parts = sorted(breakdown.items(), key=lambda part: -part[1])
+    text = ", ".join(f"{name} {percent(ratio, 0)}" for name, ratio in parts if ratio >= _MIN_SHARE)
+    worth = [each for each in suggestions if each.share_ratio >= _MIN_SHARE]
+    if text and worth:
+        text += f"; {worth[0].action} (up to {percent(worth[0].share_ratio, 0)} of the step)"
+    return text
+
+
+def _trace(trace: ShownTrace | None) -> str:
+    if trace is None:
+        return ""
+    steps = f"steps {trace.first_step} to {trace.last_step}"
+    return f"The trace of {steps} on rank {trace.rank} shows {trace.shown}."
+
+
+_LOST_IN: Final = {
+    REDONE: "redone",
+    DOWN: "down",
+    STUCK: "stuck",
+    RESTORE: "restoring",
+    REPLAY: "replaying",
+    STARTUP: "starting up",
+}
+
+
+def _books(hours: GpuHours | None) -> str:
+    """A sentence about the GPU-hours of a run with several attempts."""
+    if hours is None:
+        return ""
+    kinds = ((hours.kills, "kill"), (hours.failures, "failure"))
+    after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
+    parts = []
+    for seconds, category in sorted(((hours.lost[c], c) for c in LOST), reverse=True):
+        if seconds / hours.total >= _MIN_HOURS_RATIO:
+            parts.append(
+                f"{_hours(seconds)} {_LOST_IN[category]}{f' after {after}' if after and category == REDONE else ''}"
+            )
+    kept = f"{_hours(hours.productive)} were productive ({rounded_percent(hours.productive / hours.total)})"
+    return f"Of {_hours(hours.total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
+
+
+def _ended_by_oom(killed: str) -> str:
+    if not killed:
+        return ""
+    return (
+        f"The run has ended: {killed}. Raise the memory limit of its cgroup, or use less: fewer DataLoader "
+        "workers, or a smaller prefetch_factor."
+    )
+
+
+_SHM: Final = "/dev/shm"  # noqa: S108 - only its name
+_PARTS: Final = {
+    TRAINING: ("the training process", "grows"),
+    WORKERS: ("the workers", "grow"),
+    SHARED_MEMORY: (_SHM, "grows"),
+    CUDA: ("the tensors on the GPU", "grow"),
+}
+
+
+def grows(memory: GrowingMemory) -> str:
+    """The end of a sentence: which memory grows or grew, and how fast."""
+    what, now = _PARTS.get(memory.where or "", ("memory outside of this run's processes", "grows"))
+    of_rank = f" of rank {memory.rank}" if memory.where is not None else ""
+    advice = f"; {memory.advice}" if memory.advice else ""
+    return f"{what}{of_rank} {'grew' if memory.over else now} {byte_size(memory.bytes_per_hour)}/h{advice}"
+
+
+def _memory(memory: GrowingMemory | None) -> str:
+    if memory is None or memory.exhausted_in_seconds is None:
+        return ""
+    left = rough_duration(memory.exhausted_in_seconds)
+    if memory.over:
+        return f"When its log ends, memory was to run out in about {left}: {grows(memory)}."
+    what = {
+        SHARED_MEMORY: f"{_SHM} of node {memory.node} is full",
+        CUDA: f"The GPU of rank {memory.rank} runs out of memory",
+    }.get(memory.exhausted, f"Node {memory.node} runs out of memory")
+    return f"{what} in about {left}: {grows(memory)}."

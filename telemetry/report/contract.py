@@ -5,13 +5,11 @@ docs/output.md explains the fields. Times are ISO-8601 in UTC. None: not measure
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from telemetry.diagnosis.findings import Finding
 from telemetry.log_lines import Number
-from telemetry.records import Advice
+from telemetry.records import StallRecord
 from telemetry.trace.records import FlopsUsage, Suggestion
 
 
@@ -56,45 +54,6 @@ class Rank(msgspec.Struct, kw_only=True):
     def loop_seconds(self) -> float:
         """Seconds of the rank in the training loop."""
         return self.ledger["data_wait"] + self.ledger["compute"]
-
-
-class OtherCause(msgspec.Struct):
-    """Another cause of a stall, with a similar share of the time."""
-
-    cause: str | None = None
-    share_ratio: Number | None = None
-    advice: list[Advice] = []
-
-
-class Stall(msgspec.Struct, kw_only=True):
-    """A stall of a rank. ``evidence``: `StallEvidence` of the log, and the figures that led to the cause."""
-
-    rank: int
-    cause: str | None
-    opened: str | None
-    first_step: int | None
-    last_step: int | None
-    exposed_wait_ratio: Number | None
-    closed: str | None
-    evidence: dict[str, Any]
-    advice: list[Advice]
-
-    @property
-    def lost(self) -> dict[str, float]:
-        """Seconds that the stall has cost, by cause."""
-        found: dict[str, float] = self.evidence.get("lost_seconds", {})
-        return found
-
-    @property
-    def lost_seconds(self) -> float:
-        """Seconds that the stall has cost by its main cause."""
-        return self.lost.get(self.cause or "", 0.0)
-
-    @property
-    def also(self) -> list[OtherCause]:
-        """Other causes at the time of the stall, the largest first."""
-        found = msgspec.convert(self.evidence.get("also", []), list[OtherCause])
-        return [other for other in found if other.cause is not None]
 
 
 class Suspect(msgspec.Struct):
@@ -231,7 +190,7 @@ class ReportValues(msgspec.Struct, kw_only=True):
     run: str
     verdict: str
     ranks: list[Rank]
-    stalls: list[Stall]
+    stalls: list[StallRecord]
     findings: list[Finding]
     hang: Hang | None
     changes: list[Change]

@@ -22,7 +22,7 @@ from telemetry.log_lines import (
     StallLine,
     StragglerLines,
 )
-from telemetry.report.contract import Stall
+from telemetry.records import StallRecord
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _MAX_POINTS: Final = 512
 _MAX_SAVES: Final = 256
-_MAX_LINES: Final = 10
 
 
 def unix(text: str) -> float | None:
@@ -316,28 +315,25 @@ def findings_of(processes: Iterable[ProcessLog]) -> list[Finding]:
 # -- stalls --------------------------------------------------------------------------------------------------------
 
 
-def stalls_of(process: ProcessLog) -> list[Stall]:
+def stalls_of(process: ProcessLog) -> list[StallRecord]:
     """The stalls of a process, each merged from all its lines.
 
     If a stall was open for long, its first line may have been rotated away. A later line has most of its contents.
     """
-    stalls: list[Stall] = []
+    stalls: list[StallRecord] = []
     for line in process.stalls:
         event, newest = line.get("event"), stalls[-1] if stalls else None
         opened = line.get("opened")
         another = newest is None or (newest.closed is not None and newest.opened != opened)
         if event == "stall_open" or (opened and another):
-            newest = Stall(
-                rank=process.rank, cause="unknown", opened=opened or line.get("time"), first_step=None, last_step=None,
-                exposed_wait_ratio=None, closed=None, evidence={}, advice=[],
-            )  # fmt: skip
+            newest = StallRecord(rank=process.rank, cause="unknown", opened=opened or line.get("time"))
             stalls.append(newest)
         if newest is None or newest.closed is not None:
             continue
         for name in ("cause", "first_step", "last_step", "exposed_wait_ratio"):
             setattr(newest, name, line.get(name, getattr(newest, name)))
         # The stacks of a stuck run are only in the line that opens its stall.
-        newest.evidence |= with_whole_lines(line.get("evidence", {}))
+        newest.evidence |= line.get("evidence", {})
         newest.advice = line.get("advice") or newest.advice
         if event == "stall_close":
             newest.closed = line.get("closed") or line.get("time")
@@ -350,29 +346,18 @@ def stalls_of(process: ProcessLog) -> list[Stall]:
     return stalls
 
 
-def with_whole_lines(evidence: dict[str, Any]) -> dict[str, Any]:
-    """The evidence without lines of code whose place is damaged. ``calls`` is null if a line called no function."""
-    if "lines" not in evidence:
-        return evidence
-    names = ("file", "line", "function", "calls", "share_ratio")
-    found = [{name: line.get(name) for name in names} for line in evidence["lines"]]
-    whole = [line for line in found if None not in {line["file"], line["line"], line["share_ratio"]}]
-    return evidence | {"lines": whole[:_MAX_LINES]}
-
-
-def take_lines_of_slow_ranks(stalls: Iterable[Stall], processes: Iterable[ProcessLog]) -> None:
+def take_lines_of_slow_ranks(stalls: Iterable[StallRecord], processes: Iterable[ProcessLog]) -> None:
     """Add the lines of the slow rank's steps to the stalls of ranks that waited for it.
 
     A rank that is held up spends its time in a collective, so its own lines do not show the cause.
     """
     slow = {process.rank: process.slow_steps for process in processes if process.slow_steps}
     for stall in stalls:
-        told = slow.get(stall.evidence.get("straggler_rank", -1), ())
+        told = () if stall.straggler_rank is None else slow.get(stall.straggler_rank, ())
         after = [line for line in told if str(line.get("time", "")) >= str(stall.opened)]
         before_close = [line for line in after if not stall.closed or str(line.get("time")) <= stall.closed]
         for line in (before_close or after[:1])[-1:]:
-            lines = with_whole_lines(line.get("evidence", {}))
-            taken = ("lines", "lines_of", "line_samples", "line_verdict")
+            lines, taken = line.get("evidence", {}), ("lines", "lines_of", "line_samples", "line_verdict")
             stall.evidence |= {name: lines[name] for name in taken if name in lines}
 
 
@@ -386,7 +371,7 @@ def lost_by_cause(processes: Iterable[ProcessLog]) -> dict[str, float]:
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
 
 
-def lost_of(stalls: Iterable[Stall]) -> dict[str, float]:
+def lost_of(stalls: Iterable[StallRecord]) -> dict[str, float]:
     """Seconds that stalls have cost, by cause."""
     lost: dict[str, float] = {}
     for stall in stalls:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
@@ -11,23 +11,19 @@ import msgspec
 
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
-from telemetry.diagnosis.verdict import STARVED_RATIO, RankWaits, Verdict, judge
-from telemetry.records import (
-    CATEGORIES,
-    COMPUTE,
-    CUDA,
-    DATA_WAIT,
-    DOWN,
-    LOST,
-    REDONE,
-    REPLAY,
-    RESTORE,
-    SHARED_MEMORY,
-    STARTUP,
-    STUCK,
-    TRAINING,
-    WORKERS,
+from telemetry.diagnosis.verdict import (
+    STARVED_RATIO,
+    GpuHours,
+    GrowingMemory,
+    RankClaim,
+    RankWaits,
+    RunFacts,
+    ShownTrace,
+    Verdict,
+    judge,
+    trace_shows,
 )
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, LOST
 from telemetry.report.attempts import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
     Change,
@@ -52,7 +48,6 @@ from telemetry.report.process_log import (
 )
 from telemetry.trace.files import TraceError
 from telemetry.trace.reader import read_trace
-from telemetry.util.text import byte_size, percent, plain_number, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -63,13 +58,6 @@ if TYPE_CHECKING:
     from telemetry.util.sketch import Sketch
 
 _MAX_RANKS: Final = 1 << 17
-_MAX_NAMED: Final = 8
-
-_MIN_SHARE: Final = 0.05
-"""A sentence leaves out categories with a smaller share of a step."""
-
-_MIN_HOURS_RATIO: Final = 0.005
-"""A category with a smaller share of the GPU-hours is not mentioned."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +87,7 @@ class Report:
 def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Report:
     """Make the report of a run from its processes, as `load` returns them. ``now``: Unix time."""
     current = not_replaced(processes)
-    verdict, goodput = verdict_of(current), goodput_of(processes, now)
+    goodput = goodput_of(processes, now)
     lives = [(course.attempt.number, life) for course in goodput.courses for life in course.attempt.lives]
     attempt_of = {id(life.log): number for number, life in lives}
     ranks = [_rank(process, attempt_of.get(id(process))) for process in processes]
@@ -107,13 +95,18 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
     take_lines_of_slow_ranks(stalls, processes)
     snapshots, problems = _snapshots(run_dir, processes)
     over = {id(life.log) for _, life in lives if life.how != RUNNING}
-    sentences = (_books(goodput), _ended_by_oom(goodput), _memory_verdict(current, over))
+    facts = replace(
+        _facts(current),
+        same_rank=_same_ranks(current),
+        trace=_newest(snapshots),
+        gpu_hours=_gpu_hours(goodput),
+        killed_by_oom=_killed_by_oom(goodput),
+        memory=_memory_that_ends(current, over),
+    )
+    verdict = judge(facts)
     values = ReportValues(
         run=processes[-1].run,
-        verdict=verdict.text
-        + _duplicate_ranks(current)
-        + _shown_by_newest(snapshots)
-        + "".join(f" {each}" for each in sentences if each),
+        verdict=verdict.text,
         ranks=ranks,
         stalls=stalls,
         findings=findings_of(processes),
@@ -209,46 +202,40 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
     return snapshots, problems
 
 
-def shown_by(snapshot: Snapshot) -> str:
-    """The contents of a snapshot as part of a sentence; empty if its trace was not read."""
-    parts = sorted(snapshot.breakdown.items(), key=lambda part: -part[1])
-    text = ", ".join(f"{name} {percent(ratio, 0)}" for name, ratio in parts if ratio >= _MIN_SHARE)
-    worth = [each for each in snapshot.suggestions if each.share_ratio >= _MIN_SHARE]
-    if text and worth:
-        text += f"; {worth[0].action} (up to {percent(worth[0].share_ratio, 0)} of the step)"
-    return text
-
-
-def _shown_by_newest(snapshots: Sequence[Snapshot]) -> str:
-    """A sentence for the verdict about the newest trace that was read; empty without one."""
+def _newest(snapshots: Sequence[Snapshot]) -> ShownTrace | None:
+    """The newest trace that was read."""
     read = [snapshot for snapshot in snapshots if snapshot.breakdown]
     if not read:
-        return ""
+        return None
     newest = max(read, key=lambda snapshot: (snapshot.last_step or 0, -snapshot.rank))
-    steps = f"steps {newest.first_step} to {newest.last_step}"
-    return f" The trace of {steps} on rank {newest.rank} shows {shown_by(newest)}."
+    shown = trace_shows(newest.breakdown, newest.suggestions)
+    return ShownTrace(newest.rank, newest.first_step, newest.last_step, shown)
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
 def verdict_of(processes: Sequence[ProcessLog]) -> Verdict:
-    """The verdict on processes that no later one has replaced: all right, or else the costliest cause and its rank."""
+    """The verdict on processes that no later one has replaced, by their logs alone."""
+    return judge(_facts(processes))
+
+
+def _facts(processes: Sequence[ProcessLog]) -> RunFacts:
     hang = hang_of(processes)
     ledger: Counter[str] = Counter()
     for process in processes:
         ledger.update(process.ledger)
-    stalls = [(process, [*map(msgspec.to_builtins, stalls_of(process))]) for process in processes]
-    return judge(
-        [_waits(process) for process in processes],
-        [stall for _, own in stalls for stall in own],
+    stalls = [(process, stalls_of(process)) for process in processes]
+    return RunFacts(
+        ranks=[_waits(process) for process in processes],
+        stalls=[stall for _, own in stalls for stall in own],
         findings=findings_of(processes),
         hang=hang.verdict if hang is not None and hang.waiting else "",
         stuck=[
             (stall, process.ended)
             for process, own in stalls
             for stall in own[-1:]
-            if "stuck_in" in stall["evidence"] and (stall["closed"] is None or "stuck_for_seconds" in process.end)
+            if stall.stuck_in is not None and (stall.closed is None or "stuck_for_seconds" in process.end)
         ],
         ended=all(process.ended for process in processes),
         ledger=ledger,
@@ -303,121 +290,68 @@ def _waits(process: ProcessLog) -> RankWaits:
     )
 
 
-# -- additions to the verdict --------------------------------------------------------------------------------------
-
-
-def _duplicate_ranks(processes: Sequence[ProcessLog]) -> str:
-    """A warning and advice if several training processes have one rank at the same time; otherwise empty."""
+def _same_ranks(processes: Sequence[ProcessLog]) -> dict[int, list[RankClaim]]:
+    """Training processes that claim one rank at the same time, by that rank."""
     by_rank: dict[int, list[ProcessLog]] = {}
     for process in processes:
         if process.totals.get("steps_total"):
             by_rank.setdefault(process.head.get("claimed_rank", process.rank), []).append(process)
-    text = ""
+    found = {}
     for rank, same in sorted(by_rank.items()):
-        together = [
-            one
+        claims = [
+            RankClaim(one.pid, one.head.get("node"), one.rank if one.rank != rank else None)
             for one in same
             if any(o is not one and one.started <= o.last_time and o.started <= one.last_time for o in same)
         ]
-        if not together:
-            continue
-        named = [
-            f"pid {one.pid} on {one.head.get('node')}{f', shown as rank {one.rank}' if one.rank != rank else ''}"
-            for one in together[:_MAX_NAMED]
-        ]
-        more = f" and {len(together) - _MAX_NAMED} more" if len(together) > _MAX_NAMED else ""
-        text += (
-            f" {len(together)} processes claim rank {rank} at the same time ({', '.join(named)}{more}); each is "
-            "counted separately. Tell each process its rank: set RANK and WORLD_SIZE, or call "
-            "torch.distributed.init_process_group. If they are separate jobs, give each its own run folder."
-        )
-    return text
+        if claims:
+            found[rank] = claims
+    return found
 
 
-_WORDS: Final = {
-    REDONE: "redone",
-    DOWN: "down",
-    STUCK: "stuck",
-    RESTORE: "restoring",
-    REPLAY: "replaying",
-    STARTUP: "starting up",
-}
+def _gpu_hours(goodput: Goodput) -> GpuHours | None:
+    total, ends = sum(goodput.rank_seconds.values()), [course.attempt.how for course in goodput.courses]
+    if len(ends) < 2 or total <= 0:
+        return None
+    productive, lost = goodput.rank_seconds[PRODUCTIVE], {c: goodput.rank_seconds[c] for c in LOST}
+    return GpuHours(total, productive, lost, ends.count(KILLED), ends.count(FAILED))
 
 
-def _books(goodput: Goodput) -> str:
-    """A sentence about the GPU-hours of a run with several attempts; empty for one attempt."""
-    total = sum(goodput.rank_seconds.values())
-    if len(goodput.courses) < 2 or total <= 0:
-        return ""
-    ends = [course.attempt.how for course in goodput.courses]
-    kinds = ((ends.count(KILLED), "kill"), (ends.count(FAILED), "failure"))
-    after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
-    parts = []
-    for seconds, category in sorted(((goodput.rank_seconds[c], c) for c in LOST), reverse=True):
-        if seconds / total >= _MIN_HOURS_RATIO:
-            parts.append(
-                f"{_hours(seconds)} {_WORDS[category]}{f' after {after}' if after and category == REDONE else ''}"
-            )
-    productive = goodput.rank_seconds[PRODUCTIVE]
-    kept = f"{_hours(productive)} were productive ({rounded_percent(productive / total)})"
-    return f"Of {_hours(total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
-
-
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600
-    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
-
-
-def _ended_by_oom(goodput: Goodput) -> str:
-    """A sentence about a run that the OOM killer has ended; empty for others."""
+def _killed_by_oom(goodput: Goodput) -> str:
     attempt = goodput.courses[-1].attempt if goodput.courses else None
-    if attempt is None or attempt.oom is None or not attempt.broke_off:
-        return ""
-    return (
-        f"The run has ended: {attempt.oom.text}. Raise the memory limit of its cgroup, or use less: fewer DataLoader "
-        "workers, or a smaller prefetch_factor."
+    return "" if attempt is None or attempt.oom is None or not attempt.broke_off else attempt.oom.text
+
+
+def growing_memory(process: ProcessLog, *, over: bool) -> GrowingMemory | None:
+    """The memory of a process that grows, or that will run out; None if there is none. ``over``: it has ended."""
+    said = process.totals.get("memory", {})
+    if not said.get("growth_bytes_per_hour") and "exhausted_in_seconds" not in said:
+        return None
+    return GrowingMemory(
+        rank=process.rank,
+        node=process.head.get("node"),
+        where=said.get("where"),
+        bytes_per_hour=said.get("growth_bytes_per_hour", 0),
+        advice=said.get("advice", ""),
+        exhausted_in_seconds=said.get("exhausted_in_seconds"),
+        exhausted=said.get("exhausted", ""),
+        over=over,
     )
 
 
-_SHM: Final = "/dev/shm"  # noqa: S108 - only its name
-_PARTS: Final = {
-    TRAINING: ("the training process", "grows"),
-    WORKERS: ("the workers", "grow"),
-    SHARED_MEMORY: (_SHM, "grows"),
-    CUDA: ("the tensors on the GPU", "grow"),
-}
-
-
-def grows(process: ProcessLog, *, past: bool) -> str:
-    """The end of a sentence: which memory of a process grows, and how fast."""
-    said = process.totals["memory"]
-    what, now = _PARTS.get(said.get("where", ""), ("memory outside of this run's processes", "grows"))
-    of_rank = f" of rank {process.rank}" if "where" in said else ""
-    rate = f"{byte_size(said.get('growth_bytes_per_hour', 0))}/h"
-    advice = f"; {said['advice']}" if said.get("advice") else ""
-    return f"{what}{of_rank} {'grew' if past else now} {rate}{advice}"
-
-
-def _memory_verdict(processes: Sequence[ProcessLog], over: Collection[int]) -> str:
-    """A sentence about the rank whose memory runs out first; empty if none is about to, or if the run has finished."""
-    ends = [
-        (said.get("where") is None, said["exhausted_in_seconds"], process)
+def _memory_that_ends(processes: Sequence[ProcessLog], over: Collection[int]) -> GrowingMemory | None:
+    """The memory that runs out first; None if none is about to, or if the run has finished."""
+    told = [
+        growing_memory(process, over=id(process) in over)
         for process in processes
-        if "exhausted_in_seconds" in (said := process.totals.get("memory", {}))
-        and not (process.ended and not process.end.get("exception") and not process.end.get("exit_status"))
+        if not (process.ended and not process.end.get("exception") and not process.end.get("exit_status"))
     ]
-    if not ends:
-        return ""
+    ends = [
+        (memory.where is None, memory.exhausted_in_seconds, memory)
+        for memory in told
+        if memory is not None and memory.exhausted_in_seconds is not None
+    ]
     # A rank also reports that another rank fills the memory. Name the one that fills it.
-    _, seconds, process = min(ends, key=lambda end: end[:2])
-    left, node = rough_duration(seconds), process.head.get("node")
-    if id(process) in over:
-        return f"When its log ends, memory was to run out in about {left}: {grows(process, past=True)}."
-    what = {
-        SHARED_MEMORY: f"{_SHM} of node {node} is full",
-        CUDA: f"The GPU of rank {process.rank} runs out of memory",
-    }.get(process.totals["memory"].get("exhausted", ""), f"Node {node} runs out of memory")
-    return f"{what} in about {left}: {grows(process, past=False)}."
+    return min(ends, key=lambda end: end[:2])[2] if ends else None
 
 
 def _notes(processes: Sequence[ProcessLog], goodput: Goodput, now: float) -> list[str]:

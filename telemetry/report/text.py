@@ -7,10 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnosis.verdict import grows, trace_shows
 from telemetry.records import CATEGORIES, DATA_WAIT, REPLAY
 from telemetry.report.attempts import ASSUMED
 from telemetry.report.process_log import unix
-from telemetry.report.summary import grows, shown_by
+from telemetry.report.summary import growing_memory
 from telemetry.util.files import open_regular
 from telemetry.util.text import (
     duration,
@@ -27,10 +28,10 @@ from telemetry.util.text import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.diagnosis.findings import Finding, HotLine
-    from telemetry.records import Advice
+    from telemetry.diagnosis.findings import Finding
+    from telemetry.records import Advice, HotLine, StallRecord
     from telemetry.report.attempts import Course
-    from telemetry.report.contract import Change, ChangedFigure, Rank, ReportValues, Snapshot, Stall
+    from telemetry.report.contract import Change, ChangedFigure, Rank, ReportValues, Snapshot
     from telemetry.report.goodput import Goodput
     from telemetry.report.summary import Report
 
@@ -120,10 +121,10 @@ def _ledger_row(rank: Rank) -> list[str]:
 # -- stalls --------------------------------------------------------------------------------------------------------
 
 
-def stall_section(stall: Stall) -> list[str]:
+def stall_section(stall: StallRecord) -> list[str]:
     """The lines on a stall: its cause, advice, lines of code and stacks."""
     until = f"until {stall.closed}" if stall.closed else "still open"
-    share = f" ({percent(stall.evidence.get('share_ratio'), 0)} of the time)" if stall.also else ""
+    share = f" ({percent(stall.share_ratio, 0)} of the time)" if stall.also else ""
     lines = [f"stall on rank {stall.rank}: {stall.cause}{share}, since {stall.opened}, {until}"]
     lines += advice_lines(stall.advice)
     for other in stall.also:
@@ -131,7 +132,7 @@ def stall_section(stall: Stall) -> list[str]:
         lines += advice_lines(other.advice)
     lines += _lines_of_code(stall)
     most = _MAX_TRAINING_FRAMES  # the first stack is that of the training thread
-    for stack in stall.evidence.get("stacks", []):
+    for stack in stall.stacks:
         heading, *frames = stack.splitlines() or [""]
         lines += [f"  {line}" for line in (heading, *frames[:most])]
         if len(frames) > most:
@@ -170,23 +171,22 @@ _OF: Final = {
 }
 
 
-def _lines_of_code(stall: Stall) -> list[str]:
+def _lines_of_code(stall: StallRecord) -> list[str]:
     """A table of the lines of code with their shares of the time. Empty if none are known."""
-    found = stall.evidence.get("lines")
-    if not found:
+    if not stall.lines:
         return []
     rows = [
         [
-            percent(line["share_ratio"]),
-            f"{line['file'].rpartition(os.sep)[2]}:{line['line']}",
-            str(line["function"] or "-"),
-            str(line["calls"] or "-"),
+            percent(line.share_ratio),
+            f"{line.file.rpartition(os.sep)[2]}:{line.line}",
+            line.function or "-",
+            line.calls or "-",
         ]
-        for line in found
+        for line in stall.lines
     ]
-    shown = table([_OF.get(stall.evidence.get("lines_of", ""), "of the time"), "line", "in", "calls"], rows)
+    shown = table([_OF.get(stall.lines_of, "of the time"), "line", "in", "calls"], rows)
     # These texts are aligned to the left, so they are not a column of the table.
-    texts = ["source", *(_source(line["file"], line["line"], stall.opened or "") for line in found)]
+    texts = ["source", *(_source(line.file, line.line, stall.opened or "") for line in stall.lines)]
     return [f"  {line}  {text}" for line, text in zip(shown, texts, strict=True)]
 
 
@@ -220,7 +220,8 @@ def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:
         lines.append(
             f"snapshot: steps {first.first_step} to {first.last_step} of rank {ranks}, for {first.reason}, in {folder}"
         )
-        lines += [f"  rank {trace.rank}: {shown}" for trace in traces if (shown := shown_by(trace))]
+        told = ((trace.rank, trace_shows(trace.breakdown, trace.suggestions)) for trace in traces)
+        lines += [f"  rank {rank}: {shown}" for rank, shown in told if shown]
         flops: dict[str, list[str]] = {}
         for trace in traces:
             if trace.flops:
@@ -307,13 +308,13 @@ def memory_lines(found: Report) -> list[str]:
     """A line for each process whose memory grows or grew, also of attempts that were replaced."""
     lines = []
     for process in found.processes:
-        memory = process.totals.get("memory", {})
-        if not memory.get("growth_bytes_per_hour"):
+        memory = growing_memory(process, over=id(process) in found.over)
+        if memory is None or not memory.bytes_per_hour:
             continue
-        gone, left = id(process) in found.over, memory.get("exhausted_in_seconds")
+        left = memory.exhausted_in_seconds
         until = "" if left is None else f", used up in about {rough_duration(left)}"
-        at = f" (newest line {process.last_time})" if gone else ""
-        lines.append(f"memory: {grows(process, past=gone)}{until}{at}")
+        at = f" (newest line {process.last_time})" if memory.over else ""
+        lines.append(f"memory: {grows(memory)}{until}{at}")
     more = len(lines) - _MAX_MEMORY_LINES
     return lines[:_MAX_MEMORY_LINES] + ([f"{more} more processes grow; --json has all"] if more > 0 else [])
 

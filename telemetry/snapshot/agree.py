@@ -23,12 +23,13 @@ import math
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from telemetry.diagnosis.causes import CAUSES
+from telemetry.records import StallRecord
 from telemetry.util.clock import unix_time
 from telemetry.util.files import opened, remove_file, replace_file
 from telemetry.util.processes import MAX_RANK
@@ -98,7 +99,7 @@ class Request(msgspec.Struct, frozen=True):
         rank: the one rank to record; None for all.
         steps: number of steps to record.
         asked_by: who requested it, in words.
-        stall: the fields of the stall as in the log; None without one.
+        stall: the stall; None without one.
     """
 
     id: Annotated[str, Meta(pattern=rf"^{_ID}\Z")]
@@ -107,7 +108,7 @@ class Request(msgspec.Struct, frozen=True):
     rank: _Rank | None
     steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)]
     asked_by: str
-    stall: dict[str, Any] | None = None
+    stall: StallRecord | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.log import EventLog
+    from telemetry.agent.stalls import StallMonitor
     from telemetry.config import Config
     from telemetry.hooks.profilers import ProfilerWatch
     from telemetry.hooks.tracker import StepTracker
     from telemetry.node.board import Board
     from telemetry.node.peers import JobLink
-    from telemetry.records import Step
+    from telemetry.records import StallRecord, Step
     from telemetry.snapshot.capture import RecordedTrace
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
@@ -381,16 +382,16 @@ class SnapshotControl:
             self._trigger.off = f"steps stayed {slower} after a snapshot ({times}); no more are taken"
             self._errors.tell("snapshot", self._trigger.off)
 
-    def tick(self, cause: str | None, stall_fields: Callable[[], dict[str, Any] | None]) -> None:
-        """Agree with the other ranks, and handle recordings. The arguments describe the open stall."""
+    def tick(self, stalls: StallMonitor | None) -> None:
+        """Agree with the other ranks, and handle recordings. ``stalls``: None if the tick is skipped."""
         if not self._usable:
             return
         self._settle()
-        now = now_ns() / NS
+        now, cause = now_ns() / NS, None if stalls is None else stalls.active_cause
         if self._config.snapshot_on_stall == "off" or (self._config.snapshot_on_stall == "auto" and on_gpu()):
             cause = None
-        if self._trigger.stalled(now, cause) and cause is not None:
-            self._ask("stall", cause, None, self._config.snapshot_steps, stall_fields())
+        if self._trigger.stalled(now, cause) and cause is not None and stalls is not None:
+            self._ask("stall", cause, None, self._config.snapshot_steps, stalls.open_record())
         while self._asked:
             rank, steps = self._asked.popleft()
             self._ask("api", agree.REQUEST, rank, steps, None)
@@ -401,7 +402,7 @@ class SnapshotControl:
         self._capture.hold()
 
     def _ask(
-        self, kind: Literal["stall", "api"], reason: str, rank: int | None, steps: int, stall: dict[str, Any] | None
+        self, kind: Literal["stall", "api"], reason: str, rank: int | None, steps: int, stall: StallRecord | None
     ) -> None:
         who = f"rank {self._identity.rank}, pid {os.getpid()}"
         self._agreement.ask(Request(agree.new_id(unix_time()), kind, reason, rank, steps, who, stall))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from telemetry.records import StallRecord
 from telemetry.snapshot.agree import FOLDER
 from telemetry.snapshot.budget import free_memory
 from telemetry.util.clock import NS, now_ns, unix_time
@@ -346,7 +347,7 @@ class Manifest(msgspec.Struct):
     reason: str
     kind: str
     asked_by: str
-    stall: dict[str, Any] | None
+    stall: StallRecord | None
     first_step: int
     last_step: int
     ranks_expected: tuple[int, ...]

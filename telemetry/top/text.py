@@ -332,8 +332,7 @@ class Frame:
         on = f" on {row.node}" if row.node and view.nodes > 1 else ""
         lines: list[Line] = [((self._cell(f"newest stall: rank {row.rank}{on}: {stall.cause}, {when}", width), style),)]
         texts = [text.strip() for text in advice_lines(stall.advice)]
-        line = stall.evidence.get("line_verdict")
-        for text in [*texts, line] if isinstance(line, str) else texts:
+        for text in [*texts, stall.line_verdict] if stall.line_verdict else texts:
             if len(lines) < most:
                 lines += [((f"  {part}", ""),) for part in self._wrapped(text, width - 2, most - len(lines))]
         return lines

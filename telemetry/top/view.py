@@ -12,10 +12,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.diagnosis.hangs import ENDED, LEFT
-from telemetry.diagnosis.verdict import HANGS, HEALTHY, HUNG, NO_STEPS, STARVED_RATIO
-from telemetry.diagnosis.verdict import STALLED as RUN_STALLED
-from telemetry.diagnosis.verdict import STARVED as RUN_STARVED
-from telemetry.diagnosis.verdict import STUCK as RUN_STUCK
+from telemetry.diagnosis.verdict import STARVED_RATIO, VerdictKind
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.process_log import ProcessLog, stalls_of, unix
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
     from telemetry.log_lines import StallLine
-    from telemetry.report.contract import Stall
+    from telemetry.records import StallRecord
 
 GONE: Final = "gone"
 STUCK: Final = "stuck"
@@ -196,7 +193,7 @@ class RankRow:
     ledger: dict[str, float] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     step_seconds: dict[str, float] = field(default_factory=dict)
-    stalls: tuple[Stall, ...] = ()
+    stalls: tuple[StallRecord, ...] = ()
     memory: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -261,7 +258,7 @@ def _wait_ratio(totals: dict[str, Any]) -> float | None:
 
 def _state(  # noqa: PLR0911, one return for each state
     facts: RankFacts,
-    stalls: tuple[Stall, ...],
+    stalls: tuple[StallRecord, ...],
     now: float,
     suspects: dict[int, str],
     waits: Collection[int],
@@ -276,8 +273,8 @@ def _state(  # noqa: PLR0911, one return for each state
     opened = None if stall is None else unix(stall.opened or "")
     if rank in waits:
         return WAITING, opened, "waits for others"
-    if stall is not None and "stuck_in" in stall.evidence:
-        return STUCK, opened, f"stuck in {str(stall.evidence['stuck_in']).replace('_', ' ')}"
+    if stall is not None and stall.stuck_in is not None:
+        return STUCK, opened, f"stuck in {stall.stuck_in.replace('_', ' ')}"
     if hang is not None and hang.stuck and hang.doing not in {LEFT, ENDED}:
         if hang.waits:
             return WAITING, hung_since, "waits for others"
@@ -285,10 +282,9 @@ def _state(  # noqa: PLR0911, one return for each state
     if facts.silent_seconds > SILENT_SECONDS:
         return SILENT, facts.seen, f"silent for {rough_duration(facts.silent_seconds)}"
     if stall is not None:
-        slow = stall.evidence.get("straggler_rank")
-        if stall.cause == "straggler" and isinstance(slow, int):
-            return WAITING, opened, f"waits for rank {slow}"
-        return STALLED, opened, str(stall.cause)
+        if stall.cause == "straggler" and stall.straggler_rank is not None:
+            return WAITING, opened, f"waits for rank {stall.straggler_rank}"
+        return STALLED, opened, stall.cause
     if not facts.totals.get("steps_total"):
         return STARTING, unix(facts.log.started), "no step yet"
     enter = facts.log.head.get("settings", {}).get("stall_enter_ratio", STARVED_RATIO)
@@ -312,7 +308,15 @@ GOOD: Final = "good"
 BAD: Final = "bad"
 UNSURE: Final = "unsure"
 
-_LEVELS: Final = {HEALTHY: GOOD} | dict.fromkeys((RUN_STARVED, RUN_STALLED, RUN_STUCK, HANGS, HUNG), BAD)
+_LEVELS: Final = {
+    VerdictKind.HEALTHY: GOOD,
+    VerdictKind.STARVED: BAD,
+    VerdictKind.STALLED: BAD,
+    VerdictKind.SLOWED: BAD,
+    VerdictKind.STUCK: BAD,
+    VerdictKind.HANGS: BAD,
+    VerdictKind.HUNG: BAD,
+}
 """Levels by kind of verdict; all other kinds are `UNSURE`."""
 
 _RANK: Final = re.compile(r"\b[Rr]ank (\d+)\b(?! on )")
@@ -348,7 +352,7 @@ class JobView:
     overdue: float = 0.0
     nodes: int = 0
 
-    def newest_stall(self) -> tuple[RankRow, Stall] | None:
+    def newest_stall(self) -> tuple[RankRow, StallRecord] | None:
         """The newest open stall, or else the newest stall. Ranks that wait for another count only without others."""
         found = [(row, row.stalls[-1]) for row in self.rows if row.stalls]
         return max(
@@ -414,11 +418,11 @@ def _headline(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> 
 def _going_on(facts: Sequence[RankFacts], now: float) -> Headline:
     found = verdict_of([_recent_log(each) for each in facts])
     kind, text = found.kind, found.text
-    if kind == NO_STEPS and any(each.totals.get("steps_total") for each in facts):
+    if kind == VerdictKind.NO_STEPS and any(each.totals.get("steps_total") for each in facts):
         doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
         in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
         text = f"No training step has ended in the last {rough_duration(RECENT_SECONDS)}{in_}."
-    if kind in {HANGS, RUN_STUCK}:
+    if kind in {VerdictKind.HANGS, VerdictKind.STUCK}:
         return Headline(text, BAD)
     ended = _who_ended(facts, now)
     return Headline(f"{ended} {text}", BAD) if ended else Headline(text, _LEVELS.get(kind, UNSURE))

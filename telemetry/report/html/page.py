@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from telemetry.diagnosis import verdict as run_verdict
+from telemetry.diagnosis.verdict import VerdictKind, healthy_share
 from telemetry.records import CATEGORIES
 from telemetry.report.attempts import FAILED, KILLED, RUNNING, log_interval
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
@@ -38,16 +38,16 @@ BAD: Final = "bad"
 UNKNOWN: Final = "unknown"
 
 _STATES: Final = {
-    run_verdict.HEALTHY: ("Healthy", GOOD),
-    run_verdict.STARVED: ("Starved", BAD),
-    run_verdict.STUCK: ("Stuck", BAD),
-    run_verdict.HANGS: ("Hangs", BAD),
-    run_verdict.HUNG: ("Hung", BAD),
-    run_verdict.STALLED: ("Stalled", BAD),
-    run_verdict.SLOWED: ("Slower than need be", BAD),
-    run_verdict.UNKNOWN: ("Not known", UNKNOWN),
-    run_verdict.NO_STEPS: ("No step yet", UNKNOWN),
-    run_verdict.UNMEASURED: ("Measured", UNKNOWN),
+    VerdictKind.HEALTHY: ("Healthy", GOOD),
+    VerdictKind.STARVED: ("Starved", BAD),
+    VerdictKind.STUCK: ("Stuck", BAD),
+    VerdictKind.HANGS: ("Hangs", BAD),
+    VerdictKind.HUNG: ("Hung", BAD),
+    VerdictKind.STALLED: ("Stalled", BAD),
+    VerdictKind.SLOWED: ("Slower than need be", BAD),
+    VerdictKind.UNKNOWN: ("Not known", UNKNOWN),
+    VerdictKind.NO_STEPS: ("No step yet", UNKNOWN),
+    VerdictKind.UNMEASURED: ("Measured", UNKNOWN),
 }
 """For each kind of verdict: the state in two words, and whether it is a good state."""
 
@@ -220,11 +220,11 @@ def _exposed_wait(finding: RunFinding) -> _Tile:
     """The exposed wait of the rank that the verdict is about."""
     worst = finding.worst
     if worst is None:
-        return _Tile("Exposed wait", "not known" if finding.kind == run_verdict.UNKNOWN else "-")
+        return _Tile("Exposed wait", "not known" if finding.kind == VerdictKind.UNKNOWN else "-")
     if worst.exposed_ratio is None:
         return _Tile("Exposed wait", "not measured")
-    starved = finding.kind == run_verdict.STARVED
-    ratio, after = (worst.exposed_ratio, "") if starved else run_verdict.healthy_share(worst)
+    starved = finding.kind == VerdictKind.STARVED
+    ratio, after = (worst.exposed_ratio, "") if starved else healthy_share(worst)
     return _Tile("Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})")
 
 
@@ -297,9 +297,9 @@ def _sections(found: Report, recorder: RunRecorder, axis: TimeAxis | None) -> li
 def _stalls(values: ReportValues) -> list[Table]:
     stalls = sorted(values.stalls, key=lambda stall: -sum(stall.lost.values()))
     rows = [
-        [str(stall.rank), str(stall.cause), str(stall.opened), stall.closed or "still open",
+        [str(stall.rank), stall.cause, str(stall.opened), stall.closed or "still open",
          f"{stall.first_step} to {stall.last_step}" if stall.last_step else str(stall.first_step),
-         duration(sum(stall.lost.values())), stall.evidence.get("line_verdict") or ""]
+         duration(sum(stall.lost.values())), stall.line_verdict]
         for stall in stalls[:_MAX_STALLS]
     ]  # fmt: skip
     left = len(stalls) - len(rows)
@@ -312,14 +312,13 @@ def _hot_lines(values: ReportValues) -> list[Table]:
     """The lines of code of the costliest stall of each cause."""
     tables: dict[str, Table] = {}
     for stall in sorted(values.stalls, key=lambda stall: -sum(stall.lost.values())):
-        lines = stall.evidence.get("lines")
-        if lines and str(stall.cause) not in tables:
+        if stall.lines and stall.cause not in tables:
             rows = [
-                [percent(at["share_ratio"]), f"{at['file']}:{at['line']}", at["function"] or "", at["calls"] or ""]
-                for at in lines
+                [percent(at.share_ratio), f"{at.file}:{at.line}", at.function or "", at.calls or ""]
+                for at in stall.lines
             ]
             headings = ("share of the time", "line", "in", "calls")
-            tables[str(stall.cause)] = Table(f"{stall.cause} on rank {stall.rank}", headings, rows)
+            tables[stall.cause] = Table(f"{stall.cause} on rank {stall.rank}", headings, rows)
     return [*tables.values()]
 
 
