@@ -283,6 +283,9 @@ class StallEvidence(TypedDict, total=False):
         share_ratio: share of the cause, if other causes are of similar size: ``also``.
     """
 
+    straggler_rank: Count
+    straggler_node: str
+    straggler_reason: str
     lost_seconds: dict[str, Number]
     stuck_in: str
     stuck_at: str | None
@@ -293,9 +296,6 @@ class StallEvidence(TypedDict, total=False):
     line_verdict: str | None
     share_ratio: Number
     also: list[OtherCause]
-    straggler_rank: Count
-    straggler_node: str
-    straggler_reason: str
 
 
 class StallLine(Line, total=False):
