@@ -1100,11 +1100,6 @@ class StallRecord(msgspec.Struct, kw_only=True):
         return rank
 
     def log_fields(self) -> dict[str, Any]:
-        """The fields of its line in the log. What has not happened is absent."""
-        told = msgspec.structs.asdict(self)
+        """Its fields in the log and for the user's callback, all plain. What has not happened is absent."""
+        told = msgspec.to_builtins(self, enc_hook=repr)
         return {name: value for name, value in told.items() if name == "exposed_wait_ratio" or value is not None}
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same fields as plain dictionaries and lists."""
-        plain: dict[str, Any] = msgspec.to_builtins(self.log_fields(), enc_hook=repr)
-        return plain

@@ -486,7 +486,7 @@ def recorded(path=TWO):
 
 def fields_of(evidence, cause):
     stall = Stall(cause, 0, costs(evidence), evidence.loop_seconds, None, evidence)
-    return stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t").as_dict()
+    return stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t").log_fields()
 
 
 def test_both_are_named_and_the_first_stays_the_cause():

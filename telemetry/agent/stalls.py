@@ -70,7 +70,7 @@ class StallCallback:
             text = f"not told of a stall ({stall.cause}): the call for an earlier one has not returned"
             self._errors.note(_SOURCE, text)
             return
-        thread = OwnThread(self._call, self._callback, stall.as_dict(), name="telemetry-on-stall", others_code=True)
+        thread = OwnThread(self._call, self._callback, stall.log_fields(), name="telemetry-on-stall", others_code=True)
         with self._errors.contained(_SOURCE):  # no thread can be started
             thread.start()
             self._thread = thread
