@@ -89,7 +89,7 @@ def _line(case: Case, result: Judged) -> str:
         parts.append(f"end not said: {result.verdict}")
     if result.error:
         parts.append(result.error)
-    return "; ".join(parts)
+    return f"{'; '.join(parts)}  [others use {result.load['others_cores']:.1f} cores]"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .cases import Case
 
 MAX_OFF: Final = 0.2
@@ -45,8 +47,9 @@ class Judged:
         line_named, advice_given: the first line and the first advice.
         harmful: advice that must not be given; empty without any.
         predicted, low: the speed-up by the first advice.
-        arguments: the number of workers if the first advice is about that.
+        workers: their number if the first advice is about that.
         speedup: the real speed-up of the advised change, or of ``fixed`` without a prediction.
+        load: load of the machine by others during the run under the agent.
         error: why there is no report.
     """
 
@@ -65,6 +68,7 @@ class Judged:
     workers: int | None = None
     speedup: float | None = None
     verdict: str = ""
+    load: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
 
     @property

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.zoo.load import Load
+
 from .cases import SCRIPTS, Case
 from .judgement import Judged, judge
 
@@ -71,10 +73,11 @@ def run(case: Case, paces: Paces, *, always_paces: bool = False, keep: Path | No
         always_paces: also if none was predicted.
         keep: a folder for the report, as text and JSON.
     """
+    load = Load()
     try:
-        result = judge(case, _report(case, keep))
+        result = dataclasses.replace(judge(case, _report(case, keep)), load=load.since())
     except RunError as error:
-        return Judged(case.name, error=str(error))
+        return Judged(case.name, load=load.since(), error=str(error))
     if case.healthy or case.ends or not (always_paces or result.predicted is not None):
         return result
     try:

@@ -6,7 +6,7 @@ import common
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-ROWS = 20_000_000
+ROWS = 8_000_000
 
 
 class Rows(Dataset):

@@ -1,4 +1,4 @@
-"""Epochs of a second start their workers anew each time."""
+"""Epochs of a second start their workers anew each time, and each worker opens its archive."""
 
 import time
 
@@ -8,15 +8,16 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Samples(Dataset):
-    def __init__(self):
-        self.samples = [torch.full((64,), float(number)) for number in range(320)]
-
     def __len__(self):
-        return len(self.samples)
+        return 320
 
     def __getitem__(self, index):
         time.sleep(0.001)
-        return self.samples[index]
+        return torch.full((64,), float(index))
+
+
+def open_archive(_worker):
+    time.sleep(0.6)  # an archive on another machine
 
 
 def main():
@@ -26,7 +27,7 @@ def main():
         shuffle=True,
         num_workers=common.workers(2),
         persistent_workers=common.FIXED,
-        multiprocessing_context="forkserver",
+        worker_init_fn=open_archive,
     )
     trainer, pace = common.Trainer(seconds=0.05), common.Pace()
     while not pace.over:
