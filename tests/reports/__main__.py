@@ -44,7 +44,7 @@ def main() -> int:
     paces = runner.Paces(options.paces)
     results: dict[str, Judged] = {}
     for case in cases:
-        results[case.name] = runner.run(case, paces, always_paces=options.speedups, keep=options.keep)
+        results[case.name] = runner.run(case, paces, speedups=options.speedups, keep=options.keep)
         print(_line(case, results[case.name]), flush=True)
     about = (
         f"{described['date']}: {described['cpu']}, {described['cores']} cores, {described['memory_gib']} GiB; "
@@ -62,7 +62,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.reports", description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="scripts whose names begin so")
     parser.add_argument("--list", action="store_true", help="say what there is, and end")
-    parser.add_argument("--speedups", action="store_true", help="measure real speed-ups also where none is predicted")
+    parser.add_argument(
+        "--speedups",
+        choices=("none", "predicted", "all"),
+        default="predicted",
+        help="which real speed-ups to measure (default: %(default)s)",
+    )
     parser.add_argument("--paces", type=Path, metavar="FILE", help="keep paces without the agent, to measure them once")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each report, as text and JSON")
     parser.add_argument(

@@ -64,13 +64,13 @@ class Paces:
         return self._known[key]
 
 
-def run(case: Case, paces: Paces, *, always_paces: bool = False, keep: Path | None = None) -> Judged:
+def run(case: Case, paces: Paces, *, speedups: str = "predicted", keep: Path | None = None) -> Judged:
     """Run a case under the agent, and without it where a speed-up was predicted.
 
     Args:
         case: what to run.
         paces: the paces without the agent.
-        always_paces: also if none was predicted.
+        speedups: which real speed-ups to measure: ``none``, those ``predicted``, or ``all``.
         keep: a folder for the report, as text and JSON.
     """
     load = Load()
@@ -78,7 +78,8 @@ def run(case: Case, paces: Paces, *, always_paces: bool = False, keep: Path | No
         result = dataclasses.replace(judge(case, _report(case, keep)), load=load.since())
     except RunError as error:
         return Judged(case.name, load=load.since(), error=str(error))
-    if case.healthy or case.ends or not (always_paces or result.predicted is not None):
+    wanted = {"none": False, "predicted": result.predicted is not None, "all": True}[speedups]
+    if case.healthy or case.ends or not wanted:
         return result
     try:
         return dataclasses.replace(result, speedup=_speedup(case, result.workers if result.predicted else None, paces))
