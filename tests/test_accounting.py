@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from telemetry.agent.accounting import ExposedWait, Ledger, StepStats, spans
 from telemetry.hooks import ring as r
+from telemetry.hooks.device import wait_class
 from telemetry.hooks.loaders import LoaderHandle
 from telemetry.hooks.ring import CAPACITY, Ring
 from telemetry.hooks.samples import BatchNumbering
@@ -303,24 +304,45 @@ def test_exposed_wait_on_the_host_is_all_of_it():
     assert exposed.seconds == 4.0
 
 
+SHORT, LONG = wait_class(20_000), wait_class(200_000_000)
+
+
+def waits(*seconds: float) -> list[tuple[int, int, int, None]]:
+    return [(0, int(each * 1e9), r.STEP, None) for each in seconds]
+
+
+def ns(exposed: float, waited: float) -> tuple[int, int]:
+    return int(exposed * 1e9), int(waited * 1e9)
+
+
 def test_exposed_wait_on_the_gpu_scales_what_was_timed():
     exposed = ExposedWait()
     exposed.host(1.0)  # before CUDA came into use
-    exposed.gpu(11.0, (0.0, 0.0), (0.0, 0.0))  # nothing read yet: nothing guessed
+    exposed.gpu(11.0, {}, {})  # nothing read yet: nothing guessed
     assert exposed.seconds == 1.0
-    exposed.gpu(11.0, (0.5, 2.0), (0.0, 0.0))  # a quarter of what was timed
+    exposed.gpu(11.0, {LONG: ns(0.5, 2.0)}, {})  # a quarter of what was timed
     assert exposed.seconds == 1.0 + 10.0 / 4
-    exposed.gpu(15.0, (0.5, 2.0), (1.0, 3.0))  # an edge of an epoch: as it is, the rest waits for a reading
+    exposed.gpu(15.0, {LONG: ns(0.5, 2.0)}, {LONG: ns(1.0, 3.0)})  # an epoch boundary: as it is, the rest waits
     assert exposed.seconds == 3.5 + 1.0
-    exposed.gpu(15.0, (1.5, 3.0), (1.0, 3.0))  # the second of the rest, all of it exposed
+    exposed.gpu(15.0, {LONG: ns(1.5, 3.0)}, {LONG: ns(1.0, 3.0)})  # the second of the rest, all of it exposed
     assert exposed.seconds == 4.5 + 1.0
+
+
+def test_long_and_short_waits_are_scaled_apart():
+    exposed = ExposedWait()
+    exposed.count(waits(*[0.2] * 40, *[0.00002] * 100_000))  # 8 s in long waits, 2 s in short ones
+    exposed.gpu(10.0, {SHORT: ns(0.0, 0.002), LONG: ns(0.18, 0.2)}, {})  # one long wait and a hundred short ones
+    assert exposed.seconds == pytest.approx(8.0 * 0.9)
+    exposed.count(waits(*[0.2] * 40))
+    exposed.gpu(18.0, {SHORT: ns(0.0, 0.004), LONG: ns(0.18, 0.2)}, {})  # no new long wait: its share stays
+    assert exposed.seconds == pytest.approx(16.0 * 0.9)
 
 
 def test_exposed_wait_that_cannot_be_told_is_absent():
     exposed = ExposedWait()
     exposed.host(1.0)
     exposed.absent(2.0)
-    exposed.gpu(5.0, (1.0, 2.0), (0.0, 0.0))
+    exposed.gpu(5.0, {LONG: ns(1.0, 2.0)}, {})
     assert exposed.seconds is None
 
 

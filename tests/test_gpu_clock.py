@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.hooks import dataloader, state, tracker
+from telemetry.agent.accounting import ExposedWait
+from telemetry.hooks import dataloader, ring, state, tracker
 from telemetry.hooks import device as gpu_clock
 from telemetry.hooks.device import BUDGET_RATIO, DeviceStream, GpuClock, device_in_use
 from telemetry.report.logs import load
@@ -107,8 +108,15 @@ def run(gpu: Gpu, clock: GpuClock, steps: int, *, work: float, wait: float, host
         gpu.sleep(host)
 
 
+def sums(clock: GpuClock, of: str = "sampled") -> tuple[int, int]:
+    """Exposed wait and host wait of ordinary steps (``sampled``) or ``at_boundary``, in ns."""
+    read = getattr(clock, of).values()
+    return sum(exposed for exposed, _ in read), sum(waited for _, waited in read)
+
+
 def ratio(clock: GpuClock) -> float:
-    return clock.sampled_ns[0] / clock.sampled_ns[1]
+    exposed, waited = sums(clock)
+    return exposed / waited
 
 
 def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
@@ -118,7 +126,7 @@ def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
     gpu.sleep(10_000)
     clock.epoch_boundary()  # reads what is left
     assert clock.pairs > 5
-    assert clock.sampled_ns[0] == 0
+    assert sums(clock)[0] == 0
     assert clock.distrusted == 0
 
 
@@ -145,6 +153,29 @@ def test_timing_is_thinned_out_to_its_budget(gpu, step_ms, call_us):
     spent = (clock.pairs - before) * 2 * gpu.call_ns
     assert clock.pairs > before
     assert spent <= 1.5 * BUDGET_RATIO * (gpu.now() - began)
+
+
+@pytest.mark.parametrize(("workers", "work_ms"), [(4, 5), (8, 3), (2, 5), (3, 1), (16, 2), (5, 5)])
+def test_waits_that_repeat_with_the_workers_are_measured(gpu, workers, work_ms):
+    """All workers finish at about the same time: one long wait, then batches that are ready, and so on.
+
+    The calls are so slow that one of as many steps is timed as there are workers.
+    """
+    gpu.call_ns = workers * work_ms * 1000
+    clock, exposed, truth, waited = GpuClock(gpu), ExposedWait(), 0, 0
+    for step in range(500 * (240 // work_ms)):
+        clock.step_ended()
+        asked, busy_until = gpu.now(), gpu.busy_until_ns
+        gpu.sleep(2 * work_ms * workers if step % workers == 0 else 0.02)
+        came = gpu.now()
+        clock.batch_arrived(asked, came)
+        gpu.work(work_ms)
+        exposed.count([(asked, came, ring.STEP, None)])
+        waited += came - asked
+        truth += max(0, came - max(asked, busy_until))
+        if step % 500 == 499:
+            exposed.gpu(waited / 1e9, clock.sampled.copy(), clock.at_boundary.copy())
+    assert exposed.seconds == pytest.approx(truth / 1e9, rel=0.03)
 
 
 def test_nothing_is_touched_while_a_graph_is_captured(gpu):
@@ -179,7 +210,7 @@ def test_a_pair_that_contradicts_the_host_clock_is_dropped(gpu):
         clock.batch_arrived(start, start + 10 * MS)  # the host says 10 ms, the GPU 50
     assert clock.pairs == 0
     assert clock.distrusted > 0
-    assert clock.sampled_ns == (0, 0)
+    assert not clock.sampled
 
 
 def test_a_gpu_far_behind_does_not_pile_up_events(gpu):
@@ -198,8 +229,8 @@ def test_the_start_of_an_epoch_is_timed_each_time(gpu):
         gpu.work(1)
         run(gpu, clock, 3, work=1, wait=2)
     clock.epoch_boundary()  # reads what is left
-    assert clock.boundary_ns[1] == 3 * 500 * MS
-    assert clock.boundary_ns[0] == pytest.approx(3 * 500 * MS, rel=0.01)
+    assert sums(clock, "at_boundary")[1] == 3 * 500 * MS
+    assert sums(clock, "at_boundary")[0] == pytest.approx(3 * 500 * MS, rel=0.01)
 
 
 def test_the_hooks_drive_the_clock(observed, gpu):
@@ -385,7 +416,7 @@ def test_waits_in_a_side_stream_are_not_measured(agent, device):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         clock._cost_ns = 0.0  # time every step
-    assert clock.sampled_ns == (0, 0)
+    assert not clock.sampled
     assert clock.skipped >= 290
     wait_until(agent, None)
     assert "another stream" in agent.accounting.exposed_absent
@@ -516,7 +547,7 @@ def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work
     clock.epoch_boundary()  # reads what is left
     observed.tracker.gpu = None
     idle, waited = idle_in_waits(profile)
-    measured = (clock.sampled_ns[0] + clock.boundary_ns[0]) / 1e9
+    measured = (sums(clock)[0] + sums(clock, "at_boundary")[0]) / 1e9
     assert clock.pairs >= 25
     assert measured == pytest.approx(idle, abs=0.05 * waited + 0.01)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from telemetry.hooks.device import device_in_use
-from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, STEP
+from telemetry.hooks.device import device_in_use, wait_class
+from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
 from telemetry.hooks.samples import BatchNumbering, SampleCounter
 from telemetry.records import (
     CATEGORIES,
@@ -476,18 +476,25 @@ class StepStats:
         self.run_wait.merge(window.wait.counts.items(), window.wait.largest)
 
 
+Sums = dict[int, tuple[int, int]]
+"""Exposed wait and host wait, in ns, by `wait_class`: what a `GpuClock` has timed so far."""
+
+
 class ExposedWait:
     """The run's exposed wait, measured with the host's or the GPU's clock.
 
-    On the GPU only some waits are timed. The waits between two readings take the exposed share of the timed ones. Every
-    wait at an epoch boundary is timed and counted exactly.
+    On the GPU only some waits are timed, but the host knows all of them. So the waits between two readings take the
+    exposed share of the timed waits of about the same length: a long wait is mostly exposed, and a short one hidden.
+    Every wait at an epoch boundary is timed and counted exactly.
     """
 
     def __init__(self) -> None:
         self.seconds: float | None = 0.0
         self._wait = 0.0
         self._pending = 0.0
-        self._seen = (0.0, 0.0, 0.0, 0.0)
+        self._lengths: Counter[int] = Counter()  # ns of the waits that the pending time is made of, by class
+        self._share: dict[int, float] = {}  # the newest exposed share by class
+        self._seen: tuple[Sums, Sums] = ({}, {})
 
     def host(self, data_wait_seconds: float) -> None:
         """Count all waiting as exposed, as on a CPU. ``data_wait_seconds``: the ledger's value so far."""
@@ -499,22 +506,49 @@ class ExposedWait:
         self.seconds = None
         self._wait = data_wait_seconds
 
-    def gpu(self, data_wait_seconds: float, sampled: tuple[float, float], exact: tuple[float, float]) -> None:
-        """Add what the GPU's clock has timed so far: (exposed, host wait) seconds of timed steps and boundaries."""
-        exposed, waited, exact_exposed, exact_waited = (*sampled, *exact)
-        seen_exposed, seen_waited, seen_exact_exposed, seen_exact_waited = self._seen
+    def count(self, entries: Iterable[Entry]) -> None:
+        """Count the lengths of waits, from entries of the ring. Only `gpu` uses them."""
+        for start, end, code, _ in entries:
+            if code & 7 == S_DATA_WAIT:
+                self._lengths[wait_class(end - start)] += end - start
+
+    def gpu(self, data_wait_seconds: float, sampled: Sums, at_boundary: Sums) -> None:
+        """Add what the GPU's clock has timed so far, of ordinary steps and at epoch boundaries."""
         self._pending += max(0.0, data_wait_seconds - self._wait)
         self._wait = data_wait_seconds
-        if self.seconds is None or (waited <= seen_waited and exact_waited <= seen_exact_waited):
+        steps, boundaries = _newer(sampled, self._seen[0]), _newer(at_boundary, self._seen[1])
+        if self.seconds is None or not (steps or boundaries):
             return
-        rest = max(0.0, self._pending - (exact_waited - seen_exact_waited))
-        added = exact_exposed - seen_exact_exposed
-        if waited > seen_waited:
-            added += rest * (exposed - seen_exposed) / (waited - seen_waited)
-            rest = 0.0
-        self.seconds += max(0.0, added)
-        self._pending = rest
-        self._seen = (exposed, waited, exact_exposed, exact_waited)
+        self._seen = sampled, at_boundary
+        added, rest = 0.0, self._pending
+        for length, (exposed, waited) in boundaries.items():
+            added, rest = added + exposed / NS, rest - waited / NS
+            self._lengths[length] -= waited
+        if steps:
+            added, rest = added + max(0.0, rest) * self._exposed_share(steps), 0.0
+            self._lengths.clear()
+        self.seconds += added
+        self._pending = max(0.0, rest)
+
+    def _exposed_share(self, timed: Sums) -> float:
+        """The exposed share of all counted waits. A class without any timed wait takes that of the nearest one."""
+        self._share |= {length: exposed / waited for length, (exposed, waited) in timed.items() if waited}
+        lengths = {length: ns for length, ns in self._lengths.items() if ns > 0}
+        total = sum(lengths.values())
+        if not self._share or not total:
+            waited = sum(waited for _, waited in timed.values())
+            return sum(exposed for exposed, _ in timed.values()) / waited if waited else 0.0
+        nearest = {length: min(self._share, key=lambda known: abs(known - length)) for length in lengths}
+        return sum(ns * self._share[nearest[length]] for length, ns in lengths.items()) / total
+
+
+def _newer(now: Sums, before: Sums) -> Sums:
+    """What was added since ``before``."""
+    return {
+        length: (exposed - before.get(length, (0, 0))[0], waited - before.get(length, (0, 0))[1])
+        for length, (exposed, waited) in now.items()
+        if (exposed, waited) != before.get(length)
+    }
 
 
 # -- the accounting ----------------------------------------------------------------------------------------------------
@@ -577,6 +611,8 @@ class Accounting:
             while taken := ring.drain(_CHUNK, head):
                 self.samples.fold(taken)
                 self._fold(taken)
+                if self._attachment.clock is not None:
+                    self.exposed.count(taken)
                 steps = self.ledger.take_steps()
                 self.stats.add(steps)
                 self._closed += steps
@@ -692,8 +728,8 @@ class Accounting:
             self.exposed.absent(waited)
         elif self.exposed_absent is None:  # a run that misses a part never has a value again
             self.exposed_source = f"{device}_events"
-            (sampled, sampled_wait), (boundary, boundary_wait) = clock.sampled_ns, clock.boundary_ns
-            self.exposed.gpu(waited, (sampled / NS, sampled_wait / NS), (boundary / NS, boundary_wait / NS))
+            # Copies: the training thread goes on adding.
+            self.exposed.gpu(waited, clock.sampled.copy(), clock.at_boundary.copy())
 
 
 def spans(entries: Iterable[Entry]) -> Iterator[Span | DroppedSpans]:
