@@ -66,6 +66,9 @@ class Gpu:
     def end(self) -> None:
         pass
 
+    def record(self, event) -> None:
+        event.record()
+
     def event(self):
         gpu = self
         gpu.events += 1
@@ -303,13 +306,13 @@ def device(monkeypatch):
     made = Device()
     monkeypatch.setattr(Event, "made", 0)
     monkeypatch.setattr(torch, "Event", Event)
-    for name in ("is_initialized", "current_stream", "is_current_stream_capturing"):
+    for name in ("is_initialized", "current_device", "current_stream", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.xpu, name, getattr(made, name), raising=False)
     return made
 
 
 def train(parameter, steps: int = 30) -> None:
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, foreach=False)
     for _ in DataLoader(Numbers(steps, seconds=0.01), batch_size=1):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -334,6 +337,34 @@ def test_a_device_with_timing_events_is_timed_as_cuda_is(agent, device):
     assert end["exposed_wait_total_seconds"] is not None
 
 
+class OnXpu(torch.nn.Parameter):
+    """A parameter that seems to be on the second device. The current device stays the first."""
+
+    device = property(lambda self: torch.device("xpu", 1))
+
+
+def test_the_device_of_the_parameters_is_used_and_no_other(agent, device):
+    device.stream = SimpleNamespace(device_index=1, stream_id=0)
+    wait_until(agent, "xpu_events")
+    train(OnXpu(torch.ones(1)))
+    assert agent.tracker.device == 1
+    assert agent.tracker.gpu.pairs > 0  # after a call to the other device there would be no clock any more
+
+
+def test_the_device_is_known_without_any_loader(agent, device):
+    optimizer = torch.optim.SGD([OnXpu(torch.ones(1))], lr=0.1, foreach=False)
+    optimizer.step()
+    assert agent.tracker.device == 1
+
+
+def test_without_an_optimizer_the_current_device_is_used_some_steps_later(agent, device):
+    wait_until(agent, "xpu_events")
+    for step, _ in enumerate(DataLoader(Numbers(40, seconds=0.001), batch_size=1)):
+        assert step > 12 or agent.tracker.device is None
+    assert agent.tracker.device == 0
+    assert agent.tracker.gpu.pairs > 0
+
+
 @pytest.mark.parametrize("name", ["hpu", "npu", "mtia"])
 def test_a_device_without_them_has_no_exposed_wait(agent, monkeypatch, name):
     module = SimpleNamespace(is_initialized=lambda: True)
@@ -355,7 +386,7 @@ def test_a_device_of_an_extension_is_known(agent, monkeypatch):
 
 
 def test_the_parameters_of_the_optimizer_name_the_device(agent, monkeypatch):
-    monkeypatch.setattr("telemetry.hooks.optimizer._device_of", lambda optimizer: "xla")
+    monkeypatch.setattr("telemetry.hooks.optimizer._device_of", lambda optimizer: torch.device("xla", 0))
     train(torch.nn.Parameter(torch.ones(1)), steps=3)
     wait_until(agent, None)
     assert "(xla)" in agent.accounting.exposed_absent
@@ -538,6 +569,7 @@ def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work
     matrix = torch.randn(2048, 2048, device="cuda")
     rounds = rounds_for(work_ms, matrix)
     observed.attachment.watch_gpu()
+    observed.tracker.device = torch.cuda.current_device()  # no optimizer steps
     loader = DataLoader(Numbers(30, seconds=wait_ms / 1e3), batch_size=1)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -557,6 +589,7 @@ def test_exposed_wait_is_what_a_trace_shows(observed, monkeypatch, wait_ms, work
 def test_a_capture_in_progress_is_not_disturbed(observed):
     matrix = torch.randn(256, 256, device="cuda")
     observed.attachment.watch_gpu()
+    observed.tracker.device = torch.cuda.current_device()  # no optimizer steps
     iterator = iter(DataLoader(Numbers(20), batch_size=1))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

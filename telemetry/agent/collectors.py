@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.hooks.device import CUDA
 from telemetry.log_lines import mean_of
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
@@ -150,6 +151,8 @@ class CollectorPoller:
         self._workers.close()
 
     def _device(self) -> int:
+        if self._tracker.accelerator not in {None, CUDA}:
+            raise CollectorError(f"the training uses {self._tracker.accelerator}")
         device = self._tracker.device
         if device is None:
             module = cuda()

@@ -89,7 +89,7 @@ class Attachment:
             elif not timed(torch, name):
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
             else:
-                self.clock = tracker.gpu = GpuClock(DeviceEvents(torch, name, self.captures))
+                self.clock = tracker.gpu = GpuClock(DeviceEvents(torch, name, self.captures, tracker))
         if tracker.gpu is not None:
             tracker.slow_path()
         if self.clock is None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
+    from telemetry.hooks.state import StepState
+
 CUDA: Final = "cuda"
 
 _HOST: Final = frozenset({"cpu", "meta"})
@@ -138,18 +140,25 @@ class DeviceStream(NamedTuple):
 class DeviceEvents:
     """Timing events of one type of device. Used only on the training thread.
 
+    They are recorded in the current stream of the device that holds the optimizer's parameters, which need not be the
+    current device: with ``model.to("cuda:3")`` alone, that stays device 0. Its stream is idle, and a first call to it
+    would take about 500 MiB of its memory.
+
     Args:
         torch: the module ``torch``.
         name: the type of device.
         captures: the captures in progress. The device must not be used during one.
+        tracker: has the index of the device, once it is known.
     """
 
-    def __init__(self, torch: ModuleType, name: str, captures: Captures) -> None:
+    def __init__(self, torch: ModuleType, name: str, captures: Captures, tracker: StepState) -> None:
         self._module: Any = vars(torch).get(name)
         self._generic: Any = vars(torch).get("accelerator")
         self._torch = torch
         self._name = name
         self._captures = captures
+        self._tracker = tracker
+        self._stream: Any = None
 
     def event(self) -> Any:
         """Make an event with timing. Raises what torch raises if the device has no events."""
@@ -158,19 +167,28 @@ class DeviceEvents:
         return self._torch.Event(device=self._name, enable_timing=True)
 
     def begin(self) -> DeviceStream | None:
-        """Announce calls; `end` must follow. Returns the stream of this thread's work; None if calls are forbidden."""
+        """Announce calls; `end` must follow. Returns the stream of this thread's work.
+
+        It is None if calls are forbidden, or while it is not known which device is in use.
+        """
         self._captures.touching = get_ident()
-        if self._captures.under_way:
+        index = self._tracker.device
+        if index is None or self._captures.under_way:
             return None
         module = self._module
         initialised = getattr(module, "is_initialized", None)
         if initialised is not None and not initialised():
             return None
         capturing = getattr(module, "is_current_stream_capturing", None)
-        if capturing is not None and capturing():
+        # This asks about the current device, and would begin to use it.
+        if capturing is not None and module.current_device() == index and capturing():
             return None
-        stream = (module if hasattr(module, "current_stream") else self._generic).current_stream()
-        return DeviceStream(stream.device_index, stream.stream_id)
+        self._stream = (module if hasattr(module, "current_stream") else self._generic).current_stream(index)
+        return DeviceStream(self._stream.device_index, self._stream.stream_id)
+
+    def record(self, event: Any) -> None:
+        """Record an event in the stream that `begin` has returned."""
+        event.record(self._stream)
 
     def end(self) -> None:
         """Announce that the calls are over."""
@@ -321,7 +339,7 @@ class GpuClock:
         try:
             place = self._device.begin()
             if place == pair.place:
-                pair.after.record()
+                self._device.record(pair.after)
                 self._pending.append((pair, end - start))
                 if not pair.at_boundary:
                     self._cost_ns += _SMOOTHING * (self._request_cost_ns + now_ns() - began - self._cost_ns)
@@ -354,7 +372,7 @@ class GpuClock:
             return
         free = self._free.setdefault(place.device, [])
         before, after = free.pop() if free else (self._new_event(), self._new_event())
-        before.record()
+        self._device.record(before)
         self._armed = _Pair(before, after, place, at_boundary)
 
     def _new_event(self) -> Any:

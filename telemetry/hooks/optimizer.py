@@ -24,6 +24,8 @@ from telemetry.util.errors import let_pass
 if TYPE_CHECKING:
     from types import FrameType
 
+    import torch
+
     from telemetry.hooks.device import Captures
     from telemetry.hooks.patching import Patches
     from telemetry.hooks.tracker import StepTracker
@@ -118,9 +120,7 @@ class OptimizerSteps:
             # start() was called on another thread than the one that trains
             tracker.thread, tracker.native_thread = here, get_native_id()
             tracker.garbage.follow_thread()
-        if tracker.trained_on in {None, "cpu"} and id(optimizer) != self._device_read_from:
-            self._device_read_from = id(optimizer)
-            tracker.trained_on = _device_of(optimizer) or tracker.trained_on
+        self._read_device(optimizer)
         tracker.resume.stepped(optimizer, tracker.optimizer_steps)
         tracker.detector.signs.follow(optimizer)
         if tracker.gpu is not None:
@@ -143,6 +143,16 @@ class OptimizerSteps:
                 tracker.boundary_passed(opens=True)
         elif tracker.category == r.S_EVALUATION:  # an evaluation loop was left with break
             tracker.switch(r.S_COMPUTE if tracker.step_open else r.S_OTHER)
+
+    def _read_device(self, optimizer: object) -> None:
+        """Find out which device holds the parameters, unless one with an accelerator has told."""
+        tracker = self._tracker
+        if tracker.trained_on not in {None, "cpu"} or id(optimizer) == self._device_read_from:
+            return
+        self._device_read_from = id(optimizer)
+        device = _device_of(optimizer)
+        if device is not None:
+            tracker.trained_on, tracker.device = device.type, device.index
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
@@ -184,10 +194,11 @@ def _is_nested(step: FrameType) -> bool:
     return False
 
 
-def _device_of(optimizer: Any) -> str | None:
-    """The type of device that holds an optimizer's parameters, if known."""
+def _device_of(optimizer: Any) -> torch.device | None:
+    """The device that holds an optimizer's parameters, if known."""
     try:
-        return str(optimizer.param_groups[0]["params"][0].device.type)
+        device: torch.device = optimizer.param_groups[0]["params"][0].device
     except Exception as error:
         let_pass(error)
         return None
+    return device

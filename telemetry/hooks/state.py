@@ -63,7 +63,8 @@ class StepState(HotState):
         step_iterators: ids of the iterators that gave a batch to the open step.
         iterator_id: id of the iterator that gave the newest batch.
         iterator_gone: not empty once that iterator is freed, or while no batch has come.
-        device: index of the training thread's CUDA device at the newest first batch; None for none.
+        device: index of the accelerator that holds the optimizer's parameters; None until known, and for none. If the
+            parameters are on the host, or no optimizer steps, it is the current device some steps later.
         accelerator: type of the asynchronous device in use; None for none.
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
         recorder: gets every step boundary; None while no snapshot needs them.

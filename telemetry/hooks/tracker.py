@@ -25,6 +25,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks import ring as r
+from telemetry.hooks.device import CUDA
 from telemetry.hooks.evaluation import EvaluationDetector
 from telemetry.hooks.loaders import ON_THREAD, WATCHED, LoaderRegistry, is_loader_iterator
 from telemetry.hooks.profilers import ProfilerRanges
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
 _CATEGORY_OF: Final = {EVALUATION: r.S_EVALUATION, CHECKPOINT: r.S_CHECKPOINT}
+
+_STEPS_WITHOUT_OPTIMIZER: Final = 16
+"""If no optimizer of torch has stepped by then, the training is assumed to use the current device."""
 
 OVERHEAD_EVERY: Final = 64
 """The fast path measures its own cost once in this many steps."""
@@ -312,8 +316,8 @@ class StepTracker(StepState):
         self.category = category
         self.batch_seen = self.batch_since_step = True
         self._steps_at_open_unknown = self.sampler_timer.at_boundary = False
-        cuda = self._torch.cuda if self._torch is not None else None
-        self.device = cuda.current_device() if cuda is not None and cuda.is_initialized() else None
+        if self.device is None and (self.trained_on == "cpu" or self.ring.closed >= _STEPS_WITHOUT_OPTIMIZER):
+            self.device = self._current_device()
         if id(iterator) != self.iterator_id or self.iterator_gone:
             # Note when it is freed, without keeping it alive. The callback is C code: see `hooks.patching.WeakMap`.
             self.iterator_id, self.iterator_gone = id(iterator), []
@@ -472,6 +476,12 @@ class StepTracker(StepState):
             self.gpu.failed = True
         self.gpu = None
         self.note_error(error)
+
+    def _current_device(self) -> int | None:
+        module: Any = getattr(self._torch, self.accelerator or CUDA, None)
+        if module is None or not hasattr(module, "current_device") or not module.is_initialized():
+            return None
+        return int(module.current_device())
 
     # -- requests of the agent thread ----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         assert os.getpid() == self.owner, "recorded in a child"
+        assert stream is not None, "recorded in the stream of the current device"
 
     def query(self) -> bool:
         assert os.getpid() == self.owner, "queried in a child"
@@ -35,24 +36,31 @@ class Event:
 
 
 class Device:
-    """The common part of ``torch.cuda`` and the modules of other devices. In use from the start."""
+    """The common part of ``torch.cuda`` and the modules of other devices. In use from the start.
+
+    Attributes:
+        current: the current device. ``stream``: a stream of the device that computes. Calls to any other device fail.
+    """
 
     def __init__(self) -> None:
         self.initialised = True
+        self.current = 0
         self.capturing = False
         self.stream = SimpleNamespace(device_index=0, stream_id=0)
 
     def is_initialized(self) -> bool:
         return self.initialised
 
-    def current_stream(self) -> Any:
+    def current_stream(self, device: int | None = None) -> Any:
+        assert device == self.stream.device_index, f"asked for the stream of device {device}"
         return self.stream
 
     def is_current_stream_capturing(self) -> bool:
+        assert self.current == self.stream.device_index, "asked about the stream of the current device"
         return self.capturing
 
     def current_device(self) -> int:
-        return self.stream.device_index
+        return self.current
 
 
 def install_cuda(torch: Any, report: int = -1) -> Device:
