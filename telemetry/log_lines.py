@@ -352,6 +352,13 @@ class StragglerLines(Line, total=False):
     evidence: dict[str, Any]
 
 
+class StepLines(Line, total=False):
+    """The lines of code in which the steps of a run spend their time, from some samples in a minute."""
+
+    lines: list[HotLine]
+    samples: Count
+
+
 class SuspectFields(TypedDict, total=False):
     """A `HangSuspect`."""
 
@@ -447,6 +454,7 @@ EVENTS: Final[Mapping[str, type]] = MappingProxyType(
         "stall_close": StallLine,
         "finding": FindingLine,
         "straggler_lines": StragglerLines,
+        "step_lines": StepLines,
         "hang": HangLine,
         "change": ChangeLine,
         "snapshot": SnapshotLine,

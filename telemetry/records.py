@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter, sub
@@ -1007,6 +1008,11 @@ class HotLine(msgspec.Struct, frozen=True, kw_only=True):
     function: str | None = None
     calls: str | None = None
     share_ratio: float
+
+    @property
+    def named(self) -> str:
+        """Such as ``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no library function."""
+        return f"{self.calls or self.function or 'code'} at {self.file.rpartition(os.sep)[2]}:{self.line}"
 
 
 class OtherCause(msgspec.Struct, frozen=True):

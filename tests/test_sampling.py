@@ -16,9 +16,11 @@ import telemetry
 from telemetry.agent.agent import BetweenTicks
 from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
+from telemetry.hooks.ring import Ring
+from telemetry.hooks.tracker import StepTracker
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import WorkerBlock
-from telemetry.sources.lines import LineSampler, ThreadSampler
+from telemetry.sources.lines import LineSampler, StepSampler, ThreadSampler
 from telemetry.sources.proc import is_running
 from telemetry.util import gil, sampling, threads
 from telemetry.util.clock import NS, now_ns
@@ -514,7 +516,8 @@ def test_the_end_of_a_wait_may_be_late_as_well(alone):
             pass
 
     ends = now_ns() + NS // 5
-    BetweenTicks(1.0, Often(), Threads(), lines, errors).wait_until(ends, alone=alone)
+    steps = StepSampler(StepTracker(Ring()))
+    BetweenTicks(1.0, Often(), Threads(), lines, steps=steps, errors=errors).wait_until(ends, alone=alone)
     assert errors.counts == {}
     assert ends - 3 * MS < lines.due[-1] < ends + 10 * NS, "the next wake-up would be due at most 3 ms later"
     assert (len(lines.due) > 1) is not alone

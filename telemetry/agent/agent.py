@@ -24,6 +24,7 @@ from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
 from telemetry.agent.restarts import FOLDER, AttemptLog, RunSoFar
 from telemetry.agent.stalls import StallMonitor
+from telemetry.agent.step_time import StepMonitor
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.agent.trends import ChangeMonitor, MemoryWatch, change_line
 from telemetry.config import TRIAL_VARIABLE
@@ -43,7 +44,7 @@ from telemetry.sources.lines import ThreadSampler
 from telemetry.util.clock import NS, WallClock, now_ns
 from telemetry.util.errors import ErrorLog, let_pass, say
 from telemetry.util.files import StandardStreams
-from telemetry.util.gil import GilTurns
+from telemetry.util.gil import GilTurns, thread_waits
 from telemetry.util.processes import identify, job_labels, slug
 from telemetry.util.threads import OwnThread, Wake
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
     from telemetry.records import RankPace
-    from telemetry.sources.lines import LineSampler
+    from telemetry.sources.lines import LineSampler, StepSampler
 
 
 # -- skips ticks while nothing changes ---------------------------------------------------------------------------------
@@ -156,6 +157,7 @@ class BetweenTicks:
         stalls: decides how often the training thread is sampled.
         threads: samples the training thread in a job of several ranks.
         lines: samples it while a stall is open.
+        steps: samples it now and then in any run.
         errors: counts samples that failed.
 
     Attributes:
@@ -168,12 +170,15 @@ class BetweenTicks:
         stalls: StallMonitor,
         threads: ThreadSampler,
         lines: LineSampler,
+        *,
+        steps: StepSampler,
         errors: ErrorLog,
     ) -> None:
         self._interval_seconds = interval_seconds
         self._stalls = stalls
         self._threads = threads
         self._lines = lines
+        self._steps = steps
         self._errors = errors
         self.turns = GilTurns()
         self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
@@ -184,29 +189,32 @@ class BetweenTicks:
         self._wake.set()
 
     def wait_until(self, stamp: int, *, alone: bool) -> None:
-        """Sleep until ``stamp``. Take samples meanwhile if there are several ranks or a stall is open.
+        """Sleep until ``stamp``, and take samples meanwhile: more if there are several ranks or a stall is open.
 
         Args:
             stamp: monotonic nanoseconds.
             alone: this is the only rank of the job.
         """
-        lines = self._lines
+        lines, steps = self._lines, self._steps
         if lines.sampling:  # C calls that hold the GIL make ticks long, and their code must still be sampled
             stamp = max(stamp, now_ns() + int(self._interval_seconds / 2 * NS))
         while not self._wake.is_set() and (left := (stamp - now_ns()) / NS) > 0:
             # At random intervals, because the training's steps may have the same length as a fixed interval.
             apart = self._stalls.sample_seconds * (0.5 + self._random.random())
-            gap = lines.gap()
-            wait = min(left, gap) if alone else min(left, gap, apart)
-            due = now_ns() + int(wait * NS)
+            gap, step_gap = lines.gap(), steps.gap()
+            wait = min(left, gap, step_gap) if alone else min(left, gap, step_gap, apart)
+            due, waits = now_ns() + int(wait * NS), thread_waits()
             self.turns.begin(due)
             self._wake.wait(wait)
+            waits = thread_waits() - waits - (wait > 0)  # for the GIL; one was the sleep
             self.turns.check()
             with self._errors.contained("lines"):
                 if wait == gap:
                     lines.sample(due)
                 else:
                     lines.late(due)
+                if wait == step_gap:
+                    steps.sample(due, waits)
             if not alone:
                 with self._errors.contained("diagnose"):
                     self._threads.sample()
@@ -309,6 +317,7 @@ class Agent:
             wall=wall,
         )
         self.findings = FindingLog(self.event_log)
+        self._step_monitor = StepMonitor(tracker, self.findings, self.event_log)
         self._line_monitor = LineMonitor(tracker, run_dir / "profiles", errors, self.event_log)
         self._stall_monitor = StallMonitor(
             config,
@@ -320,8 +329,9 @@ class Agent:
             lines=self._line_monitor,
             sinks=self.figures,
         )
-        own_state = OwnState(identity, tracker, accounting, self._stall_monitor)
-        self.job_hang = JobHang(own_state, self.event_log, wall, self._board, self._job)
+        self.job_hang = JobHang(
+            OwnState(identity, tracker, accounting, self._stall_monitor), self.event_log, wall, self._board, self._job
+        )
         self.snapshots = SnapshotControl(
             config,
             identity,
@@ -341,7 +351,12 @@ class Agent:
         self._thread = OwnThread(self._main, name="telemetry-agent")
         self._tick_pace = TickPace(config, accounting)
         self._between_ticks = BetweenTicks(
-            config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler, errors
+            config.interval_seconds,
+            self._stall_monitor,
+            self._thread_sampler,
+            self._line_monitor.sampler,
+            steps=self._step_monitor.sampler,
+            errors=errors,
         )
         self._rank_due_ns = 0
         self._published = False  # whether the newest tick published
@@ -543,6 +558,7 @@ class Agent:
             stalls = self._stall_monitor
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
                 stalls.log_lines()
+            self._step_monitor.tick(tick, self._collectors.samples, stalls.window)
         self._keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor)
@@ -596,6 +612,7 @@ class Agent:
             self.figures.end()
         with self.errors.contained("lines"):
             self._line_monitor.close()
+            self._step_monitor.end()
         with self.errors.contained("attempts"):
             self._run_so_far.tick()
             self._run_so_far.end(finished=self.attempt.end.finished)
@@ -647,6 +664,7 @@ class Agent:
             stuck=stalls.closed_stuck if self._stuck_at_end() is not None else None,
             job_hang=self.job_hang.sentence,
             children=self.event_log.child_processes,
+            step_lines=self._step_monitor.lines(),
         )
         return end_line(verdict, totals, self.run_dir if logged else None)
 

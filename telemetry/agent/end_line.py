@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.records import RankPace, Totals
+    from telemetry.records import HotLine, RankPace, Totals
 
 _MIN_SHARE: Final = 0.005
 """The line leaves out categories with a smaller share of the wall clock."""
@@ -31,6 +31,7 @@ def verdict_at_end(
     stuck: StallRecord | None = None,
     job_hang: str = "",
     children: int = 0,
+    step_lines: Sequence[HotLine] = (),
 ) -> Verdict:
     """Judge the run from this rank.
 
@@ -43,6 +44,7 @@ def verdict_at_end(
         stuck: the stall in which this rank was stuck until the end; None if it was not.
         job_hang: why the whole job was stuck, if that is known.
         children: processes that the script has started with multiprocessing.
+        step_lines: the lines of code in which its steps spend their time.
     """
     ranks, stalls = [own], [] if stall is None else [stall]
     for peer in peers:
@@ -71,6 +73,7 @@ def verdict_at_end(
             stuck=[] if stuck is None else [(stuck, True)],
             ended=True,
             children=children,
+            step_lines={own.rank: step_lines},
         )
     )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from telemetry.agent.stuck import StuckRank
     from telemetry.agent.totals import StallCounts
     from telemetry.config import Config
+    from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.stalls import Stall
     from telemetry.diagnosis.stragglers import Straggler
     from telemetry.hooks.tracker import StepTracker
@@ -404,6 +405,11 @@ class StallMonitor:
     def open_stall(self) -> Stall | None:
         """The stall that is open now, if any."""
         return self._detector.stall
+
+    @property
+    def window(self) -> Evidence | None:
+        """The newest window; None before the second tick."""
+        return self._detector.window
 
     @property
     def active_cause(self) -> str | None:

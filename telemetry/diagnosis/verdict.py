@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
-    from telemetry.records import Advice, StallRecord
+    from telemetry.records import Advice, HotLine, StallRecord
     from telemetry.trace.records import Suggestion
 
 
@@ -185,6 +185,7 @@ class RunFacts:
         trace: the newest trace that was read. ``gpu_hours``: None for a single attempt.
         killed_by_oom: what the OOM killer has ended; empty if it has not ended the run.
         memory: the memory that runs out first; None if none is about to.
+        step_lines: by rank, the lines of code in which its steps spend their time, the largest share first.
     """
 
     ranks: Sequence[RankWaits]
@@ -201,6 +202,7 @@ class RunFacts:
     gpu_hours: GpuHours | None = None
     killed_by_oom: str = ""
     memory: GrowingMemory | None = None
+    step_lines: Mapping[int, Sequence[HotLine]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,20 @@ def _loss(finding: RunFinding, facts: RunFacts) -> str:  # noqa: PLR0911, one re
         return f"Not starved, but slower than need be. {_found(finding.slowed_by)}{other_time}"
     ratio, after = healthy_share(worst)
     who = "no rank lost more than" if finding.measured >= facts.world_size else f"rank {worst.rank} lost"
-    return f"Healthy: {who} {rounded_percent(ratio)} of its training loop waiting for data{after}.{other_time}"
+    lost = f"{who} {rounded_percent(ratio)} of its training loop waiting for data{after}"
+    return f"Healthy: {lost}.{other_time}{_steps(facts)}"
+
+
+_MIN_LINE: Final = 0.1
+_MAX_LINES: Final = 2
+
+
+def _steps(facts: RunFacts) -> str:
+    """What the steps spend most of their time in, of the first rank of which it is known."""
+    rank, lines = min(facts.step_lines.items(), default=(0, ()))
+    parts = [f"{rounded_percent(line.share_ratio)} in {line.named}" for line in lines if line.share_ratio >= _MIN_LINE]
+    whose = f" of rank {rank}" if len(facts.ranks) > 1 else ""
+    return f" Its steps{whose} spend {' and '.join(parts[:_MAX_LINES])}." if parts else ""
 
 
 def _no_steps(children: int) -> str:

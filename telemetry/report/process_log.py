@@ -22,7 +22,7 @@ from telemetry.log_lines import (
     StallLine,
     StragglerLines,
 )
-from telemetry.records import StallRecord
+from telemetry.records import HotLine, StallRecord
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ class ProcessLog:
         progress: totals at the windows.
         oom_readings: first and last time of each value of the OOM killer's counter in the cgroup of the process.
         stalls, hangs, changes, snapshots, errors: lines of these events, the oldest first. ``slow_steps``: the lines
-            of code of its steps while other ranks waited for it. ``findings``: the newest line of each kind.
+            of code of its steps while other ranks waited for it. ``step_lines``: those of all its steps.
+            ``findings``: the newest line of each kind.
         torn_lines: number of lines that could not be read.
         wrong_fields: number of fields that were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
@@ -178,6 +179,7 @@ class ProcessLog:
     hangs: list[HangLine] = field(default_factory=list)
     changes: list[ChangeLine] = field(default_factory=list)
     slow_steps: list[StragglerLines] = field(default_factory=list)
+    step_lines: list[HotLine] = field(default_factory=list)
     snapshots: list[SnapshotLine] = field(default_factory=list)
     errors: list[ErrorLine] = field(default_factory=list)
     end: RunEndLine = field(default_factory=RunEndLine)
@@ -254,6 +256,8 @@ def take_line(line: Any, log: ProcessLog) -> None:  # noqa: C901, PLR0912 - a br
     elif event == "finding":
         if line.keys() >= {"kind", "text"}:
             log.findings[line["kind"]] = line
+    elif event == "step_lines":
+        log.step_lines = line.get("lines", [])
     else:
         kept: dict[str, list[Any]] = {
             "straggler_lines": log.slow_steps,

@@ -240,6 +240,7 @@ def _facts(processes: Sequence[ProcessLog]) -> RunFacts:
         ended=all(process.ended for process in processes),
         ledger=ledger,
         children=sum(process.totals.get("child_processes", 0) for process in processes),
+        step_lines={process.rank: process.step_lines for process in processes if process.step_lines},
     )
 
 

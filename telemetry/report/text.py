@@ -39,6 +39,7 @@ KWH: Final = 3.6e6
 """Joules per kilowatt-hour."""
 
 _MAX_ROWS: Final = 64
+_MAX_STEP_LINES: Final = 4
 _MAX_ATTEMPTS: Final = 20
 _MAX_MEMORY_LINES: Final = 16
 _MAX_FRAMES: Final = 4
@@ -74,6 +75,10 @@ def as_text(found: Report) -> str:
         lines += ["", *stall_section(stall)]
     for finding in values.findings:
         lines += ["", *_finding(finding)]
+    for process in found.now[:_MAX_STEP_LINES]:
+        if process.step_lines:
+            lines += ["", f"the steps of rank {process.rank}"]
+            lines += _lines_of_code(process.step_lines, "step", process.started)
     changes = _changes(values.changes, len({rank.rank for rank in ranks}))
     lines += ["", *changes] if changes else []
     lost = sorted(found.lost_seconds.items(), key=lambda item: -item[1])
@@ -130,7 +135,7 @@ def stall_section(stall: StallRecord) -> list[str]:
     for other in stall.also:
         lines.append(f"  at the same time {other.cause} ({percent(other.share_ratio, 0)} of the time)")
         lines += advice_lines(other.advice)
-    lines += _lines_of_code(stall)
+    lines += _lines_of_code(stall.lines, stall.lines_of, stall.opened or "")
     most = _MAX_TRAINING_FRAMES  # the first stack is that of the training thread
     for stack in stall.stacks:
         heading, *frames = stack.splitlines() or [""]
@@ -155,11 +160,7 @@ def advice_lines(advices: Sequence[Advice]) -> list[str]:
 def _finding(finding: Finding) -> list[str]:
     share = "" if finding.share_ratio is None else f" ({percent(finding.share_ratio, 0)} of the time)"
     lines = [f"found on rank {finding.rank}: {finding.kind}{share}", f"  {finding.text}", *advice_lines(finding.advice)]
-    return lines + [f"  {percent(line.share_ratio, 0)} in {_place(line)}" for line in finding.lines]
-
-
-def _place(line: HotLine) -> str:
-    return f"{line.calls or line.function or 'code'} at {line.file.rpartition(os.sep)[2]}:{line.line}"
+    return lines + [f"  {percent(line.share_ratio, 0)} in {line.named}" for line in finding.lines]
 
 
 _OF: Final = {
@@ -171,9 +172,9 @@ _OF: Final = {
 }
 
 
-def _lines_of_code(stall: StallRecord) -> list[str]:
+def _lines_of_code(lines: Sequence[HotLine], of: str, since: str) -> list[str]:
     """A table of the lines of code with their shares of the time. Empty if none are known."""
-    if not stall.lines:
+    if not lines:
         return []
     rows = [
         [
@@ -182,11 +183,11 @@ def _lines_of_code(stall: StallRecord) -> list[str]:
             line.function or "-",
             line.calls or "-",
         ]
-        for line in stall.lines
+        for line in lines
     ]
-    shown = table([_OF.get(stall.lines_of, "of the time"), "line", "in", "calls"], rows)
+    shown = table([_OF.get(of, "of the time"), "line", "in", "calls"], rows)
     # These texts are aligned to the left, so they are not a column of the table.
-    texts = ["source", *(_source(line.file, line.line, stall.opened or "") for line in stall.lines)]
+    texts = ["source", *(_source(line.file, line.line, since) for line in lines)]
     return [f"  {line}  {text}" for line, text in zip(shown, texts, strict=True)]
 
 

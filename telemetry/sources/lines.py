@@ -5,21 +5,27 @@ The agent thread takes the samples. A sample of the training thread only costs 2
 
 from __future__ import annotations
 
+import gc
+import random
+import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
-from telemetry.sources.proc import is_running
+from telemetry.sources.proc import is_running, read_schedule
 from telemetry.sources.stacks import collective_in, in_backward
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.gil import restore_switch_interval, shorten_switch_interval
 from telemetry.util.sampling import SampleTimes, StackProfile, fetch_part
 from telemetry.util.stacks import line_of, python_threads, stack_of, users_spot
+from telemetry.util.threads import named
 
 if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.util.stacks import Stack
+
+# -- the threads that delay a stalled run ------------------------------------------------------------------------------
 
 _GAP_SECONDS: Final = 0.02
 
@@ -27,6 +33,7 @@ _LATE_NS: Final = NS // 1000
 """After a shorter delay, no C call has held the GIL."""
 
 _USER: Final = "lines"
+_STEPS: Final = "steps"
 
 
 class LineSampler:
@@ -95,6 +102,196 @@ class LineSampler:
     def _add(self, kind: str, stack: Stack, wall_ns: int, samples: int) -> None:
         if stack:
             self.profiles.setdefault(kind, StackProfile()).add(stack, wall_ns, wall_ns, samples)
+
+
+# -- the steps of any run ----------------------------------------------------------------------------------------------
+# A run without a stall is sampled, too, but seldom: the samples say what its steps spend their time in. They come in
+# short bursts, because the short switch interval costs something, and without it Python code would not be seen.
+
+_BURST_SAMPLES: Final = 12
+_BURST_GAP_SECONDS: Final = 0.012
+
+_FIRST_SECONDS: Final = 120.0
+_FIRST_EVERY_SECONDS: Final = 5.0
+_EVERY_SECONDS: Final = 60.0
+"""Mean time from one burst to the next: in the first two minutes of training, and later."""
+
+_NOT_YET_NS: Final = NS // 2
+
+_COLLECTED_NS: Final = NS // 1000
+"""A sample that was at least so late, with a collection meanwhile, waited for the end of the collection."""
+
+_BUSY_THREAD: Final = 0.1
+"""A thread that is on a core for a smaller share of the time cannot hold the GIL for long."""
+
+_MAX_LOOKED_AT: Final = 64
+_MAX_BUSY: Final = 4
+
+
+@dataclass(slots=True)
+class BusyThread:
+    """Another Python thread of the training process that is often on a core.
+
+    Attributes:
+        cpu_ns: its time on a core, in ``wall_ns`` of the wall clock.
+        free: samples that found the GIL free. ``without_gil``: those of them in which it ran, so it needed no GIL.
+        profile: its stacks.
+    """
+
+    name: str
+    cpu_ns: int = 0
+    wall_ns: int = 0
+    free: int = 0
+    without_gil: int = 0
+    profile: StackProfile = field(default_factory=StackProfile)
+
+    @property
+    def gil_share(self) -> float:
+        """The share of the time in which it holds the GIL: while it is on a core, unless it runs code without it."""
+        if not self.wall_ns or not self.profile.samples:
+            return 0.0
+        return max(0.0, self.cpu_ns / self.wall_ns - self.without_gil / max(1, self.free))
+
+
+class StepSampler:
+    """Samples what the steps of a run spend their time in, with or without a stall.
+
+    Attributes:
+        steps: the stacks of the training thread in its steps. Of the times of a stack, the time on a core includes
+            run-queue delay. The time with the GIL is that of samples that had to wait for it, but for no collection.
+        wait_ns: time in waits for batches, by the same samples.
+        collecting: stacks in which a sample waited for the end of a garbage collection.
+        threads: other Python threads that are often on a core, by their native id.
+    """
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
+        self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
+        self._times = SampleTimes(_BURST_GAP_SECONDS)
+        self._next_ns = now_ns() + _NOT_YET_NS
+        self._left = 0  # samples of the burst in progress
+        self._before: tuple[int, int] | None = None  # stamp, and time that the training thread was not blocked
+        self._first_ns = 0
+        self._collections = 0
+        self._ran: dict[int, int] = {}  # time on a core by native id
+        self._looked_ns = 0
+        self._watched: dict[int, int] = {}  # the ident of each busy thread by native id
+        self.steps = StackProfile()
+        self.wait_ns = 0
+        self.collecting = StackProfile()
+        self.threads: dict[int, BusyThread] = {}
+
+    def gap(self) -> float:
+        """Seconds to wait for the next sample, or for the next burst."""
+        return self._times.gap() if self._left else max(0.0, (self._next_ns - now_ns()) / NS)
+
+    def sample(self, due_ns: int, waits: int) -> None:
+        """Take the sample that was due at a stamp, or begin a burst.
+
+        Args:
+            due_ns: the stamp.
+            waits: how often this thread has waited for the GIL since then.
+        """
+        now = now_ns()
+        if not self._left:
+            if now >= self._next_ns:
+                self._begin(now)
+            return
+        self._take(now, due_ns, waits)
+        self._left -= 1
+        if not self._left:
+            self.end()
+
+    def end(self) -> None:
+        """End a burst in progress."""
+        self._left = 0
+        restore_switch_interval(_STEPS)
+
+    def _begin(self, now: int) -> None:
+        if not self._trains():
+            self._next_ns = now + _NOT_YET_NS
+            return
+        self._first_ns = self._first_ns or now
+        seconds = _FIRST_EVERY_SECONDS if now - self._first_ns < _FIRST_SECONDS * NS else _EVERY_SECONDS
+        self._next_ns = now + int(seconds * (0.5 + self._random.random()) * NS)
+        self._times.part = _BURST_SAMPLES * _BURST_GAP_SECONDS / seconds
+        self._left = _BURST_SAMPLES
+        self._look_for_busy_threads(now)
+        self._not_blocked(now)
+        self._collections = _collections()
+        shorten_switch_interval(_STEPS)
+
+    def _trains(self) -> bool:
+        tracker = self._tracker
+        return tracker.stepping or (tracker.waiting_since > 0 and tracker.batch_seen)
+
+    def _take(self, now: int, due_ns: int, waits: int) -> None:
+        tracker, times = self._tracker, self._times
+        collections, before = _collections(), self._collections
+        self._collections = collections
+        if not self._trains():
+            return
+        wall = times.weight_ns(due_ns, now)
+        not_blocked = self._not_blocked(now)
+        waiting = tracker.waiting_since > 0
+        collected = collections != before and times.delay_ns(due_ns, now) >= _COLLECTED_NS
+        stack = () if waiting and not collected else stack_of(tracker.thread)
+        if collected and stack:
+            self.collecting.add(stack, wall, wall)
+        if waiting:
+            self.wait_ns += wall
+        elif stack:
+            self.steps.add(stack, wall, int(wall * not_blocked), gil_ns=wall if waits > 0 and not collected else 0)
+        for native, ident in self._watched.items():
+            thread = self.threads[native]
+            if waits <= 0:  # otherwise it may only be about to wait for the GIL again
+                thread.free += 1
+                thread.without_gil += is_running(native)
+            stack = stack_of(ident)
+            if stack:
+                thread.profile.add(stack, wall, wall)
+
+    def _not_blocked(self, now: int) -> float:
+        """The share of the time since the sample before in which the training thread was on a core or wanted one."""
+        schedule, before = read_schedule("self", self._tracker.native_thread), self._before
+        wanted = 0 if schedule is None else schedule.run_ns + schedule.runnable_ns
+        self._before = now, wanted
+        if schedule is None or before is None:
+            return 1.0
+        return min(1.0, (wanted - before[1]) / max(1, now - before[0]))
+
+    def _look_for_busy_threads(self, now: int) -> None:
+        # `threading.enumerate` takes a lock, which a hanging thread may hold. So this reads the dictionary directly.
+        known = list(getattr(threading, "_active", {}).items())[:_MAX_LOOKED_AT]
+        before, looked, self._ran, self._looked_ns = self._ran, self._looked_ns, {}, now
+        ran: list[tuple[int, int, int]] = []
+        for ident, thread in known:
+            native = thread.native_id
+            if native is None or ident == self._tracker.thread or named(ident) is not None:
+                continue
+            schedule = read_schedule("self", native)
+            if schedule is None:
+                continue
+            self._ran[native] = schedule.run_ns
+            if native in before:
+                ran.append((schedule.run_ns - before[native], native, ident))
+                if native in self.threads:
+                    self.threads[native].cpu_ns += schedule.run_ns - before[native]
+                    self.threads[native].wall_ns += now - looked
+        busy = [each for each in sorted(ran, reverse=True)[:_MAX_BUSY] if each[0] >= _BUSY_THREAD * (now - looked)]
+        self._watched = {native: ident for _, native, ident in busy}
+        names = {thread.native_id: str(thread.name) for _, thread in known}
+        for ran_ns, native, _ in busy:
+            if native not in self.threads:
+                self.threads[native] = BusyThread(names[native], ran_ns, now - looked)
+
+
+def _collections() -> int:
+    """How many collections of the oldest generation there have been."""
+    return int(gc.get_stats()[-1]["collections"])
+
+
+# -- the training thread in a job of several ranks ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

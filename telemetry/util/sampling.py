@@ -80,10 +80,10 @@ class StackProfile:
         self.other_ns = 0
         self.other_cpu_ns = 0
 
-    def add(self, stack: Stack, wall_ns: int, cpu_ns: int, samples: int = 1) -> None:
+    def add(self, stack: Stack, wall_ns: int, cpu_ns: int, samples: int = 1, *, gil_ns: int = 0) -> None:
         """Add time in a stack, seen by this many samples."""
         self.samples += samples
-        self._count(stack, StackTime(wall_ns, cpu_ns))
+        self._count(stack, StackTime(wall_ns, cpu_ns, gil_ns))
 
     def merge(self, other: StackProfile) -> None:
         """Add everything in another profile."""

@@ -12,20 +12,22 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain, islice, repeat, takewhile, tee
 from operator import attrgetter, is_not, methodcaller
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.util.threads import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
+    from types import CodeType, FrameType
 
 MAX_FRAMES: Final = 100
 """A stack has at most this many frames, innermost first. This is faulthandler's own limit."""
 
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - strings to compare
-_LIBRARIES: Final = (os.path.dirname(os.__file__) + os.sep, _PACKAGE + os.sep, "<")  # noqa: PTH120
+STANDARD_LIBRARY: Final = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
+_LIBRARIES: Final = (STANDARD_LIBRARY, _PACKAGE + os.sep, "<")
 _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _FRAME: Final = re.compile(r", file (.*), line (-?\d+), code (.*)>", re.DOTALL)
@@ -118,6 +120,21 @@ def _at_once(make: Any) -> list[Any]:
 def is_library(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to telemetry, and not to the user."""
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
+
+
+def class_of(spot: Spot) -> str | None:
+    """The name of the class whose method a place is in; None if its module has no such class."""
+    module = sys.modules.get(spot.module)
+    for found in list(vars(module).values()) if type(module) is ModuleType else ():
+        if issubclass(type(found), type):
+            code = getattr(vars(found).get(spot.function), "__code__", None)
+            if code is not None and code.co_filename == spot.file and _has_line(code, spot.line):
+                return str(found.__name__)
+    return None
+
+
+def _has_line(code: CodeType, line: int) -> bool:
+    return any(line == number for _, _, number in code.co_lines())
 
 
 def users_spot(stack: Stack) -> Spot | None:

@@ -105,6 +105,11 @@ def running() -> list[str]:
     return [thread.name for thread in [*_running.values()]]
 
 
+def natives() -> set[int]:
+    """The kernel's numbers of our threads."""
+    return {thread.native for thread in [*_running.values()]}
+
+
 def named(ident: int) -> str | None:
     """The name of our thread with this ident; None for any other thread."""
     thread = _running.get(ident)

@@ -1,0 +1,167 @@
+"""Follows what the steps of a run spend their time in, also without a stall, and tells what it finds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnosis.lines import STEP, line_shares
+from telemetry.diagnosis.step_time import StepTime, findings_of
+from telemetry.sources.lines import StepSampler
+from telemetry.sources.proc import ThreadLoads
+from telemetry.util.threads import OwnThread, natives
+
+if TYPE_CHECKING:
+    from telemetry.agent.collectors import Samples
+    from telemetry.agent.findings import FindingLog
+    from telemetry.agent.log import EventLog
+    from telemetry.diagnosis.evidence import Evidence
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.records import HotLine, Tick, Totals
+    from telemetry.sources.proc import ThreadLoad
+
+_EVERY_SECONDS: Final = 10.0
+_FIRST_SECONDS: Final = 300.0
+_LATER_SECONDS: Final = 60.0
+"""Seconds from one look to the next: in the first minutes of a run, and later."""
+
+_INTERVALS: Final = 2
+"""Figures are compared over two intervals, so that a moment of other work is no finding."""
+
+_MORE: Final = 2
+"""The lines of the steps are logged again once there are so many times the samples."""
+
+_FIRST_STEPS: Final = 10
+"""The first steps are not judged: they compile, allocate and warm up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The totals at one moment, and the numbers of collections: all, and those that Python has started itself."""
+
+    totals: Totals
+    collections: int
+    of_python: float
+
+
+class StepMonitor:
+    """Finds what costs the steps of one rank time without a stall. Used on the agent thread.
+
+    Attributes:
+        sampler: samples the training thread now and then.
+        looks: how often this has looked at the process.
+    """
+
+    def __init__(self, tracker: StepTracker, findings: FindingLog, event_log: EventLog) -> None:
+        self.sampler = StepSampler(tracker)
+        self._tracker = tracker
+        self._findings = findings
+        self._event_log = event_log
+        self._logged = 0  # samples in the lines that were logged last
+        self._marks: deque[_Mark] = deque()
+        self._loads = ThreadLoads()
+        self.looks = 0
+
+    def tick(self, tick: Tick, samples: Samples, evidence: Evidence | None) -> None:
+        """Look at the process now and then. ``evidence``: the newest window."""
+        totals, marks = tick.totals, self._marks
+        if totals.steps < _FIRST_STEPS or evidence is None or evidence.loop_seconds <= 0:
+            return
+        every = _EVERY_SECONDS if totals.wall_seconds < _FIRST_SECONDS else _LATER_SECONDS
+        if marks and totals.wall_seconds - marks[-1].totals.wall_seconds < every:
+            return
+        self.looks += 1
+        marks.append(_Mark(totals, *_collections()))
+        load, worker_loads = self._thread_loads(samples, tick.conditions.cores)
+        if len(marks) > _INTERVALS:
+            time = self._time(marks.popleft(), marks[-1], tick.conditions.cores, load, worker_loads)
+            for finding in findings_of(time, self.sampler, evidence) if time.seconds > 0 else ():
+                self._findings.tell(finding)
+        if self.sampler.steps.samples >= _MORE * self._logged:
+            self._log_lines()
+
+    def end(self) -> None:
+        """End the sampling, and log the lines of the steps once more."""
+        self.sampler.end()
+        if self.sampler.steps.samples > self._logged:
+            self._log_lines()
+
+    def lines(self) -> list[HotLine]:
+        """The lines in which the steps of the run spend their time, the largest share first. Empty if not known yet."""
+        return [line.told() for line in line_shares(self.sampler.steps, STEP)]
+
+    def _log_lines(self) -> None:
+        lines = self.lines()
+        if lines:
+            self._logged = self.sampler.steps.samples
+            self._event_log.emit("step_lines", {"lines": lines, "samples": self._logged})
+
+    def _time(
+        self, before: _Mark, now: _Mark, cores: float, load: ThreadLoad | None, worker_loads: list[ThreadLoad]
+    ) -> StepTime:
+        added = now.totals - before.totals
+        collections = now.collections - before.collections
+        return StepTime(
+            seconds=added.loop_seconds,
+            blocked_ratio=_blocked_ratio(added),
+            own_collections=max(0, int(collections - (now.of_python - before.of_python))),
+            collections=collections,
+            garbage_seconds=added.garbage.seconds,
+            cores=cores,
+            load=load,
+            worker_loads=worker_loads,
+            torch_threads=torch_threads() if load is not None else None,
+        )
+
+    def _thread_loads(self, samples: Samples, cores: float) -> tuple[ThreadLoad | None, list[ThreadLoad]]:
+        """The threads of this process and of its workers since the last time, if they may be too many."""
+        here = os.getpid()
+        workers = [pid for loader in self._tracker.loaders.live() for pid in loader.pids if pid]
+        few = samples.process is None or samples.process.threads <= cores
+        found = self._loads.read([*workers, *(() if few else (here,))], without=self._other_threads())
+        return found.get(here), [found[pid] for pid in workers if pid in found]
+
+    def _other_threads(self) -> set[int]:
+        """Our threads and those that run Python, except the training thread: they are not part of an operator."""
+        python = {thread.native_id for thread in list(getattr(threading, "_active", {}).values())}
+        return (natives() | python) - {self._tracker.native_thread}
+
+
+def _blocked_ratio(added: Totals) -> float | None:
+    """The share of the loop in which the training thread had nothing to run, without its waits for fetches."""
+    ran, wanted = added.thread_cpu_seconds, added.run_queue_delay_seconds
+    if ran is None or wanted is None or added.loop_seconds <= 0:
+        return None
+    fetch, transfer = added.deliveries.fetch_wait_seconds, added.deliveries.transfer_wait_seconds
+    waited = added.wait_seconds * (fetch / (fetch + transfer) if fetch + transfer > 0 else 1.0)
+    return min(1.0, max(0.0, (added.loop_seconds - ran - wanted - waited) / added.loop_seconds))
+
+
+def _collections() -> tuple[int, float]:
+    """Collections of all objects so far: all, and at most how many of them Python has started itself.
+
+    Python starts one after so many collections of younger objects. From 3.14 on it never collects all objects at once.
+    """
+    *_, younger, oldest = gc.get_stats()
+    threshold = gc.get_threshold()[2]
+    of_python = 0.0 if sys.version_info >= (3, 14) else younger["collections"] / (threshold + 1)
+    return oldest["collections"], of_python
+
+
+def torch_threads() -> int | None:
+    """The number of threads of one operator of torch, as the training has set it; None if torch does not tell.
+
+    Each thread has its own copy of the number, made at its first operator. So a new thread reads it.
+    """
+    torch = sys.modules.get("torch")
+    answers: list[int] = []
+    if torch is not None:
+        thread = OwnThread(lambda: answers.append(torch.get_num_threads()), name="telemetry-threads", others_code=True)
+        thread.start()
+        thread.join(1.0)
+    return answers[0] if answers else None

@@ -1,0 +1,242 @@
+"""Finds what costs a step time without a wait for data and without a stall: work on the host, the GIL, threads, gc."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnosis.findings import Finding
+from telemetry.diagnosis.lines import STEP, line_shares, top_line
+from telemetry.diagnosis.model import gain_of
+from telemetry.records import Advice
+from telemetry.util.text import milliseconds as ms
+from telemetry.util.text import rounded_percent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from telemetry.diagnosis.evidence import Evidence
+    from telemetry.diagnosis.lines import LineShare
+    from telemetry.sources.lines import BusyThread, StepSampler
+    from telemetry.sources.proc import ThreadLoad
+
+_MIN_SHARE: Final = 0.1
+"""Least share of the training loop that is worth a person's time."""
+
+_ERRORS: Final = 2
+_SURE: Final = 1.2
+"""A prediction is a range if twice the standard error of the share changes the speed-up by this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The training process over some time in the loop. None: not known.
+
+    Attributes:
+        blocked_ratio: share of the loop in which the training thread had nothing to run: it was neither on a core, nor
+            did it want one, nor did it wait for a batch that was not fetched yet.
+        own_collections: collections of all objects that the script has started itself.
+        cores: cores that the process may use.
+        load: the threads with which the training thread computes, and itself. ``worker_loads``: the threads of each
+            worker.
+        torch_threads: threads of one operator of torch.
+    """
+
+    seconds: float
+    blocked_ratio: float | None = None
+    own_collections: int = 0
+    collections: int = 0
+    garbage_seconds: float = 0.0
+    cores: float = 1.0
+    load: ThreadLoad | None = None
+    worker_loads: Sequence[ThreadLoad] = ()
+    torch_threads: int | None = None
+
+
+def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> list[Finding]:
+    """What was found. ``sampled``: the samples of the run so far. ``evidence``: the newest window."""
+    found = (
+        _host_work(sampled, evidence),
+        _in_training(time) or _in_workers(time),
+        _gil_held(time, [*sampled.threads.values()]),
+        _own_collections(time, sampled, evidence),
+    )
+    return [each for each in found if each is not None]
+
+
+# -- work on the host between operators --------------------------------------------------------------------------------
+
+_CLUSTERED: Final = 1.5
+"""Samples of one burst see the same step. So the error of a share is larger than that of independent samples."""
+
+
+def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
+    """The host's own work in the steps: logging, loops in Python. On a GPU it costs what the GPU idles, at most."""
+    lines = line_shares(sampled.steps, STEP, host_work=True)
+    if not lines or not evidence.steps:
+        return None
+    in_steps = sampled.steps.wall_ns / (sampled.steps.wall_ns + sampled.wait_ns)
+    by_call: dict[str, list[LineShare]] = defaultdict(list)
+    for line in lines:
+        by_call[line.calls or line.named].append(line)
+    call, worst = max(by_call.items(), key=lambda item: sum(line.share for line in item[1]))
+    share = min(1.0, sum(line.share for line in worst))
+    error = _CLUSTERED * math.sqrt(max(share * (1 - share), 0.01) / sampled.steps.samples)
+    if (share - _ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
+        return None
+    idle = evidence.gpu.idle_seconds / evidence.loop_seconds if evidence.gpu.idle_seconds is not None else None
+    if evidence.on_gpu and (idle is None or idle < _MIN_SHARE):
+        return None
+    low, gain, high = (
+        _gain_without(evidence, min(each * in_steps, 1.0 if idle is None else idle))
+        for each in (share - _ERRORS * error, share, min(0.98, share + _ERRORS * error))
+    )
+    places = _and([line.place for line in worst][:3])
+    lost = min(share * in_steps, 1.0 if idle is None else idle)
+    of_step = ms(share * evidence.step_compute_seconds)
+    named = f"{call} at {places}" if worst[0].calls else worst[0].named
+    exact = low is not None and high is not None and gain is not None and gain <= _SURE * low and high <= _SURE * gain
+    return Finding(
+        kind="host_work",
+        share_ratio=round(lost, 4),
+        text=f"{rounded_percent(share)} of each step is {named}: work on the host, and no operator",
+        lines=tuple(line.told() for line in lines if line.share >= _MIN_SHARE / 2),
+        advice=(
+            Advice(
+                f"do {named} less often, such as every 100 steps, or take it out of the step",
+                predicted_speedup=gain if exact else high,
+                because=f"it takes {of_step} of {ms(evidence.step_compute_seconds)} in each step",
+                predicted_low=None if exact else low,
+            ),
+        ),
+    )
+
+
+def _gain_without(evidence: Evidence, share: float) -> float | None:
+    """The factor on the steps per second without this share of the loop. Workers may then limit the steps."""
+    now = evidence.step_seconds
+    return gain_of(evidence, max(now * (1 - share), min(now, evidence.supply_seconds or 0.0)))
+
+
+def _and(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+# -- threads beyond the cores ------------------------------------------------------------------------------------------
+
+_BEYOND: Final = 1.5
+"""There are too many threads if so many times the cores want to run."""
+
+_QUEUED: Final = 0.5
+"""And if so many of them for each core wait for it at any time. Idle threads are no problem."""
+
+
+def _too_many(active: int, queued: float, cores: float) -> bool:
+    return active >= _BEYOND * cores + 0.5 and queued >= _QUEUED * cores
+
+
+def _in_training(time: StepTime) -> Finding | None:
+    load, cores = time.load, time.cores
+    if load is None or not _too_many(load.active, load.queued, cores):
+        return None
+    threads, wanted = max(load.active, time.torch_threads or 0), max(1, int(cores))
+    return Finding(
+        kind="threads_oversubscribed",
+        text=f"{threads} threads of the training process compute on {_cores(cores)}, and {load.queued:.1f} of them "
+        "wait for a core at any time",
+        advice=(
+            Advice(
+                f"compute with as many threads as cores: OMP_NUM_THREADS={wanted}, or torch.set_num_threads({wanted})",
+                "OMP_NUM_THREADS",
+                str(wanted),
+                because="the threads of an operator wait for one another, and the last of them waits for a core",
+            ),
+        ),
+    )
+
+
+def _in_workers(time: StepTime) -> Finding | None:
+    loads, cores = time.worker_loads, time.cores
+    active = sum(load.active for load in loads)
+    queued = sum(load.queued for load in loads)
+    most = max((load.active for load in loads), default=0)
+    if most < 2 or not _too_many(active, queued, cores):
+        return None
+    return Finding(
+        kind="threads_oversubscribed",
+        text=f"{len(loads)} worker{'s' * (len(loads) > 1)} compute with {active} threads on {_cores(cores)}, and "
+        f"{queued:.1f} of them wait for a core at any time",
+        advice=(
+            Advice(
+                "let each worker compute with one thread: torch.set_num_threads(1), cv2.setNumThreads(0) in its "
+                "worker_init_fn, or OMP_NUM_THREADS=1",
+                "OMP_NUM_THREADS",
+                "1",
+                because=f"{most} threads of a worker want to run at the same time",
+            ),
+        ),
+    )
+
+
+def _cores(cores: float) -> str:
+    return "1 core" if cores == 1 else f"{cores:g} cores"
+
+
+# -- another thread that holds the GIL ---------------------------------------------------------------------------------
+
+
+def _gil_held(time: StepTime, threads: Sequence[BusyThread]) -> Finding | None:
+    """The thread that keeps the GIL from the training thread, which cannot lose more time than it is blocked."""
+    worst = max(threads, key=lambda thread: thread.gil_share, default=None)
+    if worst is None or time.blocked_ratio is None:
+        return None
+    lost = min(time.blocked_ratio, sum(thread.gil_share for thread in threads))
+    line = top_line(worst.profile)
+    if lost < _MIN_SHARE or worst.gil_share < _MIN_SHARE:
+        return None
+    at = f" at {line.place} ({line.function})" if line is not None else ""
+    return Finding(
+        kind="gil_held",
+        share_ratio=round(lost, 4),
+        text=f"thread {worst.name} holds the GIL for {rounded_percent(worst.gil_share)} of the time{at}, and the "
+        "training thread waits for it",
+        lines=() if line is None else (line.told(),),
+        advice=(
+            Advice(
+                f"move the work of thread {worst.name}{at} to a process of its own, or let it release the GIL",
+                predicted_speedup=round(1 / (1 - min(lost, 0.95)), 2),
+                because=f"the training thread is blocked for {rounded_percent(time.blocked_ratio)} of the loop, and a "
+                "thread that computes in Python keeps the GIL for the switch interval",
+            ),
+        ),
+    )
+
+
+# -- collections that the script starts itself -------------------------------------------------------------------------
+
+
+def _own_collections(time: StepTime, sampled: StepSampler, evidence: Evidence) -> Finding | None:
+    if not time.own_collections or not evidence.steps:
+        return None
+    share = min(0.98, time.garbage_seconds / time.seconds * time.own_collections / max(1, time.collections))
+    if share < _MIN_SHARE:
+        return None
+    line = top_line(sampled.collecting)
+    at = f" at {line.place}" if line is not None else ""
+    each = ms(time.garbage_seconds / max(1, time.collections))
+    return Finding(
+        kind="own_gc_collect",
+        share_ratio=round(share, 4),
+        text=f"the script calls gc.collect(){at} itself, {time.own_collections} times in {time.seconds:.0f} s; each "
+        f"call takes {each}",
+        lines=() if line is None else (line.told(),),
+        advice=(
+            Advice(
+                f"remove the call of gc.collect(){at}, or call it rarely: Python collects by itself",
+                predicted_speedup=_gain_without(evidence, share),
+                because=f"it stops the training for {rounded_percent(share)} of the loop",
+            ),
+        ),
+    )

@@ -1,0 +1,324 @@
+"""What a run without a stall spends its steps on: lines, host work, threads beyond the cores, the GIL, own collections."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import telemetry
+from telemetry.agent import step_time
+from telemetry.diagnosis.lines import STEP, line_shares
+from telemetry.diagnosis.step_time import StepTime, findings_of
+from telemetry.hooks.ring import S_COMPUTE, Ring
+from telemetry.hooks.tracker import StepTracker
+from telemetry.sources import lines
+from telemetry.sources.lines import BusyThread, StepSampler
+from telemetry.sources.proc import ThreadLoad, ThreadLoads
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.stacks import STANDARD_LIBRARY, Spot
+from tests.slice_cases import a_slice
+from tests.slices import evidence_over
+
+SITE = f"{STANDARD_LIBRARY}site-packages/"
+LOOP = Spot("/home/me/train.py", 20, "main", "__main__")
+HELPER = Spot("/home/me/metrics.py", 5, "accuracy", "metrics")
+LINEAR = Spot(f"{SITE}torch/nn/modules/linear.py", 134, "forward", "torch.nn.modules.linear")
+CALL = Spot(f"{SITE}torch/nn/modules/module.py", 1789, "_call_impl", "torch.nn.modules.module")
+BACKWARD = Spot(f"{SITE}torch/autograd/graph.py", 979, "_engine_run_backward", "torch.autograd.graph")
+BERT = Spot(f"{SITE}transformers/models/bert/modeling_bert.py", 300, "forward", "transformers.models.bert")
+WRITER = Spot(f"{SITE}torch/utils/tensorboard/writer.py", 505, "add_histogram", "torch.utils.tensorboard.writer")
+NUMPY = Spot(f"{SITE}numpy/lib/histograms.py", 792, "histogram", "numpy.lib.histograms")
+JSON = Spot(f"{STANDARD_LIBRARY}json/encoder.py", 200, "encode", "json.encoder")
+TENSOR_TEXT = Spot(f"{SITE}torch/_tensor_str.py", 700, "_str", "torch._tensor_str")
+QUEUE = Spot(f"{STANDARD_LIBRARY}queue.py", 171, "get", "queue")
+LOCK = Spot(f"{STANDARD_LIBRARY}threading.py", 327, "wait", "threading")
+
+COMPUTE = evidence_over([a_slice(steps=100, wait=0.5, compute=9.5, seconds=10.0)])
+
+
+def sampled(
+    *stacks: tuple[tuple[Spot, ...], int], gil: float = 0.0, on_core: float = 1.0, wait: int = 0
+) -> StepSampler:
+    """Samples of steps: stacks, with so many samples each, of which a share waited for the GIL."""
+    sampler = StepSampler(StepTracker(Ring()))
+    for stack, samples in stacks:
+        for number in range(samples):
+            held = 1_000_000 if number < gil * samples else 0
+            sampler.steps.add(stack, 1_000_000, int(on_core * 1_000_000), gil_ns=held)
+    sampler.wait_ns = wait * 1_000_000
+    return sampler
+
+
+def kinds(time: StepTime, sampler: StepSampler, evidence=COMPUTE) -> list[str]:
+    return [finding.kind for finding in findings_of(time, sampler, evidence)]
+
+
+CALM = StepTime(10.0)
+MODEL = ((LINEAR, CALL, LOOP), 60), ((BACKWARD, LOOP._replace(line=22)), 60)
+
+
+# -- work on the host --------------------------------------------------------------------------------------------------
+
+
+def test_a_logger_in_each_step_is_named_with_its_lines():
+    second = LOOP._replace(line=21)
+    sampler = sampled(((NUMPY, WRITER, LOOP), 40), ((NUMPY, WRITER, second), 40), ((LINEAR, CALL, LOOP), 120), wait=0)
+    (finding,) = findings_of(CALM, sampler, COMPUTE)
+    assert (finding.kind, finding.share_ratio) == ("host_work", pytest.approx(0.4))
+    assert "40 % of each step is writer.add_histogram at train.py:20 and train.py:21" in finding.text
+    assert [(line.line, line.calls) for line in finding.lines] == [(20, "writer.add_histogram")] + [
+        (21, "writer.add_histogram")
+    ]
+    (advice,) = finding.advice
+    assert advice.predicted_low <= 1 / 0.6 <= advice.predicted_speedup
+
+
+def test_a_method_is_named_with_its_class():
+    """As far as its class is loaded in this process."""
+    code = DataLoader.check_worker_number_rationality.__code__
+    spot = Spot(code.co_filename, [*code.co_lines()][-1][2], code.co_name, DataLoader.__module__)
+    (finding,) = line_shares(sampled((((spot, LOOP)), 50)).steps, STEP)
+    assert finding.calls == "DataLoader.check_worker_number_rationality"
+
+
+@pytest.mark.parametrize(
+    ("stack", "gil", "on_core", "found"),
+    [
+        ((HELPER, LOOP), 0.9, 1.0, True),  # a loop in Python
+        ((HELPER, LOOP), 0.1, 1.0, False),  # the line calls operators itself
+        ((LOOP,), 0.9, 0.1, False),  # it sleeps while another thread holds the GIL
+        ((JSON, LOOP), 0.0, 1.0, True),
+        ((NUMPY, HELPER, LOOP), 0.0, 1.0, True),
+        ((TENSOR_TEXT, LOOP), 0.0, 1.0, True),
+        ((LOCK, QUEUE, LOOP), 0.0, 0.0, False),  # it may wait for batches
+        ((BERT, CALL, BERT, LOOP), 0.9, 1.0, False),
+        ((BACKWARD, Spot(f"{SITE}accelerate/accelerator.py", 9, "backward", "accelerate"), LOOP), 0.9, 1.0, False),
+    ],
+)
+def test_what_is_work_on_the_host(stack, gil, on_core, found):
+    sampler = sampled((stack, 80), gil=gil, on_core=on_core)
+    for model, samples in MODEL:
+        for _ in range(samples):
+            sampler.steps.add(model, 1_000_000, 1_000_000)
+    assert kinds(CALM, sampler) == ["host_work"] * found
+
+
+def test_a_logger_that_is_seldom_and_cheap_is_none():
+    assert kinds(CALM, sampled(((NUMPY, WRITER, LOOP), 8), *MODEL)) == []
+
+
+def test_work_on_the_host_beside_a_busy_gpu_costs_nothing():
+    sampler = sampled(((NUMPY, WRITER, LOOP), 80), *MODEL)
+    busy, idle = (
+        evidence_over([a_slice(steps=100, wait=0.5, compute=9.5, seconds=10.0, gpu_utilization_ratio=gpu)])
+        for gpu in (0.97, 0.4)
+    )
+    assert kinds(CALM, sampler, busy) == []
+    assert kinds(CALM, sampler, idle) == ["host_work"]
+
+
+# -- threads beyond the cores ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "found"),
+    [
+        (ThreadLoad(32, 1.9, 11.0), 2.0, "OMP_NUM_THREADS=2"),
+        (ThreadLoad(8, 3.4, 3.1), 3.5, "OMP_NUM_THREADS=3"),  # a quota
+        (ThreadLoad(2, 1.9, 0.2), 2.0, None),  # as many as cores
+        (ThreadLoad(2, 0.5, 1.5), 2.0, None),  # others use the cores
+        (ThreadLoad(5, 1.0, 0.1), 2.0, None),  # they take turns, and none waits for a core
+    ],
+)
+def test_threads_of_the_training_process(load, cores, found):
+    told = findings_of(StepTime(10.0, cores=cores, load=load), sampled(*MODEL), COMPUTE)
+    assert [finding.advice[0].typed for finding in told] == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("loads", "found"),
+    [
+        ([ThreadLoad(8, 0.9, 4.0)] * 2, True),
+        ([ThreadLoad(1, 0.5, 0.5)] * 4, False),  # too many workers, but none of them has threads
+        ([ThreadLoad(2, 1.0, 0.1)], False),
+    ],
+)
+def test_threads_of_workers(loads, found):
+    told = findings_of(StepTime(10.0, cores=2.0, worker_loads=loads), sampled(*MODEL), COMPUTE)
+    assert ["torch.set_num_threads(1)" in finding.advice[0].action for finding in told] == [True] * found
+
+
+def test_the_load_of_threads_that_want_more_cores_than_there_are(monkeypatch):
+    """Eight threads of one operator; those that sleep do not count."""
+    end = threading.Event()
+    sleeping = threading.Thread(target=end.wait)
+    sleeping.start()
+    loads, before = ThreadLoads(), torch.get_num_threads()
+    torch.set_num_threads(8)
+    matrix = torch.randn(700, 700)
+    try:
+        matrix @ matrix
+        here = os.getpid()
+        assert loads.read([here]) == {}
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            matrix @ matrix
+        (load,) = loads.read([here]).values()
+    finally:
+        end.set()
+        sleeping.join()
+        torch.set_num_threads(before)
+    assert 8 <= load.active < threading.active_count() + 8
+    assert load.queued > 1.0
+
+
+# -- the GIL -----------------------------------------------------------------------------------------------------------
+
+
+def a_thread(cpu: float, *, free: int = 20, without_gil: int = 0) -> BusyThread:
+    thread = BusyThread("metrics", int(cpu * NS), NS, free, without_gil)
+    for _ in range(40):
+        thread.profile.add((HELPER,), 1_000_000, 1_000_000)
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("thread", "blocked", "share"),
+    [
+        (a_thread(0.8), 0.45, 0.45),
+        (a_thread(0.3), 0.6, 0.3),
+        (a_thread(0.9, without_gil=19), 0.5, None),  # it computes in C
+        (a_thread(0.8), 0.05, None),  # the training thread does not mind
+        (a_thread(0.8), None, None),
+    ],
+)
+def test_a_thread_that_holds_the_gil(thread, blocked, share):
+    sampler = sampled(*MODEL)
+    sampler.threads[7] = thread
+    told = findings_of(StepTime(10.0, blocked_ratio=blocked), sampler, COMPUTE)
+    assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share)])
+    for finding in told:
+        assert "thread metrics" in finding.text
+        assert "metrics.py:5" in finding.text
+        assert finding.advice[0].predicted_speedup == pytest.approx(1 / (1 - share), abs=0.01)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def count(end: threading.Event) -> None:
+    while not end.is_set():
+        sum(range(1000))
+
+
+def test_a_burst_of_samples_names_a_busy_thread_and_ends(monkeypatch):
+    monkeypatch.setattr(lines, "_FIRST_EVERY_SECONDS", 0.2)
+    tracker, end = StepTracker(Ring()), threading.Event()
+    tracker.category = S_COMPUTE
+    other = threading.Thread(target=count, args=(end,), name="counting")
+    other.start()
+    sampler, interval = StepSampler(tracker), sys.getswitchinterval()
+    try:
+        while not any(thread.profile.samples for thread in sampler.threads.values()):
+            due = now_ns() + int(sampler.gap() * NS)
+            time.sleep(max(0.0, (due - now_ns()) / NS))
+            sampler.sample(due, 0)
+    finally:
+        sampler.end()
+        end.set()
+        other.join()
+    (found,) = sampler.threads.values()
+    assert found.name == "counting"
+    assert sampler.steps.samples
+    assert sys.getswitchinterval() == interval
+
+
+def test_outside_of_the_training_loop_no_sample_is_taken():
+    sampler = StepSampler(StepTracker(Ring()))
+    for _ in range(30):
+        sampler.sample(now_ns(), 0)
+    assert not sampler.steps.samples
+    assert sampler.gap() > 0
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class Numbers(Dataset):
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loop_in_python():
+    return sum(number * number % 7 for number in range(60_000))
+
+
+LOOP_LINE = loop_in_python.__code__.co_firstlineno + 1
+
+
+def collect():
+    gc.collect()
+
+
+COLLECT_LINE = collect.__code__.co_firstlineno + 1
+
+
+def compute():
+    for _ in range(4):
+        MATRIX @ MATRIX
+
+
+MATRIX = torch.randn(200, 200)
+RUNS = {"loop": (loop_in_python, "host_work", LOOP_LINE), "gc": (collect, "own_gc_collect", COLLECT_LINE)}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Looks at the process, and samples it, more often than a real run."""
+    monkeypatch.setattr(step_time, "_EVERY_SECONDS", 1.0)
+    monkeypatch.setattr(lines, "_FIRST_EVERY_SECONDS", 0.4)
+
+
+@pytest.mark.usefixtures("quick", "small_heap")
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_without_a_stall_says_what_its_steps_do(tmp_path, kind):
+    work, found, line = RUNS[kind]
+    heap = [[number] for number in range(30_000)]
+    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
+    until = now_ns() + 60 * NS
+    try:
+        for _ in DataLoader(Numbers(), batch_size=None):
+            work()
+            compute()
+            if now_ns() > until or any(finding.lines for finding in agent.findings.newest):
+                break
+    finally:
+        telemetry.stop()
+    (finding,) = agent.findings.newest
+    assert (finding.kind, finding.lines[0].line) == (found, line)
+    assert len(heap)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_whose_operators_take_the_time_is_fine(tmp_path):
+    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
+    try:
+        for number, _ in enumerate(DataLoader(Numbers(), batch_size=None)):
+            compute()
+            if number % 100 == 99:
+                loop_in_python()
+                if agent._step_monitor.sampler.steps.samples > 120 and agent._step_monitor.looks > 4:
+                    break
+    finally:
+        telemetry.stop()
+    assert agent.findings.newest == []
