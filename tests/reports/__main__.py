@@ -37,7 +37,7 @@ def main() -> int:
     cases = [case for case in ALL if not options.only or case.name.startswith(tuple(options.only))]
     if options.list:
         for case in cases:
-            print(f"{case.name:32}{' or '.join(case.found) or 'healthy':44}{', '.join(case.public)}")
+            print(f"{case.name:32}{case.truth:44}{', '.join(case.public)}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended, too
     described = machine.describe()
@@ -90,8 +90,8 @@ def _line(case: Case, result: Judged) -> str:
         parts.append(f"HARMFUL {result.harmful}")
     if result.predicted is not None or result.speedup is not None:
         parts.append(f"predicted {result.predicted}, real {result.speedup and round(result.speedup, 2)}")
-    if result.end is False:
-        parts.append(f"end not said: {result.verdict}")
+    if case.end and not result.cause:
+        parts.append(f"how it ended is not said: {result.verdict}")
     if result.error:
         parts.append(result.error)
     return f"{'; '.join(parts)}  [others use {result.load['others_cores']:.1f} cores]"

@@ -23,12 +23,13 @@ class Case:
 
     Attributes:
         name: a unique name; that of the script without ``script``.
-        found: the causes of stalls, kinds of findings or kind of hang of which one must be named first. Empty for a
-            control, of which nothing may be said.
+        found: the causes of stalls or kinds of findings of which one must be named first. Empty for a control, of
+            which nothing may be said.
         advice: the right first advice. Empty: any, or none, but no harmful one.
         harmful: advice that must not be given at all.
         line: whether the marked line of the script must be named.
-        ends: how the run ends by itself, which must be said first. Empty if it ends well.
+        end: how the run ends, if that is its fault. Then the verdict must match ``end_said`` instead of naming one of
+            ``found``, and have the advice and the line.
         variant: the variant that is judged. The speed-up is that of ``fixed``, or of the advised number of workers.
         environment: further variables.
         shared_memory: the size of /dev/shm.
@@ -41,7 +42,8 @@ class Case:
     advice: str = ""
     harmful: str = ""
     line: bool = False
-    ends: str = ""
+    end: str = ""
+    end_said: str = ""
     script: str = ""
     variant: str = "base"
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +59,12 @@ class Case:
     @property
     def healthy(self) -> bool:
         """Whether nothing may be said of it."""
-        return not self.found
+        return not self.found and not self.end
+
+    @property
+    def truth(self) -> str:
+        """What is true of it, for a table."""
+        return " or ".join(self.found) or self.end and "an end of its own" or "healthy"
 
     @property
     def public(self) -> tuple[str, ...]:
@@ -82,7 +89,10 @@ _FEWER_THREADS: Final = r"set_num_threads|OMP_NUM_THREADS|torch\.set|threads"
 _OTHER_PROCESS: Final = r"process|less often|GIL|worker"
 _LOG_LESS: Final = r"less often|every|seldom|out of the step|once|vector|tensor|on the (device|GPU)|operators?"
 _GROWTH: Final = r"detach|graph|grow|list|history|keep|kept|item\(\)"
-_SHARED_MEMORY: Final = r"/dev/shm|shared memory|shm"
+_SHARED_MEMORY: Final = r"/dev/shm|shared memory"
+_LARGER: Final = r"larger|shm-size|prefetch_factor|fewer"
+_NO_BATCH: Final = "a first fetch that never ends"
+_NO_BATCH_SAID: Final = r"fetch|did not come|first batch|never came"
 _VALIDATION: Final = r"num_workers|persistent_workers|batch_size|evaluation|validation"
 _FIRST_FETCH: Final = r"buffer|first (fetch|batch)|index|start of (an|each|the) epoch|__iter__"
 _READ: Final = r"num_workers"
@@ -96,20 +106,20 @@ REPORTED: Final = (
     Case("one_shard", ("empty_workers",), r"shard|files|num_workers=1", "faster storage|^num_workers.*more", line=False),
     Case("collect_each_step", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     Case("metrics_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("shuffle_buffer", ("worker_startup", "first_fetch"), _FIRST_FETCH, "^persistent_workers", line=True),
+    Case("shuffle_buffer", ("worker_startup",), _FIRST_FETCH, "^persistent_workers", line=True),
     Case("threads_beyond_cores", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers"),
     Case("histograms_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True, needs="tensorboard"),
     Case("kept_graph", ("step_growth",), _GROWTH, "^num_workers", line=True),
     Case("validation_without_workers", ("evaluation_loader",), _VALIDATION, line=True),
-    Case("lock_at_fork", ("hang: fetch",), harmful="^num_workers", line=True, ends=r"time.?out|fetch"),
+    Case("lock_at_fork", harmful="^num_workers", line=True, end=_NO_BATCH, end_said=_NO_BATCH_SAID),
     Case(
-        "small_shared_memory", ("shared_memory_full", "run_failed"), _SHARED_MEMORY, line=True, ends=_SHARED_MEMORY,
+        "small_shared_memory", advice=_LARGER, line=True, end="full /dev/shm", end_said=_SHARED_MEMORY,
         shared_memory="60m",
     ),
     Case("background_reader", ("workers_io_bound", "source_slow"), _READ, "background thread|ahead", line=True),
     Case("whole_file_in_each_worker", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True),
     Case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
-    Case("validation_one_by_one", ("evaluation_loader", "evaluation"), r"batch_size|batch", line=True),
+    Case("validation_one_by_one", ("evaluation_loader",), r"batch_size|batch", line=True),
     Case("threads_in_workers", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers.*more"),
 )  # fmt: skip
 """The scripts after public reports."""
@@ -129,7 +139,7 @@ ALIKE: Final = (
     ),
     Case("json_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
     Case("tokenising_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("index_each_epoch", ("worker_startup", "first_fetch"), _FIRST_FETCH, "^persistent_workers", line=True),
+    Case("index_each_epoch", ("worker_startup",), _FIRST_FETCH, "^persistent_workers", line=True),
     Case(
         "threads_of_environment", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers",
         script="threads_beyond_cores", variant="environment", environment={"OMP_NUM_THREADS": "16"},
@@ -139,10 +149,10 @@ ALIKE: Final = (
     Case("kept_state", ("step_growth",), _GROWTH, "^num_workers", line=True),
     Case("walked_history", ("step_growth",), _GROWTH, "^num_workers", line=True),
     Case("validation_loader_made_anew", ("evaluation_loader",), r"persistent_workers|once|keep|workers", line=False),
-    Case("answer_never_comes", ("hang: fetch",), harmful="^num_workers", line=True, ends=r"time.?out|fetch"),
+    Case("answer_never_comes", harmful="^num_workers", line=True, end=_NO_BATCH, end_said=_NO_BATCH_SAID),
     Case(
-        "shared_memory_of_prefetching", ("shared_memory_full", "run_failed"), _SHARED_MEMORY, line=True,
-        ends=_SHARED_MEMORY, shared_memory="60m",
+        "shared_memory_of_prefetching", advice=_LARGER, line=True, end="full /dev/shm", end_said=_SHARED_MEMORY,
+        shared_memory="60m",
     ),
     Case("background_generator", ("loader_on_training_thread", "source_slow"), _READ, line=True),
     Case("short_epochs", ("worker_startup",), "^persistent_workers"),

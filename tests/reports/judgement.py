@@ -8,23 +8,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .cases import Case
 
 MAX_OFF: Final = 0.2
 """How far a predicted speed-up, or the nearer end of its range, may be from the real one, as a share of it."""
 
-_FIRST: Final = 1e9
+_CAUSE: Final = re.compile(r"Cause: (\w+)")
+_NOT_THE_END: Final = ("Healthy", "No training step has ended yet")
+_FIRST_WORDS: Final = re.compile(r"[^:.]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One entry of the report's ranked list: how the run ended, a stall or a finding.
+    """One entry of the report's ranked list: a stall or a finding.
 
     Attributes:
-        kind: cause of a stall, kind of a finding, or ``hang: `` and its kind.
-        share: share of the time that it cost. What ended the run comes before all others.
+        kind: cause of a stall, or kind of a finding.
+        share: share of the time that it cost.
         lines: ``file:line``, the most important first.
         advice: as in the report.
     """
@@ -42,8 +44,8 @@ class Judged:
     Attributes:
         named: what was said first; "nothing" if there is nothing.
         others: what was said besides.
-        cause: whether that is right; of a control, whether nothing was said.
-        line, advice, end: whether these are right.
+        cause: whether that, or how the run ended, is right; of a control, whether nothing was said.
+        line, advice: whether these are right.
         line_named, advice_given: the first line and the first advice.
         harmful: advice that must not be given; empty without any.
         predicted, low: the speed-up by the first advice.
@@ -61,7 +63,6 @@ class Judged:
     line_named: str = ""
     advice: bool | None = None
     advice_given: str = ""
-    end: bool | None = None
     harmful: str = ""
     predicted: float | None = None
     low: float | None = None
@@ -89,32 +90,32 @@ class Judged:
     @property
     def right(self) -> bool:
         """Whether all that was asked is right."""
-        asked = (self.cause, self.line, self.advice, self.end, self.prediction)
+        asked = (self.cause, self.line, self.advice, self.prediction)
         return not self.error and not self.harmful and all(answer is not False for answer in asked)
 
 
 def judge(case: Case, report: dict[str, Any]) -> Judged:
     """Judge a report on a script. The real speed-up is not yet in the result."""
-    said = ranked(report)
+    if case.end:
+        return _judge_end(case, report)
+    said, verdict = ranked(report), report["verdict"]
     named = said[0].kind if said else "nothing"
     others = tuple(dict.fromkeys(each.kind for each in said[1:] if each.kind != named))
-    verdict: str = report["verdict"]
     if case.healthy:
         calm = not said and not _other_alarm(report) and not verdict.startswith("Starved")
         return Judged(case.name, named, others, calm, verdict=verdict)
-    first = said[0] if said else Said(named, 0.0, (), ())
+    lines = said[0].lines[:1] if said else ()
     advice = next((advice for each in said for advice in each.advice), None)
     return Judged(
         case.name,
         named,
         others,
         cause=named in case.found,
-        line=_line_right(case, first) if case.line else None,
-        line_named=first.lines[0] if first.lines else "",
+        line=_has_marked(case, lines) if case.line else None,
+        line_named=lines[0] if lines else "",
         advice=advice is not None and _matches(case.advice, advice) if case.advice else None,
         advice_given="" if advice is None else _text(advice),
-        end=re.search(case.ends, verdict, re.IGNORECASE) is not None if case.ends else None,
-        harmful=next((_text(a) for a in _all_advice(report, said) if case.harmful and _matches(case.harmful, a)), ""),
+        harmful=_harmful(case, report),
         predicted=None if advice is None else advice.get("predicted_speedup"),
         low=None if advice is None else advice.get("predicted_low"),
         workers=_workers(advice),
@@ -122,20 +123,45 @@ def judge(case: Case, report: dict[str, Any]) -> Judged:
     )
 
 
+def _judge_end(case: Case, report: dict[str, Any]) -> Judged:
+    """How a run ended is in the verdict, with its line and what to do. A hang has stacks in the hang or the stall."""
+    verdict, hang = report["verdict"], report["hang"]
+    words = _FIRST_WORDS.match(verdict)
+    told = json.dumps([verdict, hang, report["stalls"]])
+    places = re.findall(r"[\w./-]+\.py:\d+", told) + [
+        f"{file}:{number}" for file, number in re.findall(r"File \W*([\w./-]+\.py)\W*, line (\d+)", told)
+    ]
+    return Judged(
+        case.name,
+        f"hang: {hang['kind']}" if hang is not None else words[0] if words else verdict,
+        tuple(dict.fromkeys(each.kind for each in ranked(report))),
+        cause=re.search(case.end_said, verdict) is not None and not verdict.startswith(_NOT_THE_END),
+        line=_has_marked(case, places) if case.line else None,
+        line_named=places[0] if places else "",
+        advice=re.search(case.advice, verdict, re.IGNORECASE) is not None if case.advice else None,
+        harmful=_harmful(case, report),
+        verdict=verdict,
+    )
+
+
 def ranked(report: dict[str, Any]) -> list[Said]:
-    """What the report says, in its order: how the run ended, then what cost most."""
+    """What the report says beside how the run ended: what its verdict names, then what cost most."""
     loop = {rank["rank"]: rank["ledger"]["data_wait"] + rank["ledger"]["compute"] for rank in report["ranks"]}
     said = [_of_finding(finding) for finding in report.get("findings", [])]
     said += [_of_stall(stall, loop.get(stall["rank"], 0.0)) for stall in report["stalls"]]
-    if report["hang"] is not None:
-        said.append(_of_hang(report["hang"]))
-    return sorted(said, key=lambda each: -each.share)  # stable: findings keep their order
+    verdict: str = report["verdict"]
+    cause = _CAUSE.search(verdict)
+    if cause:
+        first = {cause[1]}
+    else:
+        first = {finding["kind"] for finding in report.get("findings", []) if finding["text"] in verdict}
+    return sorted(said, key=lambda each: (each.kind not in first, -each.share))
 
 
 def _of_finding(finding: dict[str, Any]) -> Said:
-    share = finding.get("share_ratio")
-    advice = tuple(finding.get("advice") or ())
-    return Said(finding["kind"], _FIRST if share is None else share, _lines(finding.get("lines")), advice)
+    return Said(
+        finding["kind"], finding.get("share_ratio") or 0.0, _lines(finding.get("lines")), tuple(finding["advice"])
+    )
 
 
 def _of_stall(stall: dict[str, Any], loop_seconds: float) -> Said:
@@ -145,20 +171,13 @@ def _of_stall(stall: dict[str, Any], loop_seconds: float) -> Said:
     return Said(stall["cause"], share, _lines(evidence.get("lines")), tuple(stall["advice"]))
 
 
-def _of_hang(hang: dict[str, Any]) -> Said:
-    places = re.findall(r"[\w./-]+\.py:\d+", json.dumps(hang))
-    return Said(f"hang: {hang['kind']}", 2 * _FIRST, tuple(places), ())
-
-
 def _lines(lines: list[dict[str, Any]] | None) -> tuple[str, ...]:
     return tuple(f"{line['file']}:{line['line']}" for line in lines or ())
 
 
-def _line_right(case: Case, said: Said) -> bool:
-    """Whether a marked line is named first. A stack of a hang has several lines: there it must be one of them."""
-    asked = said.lines if said.kind.startswith("hang") else said.lines[:1]
+def _has_marked(case: Case, places: Sequence[str]) -> bool:
     marked = {f"{case.path.name}:{number}" for number in case.lines}
-    return any(line.rsplit("/", 1)[-1] in marked for line in asked)
+    return any(place.rsplit("/", 1)[-1] in marked for place in places)
 
 
 def _text(advice: dict[str, Any]) -> str:
@@ -177,9 +196,12 @@ def _workers(advice: dict[str, Any] | None) -> int | None:
     return int(advice["value"])
 
 
-def _all_advice(report: dict[str, Any], said: list[Said]) -> list[dict[str, Any]]:
+def _harmful(case: Case, report: dict[str, Any]) -> str:
+    """The first harmful advice, also of a smaller cause; empty without any."""
     also = [other for stall in report["stalls"] for other in stall["evidence"].get("also", [])]
-    return [advice for each in said for advice in each.advice] + [a for other in also for a in other.get("advice", [])]
+    given = [advice for each in ranked(report) for advice in each.advice]
+    given += [advice for other in also for advice in other.get("advice", [])]
+    return next((_text(advice) for advice in given if case.harmful and _matches(case.harmful, advice)), "")
 
 
 def _other_alarm(report: dict[str, Any]) -> bool:

@@ -79,7 +79,7 @@ def run(case: Case, paces: Paces, *, speedups: str = "predicted", keep: Path | N
     except RunError as error:
         return Judged(case.name, load=load.since(), error=str(error))
     wanted = {"none": False, "predicted": result.predicted is not None, "all": True}[speedups]
-    if case.healthy or case.ends or not wanted:
+    if case.healthy or case.end or not wanted:
         return result
     try:
         return dataclasses.replace(result, speedup=_speedup(case, result.workers if result.predicted else None, paces))
@@ -100,9 +100,9 @@ def _report(case: Case, keep: Path | None) -> dict[str, Any]:
         folder = Path(name)
         agent = ["-m", "telemetry", "run", "--run-dir", str(folder / "run"), "--port", "0"]
         code, output = _finish(case, [*agent, str(case.path), case.variant], case.environment, case.seconds)
-        if code and not case.ends:
+        if code and not case.end:
             raise RunError(f"ended with {code}: {_last_line(output)}")
-        if case.ends and not code:
+        if case.end and not code:
             raise RunError("has ended as if nothing had happened")
         told = {}
         for form in ("--json", "--text"):

@@ -46,7 +46,7 @@ def goals(cases: Sequence[Case], results: Mapping[str, Judged]) -> list[Goal]:
         return Goal(name, least, sum(answers), len(answers))
 
     return [
-        share("cause and how the run ended are right in 95 %", [r.cause and r.end is not False for r in faulty]),
+        share("cause and how the run ended are right in 95 %", [r.cause for r in faulty]),
         share("the line is right in 95 % of those that have one", [r.line for r in faulty if r.line is not None]),
         share("the first advice is right in 95 %", [r.advice for r in faulty if r.advice is not None]),
         share("no advice is harmful", [not r.harmful for r in faulty], 1.0),
@@ -100,13 +100,12 @@ def _cells(case: Case, result: Judged) -> list[str]:
     advice = _mark(result.advice)
     if result.harmful:
         advice = "HARMFUL"
-    cause = result.cause and result.end is not False
     return [
         case.name,
         ", ".join(case.public),
-        " or ".join(case.found) or "healthy",
+        case.truth,
         "FAILED" if result.error and not result.verdict else result.named,
-        _mark(cause),
+        _mark(result.cause),
         _mark(result.line),
         advice,
         "" if result.predicted is None else _range(result),

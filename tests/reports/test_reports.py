@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from telemetry.records import CAUSES
+from telemetry.diagnosis.causes import CAUSES
 
 from . import table
 from .cases import ALIKE, ALL, CONTROLS, MARK, REPORTED, SCRIPTS, Case
@@ -35,36 +35,48 @@ def stall(cause, lost, *given, line=None, also=()):
 
 def finding(kind, share, *given, line=None):
     lines = [] if line is None else [{"file": "scripts/one_shard.py", "line": line}]
-    return {"kind": kind, "share_ratio": share, "text": "", "lines": lines, "advice": list(given)}
+    return {"kind": kind, "share_ratio": share, "text": f"found {kind}", "lines": lines, "advice": list(given)}
 
 
 ONE_SHARD = Case("one_shard", ("empty_workers",), "shard", "^num_workers", line=True)
 MARKED = min(ONE_SHARD.lines)
 
 
-def test_what_ended_the_run_comes_first_and_then_what_cost_most():
-    said = ranked(
-        report(
-            findings=[finding("run_failed", None), finding("host_work", 0.3), finding("gil_held", 0.1)],
-            stalls=[stall("workers_io_bound", 4.0), stall("gc_pause", 12.0)],
-        )
-    )
-    assert [each.kind for each in said] == ["run_failed", "gc_pause", "host_work", "workers_io_bound", "gil_held"]
+def test_what_the_verdict_names_comes_first_and_then_what_cost_most():
+    found = [finding("host_work", 0.3), finding("gil_held", 0.1)]
+    stalls = [stall("workers_io_bound", 4.0), stall("gc_pause", 12.0)]
+    kinds = [each.kind for each in ranked(report(findings=found, stalls=stalls))]
+    assert kinds == ["gc_pause", "host_work", "workers_io_bound", "gil_held"]
+    starved = report(findings=found, stalls=stalls, verdict="Starved: .... Cause: workers_io_bound; try num_workers=2.")
+    assert [each.kind for each in ranked(starved)] == ["workers_io_bound", "gc_pause", "host_work", "gil_held"]
+    slowed = report(findings=found, stalls=stalls, verdict="Not starved. found gil_held.")
+    assert [each.kind for each in ranked(slowed)][0] == "gil_held"
 
 
-def test_a_hang_is_said_before_everything_else():
-    hang = {"kind": "fetch", "suspects": [{"where": f"one_shard.py:{MARKED}"}]}
-    case = dataclasses.replace(ONE_SHARD, found=("hang: fetch",), advice="", ends="never came")
-    judged = judge(
-        case, report(hang=hang, findings=[finding("run_failed", None)], verdict="The first batch never came")
-    )
-    assert (judged.named, judged.cause, judged.line, judged.advice, judged.end) == (
-        "hang: fetch",
-        True,
-        True,
-        None,
-        True,
-    )
+ENDS = Case("one_shard", advice="larger", line=True, end="full /dev/shm", end_said="/dev/shm")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "right"),
+    [
+        (
+            f"Failed: RuntimeError in main at one_shard.py:{MARKED}: /dev/shm was full. Make it larger.",
+            (True, True, True),
+        ),
+        ("Failed: RuntimeError in main at one_shard.py:1.", (False, False, False)),
+        (f"Healthy: 7 % ... /dev/shm, one_shard.py:{MARKED}", (False, True, False)),
+    ],
+)
+def test_how_a_run_ended_is_in_its_verdict(verdict, right):
+    judged = judge(ENDS, report(verdict=verdict))
+    assert (judged.cause, judged.line, judged.advice) == right
+
+
+def test_the_line_of_a_hang_may_be_in_its_stacks():
+    case = dataclasses.replace(ENDS, advice="", end_said="fetch")
+    hang = {"kind": "fetch", "suspects": [{"doing": f'File "/home/me/one_shard.py", line {MARKED}, in __iter__'}]}
+    judged = judge(case, report(hang=hang, verdict="Hung before its end: a fetch"))
+    assert (judged.named, judged.cause, judged.line, judged.advice) == ("hang: fetch", True, True, None)
 
 
 def test_all_is_right():
@@ -158,11 +170,10 @@ def test_there_are_enough_of_each_kind_and_no_script_is_left_out():
     assert not any(case.public for case in (*ALIKE, *CONTROLS) if not case.script)
 
 
-def test_stalls_have_names_of_the_closed_set():
+def test_causes_and_findings_have_names_of_the_closed_sets():
     findings = {
         "threads_oversubscribed", "gil_held", "iterator_per_step", "empty_workers", "duplicate_samples",
-        "evaluation_loader", "own_gc_collect", "host_work", "step_growth", "hang: fetch", "shared_memory_full",
-        "run_failed", "first_fetch", "evaluation",
+        "evaluation_loader", "own_gc_collect", "host_work", "step_growth",
     }  # fmt: skip
     assert {kind for case in ALL for kind in case.found} - set(CAUSES) <= findings
 
