@@ -31,6 +31,7 @@ class Loop:
             length; 0: at random.
         pause_every_seconds, pause_seconds: single pauses in compute; 0: no pauses.
         epoch_seconds, evaluation_seconds: length of an epoch, and of the evaluation after it; 0: one epoch.
+        first: factor on the duration of the first steps. What is above 1 halves every 15 s.
         slower: factor on the duration of a step at a moment, by part: wait and compute.
     """
 
@@ -44,6 +45,7 @@ class Loop:
     pause_seconds: float = 0.0
     epoch_seconds: float = 0.0
     evaluation_seconds: float = 0.0
+    first: float = 3.0
     slower: Callable[[float], tuple[float, float]] = lambda _: (1.0, 1.0)
 
 
@@ -58,7 +60,7 @@ def ticks(loop: Loop, seconds: float, rng: random.Random) -> Iterator[tuple[Tota
     while wall < seconds:
         state = loop.memory * state + math.sqrt(1 - loop.memory**2) * rng.gauss(0, 1)
         on_wait, on_compute = loop.slower(wall)
-        noise = math.exp(loop.scatter * state) * _first(wall) * _mix(loop, wall, rng)
+        noise = math.exp(loop.scatter * state) * _first(loop, wall) * _mix(loop, wall, rng)
         cold = 3.0 if wall - epoch_began < 4.0 and boundaries else 1.0  # the first batches of an epoch come late
         own_wait = loop.step_seconds * loop.wait_share * on_wait * cold
         own_compute = loop.step_seconds * (1 - loop.wait_share) * on_compute * noise
@@ -79,6 +81,7 @@ def ticks(loop: Loop, seconds: float, rng: random.Random) -> Iterator[tuple[Tota
             Totals(
                 wall_seconds=wall,
                 ledger_seconds={"data_wait": wait, "compute": compute, "evaluation": evaluation, "checkpoint": 0.0},
+                open_step_seconds=steps % 1 * (own_wait + own_compute),
                 steps=int(steps),
                 epochs=EpochTotals(boundaries=boundaries, boundary_wait_seconds=boundary_wait),
                 sampled=SampledTotals(workers=WorkerTotals(fetches=fetches, fetch_busy_seconds=fetch_seconds)),
@@ -87,9 +90,9 @@ def ticks(loop: Loop, seconds: float, rng: random.Random) -> Iterator[tuple[Tota
         )
 
 
-def _first(wall: float) -> float:
-    """The first steps take longer: up to three times as long, and the excess halves every 15 s."""
-    return 1 + 2 * math.pow(0.5, wall / 15)
+def _first(loop: Loop, wall: float) -> float:
+    """How much longer the first steps take."""
+    return 1 + (loop.first - 1) * math.pow(0.5, wall / 15)
 
 
 def _mix(loop: Loop, wall: float, rng: random.Random) -> float:

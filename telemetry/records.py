@@ -679,6 +679,7 @@ class Totals:
     Attributes:
         ledger_seconds: seconds by category. The categories add up to ``wall_seconds``.
         first_wait_seconds: wait for the first batch of the run.
+        open_step_seconds: the part of the wait and compute that belongs to the step that has not ended.
         exposed_wait_seconds: exposed wait of the run. ``exposed_after_first_seconds``: without the first batch.
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.
         checkpoint_steps: steps in which a checkpoint was written. ``checkpoint_steps_compute_seconds``: their compute.
@@ -694,6 +695,7 @@ class Totals:
     wall_seconds: float = 0.0
     ledger_seconds: dict[str, float] = field(default_factory=dict)
     first_wait_seconds: float = 0.0
+    open_step_seconds: float = 0.0
     steps: int = 0
     dropped_steps: int = 0
     unseen_steps: int = 0

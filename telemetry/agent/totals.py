@@ -391,6 +391,7 @@ class TotalsBuilder:
             wall_seconds=ledger.wall_seconds,
             ledger_seconds=ledger.seconds(),
             first_wait_seconds=first_wait,
+            open_step_seconds=ledger.open_step_seconds,
             steps=accounting.steps_total,
             dropped_steps=ledger.dropped_steps,
             unseen_steps=accounting.unseen_steps,

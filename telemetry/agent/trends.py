@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.diagnosis.changes import BlockBuilder, ChangeDetector
+from telemetry.diagnosis.changes import ChangeDetector
+from telemetry.diagnosis.growth import GrowthDetector
 from telemetry.diagnosis.memory import MEMORY, MemoryReadings, ReadingHistory, memory_advice, memory_outlook
 from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth, MemorySample, rounded
 from telemetry.util.clock import NS, now_ns
@@ -154,16 +155,17 @@ _DIGITS = 6
 
 
 class ChangeMonitor:
-    """Looks for a change of the step time once a tick."""
+    """Looks for changes of the step time once a tick: lasting ones, and growth within minutes."""
 
     def __init__(self) -> None:
-        self._blocks = BlockBuilder()
         self._detector = ChangeDetector()
+        self._growth = GrowthDetector()
 
     def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
-        """Add a tick. Returns a change that this tick confirms."""
-        block = self._blocks.add(totals, _signals(samples.nvml, samples.pressure))
-        return None if block is None else self._detector.add(block)
+        """Add a tick. Returns a lasting change that this tick confirms."""
+        signals = _signals(samples.nvml, samples.pressure)
+        self._growth.tick(totals, signals)
+        return self._detector.tick(totals, signals)
 
     @property
     def ratio(self) -> float | None:

@@ -59,9 +59,14 @@ class LoopBlock:
     held_fast: float = math.inf
 
     @property
+    def loop_seconds(self) -> float:
+        """Seconds of its steps."""
+        return self.wait_seconds + self.compute_seconds
+
+    @property
     def step_seconds(self) -> float:
         """Mean duration of a step."""
-        return (self.wait_seconds + self.compute_seconds) / self.steps
+        return self.loop_seconds / self.steps
 
     def __add__(self, later: LoopBlock) -> LoopBlock:
         """Both blocks as one."""
@@ -81,9 +86,16 @@ class LoopBlock:
 
 
 class BlockBuilder:
-    """Takes the totals of each tick, and returns a block when it is full."""
+    """Takes the totals of each tick, and returns a block when it is full.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: length of a block in seconds of the training loop.
+        least_steps: least steps in a block, however long they take.
+        first_seconds: this time at the start belongs to no block.
+    """
+
+    def __init__(self, seconds: float, *, least_steps: int, first_seconds: float = 0.0) -> None:
+        self._seconds, self._least_steps, self._first_seconds = seconds, least_steps, first_seconds
         self._start: Totals | None = None
         self._signals: dict[str, tuple[float, int]] = {}
         self._interruptions = (0, 0.0)
@@ -95,7 +107,7 @@ class BlockBuilder:
         if self._rare_interruption(totals):
             # The block in progress is not used: the interruption may have begun in it.
             self._start, self._settling = None, SETTLE_TICKS
-        elif self._settling or totals.loop_seconds < FIRST_SECONDS:
+        elif self._settling or totals.loop_seconds < self._first_seconds:
             self._settling = max(0, self._settling - 1)
         elif self._start is None:
             self._start, self._signals = totals, {}
@@ -104,7 +116,7 @@ class BlockBuilder:
                 total, count = self._signals.get(name, (0.0, 0))
                 self._signals[name] = (total + value, count + 1)
             passed = totals.passed_since(self._start)
-            if passed.loop_seconds >= BLOCK_SECONDS and passed.steps >= BLOCK_STEPS:
+            if passed.loop_seconds >= self._seconds and passed.steps >= self._least_steps:
                 return self._take(totals, self._start)
         return None
 
@@ -120,7 +132,7 @@ class BlockBuilder:
     def _take(self, totals: Totals, start: Totals) -> LoopBlock:
         """The block from ``start`` on, with the sampled figures and those that come from counters."""
         added = totals - start
-        workers, cpu, own = added.sampled.workers, added.sampled.cpu, added.own
+        workers, cpu, own, delay = added.sampled.workers, added.sampled.cpu, added.own, added.run_queue_delay_seconds
         known = {
             "fetch_seconds": workers.fetch_busy_seconds / workers.fetches if workers.fetches else None,
             "read_bytes_per_second": added.sampled.read_bytes.mean,
@@ -128,12 +140,15 @@ class BlockBuilder:
             "cpu_throttled_ratio": cpu.throttled_ratio.mean,
             "garbage_ratio": added.garbage.seconds / added.loop_seconds if added.loop_seconds > 0 else None,
             "waiting_for_ranks_ratio": own.in_sync_samples / own.samples if own.samples else None,
+            "core_wait_seconds": None if delay is None else delay / added.steps,
         }
         signals = {name: total / count for name, (total, count) in self._signals.items()}
         signals |= {name: value for name, value in known.items() if value is not None}
         self._start, self._signals = totals, {}
         wait = max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds)
-        return LoopBlock(start.wall_seconds, start.steps, added.steps, wait, added.compute_seconds, signals)
+        ended = max(0.0, wait + added.compute_seconds - added.open_step_seconds)  # long steps fit in no block exactly
+        compute = min(ended, max(0.0, added.compute_seconds - added.open_step_seconds))
+        return LoopBlock(start.wall_seconds, start.steps, added.steps, ended - compute, compute, signals)
 
 
 # -- finds lasting changes of the duration of steps: sudden changes and slow drifts ------------------------------------
@@ -198,6 +213,7 @@ class ChangeDetector:
     """
 
     def __init__(self) -> None:
+        self._builder = BlockBuilder(BLOCK_SECONDS, least_steps=BLOCK_STEPS, first_seconds=FIRST_SECONDS)
         self._old: list[LoopBlock] = []
         self._recent: list[LoopBlock] = []
         self._newest_old: deque[float] = deque(maxlen=MIN_AFTER)  # step times of the newest blocks that became old
@@ -205,6 +221,11 @@ class ChangeDetector:
         self._usual: float | None = None  # seconds of a step before the slow-down that lasts
         self._undone_below = 0.0
         self.ratio: float | None = None
+
+    def tick(self, totals: Totals, signals: Mapping[str, float]) -> StepChange | None:
+        """Add the totals and sampled figures of a tick. Returns the change that they confirm."""
+        block = self._builder.add(totals, signals)
+        return None if block is None else self.add(block)
 
     def add(self, block: LoopBlock) -> StepChange | None:
         """Add a block. Returns the change that it confirms."""
@@ -275,7 +296,7 @@ def find_change(blocks: Sequence[LoopBlock], first: int = 0) -> Place | None:
         before, after = seconds[first : place.start], seconds[place.end :]
         ratio = median(after) / median(before)
         if not 1 / MIN_RATIO < ratio < MIN_RATIO and _is_new(blocks[: place.start], after):
-            clear = _clearness(before, after)
+            clear = clearness(before, after, drift=place.start != place.end)
             if clear > clearest:
                 best, clearest = place, clear
     if best is None or best.start != best.end:
@@ -304,10 +325,14 @@ def _scatter(longer: float, shorter: float) -> float:
     return _AGAIN if longer > MIN_RATIO * shorter else 1.0
 
 
-def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
-    """The difference of two medians in standard errors, which are larger because neighbours are similar."""
+def clearness(before: Sequence[float], after: Sequence[float], *, drift: bool = False) -> float:
+    """The difference of two medians in standard errors, which are larger because neighbours are similar.
+
+    ``drift``: the values drift on both sides, too, which is no scatter.
+    """
     usual, level = median(before), median(after)
     sides = [[value - middle for value in side] for side, middle in ((before, usual), (after, level))]
+    sides = [_without_drift(side) for side in sides] if drift else sides
     scatter = max(1.4826 * median(abs(value) for side in sides for value in side), _MIN_SCATTER * usual)
     clipped = [[max(-3 * scatter, min(3 * scatter, value)) for value in side] for side in sides]
     squares = sum(value * value for side in clipped for value in side)
@@ -317,6 +342,13 @@ def _clearness(before: Sequence[float], after: Sequence[float]) -> float:
     correlation = min(_MAX_CORRELATION, max(0.0, correlation))
     error = 1.2533 * scatter * math.sqrt((1 + correlation) / (1 - correlation) * (1 / len(before) + 1 / len(after)))
     return abs(level - usual) / error
+
+
+def _without_drift(values: Sequence[float]) -> list[float]:
+    """The values without a straight line through the levels of their halves."""
+    half = len(values) // 2
+    slope = (median(values[-half:]) - median(values[:half])) / (len(values) - half)
+    return [value - slope * (place - (len(values) - 1) / 2) for place, value in enumerate(values)]
 
 
 def _described(before: Sequence[LoopBlock], after: Sequence[LoopBlock], at: LoopBlock) -> StepChange:

@@ -1,0 +1,312 @@
+"""Finds steps that become slower within minutes: growth in one direction, and the part of the step that grows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnosis.changes import FIRST_SECONDS, BlockBuilder, LoopBlock, clearness
+from telemetry.records import COMPUTE, DATA_WAIT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from telemetry.records import Totals
+
+# -- whether the steps of some blocks grow -----------------------------------------------------------------------------
+# The blocks are divided into eight parts, of which each has a level. They must rise nearly all the time, and no two
+# parts may have most of the growth: `ChangeDetector` finds sudden changes. Time that other programs or a lower clock
+# have cost is taken out first. The logarithm of the step counts, so that growth by a factor may be as even as growth by
+# an amount.
+
+MIN_RATIO: Final = 1.30
+"""Steps that have become slower by this factor are reported. Smaller growth is left to `ChangeDetector`."""
+
+_LENGTHS: Final = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""The growth may have begun so many blocks ago."""
+
+_PARTS: Final = 8
+_MIN_RISING: Final = 5
+"""So many of the seven differences of neighbours must be positive."""
+
+_MIN_QUARTER: Final = 0.1
+"""Least share of the growth from each quarter to the next."""
+
+_MAX_JUMP: Final = 0.5
+"""Largest share of the growth within two parts."""
+
+_MIN_CLEARNESS: Final = 6.0
+"""Least growth in standard errors of a level."""
+
+_NEARLY_ALL: Final = 0.9
+"""The last quarter must be slower than nearly all blocks before the growth, by half of it at least. A run that has been
+as slow before, as in an earlier epoch with the same order of batches, does not grow."""
+
+_CROWDED_RATIO: Final = 2.0
+_MIN_CROWDING: Final = {"other_cores": 0.15, "cpu_throttled_ratio": 0.1}
+"""If other programs use so many more cores than at the beginning, or the CPU quota is used up so much more often, only
+growth by `_CROWDED_RATIO` is reported: they share caches and memory with this run, which no clock shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGrowth:
+    """Steps that have become slower, in one direction.
+
+    Attributes:
+        at_seconds: begin of the growth on the clock of `Totals.wall_seconds`. ``step``: the first step in it.
+        loop_seconds: seconds of the training loop in which they grew.
+        before_seconds, after_seconds: duration of a step at both ends.
+        part: the part of a step that has grown most, ``data_wait`` or ``compute``; ``part_before_seconds`` and
+            ``part_after_seconds``: its duration at both ends.
+        fetch_before_seconds, fetch_after_seconds: duration of a worker's fetch at both ends; None if unknown.
+    """
+
+    at_seconds: float
+    step: int
+    loop_seconds: float
+    before_seconds: float
+    after_seconds: float
+    part: str
+    part_before_seconds: float
+    part_after_seconds: float
+    fetch_before_seconds: float | None = None
+    fetch_after_seconds: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Step time at the end over step time at the begin."""
+        return self.after_seconds / self.before_seconds
+
+
+def find_growth(
+    blocks: Sequence[LoopBlock], at_least: float = MIN_RATIO, *, settled_at: float = 0.0
+) -> StepGrowth | None:
+    """The growth of the newest blocks by at least this factor; None if they do not grow.
+
+    Args:
+        blocks: blocks of similar length, the oldest first.
+        at_least: the factor.
+        settled_at: earlier blocks do not show how long steps take usually, on the clock of `Totals.wall_seconds`.
+    """
+    found = []
+    seconds = _own_seconds(blocks)
+    for length in sorted({min(length, len(blocks)) for length in _LENGTHS}):
+        at = len(blocks) - length
+        if length < _PARTS or not _grows(seconds[at:], at_least):
+            continue
+        window = blocks[at:]
+        known = [each for each, block in zip(seconds[:at], blocks, strict=False) if block.at_seconds >= settled_at]
+        if _is_new(known, seconds[at:], math.sqrt(at_least)) and (
+            not _crowded(window) or _grows(seconds[at:], _CROWDED_RATIO)
+        ):
+            found.append(_described(window))
+    largest = max(found, key=lambda growth: growth.ratio, default=None)
+    return largest if largest is not None and largest.ratio >= at_least else None
+
+
+def _grows(seconds: Sequence[float], at_least: float) -> bool:
+    part = len(seconds) // _PARTS
+    first, last = median(seconds[:part]), median(seconds[-part:])
+    needed = at_least ** ((_PARTS - 1) / _PARTS)  # from the middle of the first part to that of the last
+    if min(seconds) <= 0 or last < needed * first:
+        return False
+    logs = [math.log(value) for value in seconds]
+    bounds = [len(logs) * part // _PARTS for part in range(_PARTS + 1)]
+    levels = [median(logs[begin:end]) for begin, end in pairwise(bounds)]
+    grown = levels[-1] - levels[0]
+    rising = sum(later > earlier for earlier, later in pairwise(levels))
+    jump = max(later - earlier for earlier, later in zip(levels, levels[2:], strict=False))
+    quarters = [(one + two) / 2 for one, two in zip(levels[::2], levels[1::2], strict=True)]
+    slowest = min(later - earlier for earlier, later in pairwise(quarters))
+    if rising < _MIN_RISING or jump > _MAX_JUMP * grown or slowest < _MIN_QUARTER * grown:
+        return False
+    steps = [later - earlier for earlier, later in pairwise(logs)]
+    usual = median(steps)
+    scatter = 1.4826 * median(abs(step - usual) for step in steps) / math.sqrt(2)
+    return grown >= _MIN_CLEARNESS * scatter * math.sqrt(2 * _PARTS / len(logs))
+
+
+def _own_seconds(window: Sequence[LoopBlock]) -> list[float]:
+    """Seconds of a step in each block, without the time that other programs, other ranks or a low clock have cost."""
+    clock = max((block.signals.get(_CLOCK, 0.0) for block in window), default=0.0)
+    found = []
+    for block in window:
+        signals = block.signals
+        compute = block.compute_seconds / block.steps - signals.get("core_wait_seconds", 0.0)
+        compute *= 1 - signals.get("waiting_for_ranks_ratio", 0.0)
+        compute *= signals.get(_CLOCK, clock) / clock if clock else 1.0
+        found.append(block.wait_seconds / block.steps + max(0.0, compute))
+    return found
+
+
+_CLOCK: Final = "gpu_clock_hertz"
+
+
+def _crowded(window: Sequence[LoopBlock]) -> bool:
+    quarter = len(window) // 4
+    for name, at_least in _MIN_CROWDING.items():
+        then, now = _signal(window[:quarter], name), _signal(window[-quarter:], name)
+        if then is not None and now is not None and now - then >= at_least:
+            return True
+    return False
+
+
+def _is_new(known: Sequence[float], seconds: Sequence[float], by: float) -> bool:
+    usual = sorted(known)
+    return not usual or median(seconds[-(len(seconds) // 4) :]) > by * usual[round(_NEARLY_ALL * (len(usual) - 1))]
+
+
+def _described(window: Sequence[LoopBlock]) -> StepGrowth:
+    ends = max(2, len(window) // 16)
+    first, last = window[:ends], window[-ends:]
+    waits = [median(block.wait_seconds / block.steps for block in end) for end in (first, last)]
+    computes = [median(block.compute_seconds / block.steps for block in end) for end in (first, last)]
+    part = DATA_WAIT if waits[1] - waits[0] >= computes[1] - computes[0] else COMPUTE
+    shown = waits if part == DATA_WAIT else computes
+    fetches = [_signal(end, "fetch_seconds") for end in (first, last)]
+    before = _first_seconds(window)
+    return StepGrowth(
+        at_seconds=window[0].at_seconds,
+        step=window[0].step,
+        loop_seconds=sum(block.loop_seconds for block in window),
+        before_seconds=before,
+        after_seconds=median(block.step_seconds for block in last),
+        part=part,
+        part_before_seconds=max(0.0, shown[0] - (median(block.step_seconds for block in first) - before)),
+        part_after_seconds=shown[1],
+        fetch_before_seconds=fetches[0],
+        fetch_after_seconds=fetches[1],
+    )
+
+
+def _first_seconds(window: Sequence[LoopBlock]) -> float:
+    """The duration of the first step: fast growth has made the mean of the first block larger already."""
+    places = [(block.step + block.steps / 2, block.step_seconds) for block in window[:3]]
+    slope = median((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(places, 2))
+    level = median(seconds - slope * (place - window[0].step) for place, seconds in places)
+    return min(max(level, window[0].step_seconds / 2), median(seconds for _, seconds in places))
+
+
+def _signal(blocks: Sequence[LoopBlock], name: str) -> float | None:
+    known = [block.signals[name] for block in blocks if name in block.signals]
+    return median(known) if known else None
+
+
+# -- follows the steps of a run ----------------------------------------------------------------------------------------
+
+_BLOCK_SECONDS: Final = 2.0
+_MAX_BLOCK_SECONDS: Final = 8.0
+_FIRST_SECONDS: Final = 1.0
+MAX_BLOCKS: Final = 128
+"""Blocks have 2 s of the training loop at first. When there are too many, neighbours are joined, up to 8 s. So the last
+quarter of an hour is known."""
+
+SHORT_RUN_SECONDS: Final = 900.0
+"""A run with less time in its training loop gets a verdict on its trend. `ChangeDetector` judges longer ones."""
+
+_MIN_TREND: Final = 1.05
+
+STEADY: Final = "steady"
+GROWS: Final = "grows"
+SLOWER: Final = "slower"
+FASTER: Final = "faster"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrend:
+    """How the steps of a short run have changed from its begin to its end.
+
+    Attributes:
+        kind: `STEADY`; `GROWS`: slower all the time; `SLOWER` and `FASTER`: in another way, as by a single jump.
+        before_seconds, after_seconds: duration of a step at both ends, without the first steps.
+        loop_seconds: seconds of the training loop between them.
+    """
+
+    kind: str
+    before_seconds: float
+    after_seconds: float
+    loop_seconds: float
+
+
+class GrowthDetector:
+    """Follows the steps of a run, tick by tick. Its memory is bounded.
+
+    Attributes:
+        growth: the growth that was found, up to the newest step in it; None without one.
+    """
+
+    def __init__(self) -> None:
+        self._builder = BlockBuilder(_BLOCK_SECONDS, least_steps=1, first_seconds=_FIRST_SECONDS)
+        self._spacing = _BLOCK_SECONDS
+        self._filling: LoopBlock | None = None
+        self._blocks: list[LoopBlock] = []
+        self._loop_seconds = 0.0
+        self._settled_at = math.inf
+        self._told_seconds = 0.0
+        self.growth: StepGrowth | None = None
+
+    def tick(self, totals: Totals, signals: Mapping[str, float]) -> StepGrowth | None:
+        """Add a tick. Returns the growth when it is found, and again whenever it has grown by as much."""
+        self._loop_seconds = totals.loop_seconds
+        if totals.loop_seconds >= FIRST_SECONDS:
+            self._settled_at = min(self._settled_at, totals.wall_seconds)
+        block = self._builder.add(totals, signals)
+        if block is None or not self._keep(block):
+            return None
+        found = find_growth(self._blocks, settled_at=self._settled_at)
+        if found is None:
+            return None
+        self.growth = found if self.growth is None else _continued(self.growth, found)
+        if self.growth.after_seconds < MIN_RATIO * self._told_seconds:
+            return None
+        self._told_seconds = self.growth.after_seconds
+        return self.growth
+
+    def trend(self) -> StepTrend | None:
+        """The trend of a short run; None for longer runs, and if too few steps are known."""
+        blocks = self._blocks if self._filling is None else [*self._blocks, self._filling]
+        if self._loop_seconds >= SHORT_RUN_SECONDS or len(blocks) < _PARTS:
+            return None
+        judged = blocks[len(blocks) // 6 :]
+        quarter = max(2, len(judged) // 4)
+        first, last = ([block.step_seconds for block in end] for end in (judged[:quarter], judged[-quarter:]))
+        before, after = median(first), median(last)
+        kind = SLOWER if after > before else FASTER
+        if find_growth(blocks, _MIN_TREND, settled_at=self._settled_at) is not None:
+            kind = GROWS
+        elif 1 / _MIN_TREND < after / before < _MIN_TREND or clearness(first, last) < _MIN_CLEARNESS:
+            kind = STEADY
+        return StepTrend(kind, before, after, sum(block.loop_seconds for block in judged))
+
+    def _keep(self, block: LoopBlock) -> bool:
+        """Add a block to those that are kept. Returns whether one is complete now."""
+        self._filling = block if self._filling is None else self._filling + block
+        if self._filling.loop_seconds < self._spacing:
+            return False
+        self._blocks.append(self._filling)
+        self._filling = None
+        if len(self._blocks) > MAX_BLOCKS and self._spacing < _MAX_BLOCK_SECONDS:
+            self._spacing *= 2
+            self._blocks = [one + two for one, two in zip(self._blocks[::2], self._blocks[1::2], strict=False)]
+        elif len(self._blocks) > MAX_BLOCKS:
+            del self._blocks[0]
+        return True
+
+
+_SAME: Final = 0.9
+
+
+def _continued(before: StepGrowth, now: StepGrowth) -> StepGrowth:
+    """The growth found before with its newest end, if it has gone on."""
+    if now.part != before.part or now.before_seconds < _SAME * before.before_seconds:
+        return now
+    return replace(
+        before,
+        loop_seconds=max(before.loop_seconds, now.loop_seconds + now.at_seconds - before.at_seconds),
+        after_seconds=max(before.after_seconds, now.after_seconds),
+        part_after_seconds=max(before.part_after_seconds, now.part_after_seconds),
+        fetch_after_seconds=now.fetch_after_seconds,
+    )

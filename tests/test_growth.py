@@ -1,0 +1,147 @@
+"""Growth within minutes: found soon, with the part that grows, and not where a run does something else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.change_series import STEADY
+from benchmarks.step_series import Loop, ticks
+from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, GrowthDetector
+from telemetry.diagnosis.growth import STEADY as STEADY_TREND
+
+MINUTE = 60.0
+HOUR = 3600.0
+BEGIN = 5 * MINUTE
+"""When the simulated loops begin to grow."""
+
+
+class Run:
+    """A simulated run. ``found``: the growth whenever it was told, with the seconds since the start."""
+
+    def __init__(self, loop, seconds, *, seed=1, core_wait=lambda _now: 0.0, **signals):
+        self.detector = GrowthDetector()
+        self.found = []
+        delay = steps = 0.0
+        for totals, _ in ticks(loop, seconds, random.Random(seed)):
+            delay, steps = delay + (totals.steps - steps) * core_wait(totals.wall_seconds), totals.steps
+            gauges = {name: value(totals.wall_seconds) for name, value in signals.items()}
+            growth = self.detector.tick(replace(totals, run_queue_delay_seconds=delay), gauges)
+            if growth is not None:
+                self.found.append((totals.wall_seconds, growth))
+
+    @property
+    def trend(self):
+        return self.detector.trend()
+
+
+def ramp(factor, seconds, *, begin=BEGIN):
+    return lambda now: 1 + (factor - 1) * min(1.0, max(0.0, (now - begin) / seconds))
+
+
+def computes(factor):
+    return lambda now: (1.0, factor(now))
+
+
+@pytest.mark.parametrize(
+    ("begin", "factor", "seconds"),
+    [(BEGIN, 10, 40), (BEGIN, 2, 60), (BEGIN, 2, 300), (BEGIN, 1.4, 120), (BEGIN, 1.5, 600), (2 * HOUR, 2, 180)],
+)
+def test_growth_is_told_within_two_minutes(begin, factor, seconds):
+    run = Run(Loop(slower=computes(ramp(factor, seconds, begin=begin))), begin + seconds + 3 * MINUTE)
+    now, growth = run.found[0]
+    by_30_percent = begin + seconds * 0.3 / (factor - 1)
+    assert begin < now < by_30_percent + 2 * MINUTE
+    assert growth.part == "compute"
+    assert growth.ratio >= 1.3
+    assert growth.before_seconds == pytest.approx(0.2, rel=0.2)
+    assert abs(growth.at_seconds - begin) < max(90, 0.4 * seconds)
+
+
+def test_a_run_that_grows_from_its_first_step_is_told_in_half_a_minute():
+    loop = Loop(step_seconds=0.013, wait_share=0.01, first=1.0, slower=computes(lambda now: 1 + now / 5))
+    now, growth = Run(loop, 44).found[0]
+    assert now <= 30
+    assert growth.before_seconds == pytest.approx(0.013, rel=0.25)
+
+
+def test_waits_that_grow_come_with_their_fetches():
+    loop = Loop(wait_share=0.3, slower=lambda now: (ramp(4, 200)(now), 1.0))
+    _, growth = Run(loop, BEGIN + 5 * MINUTE).found[0]
+    assert growth.part == "data_wait"
+    assert growth.fetch_after_seconds > 1.2 * growth.fetch_before_seconds
+
+
+def test_growth_that_goes_on_is_one_growth_from_its_begin():
+    run = Run(Loop(slower=computes(ramp(20, HOUR))), BEGIN + HOUR)
+    assert len(run.found) < 15
+    first, last = run.found[0][1], run.found[-1][1]
+    assert abs(last.at_seconds - first.at_seconds) < 2 * MINUTE
+    assert last.before_seconds == pytest.approx(0.2, rel=0.15)
+    assert last.ratio > 10
+    assert last.loop_seconds > 0.8 * HOUR
+
+
+# -- what is no growth -------------------------------------------------------------------------------------------------
+
+QUIET = STEADY | {
+    "a single jump": Loop(slower=computes(lambda now: 2.0 if now > BEGIN else 1.0)),
+    "two jumps": Loop(slower=computes(lambda now: 1 + 0.4 * (now > BEGIN) + 0.4 * (now > BEGIN + 100))),
+    "a warm-up": Loop(slower=computes(lambda now: 1 + 4 * 0.5 ** (now / 60))),
+    "a warm-up that becomes steadier": Loop(scatter=0.2, slower=computes(lambda now: 1 + 0.5 ** (now / 30))),
+    "slightly slower": Loop(slower=computes(ramp(1.2, 300))),
+    "slower over hours": Loop(slower=computes(ramp(1.25, 2 * HOUR))),
+    "faster": Loop(slower=computes(ramp(0.5, 300))),
+    "slow and back": Loop(slower=computes(lambda now: 1.5 if int(now / 90) % 3 == 1 else 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_is_no_growth(name, seed):
+    assert Run(QUIET[name], HOUR / 2, seed=seed).found == []
+
+
+def test_the_same_order_of_batches_in_each_epoch_grows_only_once():
+    """Batches that are sorted by length: the first epoch grows, and the later ones are as slow as it was."""
+    run = Run(Loop(slower=computes(lambda now: 1 + (now % 400) / 400)), HOUR)
+    assert max(now for now, _ in run.found) < 800
+
+
+def test_time_that_others_take_is_no_growth():
+    slower = computes(ramp(1.6, 200))
+    assert Run(Loop(slower=slower), BEGIN + 400, gpu_clock_hertz=lambda now: 1.98e9).found
+    assert not Run(Loop(slower=slower), BEGIN + 400, gpu_clock_hertz=lambda now: 1.98e9 / slower(now)[1]).found
+    assert not Run(Loop(slower=slower), BEGIN + 400, core_wait=lambda now: 0.18 * (slower(now)[1] - 1)).found
+    assert not Run(Loop(slower=slower), BEGIN + 400, other_cores=lambda now: slower(now)[1]).found
+    grows = Run(Loop(slower=computes(ramp(4, 200))), BEGIN + 400, other_cores=ramp(1.6, 200))
+    assert grows.found, "others cannot make a run four times slower that has its core"
+
+
+# -- the trend of a short run ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slower", "kind"),
+    [
+        (lambda _now: 1.0, STEADY_TREND),
+        (ramp(1.15, 500, begin=0), GROWS),
+        (ramp(0.7, 500, begin=0), FASTER),
+        (lambda now: 1.5 if now > BEGIN else 1.0, SLOWER),
+    ],
+)
+def test_a_short_run_gets_a_verdict_on_its_trend(slower, kind):
+    trend = Run(Loop(first=1.0, slower=computes(slower)), 500).trend
+    assert trend.kind == kind
+    assert trend.after_seconds / trend.before_seconds == pytest.approx(slower(450) / slower(130), rel=0.06)
+
+
+def test_a_long_run_and_a_very_short_one_get_none():
+    assert Run(Loop(), 1000).trend is None
+    assert Run(Loop(), 12).trend is None
+
+
+def test_the_memory_of_a_long_run_is_bounded():
+    assert len(Run(Loop(), 2 * HOUR).detector._blocks) <= 128
