@@ -418,6 +418,15 @@ class ErrorLine(Line, total=False):
     errors_total: Count
 
 
+class StepTrendFields(TypedDict, total=False):
+    """A `StepTrend`."""
+
+    kind: str
+    before_seconds: Number
+    after_seconds: Number
+    loop_seconds: Number
+
+
 class RunEndLine(Line, RunTotals, total=False):
     """The last line of a process that ended by itself.
 
@@ -426,6 +435,7 @@ class RunEndLine(Line, RunTotals, total=False):
         replaced: whether the process has executed another program.
         stuck_for_seconds: time for which it had been stuck when it ended.
         log_lines_dropped: lines that could not be written.
+        step_trend: how the steps of a short run have changed.
     """
 
     exit_status: Number
@@ -435,6 +445,7 @@ class RunEndLine(Line, RunTotals, total=False):
     stuck_for_seconds: Number
     errors_total: dict[str, Count]
     log_lines_dropped: Count
+    step_trend: StepTrendFields
 
 
 EVENTS: Final[Mapping[str, type]] = MappingProxyType(

@@ -28,6 +28,7 @@ from telemetry.agent.step_time import StepMonitor
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.agent.trends import ChangeMonitor, MemoryWatch, change_line
 from telemetry.config import TRIAL_VARIABLE
+from telemetry.diagnosis.growth import growth_finding
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
@@ -552,6 +553,8 @@ class Agent:
             if change is not None:
                 at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
                 self.event_log.emit("change", change_line(change, at))
+            if self._changes.growth is not None:
+                self.findings.tell(growth_finding(self._changes.growth, tick.totals))
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self.job_hang.tick()
         with self.errors.contained("lines"):
@@ -620,7 +623,7 @@ class Agent:
             self.event_log.write_errors()
             stuck = self._stuck_at_end()
             fields = {} if stuck is None else {"stuck_for_seconds": round(stuck.seconds, 3)}
-            logged = self.event_log.emit("run_end", self.event_log.end_fields() | fields)
+            logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._changes.trend_field() | fields)
         with self.errors.contained("end_line"):
             self._last_words = self._end_line(logged=logged)
         self._wait_for_others()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.changes import ChangeDetector
@@ -13,6 +13,7 @@ from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from telemetry.agent.collectors import Samples
+    from telemetry.diagnosis.growth import StepGrowth
     from telemetry.log_lines import ChangeLine
     from telemetry.records import GpuSample, PressureSample, StepChange, TorchMemorySample, Totals
 
@@ -164,13 +165,32 @@ class ChangeMonitor:
     def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
         """Add a tick. Returns a lasting change that this tick confirms."""
         signals = _signals(samples.nvml, samples.pressure)
-        self._growth.tick(totals, signals)
+        self._growth.tick(totals, signals | _memory_signals(samples))
         return self._detector.tick(totals, signals)
 
     @property
     def ratio(self) -> float | None:
         """Step time now divided by step time before a lasting slow-down, see `ChangeDetector`."""
         return self._detector.ratio
+
+    @property
+    def growth(self) -> StepGrowth | None:
+        """The growth of the steps within minutes; None without any."""
+        return self._growth.growth
+
+    def trend_field(self) -> dict[str, Any]:
+        """The trend of a short run as a field of the run's last line; empty for other runs."""
+        trend = self._growth.trend()
+        return {} if trend is None else {"step_trend": rounded(asdict(trend))}
+
+
+def _memory_signals(samples: Samples) -> dict[str, float]:
+    memory, allocator = samples.memory, samples.torch_memory
+    found = {
+        "training_bytes": None if memory is None else memory.training_bytes,
+        "cuda_bytes": None if allocator is None else allocator.allocated_bytes,
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str, float]:

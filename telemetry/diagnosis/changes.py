@@ -44,6 +44,7 @@ class LoopBlock:
     Attributes:
         at_seconds: start of the block on the clock of `Totals.wall_seconds`. ``step``: number of steps before it.
         steps: number of steps that ended in it. ``wait_seconds``, ``compute_seconds``: their sums over these steps.
+        at_loop_seconds: seconds of the training loop before it.
         signals: means of sampled figures by name, without unknown ones.
         held_slow, held_fast: step time that most of several blocks in a row exceeded, or stayed below. The means of
             joined blocks do not show them. Without any, they are 0 and infinite.
@@ -55,6 +56,7 @@ class LoopBlock:
     wait_seconds: float
     compute_seconds: float
     signals: Mapping[str, float] = field(default_factory=dict)
+    at_loop_seconds: float = 0.0
     held_slow: float = 0.0
     held_fast: float = math.inf
 
@@ -80,6 +82,7 @@ class LoopBlock:
             self.wait_seconds + later.wait_seconds,
             self.compute_seconds + later.compute_seconds,
             {**later.signals, **self.signals, **mean},
+            self.at_loop_seconds,
             max(self.held_slow, later.held_slow),
             min(self.held_fast, later.held_fast),
         )
@@ -148,7 +151,8 @@ class BlockBuilder:
         wait = max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds)
         ended = max(0.0, wait + added.compute_seconds - added.open_step_seconds)  # long steps fit in no block exactly
         compute = min(ended, max(0.0, added.compute_seconds - added.open_step_seconds))
-        return LoopBlock(start.wall_seconds, start.steps, added.steps, ended - compute, compute, signals)
+        at = start.loop_seconds - start.open_step_seconds
+        return LoopBlock(start.wall_seconds, start.steps, added.steps, ended - compute, compute, signals, at)
 
 
 # -- finds lasting changes of the duration of steps: sudden changes and slow drifts ------------------------------------

@@ -9,18 +9,21 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.changes import FIRST_SECONDS, BlockBuilder, LoopBlock, clearness
-from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.diagnosis.findings import Finding
+from telemetry.records import COMPUTE, CUDA, DATA_WAIT, TRAINING, Advice
+from telemetry.util.text import byte_size, duration, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from telemetry.diagnosis.lines import LineShare
     from telemetry.records import Totals
 
 # -- whether the steps of some blocks grow -----------------------------------------------------------------------------
 # The blocks are divided into eight parts, of which each has a level. They must rise nearly all the time, and no two
-# parts may have most of the growth: `ChangeDetector` finds sudden changes. Time that other programs or a lower clock
-# have cost is taken out first. The logarithm of the step counts, so that growth by a factor may be as even as growth by
-# an amount.
+# parts may have most of the growth: `ChangeDetector` finds sudden changes. The steps must also grow without the time
+# that other programs or a lower clock have cost. Their logarithm counts, so that growth by a factor may be as even as
+# growth by an amount.
 
 MIN_RATIO: Final = 1.30
 """Steps that have become slower by this factor are reported. Smaller growth is left to `ChangeDetector`."""
@@ -29,8 +32,8 @@ _LENGTHS: Final = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 """The growth may have begun so many blocks ago."""
 
 _PARTS: Final = 8
-_MIN_RISING: Final = 5
-"""So many of the seven differences of neighbours must be positive."""
+_MIN_RISING: Final = 21
+"""In so many of the 28 pairs of parts, the later one must be slower."""
 
 _MIN_QUARTER: Final = 0.1
 """Least share of the growth from each quarter to the next."""
@@ -57,16 +60,19 @@ class StepGrowth:
 
     Attributes:
         at_seconds: begin of the growth on the clock of `Totals.wall_seconds`. ``step``: the first step in it.
-        loop_seconds: seconds of the training loop in which they grew.
+        loop_seconds: seconds of the training loop in which they grew. ``begin_loop_seconds``: those before.
         before_seconds, after_seconds: duration of a step at both ends.
         part: the part of a step that has grown most, ``data_wait`` or ``compute``; ``part_before_seconds`` and
             ``part_after_seconds``: its duration at both ends.
         fetch_before_seconds, fetch_after_seconds: duration of a worker's fetch at both ends; None if unknown.
+        memory, memory_bytes: the memory that grew with the steps, `TRAINING` or `CUDA`, and by how much; None and 0 if
+            neither grew all the time.
     """
 
     at_seconds: float
     step: int
     loop_seconds: float
+    begin_loop_seconds: float
     before_seconds: float
     after_seconds: float
     part: str
@@ -74,11 +80,20 @@ class StepGrowth:
     part_after_seconds: float
     fetch_before_seconds: float | None = None
     fetch_after_seconds: float | None = None
+    memory: str | None = None
+    memory_bytes: float = 0.0
 
     @property
     def ratio(self) -> float:
         """Step time at the end over step time at the begin."""
         return self.after_seconds / self.before_seconds
+
+    def lost_ratio(self, totals: Totals) -> float:
+        """The share of the training loop so far that the steps took longer than at the begin of the growth."""
+        ended = totals.loop_seconds - totals.open_step_seconds
+        grown = ended - self.begin_loop_seconds
+        lost = grown - (totals.steps - self.step) * self.before_seconds
+        return min(1.0, max(0.0, lost / ended)) if ended > 0 else 0.0
 
 
 def find_growth(
@@ -92,16 +107,16 @@ def find_growth(
         settled_at: earlier blocks do not show how long steps take usually, on the clock of `Totals.wall_seconds`.
     """
     found = []
-    seconds = _own_seconds(blocks)
+    seconds, own = [block.step_seconds for block in blocks], _own_seconds(blocks)
     for length in sorted({min(length, len(blocks)) for length in _LENGTHS}):
-        at = len(blocks) - length
+        at, quarter = len(blocks) - length, length // 4
         if length < _PARTS or not _grows(seconds[at:], at_least):
             continue
         window = blocks[at:]
-        known = [each for each, block in zip(seconds[:at], blocks, strict=False) if block.at_seconds >= settled_at]
-        if _is_new(known, seconds[at:], math.sqrt(at_least)) and (
-            not _crowded(window) or _grows(seconds[at:], _CROWDED_RATIO)
-        ):
+        first, last = median(own[at : at + quarter]), median(own[-quarter:])
+        needed = max(at_least, _CROWDED_RATIO) if _crowded(window) else at_least
+        known = [each for each, block in zip(own[:at], blocks, strict=False) if block.at_seconds >= settled_at]
+        if last >= needed**0.75 * first and _is_new(last, known, math.sqrt(at_least)):
             found.append(_described(window))
     largest = max(found, key=lambda growth: growth.ratio, default=None)
     return largest if largest is not None and largest.ratio >= at_least else None
@@ -117,7 +132,7 @@ def _grows(seconds: Sequence[float], at_least: float) -> bool:
     bounds = [len(logs) * part // _PARTS for part in range(_PARTS + 1)]
     levels = [median(logs[begin:end]) for begin, end in pairwise(bounds)]
     grown = levels[-1] - levels[0]
-    rising = sum(later > earlier for earlier, later in pairwise(levels))
+    rising = sum(later > earlier for earlier, later in combinations(levels, 2))
     jump = max(later - earlier for earlier, later in zip(levels, levels[2:], strict=False))
     quarters = [(one + two) / 2 for one, two in zip(levels[::2], levels[1::2], strict=True)]
     slowest = min(later - earlier for earlier, later in pairwise(quarters))
@@ -154,9 +169,9 @@ def _crowded(window: Sequence[LoopBlock]) -> bool:
     return False
 
 
-def _is_new(known: Sequence[float], seconds: Sequence[float], by: float) -> bool:
+def _is_new(last: float, known: Sequence[float], by: float) -> bool:
     usual = sorted(known)
-    return not usual or median(seconds[-(len(seconds) // 4) :]) > by * usual[round(_NEARLY_ALL * (len(usual) - 1))]
+    return not usual or last > by * usual[round(_NEARLY_ALL * (len(usual) - 1))]
 
 
 def _described(window: Sequence[LoopBlock]) -> StepGrowth:
@@ -167,11 +182,12 @@ def _described(window: Sequence[LoopBlock]) -> StepGrowth:
     part = DATA_WAIT if waits[1] - waits[0] >= computes[1] - computes[0] else COMPUTE
     shown = waits if part == DATA_WAIT else computes
     fetches = [_signal(end, "fetch_seconds") for end in (first, last)]
-    before = _first_seconds(window)
+    before, (memory, size) = _first_seconds(window), _memory_growth(window)
     return StepGrowth(
         at_seconds=window[0].at_seconds,
         step=window[0].step,
         loop_seconds=sum(block.loop_seconds for block in window),
+        begin_loop_seconds=window[0].at_loop_seconds,
         before_seconds=before,
         after_seconds=median(block.step_seconds for block in last),
         part=part,
@@ -179,7 +195,28 @@ def _described(window: Sequence[LoopBlock]) -> StepGrowth:
         part_after_seconds=shown[1],
         fetch_before_seconds=fetches[0],
         fetch_after_seconds=fetches[1],
+        memory=memory,
+        memory_bytes=size,
     )
+
+
+_MEMORY: Final = {CUDA: "cuda_bytes", TRAINING: "training_bytes"}
+"""The signals of blocks that are memory. Tensors on the GPU come first: the process may grow with them."""
+
+_MIN_MEMORY_BYTES: Final = 4 << 20
+
+
+def _memory_growth(window: Sequence[LoopBlock]) -> tuple[str | None, float]:
+    """The memory that grew from each third of the window to the next, and by how much in all of it."""
+    third = len(window) // 3
+    for memory, name in _MEMORY.items():
+        levels = [_signal(part, name) for part in (window[:third], window[third:-third], window[-third:])]
+        known = [level for level in levels if level is not None]
+        if len(known) == len(levels) and known[0] < known[1] < known[2]:
+            grown = 1.5 * (known[2] - known[0])  # from the begin to the end
+            if grown >= _MIN_MEMORY_BYTES:
+                return memory, grown
+    return None, 0.0
 
 
 def _first_seconds(window: Sequence[LoopBlock]) -> float:
@@ -193,6 +230,76 @@ def _first_seconds(window: Sequence[LoopBlock]) -> float:
 def _signal(blocks: Sequence[LoopBlock], name: str) -> float | None:
     known = [block.signals[name] for block in blocks if name in block.signals]
     return median(known) if known else None
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+_MUCH_OF_GROWTH: Final = 0.5
+"""A line causes the growth if it takes more than this share of the time that the steps have become longer by."""
+
+_OF_MEMORY: Final = {TRAINING: "the memory of the training process", CUDA: "the memory of the tensors on the GPU"}
+
+_KEPT_GRAPH: Final = (
+    "let no step keep the graph of the steps before: add loss.item() or loss.detach() to what is carried on, detach "
+    "hidden states, and call backward() without retain_graph=True"
+)
+_KEPT: Final = "keep nothing of earlier steps that each step goes through again: keep sums, or the newest values"
+_REPEATED: Final = (
+    "look for what each step adds to and then goes through: a list, a hook, a parameter group, a handler of a logger"
+)
+_FETCHES: Final = (
+    "look for what the data set adds to with every sample and then goes through: a list, a cache, an open file"
+)
+
+
+def growth_finding(growth: StepGrowth, totals: Totals, lines: Sequence[LineShare] = ()) -> Finding:
+    """The growth in words.
+
+    Args:
+        growth: the growth.
+        totals: the run so far.
+        lines: the lines of code in which the steps spend their time now, the largest share first.
+    """
+    longer = growth.after_seconds - growth.before_seconds
+    text = (
+        f"Steps take {duration(growth.after_seconds)}, and took {duration(growth.before_seconds)} "
+        f"{rough_duration(growth.loop_seconds)} of training before, at step {growth.step}: "
+    )
+    grown = f"{duration(growth.part_before_seconds)} to {duration(growth.part_after_seconds)}"
+    text += (
+        f"waiting for data has grown from {grown}" if growth.part == DATA_WAIT else f"compute has grown from {grown}"
+    )
+    caused = [line for line in lines if line.share * growth.after_seconds >= _MUCH_OF_GROWTH * longer]
+    line = caused[0] if caused and growth.part == COMPUTE else None
+    if line is not None:
+        text += f", and {rounded_percent(line.share)} of each step is {line.named} now"
+    if growth.memory is not None:
+        text += f", and {_OF_MEMORY[growth.memory]} has grown by {byte_size(growth.memory_bytes)} with it"
+    lost = growth.lost_ratio(totals)
+    return Finding(
+        kind="step_growth",
+        share_ratio=round(lost, 4),
+        text=text,
+        lines=tuple(line.told() for line in lines) if growth.part == COMPUTE else (),
+        advice=(
+            Advice(
+                _action(growth, line),
+                predicted_speedup=round(1 / (1 - lost), 2) if lost < _ALL else None,
+                because=f"{rounded_percent(lost)} of the training loop so far is what the steps have grown by",
+            ),
+        ),
+    )
+
+
+_ALL: Final = 0.99
+
+
+def _action(growth: StepGrowth, line: LineShare | None) -> str:
+    if growth.part == DATA_WAIT:
+        return _FETCHES
+    if line is not None and (line.calls or "").endswith(".backward"):
+        return _KEPT_GRAPH
+    return _KEPT if growth.memory is not None else _REPEATED
 
 
 # -- follows the steps of a run ----------------------------------------------------------------------------------------
@@ -245,25 +352,18 @@ class GrowthDetector:
         self._blocks: list[LoopBlock] = []
         self._loop_seconds = 0.0
         self._settled_at = math.inf
-        self._told_seconds = 0.0
         self.growth: StepGrowth | None = None
 
-    def tick(self, totals: Totals, signals: Mapping[str, float]) -> StepGrowth | None:
-        """Add a tick. Returns the growth when it is found, and again whenever it has grown by as much."""
+    def tick(self, totals: Totals, signals: Mapping[str, float]) -> None:
+        """Add the totals and the sampled figures of a tick."""
         self._loop_seconds = totals.loop_seconds
         if totals.loop_seconds >= FIRST_SECONDS:
             self._settled_at = min(self._settled_at, totals.wall_seconds)
         block = self._builder.add(totals, signals)
-        if block is None or not self._keep(block):
-            return None
-        found = find_growth(self._blocks, settled_at=self._settled_at)
-        if found is None:
-            return None
-        self.growth = found if self.growth is None else _continued(self.growth, found)
-        if self.growth.after_seconds < MIN_RATIO * self._told_seconds:
-            return None
-        self._told_seconds = self.growth.after_seconds
-        return self.growth
+        if block is not None and self._keep(block):
+            found = find_growth(self._blocks, settled_at=self._settled_at)
+            if found is not None:
+                self.growth = found if self.growth is None else _continued(self.growth, found)
 
     def trend(self) -> StepTrend | None:
         """The trend of a short run; None for longer runs, and if too few steps are known."""
@@ -309,4 +409,6 @@ def _continued(before: StepGrowth, now: StepGrowth) -> StepGrowth:
         after_seconds=max(before.after_seconds, now.after_seconds),
         part_after_seconds=max(before.part_after_seconds, now.part_after_seconds),
         fetch_after_seconds=now.fetch_after_seconds,
+        memory=now.memory or before.memory,
+        memory_bytes=max(before.memory_bytes, now.memory_bytes),
     )
