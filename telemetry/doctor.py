@@ -193,7 +193,7 @@ _CUDA_SECONDS: Final = 60.0
 _MAX_GPU_LINES: Final = 4
 _SM_SOURCES: Final = {
     "gpm": "SM activity is read from hardware counters",
-    "process": "SM activity is estimated by the driver (only Hopper and newer have hardware counters)",
+    "process": "SM activity is estimated by the driver (hardware counters need Hopper or newer, and permission)",
     None: "SM activity is not available, only utilization",
 }
 

@@ -900,7 +900,7 @@ class Conditions:
         worker_cores: number of cores that the workers may use; None if unknown.
         cores: cores that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
         host_cores: cores of the machine, 0 if unknown.
-        on_gpu: whether there is a reading of the GPU.
+        on_gpu: whether an accelerator is in use, also if there is no reading of it.
         peers: the other ranks of this node, and the ranks of other nodes that this one may wait for.
     """
 

@@ -357,6 +357,13 @@ def test_the_device_is_known_without_any_loader(agent, device):
     assert agent.tracker.device == 1
 
 
+def test_a_rank_is_on_an_accelerator_without_a_reading_of_it(agent, device):
+    """Else a rank that blocks in `loss.item()` would be judged like one that computes on the CPU."""
+    wait_until(agent, "xpu_events")
+    assert agent._collectors.samples.nvml is None
+    assert agent._builder.tick().conditions.on_gpu
+
+
 def test_without_an_optimizer_the_current_device_is_used_some_steps_later(agent, device):
     wait_until(agent, "xpu_events")
     for step, _ in enumerate(DataLoader(Numbers(40, seconds=0.001), batch_size=1)):

@@ -478,6 +478,21 @@ def test_gpm_that_is_refused_gives_way_to_the_process(state):
     assert not state.gpm_buffers
 
 
+def test_gpm_that_is_refused_later_is_absent_and_tried_again(state):
+    """The figure must not change its meaning in mid-run."""
+    state.gpus = [Gpu(gpm=True, processes=[Process(sm=30)])]
+    with source(state) as made:
+        until(lambda: not isinstance(outcome(made), str) and made.read().sm_active_source == "gpm")
+        state.errors = {"nvmlGpmSampleGet": fake.NO_PERMISSION}
+        reading = sample(state, made)
+        assert (reading.sm_active_ratio, reading.sm_active_source) == (None, None)
+        before = Counter(state.calls)
+        ticks(state, 200)
+        assert 2 <= state.calls["nvmlGpmSampleGet"] - before["nvmlGpmSampleGet"] <= 10
+        state.errors = {}
+        until(lambda: made.read().sm_active_source == "gpm")
+
+
 def test_without_gpm_the_share_of_this_process(state):
     state.gpus[0].processes = [Process(pid=1, sm=90), Process(sm=20, age_seconds=0.9), Process(sm=40)]
     reading = read_one(state)
@@ -786,6 +801,14 @@ def test_summary_of_each_gpu(state):
     assert third["sm_source"] == "process"
     assert lost["error"].endswith("GPU is lost")
     until(lambda: state.initialised == 0)
+
+
+def test_the_doctor_takes_a_real_sample_of_the_counters(state):
+    state.gpus = [Gpu(gpm=True)]
+    state.errors = {"nvmlGpmSampleGet": fake.NO_PERMISSION}
+    (gpu,) = device_summary()
+    assert gpu["sm_source"] == "process"
+    assert not state.gpm_buffers
 
 
 def test_summary_without_a_driver(state):

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from telemetry.diagnosis.hangs import Collective
+from telemetry.records import TorchMemorySample
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
 from telemetry.sources.flight_recorder import FlightRecorder
-from telemetry.sources.memory import MemorySource, shared_bytes
+from telemetry.sources.memory import MemorySource, TorchMemorySource, shared_bytes
 from telemetry.sources.proc import HostSource
 
 # -- the machine -------------------------------------------------------------------------------------
@@ -372,3 +374,23 @@ def test_whatever_torch_answers_nothing_is_raised(monkeypatch, content):
 def test_without_torch_distributed_there_is_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
     assert FlightRecorder().read() is None
+
+
+# -- the allocator of torch --------------------------------------------------------------------------------------------
+
+
+def test_the_allocator_is_read_only_while_the_training_goes_on(monkeypatch):
+    """During a hang the training thread may hold the allocator's lock."""
+    calls = []
+    allocator = SimpleNamespace(
+        is_initialized=lambda: True,
+        memory_allocated=lambda device: calls.append(device) or len(calls),
+        memory_reserved=lambda device: 10 * len(calls),
+    )
+    monkeypatch.setattr(torch, "cuda", allocator)
+    tracker = SimpleNamespace(progress=(1, 1, 0))
+    source = TorchMemorySource(tracker, lambda: 3)
+    assert [source.read(), source.read()] == [TorchMemorySample(1, 10)] * 2
+    tracker.progress = (2, 1, 0)
+    assert source.read() == TorchMemorySample(2, 20)
+    assert calls == [3, 3]

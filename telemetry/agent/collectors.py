@@ -81,7 +81,7 @@ class CollectorPoller:
             ProcessSource(lambda: tracker.native_thread),
             self._workers,
             PressureSource(),
-            TorchMemorySource(self._device),
+            TorchMemorySource(tracker, self._device),
             MemorySource(
                 lambda: [pid for loader in tracker.loaders.live() for pid in loader.pids], stat=self._workers.stat
             ),

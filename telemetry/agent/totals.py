@@ -357,7 +357,7 @@ class TotalsBuilder:
             cores=allowed if quota is None else min(allowed, quota),
             quota_cores=quota,
             host_cores=0 if host is None else host.cpu_count,
-            on_gpu=samples.nvml is not None and samples.nvml.utilization_ratio is not None,
+            on_gpu=self._tracker.accelerator is not None,
             peers=peers,
         )
         return Tick(totals, conditions)

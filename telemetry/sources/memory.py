@@ -17,6 +17,7 @@ from telemetry.util.files import read_small
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from telemetry.hooks.state import StepState
     from telemetry.sources.proc import Stat
 
 
@@ -189,22 +190,32 @@ def cuda() -> Any | None:
 class TorchMemorySource:
     """The bytes allocated for tensors, and the bytes that the allocator reserves.
 
+    Torch takes the allocator's lock for this and keeps the GIL. While the training thread is stuck, it may hold that
+    lock, and then the whole process would stand still. So there is a new reading only after the training has gone on.
+
     Args:
+        tracker: shows whether the training goes on.
         device: returns the index of the training thread's device; the agent thread has another current device.
     """
 
     name = "torch_memory"
 
-    def __init__(self, device: Callable[[], int]) -> None:
+    def __init__(self, tracker: StepState, device: Callable[[], int]) -> None:
+        self._tracker = tracker
         self._device = device
+        self._progress: tuple[int, int, int] | None = None
+        self._newest: TorchMemorySample | None = None
 
     def read(self) -> TorchMemorySample | None:
-        """Take a reading; None while CUDA is not in use, which is no failure."""
+        """Take a reading, or repeat the last one. None while CUDA is not in use, which is no failure."""
         module = cuda()
         if module is None:
             return None
-        device = self._device()
-        return TorchMemorySample(module.memory_allocated(device), module.memory_reserved(device))
+        device, progress = self._device(), self._tracker.progress
+        if progress != self._progress:
+            self._newest = TorchMemorySample(module.memory_allocated(device), module.memory_reserved(device))
+            self._progress = progress
+        return self._newest
 
     def close(self) -> None:
         """Do nothing: the source holds nothing."""

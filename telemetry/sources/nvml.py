@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from telemetry.records import GpuSample
 from telemetry.sources.collector import CollectorError
-from telemetry.util.clock import NS, now_ns, thread_time, unix_ns
+from telemetry.util.clock import NS, now_ns, sleep, thread_time, unix_ns
 from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
@@ -421,6 +421,18 @@ def _gpm_supported(driver: NvmlDriver, gpu: Handle) -> bool:
     return support is not None and bool(support.isSupportedDevice)
 
 
+def _gpm_readable(driver: NvmlDriver, gpu: Handle) -> bool:
+    """Whether this process may read the counters. Only a real reading, of two samples, shows it."""
+    reader = GpmReader(driver, GpuDevice(gpu, gpu, None, 0, "", ""), clock=now_ns, window_ns=10 * NS)
+    try:
+        _offered(reader.read)
+        sleep(1.1 * _GPM_SHORTEST_NS / NS)
+        values = _offered(reader.read)
+        return values is not None and values.sm_active is not None
+    finally:
+        reader.close()
+
+
 def _offered(read: Callable[[], T]) -> T | None:
     """Take a reading; None if the GPU or the driver does not offer it, or not to this process."""
     try:
@@ -484,6 +496,9 @@ THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 """Every value of the ``reason`` label, with NVML's bit. An idle GPU's bit (0x001) is left out, because an idle GPU is
 not throttled. Bits that later drivers add are left out until they have a name here."""
 
+_MAX_GPM_PAUSE: Final = 64
+"""Counters that fail are tried again after 1, 2, 4, ... ticks, but after this many at the latest."""
+
 _MAX_MEMORY_BYTES: Final = float(1 << 44)
 _MAX_MILLIWATTS: Final = 20e6
 _MAX_MILLIJOULES: Final = 1e16
@@ -511,6 +526,9 @@ class DeviceReader:
         self._gpm: GpmReader | None = None
         if _gpm_supported(driver, device.parent):
             self._gpm = GpmReader(driver, device, clock=clock, window_ns=window_ns)
+        self._gpm_given = False  # whether the counters have had a value
+        self._gpm_rests = 0  # so many ticks without the counters are left
+        self._gpm_pause = 1
         self._pids = own_pids()  # the driver may list this process under any of them
         self._process_seen = False
         self._clock_max: float | None = None
@@ -523,11 +541,7 @@ class DeviceReader:
         """
         self._failures.clear()
         device, binding = self.device, self._driver.binding
-        gpm = GpmValues()
-        if self._gpm is not None:
-            gpm = self._optional(self._gpm.read) or gpm
-            if any(error.code in _NOT_OFFERED for error in self._failures):  # virtual GPU, or missing permission
-                self.close()
+        gpm = self._counters()
         active, source = gpm.sm_active, "gpm"
         if self._gpm is None:
             active, source = self._optional(self._process), "process"
@@ -572,6 +586,29 @@ class DeviceReader:
         if self._gpm is not None:
             self._gpm.close()
             self._gpm = None
+
+    def _counters(self) -> GpmValues:
+        """The hardware counters.
+
+        A virtual GPU, or one whose counters need a permission, may refuse them at once or after some samples
+        (NVIDIA/DCGM#214). If there was no value yet, the source of SM activity changes. Else it stays, and is tried
+        again later: a figure must not change its meaning in mid-run.
+        """
+        if self._gpm is None:
+            return GpmValues()
+        if self._gpm_rests:
+            self._gpm_rests -= 1
+            return GpmValues()
+        values = self._optional(self._gpm.read)
+        if values is not None:
+            self._gpm_pause = 1
+            self._gpm_given = self._gpm_given or values.sm_active is not None
+            return values
+        if self._failures[-1].code in _NOT_OFFERED and not self._gpm_given:
+            self.close()
+        else:
+            self._gpm_rests, self._gpm_pause = self._gpm_pause, min(2 * self._gpm_pause, _MAX_GPM_PAUSE)
+        return GpmValues()
 
     def _optional(self, read: Callable[[], T]) -> T | None:
         """Take a reading; None if it is not available. Keeps the sample's failures."""
@@ -878,7 +915,7 @@ def _summary(driver: NvmlDriver, index: int, version: str) -> dict[str, Any]:
         summary["uuid"] = driver.call("nvmlDeviceGetUUID", gpu)
         summary["name"] = driver.call("nvmlDeviceGetName", gpu)
         summary["mig"] = _is_partitioned(driver, gpu)
-        if _gpm_supported(driver, gpu):
+        if _gpm_supported(driver, gpu) and (summary["mig"] or _gpm_readable(driver, gpu)):
             summary["sm_source"] = "gpm"
         elif _offered(lambda: _process_entries(driver, gpu)) is not None:
             summary["sm_source"] = "process"
