@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.step_series import Loop, ticks
 from telemetry.agent.collectors import Samples
 from telemetry.agent.trends import ChangeMonitor, change_line
+from telemetry.log_lines import fields_of
 from telemetry.records import GpuSample
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def changes_in(loop: Loop, seconds: float, seed: int) -> list[tuple[float, dict[
         samples = Samples(nvml=GpuSample(0, "", "", sm_clock_hertz=newest["gpu_clock_hertz"]))
         change = monitor.tick(totals, samples)
         if change is not None:
-            logged.append((totals.wall_seconds, {**change_line(change, str(change.at_seconds))}))
+            logged.append((totals.wall_seconds, fields_of(change_line(change, str(change.at_seconds)))))
     return logged
 
 

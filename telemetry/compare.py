@@ -236,7 +236,7 @@ class Run:
         """
         logs = load(Path(folder), all_windows=True)
         processes = not_replaced(logs)
-        points = _points([process for process in processes if process.totals.get("steps_total")])
+        points = _points([process for process in processes if process.totals.steps_total])
         windows = [
             Window(
                 fmean(end.steps - begin.steps for begin, end in zip(before, after, strict=True)),
@@ -246,7 +246,7 @@ class Run:
         ]
         steps = sum(window.steps for window in windows)
         ranks = [*zip(points[0], points[-1], strict=True)] if steps else []
-        all_steps = sum(process.totals.get("steps_total", 0) for process in processes)
+        all_steps = sum(process.totals.steps_total or 0 for process in processes)
         delay = fmean(_without_core(begin, end) for begin, end in ranks) if ranks else math.nan
         return cls(
             name=processes[-1].run,
@@ -313,7 +313,7 @@ def facts_of(processes: Sequence[ProcessLog]) -> dict[str, Any]:
     """Recorded facts besides the pace, by name. If they differ between processes, all values are in one text."""
     named: dict[str, list[Any]] = {}
     for process in processes:
-        told = {name: process.head.get(name) for name in _HEAD} | process.environment | process.loader
+        told = {name: getattr(process.head, name) for name in _HEAD} | process.environment | process.loader
         for name, value in told.items():
             if value is not None and name != _NOT_COMPARED and value not in named.setdefault(name, []):
                 named[name].append(value)

@@ -1,8 +1,8 @@
-"""The lines of the log: the type of each event, the heartbeat of a process, and how samples become a line.
+"""The lines of the log, a record for each event, and the heartbeat of a process.
 
-The agent writes these types (`telemetry.agent.log`) and the report reads them (`telemetry.report.logs`). They are typed
-dictionaries, because a log line distinguishes what is null (it was not measured) from what is absent (it does not
-apply), and because the totals of a heartbeat are merged over those of a line.
+The agent writes these records (`telemetry.agent.log`), and the report reads them (`telemetry.report.logs`). A field
+that was not measured is null in the log. A field that does not apply is absent; the writer marks it with `ABSENT`. A
+reader gets None for both.
 
 Times are ISO-8601 in UTC unless the name says ``unix``. ``_seconds``, ``_bytes``, ``_hertz``, ``_watts``, ``_joules``
 and ``_celsius`` are units. ``_ratio`` is from 0 to 1. ``_total`` counts since the process started. Dictionaries of
@@ -12,97 +12,101 @@ seconds are by category of the ledger unless it is said otherwise.
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_args
 
 import msgspec
+from msgspec import Meta, Struct, structs
 
 from telemetry.diagnosis.findings import FindingKind
-from telemetry.records import (
-    LOG_KIND,
-    Advice,
-    Deliveries,
-    GpuSample,
-    HostSample,
-    HotLine,
-    MemorySample,
-    OtherCause,
-    PressureSample,
-    ProcessSample,
-    TorchMemorySample,
-    WorkersSample,
-    rounded,
-)
+from telemetry.diagnosis.growth import StepTrend
+from telemetry.records import COMPUTE, DATA_WAIT, Advice, HotLine, OtherCause
+from telemetry.util.clock import iso_time
+from telemetry.util.files import read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+    from pathlib import Path
 
+ABSENT: Final[Any] = msgspec.UNSET
 
 _LARGEST: Final = 10**15
 """No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-Number = (
-    Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
-)
-UnixSeconds = Annotated[float, msgspec.Meta(ge=0, le=2e11)]
-"""The largest is in the year 8307, the last of the calendar."""
-
+Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Number = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)] | Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 Scalar = str | bool | Number
-SketchCounts = dict[Annotated[int, msgspec.Meta(ge=-9999, le=9999)], Count]
+SketchCounts = dict[Annotated[int, Meta(ge=-9999, le=9999)], Count]
 """A `Sketch` of durations: counts by bucket."""
 
-
-class Line(TypedDict, total=False):
-    """The fields of every line. ``step``: ended steps of the process."""
-
-    time: str
-    event: str
-    run: str
-    rank: Count
-    local_rank: Count
-    node: str
-    pid: Count
-    tid: Count
-    step: Count
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+"""Seconds of a heartbeat. No run is longer, and no clock shows more."""
 
 
-class MemoryFields(TypedDict, total=False):
+# -- the lines with totals ---------------------------------------------------------------------------------------------
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """The fields of every line beside its event. ``step``: ended steps of the process."""
+
+    time: str = ""
+    run: str = ""
+    rank: Count | None = None
+    local_rank: Count | None = None
+    node: str | None = None
+    pid: Count | None = None
+    tid: Count | None = None
+    step: Count | None = None
+
+
+class SurroundingsLine(Line, frozen=True, kw_only=True):
+    """Versions, cores and the script, and the settings of the DataLoader. A window has them only if they have changed.
+
+    Attributes:
+        oom_kills_total: processes of this cgroup that the OOM killer has killed.
+    """
+
+    environment: dict[str, Scalar | None] = {}
+    loader: dict[str, Scalar | None] | None = None
+    oom_kills_total: Count | None = None
+
+
+class MemoryForecast(Struct, frozen=True, omit_defaults=True):
     """Growth of memory. ``where``: the growing part, see `MEMORY_PARTS`; ``exhausted``: memory that will run out."""
 
-    growth_bytes_per_hour: Number
-    where: str
-    exhausted_in_seconds: Number
-    exhausted: str
-    copied_on_write: bool
-    advice: str
+    growth_bytes_per_hour: Number | None = None
+    where: str | None = None
+    exhausted_in_seconds: Number | None = None
+    exhausted: str | None = None
+    copied_on_write: bool = False
+    advice: str | None = None
 
 
-class ResumptionFields(TypedDict, total=False):
-    """The beginning of this attempt. Fields of what did not happen are absent.
+class Resumption(Struct, frozen=True, omit_defaults=True):
+    """The beginning of an attempt. Fields of what did not happen are absent.
 
     Attributes:
         optimizers: number of optimizers that step; absent for one.
         restore_seconds: time in loading functions before the first step.
-        resumed_step: position in optimizer steps of the whole training. ``resumed_from``: source of this number.
-        resumed_at_optimizer_steps: steps of this process's optimizers before it loaded that state.
+        resumed_from: source of ``resumed_step``. ``resumed_at_optimizer_steps``: steps of this process's optimizers
+            before it loaded that state. ``resumed_step``: position in optimizer steps of the whole training.
         replayed_batches: batches that were drawn and thrown away. ``replay_seconds``: time of the loop for them, of
             which ``replay_wait_seconds`` was waiting.
     """
 
-    optimizers: Count
-    restore_seconds: Number
-    resumed_step: Count
-    resumed_from: str
-    resumed_at_optimizer_steps: Count
-    replayed_batches: Count
-    replay_seconds: Number
-    replay_wait_seconds: Number
+    optimizers: Count | None = None
+    restore_seconds: Number = 0.0
+    resumed_from: str | None = None
+    resumed_at_optimizer_steps: Count | None = None
+    resumed_step: Count | None = None
+    replayed_batches: Count = 0
+    replay_seconds: Number = 0.0
+    replay_wait_seconds: Number = 0.0
 
 
-class RunTotals(TypedDict, total=False):
-    """The totals of the process, in every window, in the last line and in the heartbeat.
+class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
+    """A line with the totals of the process: every window, and the last line.
 
     Attributes:
         wall_seconds: time since the agent started; the sum of ``ledger_total_seconds``.
@@ -118,66 +122,86 @@ class RunTotals(TypedDict, total=False):
             others of the machine; ``known``, the wall clock over which these two were measured; ``thread`` and
             ``thread_delay``, the training thread's and its run-queue delay, over its whole life; ``worker`` and
             ``worker_delay``, of the mean worker. Null before the first are known.
-        oom_kills_total: processes of this cgroup that the OOM killer has killed.
     """
 
-    steps_total: Count
-    wall_seconds: Number
-    ledger_total_seconds: dict[str, Number]
-    exposed_wait_total_seconds: Number | None
-    exposed_wait_absent: str | None
-    first_wait_seconds: Number
-    overhead_seconds: dict[str, Number]
-    stall_lost_total_seconds: dict[str, Number]
-    dropped_steps_total: Count
-    child_processes: Count
-    unseen_steps_total: Count
-    samples_total: Count | None
-    tokens_total: Count | None
-    gpu_energy_total_joules: dict[str, Number] | None
-    gpu_uuid: str | None
-    cpu_total_seconds: dict[str, Number] | None
-    memory: MemoryFields
-    optimizer_steps_total: Count
-    oom_kills_total: Count
-    resumption: ResumptionFields
+    steps_total: Count | None = None
+    wall_seconds: Number = 0.0
+    ledger_total_seconds: dict[str, Number] = {}
+    exposed_wait_total_seconds: Number | None = None
+    exposed_wait_absent: str | None = None
+    first_wait_seconds: Number = 0.0
+    overhead_seconds: dict[str, Number] = {}
+    stall_lost_total_seconds: dict[str, Number] | None = None
+    dropped_steps_total: Count = 0
+    child_processes: Count = 0
+    unseen_steps_total: Count = 0
+    samples_total: Count | None = None
+    tokens_total: Count | None = None
+    gpu_energy_total_joules: dict[str, Number] | None = None
+    gpu_uuid: str | None = None
+    cpu_total_seconds: dict[str, Number] | None = None
+    memory: MemoryForecast = MemoryForecast()
+    optimizer_steps_total: Count = 0
+    resumption: Resumption = Resumption()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has the totals. A damaged line may lack them."""
+        return bool(self.ledger_total_seconds) and self.wall_seconds > 0 and self.steps_total is not None
 
 
-class Heartbeat(RunTotals, total=False):
-    """The newest state of a process that has not ended by itself. ``life`` identifies the process, as in its log.
+class WindowLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="window"):
+    """One logging interval, with the totals of the run at its end.
 
     Attributes:
-        time: ``unix_seconds`` as in a log line; the reader sets it.
-        seconds_before: age of the process when the agent started.
-        kept_seconds: seconds of the training loop up to the newest checkpoint from which it can be resumed.
-        saves_completed: number of such checkpoints.
+        exposed_wait_ratio: share of the training loop, wait and compute. ``exposed_wait_source``: how it was measured.
+        step_seconds, data_wait_seconds: ``p50``, ``p95``, ``p99`` and ``max`` of its steps; null without a step.
     """
 
-    life: str
-    unix_seconds: UnixSeconds
-    time: str
-    seconds_before: Number
-    kept_seconds: Number
-    saves_completed: Count
+    window_seconds: Number = 0.0
+    steps: Count = 0
+    optimizer_steps: Count = 0
+    ledger_seconds: dict[str, Number] = {}
+    exposed_wait_seconds: Number | None = None
+    exposed_wait_ratio: Number | None = None
+    exposed_wait_source: str | None = None
+    step_seconds: dict[str, Number] | None = None
+    data_wait_seconds: dict[str, Number] | None = None
+    step_sketch: SketchCounts = {}
+    data_wait_sketch: SketchCounts = {}
 
 
-class SettingFields(TypedDict, total=False):
+class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="run_end"):
+    """The last line of a process that ended by itself.
+
+    Attributes:
+        exception: type of the exception that ended the script. ``lost_peer``: whether it means another rank's end.
+        replaced: whether the process has executed another program.
+        stuck_for_seconds: time for which it had been stuck when it ended.
+        log_lines_dropped: lines that could not be written.
+        step_trend: how the steps of a short run have changed.
+    """
+
+    exit_status: Number | None = None
+    exception: str | None = None
+    lost_peer: bool = False
+    replaced: bool = False
+    stuck_for_seconds: Number | None = None
+    errors_total: dict[str, Count] = {}
+    log_lines_dropped: Count = 0
+    step_trend: StepTrend | None = None
+
+
+class Settings(Struct, frozen=True):
     """The settings that a report needs. The line has all of them."""
 
-    interval_seconds: Number
-    log_interval_seconds: Number
-    stall_enter_ratio: Number
-    gpu_hour_price: Number | None
+    interval_seconds: Number = 1.0
+    log_interval_seconds: Number = 10.0
+    stall_enter_ratio: Number = 0.2
+    gpu_hour_price: Number | None = None
 
 
-class Surroundings(TypedDict, total=False):
-    """Versions, cores and the script; the settings of the DataLoader. A window has them only if they have changed."""
-
-    environment: dict[str, Scalar | None]
-    loader: dict[str, Scalar | None]
-
-
-class RunStartLine(Line, Surroundings, total=False):
+class RunStartLine(SurroundingsLine, frozen=True, kw_only=True, tag_field="event", tag="run_start"):
     """The first line of a process, and of each of its files.
 
     Attributes:
@@ -190,70 +214,73 @@ class RunStartLine(Line, Surroundings, total=False):
         step_sketch, step_max_seconds: steps of the process so far. ``data_wait_…``: their waits. Absent before a step.
     """
 
-    started: str
-    world_size: Count
-    launcher: str
-    rank_source: str
-    claimed_rank: Count
-    life: str
-    process_started: str | None
-    launch: str | None
-    restarts: Count | None
-    memory_group: str | None
-    memory_events: str | None
-    oom_kills_total: Count
-    telemetry_version: str
-    python_version: str
-    cpu_count: Count | None
-    metrics_url: str | None
-    settings: SettingFields
-    step_sketch: SketchCounts
-    step_max_seconds: Number
-    data_wait_sketch: SketchCounts
-    data_wait_max_seconds: Number
-    continued: bool
+    started: str = ""
+    world_size: Count | None = None
+    launcher: str | None = None
+    rank_source: str | None = None
+    claimed_rank: Count | None = None
+    life: str | None = None
+    telemetry_version: str | None = None
+    python_version: str | None = None
+    cpu_count: Count | None = None
+    metrics_url: str | None = None
+    step_sketch: SketchCounts | None = None
+    step_max_seconds: Number = 0.0
+    data_wait_sketch: SketchCounts | None = None
+    data_wait_max_seconds: Number = 0.0
+    process_started: str | None = None
+    launch: str | None = None
+    restarts: Count | None = None
+    memory_group: str | None = None
+    memory_events: str | None = None
+    settings: Settings = Settings()
+    continued: bool = False
 
 
-class WindowLine(Line, RunTotals, Surroundings, total=False):
-    """One logging interval, with the totals of the run at its end.
-
-    Attributes:
-        exposed_wait_ratio: share of the training loop, wait and compute. ``exposed_wait_source``: how it was measured.
-        step_seconds, data_wait_seconds: ``p50``, ``p95``, ``p99`` and ``max`` of its steps; null without a step.
-    """
-
-    window_seconds: Number
-    steps: Count
-    optimizer_steps: Count
-    ledger_seconds: dict[str, Number]
-    exposed_wait_seconds: Number | None
-    exposed_wait_ratio: Number | None
-    exposed_wait_source: str | None
-    step_seconds: dict[str, Number] | None
-    data_wait_seconds: dict[str, Number] | None
-    step_sketch: SketchCounts
-    data_wait_sketch: SketchCounts
+# -- the means of the samples of a window: only the fields that a report or `top` shows. The agent writes all fields of
+# the samples in `telemetry.records`, see `telemetry.agent.collectors`.
 
 
-_OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
-"""Log names of fields that have another name in the code."""
+class GpuLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu"):
+    """This rank's GPU. ``throttled``: reasons for reduced clocks."""
+
+    name: str | None = None
+    utilization_ratio: Number | None = None
+    sm_active_ratio: Number | None = None
+    memory_used_bytes: Number | None = None
+    memory_total_bytes: Number | None = None
+    power_watts: Number | None = None
+    temperature_celsius: Number | None = None
+    sm_clock_hertz: Number | None = None
+    throttled: list[str] | None = None
 
 
-def _samples_line(name: str, *samples: tuple[type, str], **more: Any) -> type:
-    """The type of a line with the fields of some samples, each with a prefix, as `mean_of` writes them."""
-    line = get_type_hints(Line, include_extras=True) | more
-    for sample, prefix in samples:
-        for spec in fields(sample):
-            what, _, absent = str(spec.type).partition(" | ")
-            number = Number if what == "float" or spec.name.endswith("_bytes") else Count
-            kinds = {"str": str, "tuple[str, ...]": list[str], "dict[str, float]": dict[str, Number]}
-            kind: Any = number if what in {"int", "float"} else kinds.get(what)
-            if kind is not None and spec.metadata.get(LOG_KIND) != "skip":
-                line[prefix + _OLDER_NAMES.get(spec.name, spec.name)] = kind | None if absent else kind
-    return TypedDict(name, line, total=False)  # type: ignore[operator,no-any-return]
+class HostLine(Line, frozen=True, kw_only=True, tag_field="event", tag="host"):
+    """The machine and the memory of the training. ``pressure_ratio``: by resource."""
+
+    cpu_ratio: Number | None = None
+    memory_used_bytes: Number | None = None
+    memory_total_bytes: Number | None = None
+    process_resident_memory_bytes: Number | None = None
+    workers_bytes: Number | None = None
+    shared_memory_bytes: Number | None = None
+    pressure_ratio: dict[str, Number] = {}
 
 
-class PhaseLine(Line, total=False):
+class WorkersLine(Line, frozen=True, kw_only=True, tag_field="event", tag="workers"):
+    """The DataLoader workers of this rank."""
+
+    workers: Count | None = None
+    ready_batches: Count | None = None
+    cpu_ratio: Number | None = None
+    runnable_ratio: Number | None = None
+    blocked_ratio: Number | None = None
+
+
+# -- the lines of single events ----------------------------------------------------------------------------------------
+
+
+class PhaseLine(Line, frozen=True, kw_only=True, tag_field="event", tag="phase"):
     """An evaluation, checkpoint or named phase that has ended. Only a checkpoint has the last five fields.
 
     Attributes:
@@ -261,15 +288,15 @@ class PhaseLine(Line, total=False):
         loop_seconds: seconds of the training loop so far; absent if it was completed on another thread.
     """
 
-    name: str
-    category: str
-    started: str
-    seconds: Number
-    complete: bool
-    holds_optimizer: bool
-    optimizer_steps_total: Count
-    steps_total: Count
-    loop_seconds: dict[str, Number]
+    name: str = ""
+    category: str = ""
+    started: str = ""
+    seconds: Number = 0.0
+    complete: bool | None = None
+    holds_optimizer: bool | None = None
+    optimizer_steps_total: Count | None = None
+    steps_total: Count | None = None
+    loop_seconds: dict[str, Number] | None = None
 
 
 class StallEvidence(TypedDict, total=False):
@@ -298,30 +325,42 @@ class StallEvidence(TypedDict, total=False):
     also: list[OtherCause]
 
 
-class StallLine(Line, total=False):
-    """A `StallRecord` when it opens (``stall_open``), while it is open (``stall_lines``), and when it closes."""
+class StallLine(Line, frozen=True, kw_only=True):
+    """A `StallRecord`, as it was when the line was written."""
 
-    cause: str
-    first_step: Count
-    last_step: Count
-    exposed_wait_ratio: Number | None
-    evidence: dict[str, Any]
-    advice: list[Advice]
-    opened: str
-    closed: str
+    cause: str | None = None
+    first_step: Count | None = None
+    last_step: Count | None = None
+    exposed_wait_ratio: Number | None = None
+    evidence: dict[str, Any] = {}
+    advice: list[Advice] = []
+    opened: str | None = None
+    closed: str | None = None
 
 
-class FindingLine(Line, total=False):
+class StallOpenLine(StallLine, frozen=True, kw_only=True, tag_field="event", tag="stall_open"):
+    """A stall that has begun."""
+
+
+class StallLinesLine(StallLine, frozen=True, kw_only=True, tag_field="event", tag="stall_lines"):
+    """A stall that is open, with its lines of code."""
+
+
+class StallCloseLine(StallLine, frozen=True, kw_only=True, tag_field="event", tag="stall_close"):
+    """A stall that is over."""
+
+
+class FindingLine(Line, frozen=True, kw_only=True, tag_field="event", tag="finding"):
     """A `Finding` when it is new, and when it has changed. The newest line of a kind counts."""
 
-    kind: FindingKind
-    share_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
-    text: str
-    lines: list[HotLine]
-    advice: list[Advice]
+    kind: FindingKind | None = None
+    share_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
+    text: str | None = None
+    lines: list[HotLine] = []
+    advice: list[Advice] = []
 
 
-class ChangedFigure(TypedDict, total=False):
+class ChangedFigure(Struct, frozen=True):
     """A figure that changed together with the steps. Its name contains its unit."""
 
     what: str
@@ -329,182 +368,180 @@ class ChangedFigure(TypedDict, total=False):
     after: Number
 
 
-_With = TypedDict("_With", {"with": list[ChangedFigure]}, total=False)  # the word cannot be a field of a class
-
-
-class ChangeLine(Line, _With, total=False):
+class ChangeLine(Line, frozen=True, kw_only=True, tag_field="event", tag="change"):
     """A lasting change of the steps. ``ratio``: step time after it over step time before it; ``at``: its time.
 
     ``part``: the part of a step that changed most, ``data_wait`` or ``compute``.
     """
 
-    at: str
-    first_step: Count
-    ratio: Number
-    part: str
-    step_before_seconds: Number
-    step_after_seconds: Number
+    at: str = ""
+    first_step: Count | None = None
+    ratio: Number = 0.0
+    part: str | None = None
+    step_before_seconds: Number | None = None
+    step_after_seconds: Number | None = None
+    figures: list[ChangedFigure] = msgspec.field(default_factory=list, name="with")
 
 
-class StragglerLines(Line, total=False):
+class StragglerLine(Line, frozen=True, kw_only=True, tag_field="event", tag="straggler_lines"):
     """The lines in which a rank spends its steps while other ranks wait for it."""
 
-    evidence: dict[str, Any]
+    evidence: dict[str, Any] = {}
 
 
-class StepLines(Line, total=False):
+class StepLines(Line, frozen=True, kw_only=True, tag_field="event", tag="step_lines"):
     """The lines of code in which the steps of a run spend their time, from some samples in a minute."""
 
-    lines: list[HotLine]
-    samples: Count
+    lines: list[HotLine] = []
+    samples: Count = 0
 
 
-class SuspectFields(TypedDict, total=False):
-    """A `HangSuspect`."""
+class Suspect(Struct, frozen=True):
+    """A rank that the others wait for while the job hangs, and its activity."""
 
-    rank: Count
-    node: str | None
-    where: str | None
-    doing: str
-
-
-class WaitingFields(TypedDict, total=False):
-    """`WaitingRanks`: the first and the last rank of each range."""
-
-    ranks: list[tuple[Count, Count]]
-    collective: str | None
-    sequence: Count | None
+    rank: Count | None = None
+    node: str | None = None
+    where: str | None = None
+    doing: str | None = None
 
 
-class HangLine(Line, total=False):
+class WaitingRanks(Struct, frozen=True):
+    """Ranks that wait in the same collective: the first and the last rank of each range."""
+
+    ranks: list[tuple[Count, Count]] = []
+    collective: str | None = None
+    sequence: Count | None = None
+
+
+class HangLine(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
     """Why the job hangs, see `HangVerdict`; with ``over``, that it goes on. ``since``: begin of the hang."""
 
-    since: str | None
-    verdict: str
-    kind: str
-    over: bool
-    suspects: list[SuspectFields]
-    suspects_total: Count
-    waiting: list[WaitingFields]
-    silent_ranks: Count
-    recorder: str
+    since: str | None = None
+    verdict: str | None = None
+    kind: str | None = None
+    over: bool = False
+    suspects: list[Suspect] = []
+    waiting: list[WaitingRanks] = []
+    silent_ranks: Count = 0
 
 
-class SnapshotLine(Line, total=False):
+class SnapshotLine(Line, frozen=True, kw_only=True, tag_field="event", tag="snapshot"):
     """A snapshot that has ended. ``path``: path of its trace in the run folder; null without one, then with ``why``."""
 
-    result: str
-    why: str | None
-    id: str
-    reason: str | None
-    asked_by: str
-    first_step: Count | None
-    last_step: Count | None
-    path: str | None
-    pause_seconds: dict[str, Number]
-    started: str
-    ended: str
-    size_bytes: Number
-    trace_bytes: Number
-    held_seconds: dict[str, Number]
-    breakdown: dict[str, Number]
+    path: str | None = None
+    reason: str | None = None
+    first_step: Count | None = None
+    last_step: Count | None = None
+    breakdown: dict[str, Number] = {}
 
 
-class ErrorLine(Line, total=False):
+class ErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="error"):
     """A failure of the agent's own parts, or news of them. ``errors_total``: count for this source; 0 for news."""
 
-    source: str
-    message: str
-    errors_total: Count
+    source: str = ""
+    message: str = ""
+    errors_total: Count = 0
 
 
-class StepTrendFields(TypedDict, total=False):
-    """A `StepTrend`."""
+AnyLine = (
+    RunStartLine | WindowLine | GpuLine | HostLine | WorkersLine | PhaseLine | StallOpenLine | StallLinesLine
+    | StallCloseLine | FindingLine | StragglerLine | StepLines | HangLine | ChangeLine | SnapshotLine | ErrorLine
+    | RunEndLine
+)  # fmt: skip
 
-    kind: str
-    before_seconds: Number
-    after_seconds: Number
-    loop_seconds: Number
-
-
-class RunEndLine(Line, RunTotals, total=False):
-    """The last line of a process that ended by itself.
-
-    Attributes:
-        exception: type of the exception that ended the script. ``lost_peer``: whether it means another rank's end.
-        replaced: whether the process has executed another program.
-        stuck_for_seconds: time for which it had been stuck when it ended.
-        log_lines_dropped: lines that could not be written.
-        step_trend: how the steps of a short run have changed.
-    """
-
-    exit_status: Number
-    exception: str
-    lost_peer: bool
-    replaced: bool
-    stuck_for_seconds: Number
-    errors_total: dict[str, Count]
-    log_lines_dropped: Count
-    step_trend: StepTrendFields
-
-
-EVENTS: Final[Mapping[str, type]] = MappingProxyType(
-    {
-        "run_start": RunStartLine,
-        "window": WindowLine,
-        "gpu": _samples_line("GpuLine", (GpuSample, ""), (TorchMemorySample, "")),
-        "host": _samples_line(
-            "HostLine", (HostSample, ""), (ProcessSample, "process_"), (PressureSample, ""), (MemorySample, "")
-        ),
-        "workers": _samples_line(
-            "WorkersLine", (WorkersSample, ""), **dict.fromkeys(Deliveries().log_fields(), Number)
-        ),
-        "phase": PhaseLine,
-        "stall_open": StallLine,
-        "stall_lines": StallLine,
-        "stall_close": StallLine,
-        "finding": FindingLine,
-        "straggler_lines": StragglerLines,
-        "step_lines": StepLines,
-        "hang": HangLine,
-        "change": ChangeLine,
-        "snapshot": SnapshotLine,
-        "error": ErrorLine,
-        "run_end": RunEndLine,
-    }
+KINDS: Final[Mapping[str, type[Line]]] = MappingProxyType(
+    {str(kind.__struct_config__.tag): kind for kind in get_args(AnyLine)}
 )
-"""The type of the lines of each event."""
+"""The record of each event."""
 
 LOG_NAME: Final = re.compile(r"rank-(?P<rank>\d+)\.(?P<pid>\d+)(?:\.(?P<number>\d+))?\.jsonl(?:\.(?P<rotated>\d+))?")
 """The name of a log file. ``number`` counts the processes that have had this rank and pid (none for the first).
 ``rotated`` is the number of an older file of the same log; the oldest has the highest."""
 
 
-def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
-    """Merge the samples of a window into one set of fields, each by its kind, see `LOG_KIND`.
+def fields_of(line: Line) -> dict[str, Any]:
+    """The fields of a line without those of every line, its own before those with the totals; without absent ones."""
+    values: dict[str, Any] = msgspec.to_builtins(line, str_keys=True)
+    kinds = [kind for kind in type(line).__mro__ if issubclass(kind, Line)]
+    names: list[str] = []
+    for kind, base in pairwise(kinds):
+        names += kind.__struct_encode_fields__[len(base.__struct_encode_fields__) :]
+    return {name: values[name] for name in names if name in values}
 
-    A number is the mean of the samples that have it, or null without any.
+
+# -- the heartbeat -----------------------------------------------------------------------------------------------------
+
+
+class StuckTime(Struct, frozen=True, array_like=True):
+    """How long an attempt has been stuck: in total, and by where in its loop the hang began."""
+
+    seconds: Seconds = 0.0
+    in_startup: Seconds = 0.0
+    in_replay: Seconds = 0.0
+    since_kept: Seconds = 0.0
+
+
+class Heartbeat(Struct, frozen=True, omit_defaults=True):
+    """The newest state of a process, which shows when it was killed and what it had done by then.
+
+    Attributes:
+        life: identifies the process, as in its log.
+        unix_seconds: when this state was read.
+        wall_seconds: seconds since the agent started.
+        first_wait_seconds: the wait for the first batch.
+        seconds_before: how long the process had run when the agent started.
+        kept_seconds: seconds of the training loop up to the newest checkpoint from which it can be resumed.
+        saves_completed: number of such checkpoints.
+        oom_kills_total: OOM kills in the cgroup; None if the cgroup has no such counter.
     """
-    newest = samples[-1]
-    merged: dict[str, Any] = {}
-    for spec in fields(newest):
-        kind = spec.metadata.get(LOG_KIND)
-        values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
-        last = values[-1] if values and kind == "newest" else getattr(newest, spec.name)
-        if kind == "skip":
-            continue
-        if hasattr(last, "log_fields"):
-            merged |= rounded(last.log_fields())
-        elif kind != "newest" and values and all(map(_is_number, values)):
-            mean = sum(values) / len(values)
-            merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
-        else:
-            merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
-    for name, older in _OLDER_NAMES.items():
-        if name in merged:
-            merged[older] = merged.pop(name)
-    return merged
+
+    life: str
+    unix_seconds: Annotated[float, Meta(ge=0, le=2e11)]  # the largest is in the year 8307
+    wall_seconds: Seconds
+    steps_total: Count
+    ledger_total_seconds: dict[str, Seconds]
+    optimizer_steps_total: Count = 0
+    first_wait_seconds: Seconds = 0.0
+    seconds_before: Seconds = 0.0
+    kept_seconds: Seconds = 0.0
+    saves_completed: Count = 0
+    resumption: Resumption = Resumption()
+    samples_total: Count | None = None
+    tokens_total: Count | None = None
+    oom_kills_total: Count | None = None
+    stuck: StuckTime = StuckTime()
+
+    @property
+    def loop_seconds(self) -> float:
+        """Seconds in the training loop."""
+        return self.ledger_total_seconds.get(DATA_WAIT, 0.0) + self.ledger_total_seconds.get(COMPUTE, 0.0)
+
+    @property
+    def began(self) -> float:
+        """Seconds at the start of the loop that no checkpoint can keep."""
+        return self.first_wait_seconds + self.resumption.replay_seconds
+
+    @property
+    def cut(self) -> float:
+        """Seconds of the loop before the newest checkpoint, or before the first step."""
+        return max(self.began, self.kept_seconds if self.saves_completed else 0.0)
+
+    def over(self, totals: TotalsLine) -> TotalsLine:
+        """The totals of an older line, with those that the heartbeat has."""
+        newer = {
+            name: value
+            for name in set(self.__struct_fields__) & set(totals.__struct_fields__)
+            if (value := getattr(self, name)) is not None
+        }
+        return structs.replace(totals, time=iso_time(self.unix_seconds), **newer)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def read_heartbeat(folder: Path, life: str | None) -> Heartbeat | None:
+    """The heartbeat of a process, from the folder ``attempts`` of its run; None without one that makes sense."""
+    if not life or not life.isalnum():
+        return None
+    try:
+        found = msgspec.json.decode(read_small(folder / f"{life}.beat"), type=Heartbeat)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if found.life == life else None

@@ -17,15 +17,14 @@ from msgspec.structs import replace
 import telemetry
 from telemetry.agent.restarts import (
     LOST,
-    Beat,
     EndEvidence,
     ReplayWatch,
     RunSoFar,
     RunState,
-    StuckTime,
     StuckTimes,
-    read_record,
+    read_run_state,
 )
+from telemetry.log_lines import Heartbeat, Resumption, StuckTime
 from telemetry.records import Step
 from telemetry.sources.cgroup import OomCounter, group_id
 from telemetry.util import processes
@@ -42,11 +41,11 @@ def start(folder, port="off"):
     return telemetry.start(folder, port=port, interval_seconds=0.1, start_line=False)
 
 
-def beat(**fields) -> Beat:
+def beat(**fields) -> Heartbeat:
     told = dict(life="ab", unix_seconds=time.time(), wall_seconds=99.0, steps_total=300, optimizer_steps_total=300,
                 ledger_total_seconds={"startup": 40.0, "data_wait": 20.0, "compute": 300.0}, first_wait_seconds=10.0,
                 seconds_before=2.0, kept_seconds=0.0, saves_completed=0, resumption={})  # fmt: skip
-    return Beat(**told | fields)
+    return msgspec.convert(told | fields, Heartbeat)
 
 
 EMPTY = beat(
@@ -54,7 +53,7 @@ EMPTY = beat(
 )
 
 
-def left(folder, newest: Beat, state: Beat = EMPTY, *, process="n/1/5", heartbeat=True, **fields) -> None:
+def left(folder, newest: Heartbeat, state: Heartbeat = EMPTY, *, process="n/1/5", heartbeat=True, **fields) -> None:
     """An attempt before has left this: the file of its rank, with its state when it began, and its heartbeat."""
     folder.mkdir(parents=True, exist_ok=True)
     known = RunState("run", newest.life, process, state if heartbeat else newest, **fields)
@@ -66,10 +65,10 @@ def left(folder, newest: Beat, state: Beat = EMPTY, *, process="n/1/5", heartbea
 class AttemptNow:
     """As `AttemptLog`, of a process that has just begun."""
 
-    def __init__(self, newest: Beat = EMPTY) -> None:
+    def __init__(self, newest: Heartbeat = EMPTY) -> None:
         self.newest, self.seconds_before, self.has_batch = newest, 0.0, True
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         return self.newest
 
 
@@ -97,7 +96,7 @@ def test_the_first_attempt_is_number_0(tmp_path):
     telemetry.tokens(3)
     wait_for(lambda: shown("training_tokens_total") == {(): 3.0})
     telemetry.stop()
-    state = read_record(tmp_path / "run" / "attempts" / "rank-0.json", RunState)
+    state = read_run_state(tmp_path / "run" / "attempts" / "rank-0.json")
     assert (state.attempt, state.finished, state.run, state.newest.tokens_total) == (0, True, "run", 3)
     assert not [*(tmp_path / "run" / "attempts").glob("*.beat")]
 
@@ -259,7 +258,7 @@ def test_a_clock_that_is_stepped_is_no_time_before_the_agent(tmp_path):
 def test_the_exit_status_is_what_the_kernel_keeps(code, status):
     end = EndEvidence()
     end.leaving(code)
-    assert end.fields() == {"exit_status": status}
+    assert end.line().exit_status == status
     assert end.finished is (status == 0)
 
 
@@ -321,7 +320,7 @@ class Hung:
                 unix_seconds=2.0 + second,
                 ledger_total_seconds={"startup": 5.0, "data_wait": 0.0, "compute": float(loop)},
                 first_wait_seconds=min(float(loop), self.first_wait),
-                resumption={"replay_seconds": self.replay} if loop > self.first_wait + self.replay else {},
+                resumption=Resumption(replay_seconds=self.replay if loop > self.first_wait + self.replay else 0.0),
             )
             stuck_for = float(in_hang) if 30 <= in_hang and second <= 150 else 0.0
             self.hangs.follow(now.loop_seconds, stuck_for, self.stuck_in)
@@ -334,7 +333,7 @@ class Hung:
     def after_its_end(self) -> dict[str, float]:
         """What the run has lost when the next attempt begins, ten seconds after this one has ended with an error."""
         self.run_so_far.end(finished=False)
-        state = read_record(self.folder / "rank-0.json", RunState)
+        state = read_run_state(self.folder / "rank-0.json")
         return state.next(process="next", first=EMPTY, started=state.newest.unix_seconds + 10).lost()
 
 
@@ -524,11 +523,11 @@ def test_the_counter_is_read_again_each_time(tmp_path):
 
 def test_a_kernel_that_does_not_count_gives_no_figure(tmp_path):
     counter, _ = tree(tmp_path, 2, {})
-    assert counter.head_fields()
+    assert counter.path
     for path in (tmp_path / "cgroup").rglob("memory.events"):
         path.write_text("oom 1\n")
     without = OomCounter(tmp_path / "proc", tmp_path / "cgroup")
-    assert (without.count(), without.head_fields()) == (None, {})
+    assert (without.count(), without.path) == (None, None)
 
 
 def test_a_group_of_the_same_name_on_another_boot_is_another_group(tmp_path):

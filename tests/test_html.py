@@ -16,6 +16,7 @@ from report_logs import START, line, window, write
 
 import benchmarks.simulated_run as simulation
 from benchmarks.simulated_run import SimulatedRun, write_run
+from telemetry.log_lines import WindowLine
 from telemetry.report.logs import load
 from telemetry.util.clock import iso_time
 
@@ -197,7 +198,7 @@ class Counting(RunRecorder):
     windows = 0
 
     def take(self, line, log):
-        self.windows += line.get("event") == "window"
+        self.windows += isinstance(line, WindowLine)
         super().take(line, log)
 
 

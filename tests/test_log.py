@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry import records
+from telemetry.agent.collectors import mean_of
 from telemetry.agent.log import JsonLog, LogFile
-from telemetry.log_lines import mean_of
 from telemetry.records import LOG_KIND, GpuSample, ProcessSample
 from telemetry.util.processes import Identity
 from tests.data_sets import Numbers

@@ -10,6 +10,7 @@ import pytest
 from telemetry.agent.collectors import Samples
 from telemetry.agent.trends import MemoryWatch
 from telemetry.diagnosis.memory import MAX_READINGS, ReadingHistory
+from telemetry.log_lines import MemoryForecast
 from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, GpuSample, MemorySample, TorchMemorySample
 
 GB = 1e9
@@ -31,8 +32,8 @@ class Watched:
     def view(self):
         return self.watch.view(int(self.now * 1e9))
 
-    def log_field(self):
-        return self.watch.log_field(int(self.now * 1e9))
+    def line_field(self):
+        return self.watch.line_field(int(self.now * 1e9))
 
     def live(self, until, every=2.0):
         while self.now < until:
@@ -103,7 +104,7 @@ def test_no_end_is_forecast_for_memory_that_does_not_run_out(name):
         growth = run.live(60.0 * minutes)
         if growth is not None and (name != "a cache that fills" or run.now > 3 * HOUR):
             assert growth.exhausted_in_seconds is None, f"after {minutes} min: {growth}"
-            assert run.log_field() is None or name == "a cache that fills" or growth.where is not None
+            assert run.line_field() == MemoryForecast() or name == "a cache that fills" or growth.where is not None
 
 
 LEAKS = {
@@ -150,7 +151,7 @@ def test_growth_without_an_end_in_sight_is_told_without_one():
     growth = run.live(2 * HOUR)
     assert growth.bytes_per_second[TRAINING] == pytest.approx(1 * GB / HOUR, rel=0.02)
     assert (growth.where, growth.exhausted_in_seconds) == (TRAINING, None)
-    assert run.log_field()["growth_bytes_per_hour"] == pytest.approx(1 * GB, rel=0.02)
+    assert run.line_field().growth_bytes_per_hour == pytest.approx(1 * GB, rel=0.02)
 
 
 def test_copies_of_a_list_are_told_from_a_cache_and_end_with_the_list():
@@ -180,7 +181,7 @@ def test_the_gpu_has_what_others_leave_of_it():
     assert (growth.where, growth.exhausted) == (CUDA, CUDA)
     # 80 GB, of which other processes and the context have 2 GB.
     assert growth.exhausted_in_seconds == pytest.approx((80 - 2 - 30) / 10 * HOUR, rel=0.15)
-    assert "loss.item()" in run.log_field()["advice"]
+    assert "loss.item()" in run.line_field().advice
 
 
 def test_growth_of_none_of_the_parts_is_told_without_a_part():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.diagnosis.verdict import VerdictKind
+from telemetry.log_lines import RunStartLine, TotalsLine
 from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.logs import NoRunError, load
@@ -87,7 +88,7 @@ def test_rotated_files_count_once_and_lost_ones_are_carried(tmp_path):
     write(tmp_path, 0, head, window(seconds=[0.1] * 10, wait=1, compute=1, steps=1010), suffix=".1")
     write(tmp_path, 0, later, window(seconds=[0.1] * 10, wait=2, compute=2, steps=1020))
     (process,) = load(tmp_path)
-    assert (process.step.total, process.step.largest, process.totals["steps_total"]) == (1020, 0.1, 1020)
+    assert (process.step.total, process.step.largest, process.totals.steps_total) == (1020, 0.1, 1020)
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "win', b"\xff\xfe garbage", b"[1, 2]", b"null", b"\0" * 100])
@@ -101,13 +102,13 @@ def test_a_torn_last_line_costs_only_itself(tmp_path, torn):
 def test_of_a_long_run_some_totals_are_kept_and_none_that_go_back():
     progress = Progress()
     for number in range(1, 5001):
-        progress.add(totals(wait=number, compute=9 * number, steps=number))
+        progress.add(TotalsLine(**totals(wait=number, compute=9 * number, steps=number)))
     steps = [point.steps for point in progress.points]
     assert 256 < len(steps) <= 512
     assert len({later - earlier for earlier, later in pairwise(steps)}) == 1
     damaged = Progress()
     for number in (1, 2, 1, 3):
-        damaged.add(totals(wait=number, compute=9 * number, steps=number))
+        damaged.add(TotalsLine(**totals(wait=number, compute=9 * number, steps=number)))
     assert [point.loop_seconds for point in damaged.points] == [10, 20, 30]
 
 
@@ -117,14 +118,14 @@ MINUTES = st.integers(0, 20).map(lambda minute: f"2026-01-01T00:{minute:02d}:00.
 @st.composite
 def process_logs(draw):
     started, newest = sorted((draw(MINUTES), draw(MINUTES)))
-    head = {"started": started, "world_size": draw(st.integers(0, 4))}
+    head = RunStartLine(started=started, world_size=draw(st.integers(0, 4)))
     return ProcessLog(rank=draw(st.integers(0, 4)), pid=1, head=head, last_time=newest)
 
 
 def replaces(new, old):
     if new.started <= old.last_time:
         return False
-    return new.rank == old.rank or 0 < new.head["world_size"] <= old.rank
+    return new.rank == old.rank or 0 < new.head.world_size <= old.rank
 
 
 @given(st.lists(process_logs(), max_size=12))

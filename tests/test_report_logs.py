@@ -17,7 +17,7 @@ import pytest
 import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry.config import Config
-from telemetry.log_lines import EVENTS
+from telemetry.log_lines import KINDS, GpuLine, HostLine, Line, WindowLine, WorkersLine
 from telemetry.records import CATEGORIES
 from telemetry.report import logs
 from telemetry.report.command import report
@@ -164,11 +164,20 @@ def test_what_the_agent_writes_is_of_the_types_of_the_records(agent):
     (log,) = (run_dir / "logs").iterdir()
     lines = [json.loads(raw) for raw in log.read_text().splitlines()]
     for each in lines:
-        kind = EVENTS[each["event"]]
-        assert each.keys() <= {*kind.__annotations__}, each["event"]
+        names = {*KINDS[each["event"]].__struct_encode_fields__, "event"}
+        assert each.keys() <= names, each["event"]
     assert {"run_start", "window", "run_end"} <= {each["event"] for each in lines}
     may_be_absent = {"memory", "resumption", "exit_status", "exception", "lost_peer", "replaced", "stuck_for_seconds"}
-    assert {*EVENTS["run_end"].__annotations__} - lines[-1].keys() <= may_be_absent
+    may_be_absent |= {"environment", "loader", "step_trend"}
+    assert {*KINDS["run_end"].__struct_fields__} - lines[-1].keys() <= may_be_absent
+
+
+def test_the_fields_of_samples_that_are_read_are_written(tmp_path):
+    write_run(tmp_path, SimulatedRun(ranks=1, seconds=20))  # its lines have the fields of real ones, see test_log.py
+    (log,) = (tmp_path / "logs").iterdir()
+    lines = {each["event"]: each for each in map(json.loads, log.read_text().splitlines())}
+    for kind in (GpuLine, HostLine, WorkersLine):
+        assert {*kind.__struct_fields__} <= lines[kind.__struct_config__.tag].keys()
 
 
 def test_a_fifo_named_like_a_log_is_not_waited_for(tmp_path):
@@ -214,8 +223,8 @@ def test_a_rotated_log_still_knows_its_threshold(tmp_path):
         agent.event_log.emit("error", {"source": "test", "message": "x" * 1000})
     telemetry.stop()
     (process,) = load(tmp_path)
-    assert process.head["continued"]
-    assert process.head["settings"]["stall_enter_ratio"] == 0.35
+    assert process.head.continued
+    assert process.head.settings.stall_enter_ratio == 0.35
 
 
 def test_a_sparse_file_without_a_line_break_is_not_read_into_memory(tmp_path):
@@ -227,7 +236,7 @@ def test_a_sparse_file_without_a_line_break_is_not_read_into_memory(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (process.torn_lines, process.totals["steps_total"]) == (1, 9)
+    assert (process.torn_lines, process.totals.steps_total) == (1, 9)
     assert peak < 64 << 20
 
 
@@ -267,8 +276,8 @@ def told(process: ProcessLog) -> dict:
     return sums | {"stalls": process.stalls, "last": process.last_time, "rank": process.rank, "head": process.head}
 
 
-def parsed_lines(monkeypatch) -> list[dict]:
-    seen: list[dict] = []
+def parsed_lines(monkeypatch) -> list[Line]:
+    seen: list[Line] = []
     parse = logs.parsed
 
     def noting(raw: bytes):
@@ -287,7 +296,7 @@ def test_windows_of_rotated_files_are_skipped_and_nothing_is_lost(tmp_path, monk
     (thinned,) = load(tmp_path)
     assert told(thinned) == told(whole)
     assert len(thinned.stalls) == 3
-    windows = sum(each["event"] == "window" for each in seen)
+    windows = sum(isinstance(each, WindowLine) for each in seen)
     assert WINDOWS < windows < WINDOWS + 10, "those of the newest file, and a few of the older ones"
 
 

@@ -11,6 +11,7 @@ from html_pages import Page, page_of
 from report_logs import START, line, window, write
 from top_screens import FRAME, NOW, text_of
 
+from telemetry.log_lines import TotalsLine
 from telemetry.report.logs import load
 from telemetry.top.view import RankFacts, RankRow, row_of
 from tests.faults.warm_python import warm_python
@@ -123,12 +124,7 @@ def test_rates_that_one_rank_does_not_know_are_not_on_the_page(tmp_path):
 def test_the_live_view_has_the_rates_of_the_last_minute(tmp_path):
     rank_log(tmp_path, 0)
     (log,) = load(tmp_path)
-    recent = {
-        "wall_seconds": 50.0,
-        "ledger_total_seconds": {"startup": 10.0},
-        "samples_total": 80,
-        "tokens_total": 6000,
-    }
+    recent = TotalsLine(wall_seconds=50.0, ledger_total_seconds={"startup": 10.0}, samples_total=80, tokens_total=6000)
     row = row_of(RankFacts(log, recent=recent), NOW, {}, ())
     assert (row.samples_per_second, row.tokens_per_second) == (2.0, 150.0)
     assert "throughput 2 samples a second, 150 tokens a second" in text_of(FRAME.rank_lines(row, 80, NOW))

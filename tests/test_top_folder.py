@@ -335,6 +335,6 @@ def test_the_memory_of_the_machine_is_not_that_of_the_gpu(run):
         log_line("gpu", NOW - 2, memory_used_bytes=1, memory_total_bytes=2),
         log_line("host", NOW - 1, memory_used_bytes=30, memory_total_bytes=40, process_resident_memory_bytes=5),
     )
-    figures = run.row().figures
-    assert (figures["memory_used_bytes"], figures["memory_total_bytes"]) == (1, 2)
-    assert figures["process_resident_memory_bytes"] == 5
+    row = run.row()
+    assert (row.gpu.memory_used_bytes, row.gpu.memory_total_bytes) == (1, 2)
+    assert row.resident_memory_bytes == 5

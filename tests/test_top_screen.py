@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from top_screens import ADVICE, FRAME, NOW, text_of
 
+from telemetry.log_lines import GpuLine
 from telemetry.records import Advice, StallRecord
 from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
 from telemetry.top.view import BAD, Choice, Headline, JobView, RankRow
@@ -76,10 +77,10 @@ def test_bars_without_colours_are_letters_in_proportion():
 
 def test_columns_for_the_gpu_appear_with_figures():
     assert " gpu " not in text_of(frame(view(row(0))))
-    figures = {"utilization_ratio": 0.42, "memory_used_bytes": 3.0, "memory_total_bytes": 4.0, "power_watts": 400.0}
-    text = text_of(frame(view(row(0, figures=figures))))
+    gpu = GpuLine(utilization_ratio=0.42, memory_used_bytes=3.0, memory_total_bytes=4.0, power_watts=400.0)
+    text = text_of(frame(view(row(0, gpu=gpu))))
     assert " 42%  75% " in text
-    assert " 400 " in text_of(frame(view(row(0, figures=figures)), width=120))
+    assert " 400 " in text_of(frame(view(row(0, gpu=gpu)), width=120))
 
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J\x1b]0;title\x07", "a\nb\rc", "\u202egnp.exe", "\udcff\u2028x", "\x9b31m"])
@@ -88,7 +89,7 @@ def test_hostile_texts_reach_no_terminal(hostile):
     evidence = {"stacks": [hostile], "line_verdict": hostile}
     stall = msgspec.structs.replace(STALL, cause=hostile, advice=[advice], evidence=evidence)
     bad = row(0, "stalled", hostile, node=hostile, where=hostile, now_in="compute", stalls=(stall,),
-              figures={"name": hostile, "utilization_ratio": 0.5})  # fmt: skip
+              gpu=GpuLine(name=hostile, utilization_ratio=0.5))  # fmt: skip
     shown = replace(view(bad, text=hostile, notes=(hostile,)), run=hostile)
     for lines in pages(shown, Choice(selected=bad.key, text="")):
         for text in text_of(lines).split("\n"):
@@ -116,7 +117,7 @@ def test_old_data_is_no_alarm_before_the_next_look_is_overdue():
         ("rank", [{}, {}, {}], [0, 1, 2]),
         ("slowest first", [{"steps_per_second": 3.0}, {"steps_per_second": 1.0}, {}], [1, 0, 2]),
         ("wait", [{"wait_ratio": 0.1}, {}, {"wait_ratio": 0.4}], [2, 0, 1]),
-        ("GPU, idle first", [{}, {"figures": {"utilization_ratio": 0.9}}, {"figures": {"utilization_ratio": 0.2}}], [2, 1, 0]),
+        ("GPU, idle first", [{}, {"gpu": GpuLine(utilization_ratio=0.9)}, {"gpu": GpuLine(utilization_ratio=0.2)}], [2, 1, 0]),
     ],
 )  # fmt: skip
 def test_orders(sort, values, order):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct, structs
 
+from telemetry.agent.collectors import mean_of
 from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.config import GROUPS, setting_docs
 from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.diagnosis.findings import FINDINGS
-from telemetry.log_lines import mean_of
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
 from telemetry.records import RankPace, WorkersSample
 

@@ -552,7 +552,7 @@ class Agent:
             change = self._changes.tick(tick.totals, self._collectors.samples)
             if change is not None:
                 at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
-                self.event_log.emit("change", change_line(change, at))
+                self.event_log.write(change_line(change, at))
             if self._changes.growth is not None:
                 self.findings.tell(growth_finding(self._changes.growth, tick.totals))
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
@@ -622,8 +622,8 @@ class Agent:
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
             stuck = self._stuck_at_end()
-            fields = {} if stuck is None else {"stuck_for_seconds": round(stuck.seconds, 3)}
-            logged = self.event_log.emit("run_end", self.event_log.end_fields() | self._changes.trend_field() | fields)
+            stuck_for = None if stuck is None else round(stuck.seconds, 3)
+            logged = self.event_log.end(stuck_for, self._changes.step_trend)
         with self.errors.contained("end_line"):
             self._last_words = self._end_line(logged=logged)
         self._wait_for_others()

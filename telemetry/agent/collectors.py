@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.device import CUDA
-from telemetry.log_lines import mean_of
+from telemetry.records import LOG_KIND, rounded
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
 from telemetry.sources.memory import MemorySource, TorchMemorySource, cuda
@@ -16,7 +16,7 @@ from telemetry.sources.workers import WorkersSource
 from telemetry.util.clock import sleep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import (
@@ -43,6 +43,9 @@ _LOGGED_AS: Final = {
     "workers": "workers",
 }
 """The log event for the samples of each collector."""
+
+_OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
+"""Log names of fields that have another name in the code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +173,33 @@ class CollectorPoller:
             return str(module.get_device_properties(self._device()).uuid)
         except (CollectorError, AttributeError):
             return None
+
+
+def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
+    """Merge the samples of a window into one set of fields, each by its kind, see `LOG_KIND`.
+
+    A number is the mean of the samples that have it, or null without any.
+    """
+    newest = samples[-1]
+    merged: dict[str, Any] = {}
+    for spec in fields(newest):
+        kind = spec.metadata.get(LOG_KIND)
+        values = [v for s in samples if (v := getattr(s, spec.name)) is not None]
+        last = values[-1] if values and kind == "newest" else getattr(newest, spec.name)
+        if kind == "skip":
+            continue
+        if hasattr(last, "log_fields"):
+            merged |= rounded(last.log_fields())
+        elif kind != "newest" and values and all(map(_is_number, values)):
+            mean = sum(values) / len(values)
+            merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
+        else:
+            merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
+    for name, older in _OLDER_NAMES.items():
+        if name in merged:
+            merged[older] = merged.pop(name)
+    return merged
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec import structs
 
 from telemetry._version import __version__
+from telemetry.log_lines import ABSENT, MemoryForecast, Resumption, WindowLine, fields_of
 from telemetry.records import COMPUTE, DATA_WAIT, LogWindow, Totals, rounded
 from telemetry.sources import proc
 from telemetry.util.files import Descriptor, opened
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
     from telemetry.agent.totals import StallCounts, TotalsBuilder
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
+    from telemetry.diagnosis.growth import StepTrend
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.log_lines import RunStartLine, RunTotals, WindowLine
+    from telemetry.log_lines import Line, RunStartLine
     from telemetry.node.endpoint import NodeService
     from telemetry.records import Percentiles
     from telemetry.util.clock import WallClock
@@ -447,7 +450,7 @@ class EventLog:
             identity,
             timestamp=wall.iso,
             step=lambda: accounting.steps_total,
-            head=self.head_fields,
+            head=lambda: _fields(self.head()),
             max_bytes=config.log_max_bytes,
             max_files=config.log_max_files,
         )
@@ -475,17 +478,21 @@ class EventLog:
             self._errors.note("jsonl", error)
         return False
 
+    def write(self, line: Line) -> bool:
+        """Write a record, as `emit` does."""
+        return self.emit(str(line.__struct_config__.tag), _fields(line))
+
     def start(self) -> bool:
         """Write the first line of the run."""
         self._began = True
-        return self.emit("run_start", self.head_fields())
+        return self.write(self.head())
 
     def rank_has_changed(self) -> None:
         """Continue under another rank, after this process has learned or changed its rank, and log that."""
         with self._errors.contained("jsonl"):
             self.log.rename()
         if self._began:
-            self.emit("run_start", self.head_fields() | {"continued": True})
+            self.write(structs.replace(self.head(), continued=True))
 
     @property
     def child_processes(self) -> int:
@@ -514,8 +521,8 @@ class EventLog:
     def write_phases(self, *, last: bool = False) -> None:
         """Write the phases that have ended. ``last``: this is the last call."""
         spans = (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases())
-        for fields in self._attempt.phase_lines(spans, last=last):
-            self.emit("phase", fields)
+        for line in self._attempt.phase_lines(spans, last=last):
+            self.write(line)
 
     def window(self) -> None:
         """Write the window that ends now, with the totals of the run so far."""
@@ -524,20 +531,23 @@ class EventLog:
         window, added = accounting.stats.take_window(), totals - self._before
         self.newest_window = LogWindow(added, window.step.percentiles(), window.wait.percentiles())
         exposed, loop = added.exposed_wait_seconds, added.ledger_seconds[DATA_WAIT] + added.ledger_seconds[COMPUTE]
-        line: WindowLine = {
-            "window_seconds": added.wall_seconds,
-            "steps": window.steps,
-            "optimizer_steps": added.optimizer_steps,
-            "ledger_seconds": added.ledger_seconds,
-            "exposed_wait_seconds": exposed,
-            "exposed_wait_ratio": exposed / loop if exposed is not None and loop > 0 else None,
-            "exposed_wait_source": None if accounting.no_batch_seen else accounting.exposed_source,
-            "step_seconds": _percentiles(self.newest_window.step),
-            "data_wait_seconds": _percentiles(self.newest_window.wait),
-            "step_sketch": _buckets(window.step),
-            "data_wait_sketch": _buckets(window.wait),
-        }
-        self.emit("window", rounded(line) | self._totals() | self._news())
+        self.write(
+            WindowLine(
+                window_seconds=added.wall_seconds,
+                steps=window.steps,
+                optimizer_steps=added.optimizer_steps,
+                ledger_seconds=added.ledger_seconds,
+                exposed_wait_seconds=exposed,
+                exposed_wait_ratio=exposed / loop if exposed is not None and loop > 0 else None,
+                exposed_wait_source=None if accounting.no_batch_seen else accounting.exposed_source,
+                step_seconds=_percentiles(self.newest_window.step),
+                data_wait_seconds=_percentiles(self.newest_window.wait),
+                step_sketch=_buckets(window.step),
+                data_wait_sketch=_buckets(window.wait),
+                **self._totals(),
+                **self._news(),
+            )
+        )
         # After the line: if it begins a new file, the head of that file has the totals before it.
         accounting.stats.commit(window)
         self._before = totals
@@ -553,27 +563,31 @@ class EventLog:
         else:
             self._errors.tell("jsonl", text)
 
-    def head_fields(self) -> dict[str, Any]:
+    def head(self) -> RunStartLine:
         """The first line of a log file. A later file repeats the run so far, because old windows may be deleted."""
-        head: RunStartLine = {
-            "started": self._wall.iso(self._accounting.ledger.start_ns),
-            "world_size": self.identity.world_size,
-            "launcher": self.identity.launcher,
-            "rank_source": self.identity.rank_source,
-            "claimed_rank": self.identity.claimed_rank,
-            "life": self._attempt.life,
-            "telemetry_version": __version__,
-            "python_version": platform.python_version(),
-            "cpu_count": os.cpu_count(),
-            "metrics_url": None if self._node is None else self._node.url,
-        }
-        step, wait = self._accounting.stats.run_step, self._accounting.stats.run_wait
-        if step.total:
-            head["step_sketch"], head["step_max_seconds"] = _buckets(step), rounded(step.largest)
-        if wait.total:
-            head["data_wait_sketch"], head["data_wait_max_seconds"] = _buckets(wait), rounded(wait.largest)
-        settings = {"settings": self._config.as_log_fields()}
-        return {**head, **self._attempt.head_fields(), **settings, **self._known_surroundings()}
+        step, wait, kills = self._accounting.stats.run_step, self._accounting.stats.run_wait, self._attempt.oom_kills()
+        self._surroundings = self._known_surroundings()
+        return structs.replace(
+            self._attempt.head(),
+            started=self._wall.iso(self._accounting.ledger.start_ns),
+            world_size=self.identity.world_size,
+            launcher=self.identity.launcher,
+            rank_source=self.identity.rank_source,
+            claimed_rank=self.identity.claimed_rank,
+            life=self._attempt.life,
+            telemetry_version=__version__,
+            python_version=platform.python_version(),
+            cpu_count=os.cpu_count(),
+            metrics_url=None if self._node is None else self._node.url,
+            step_sketch=_buckets(step) if step.total else ABSENT,
+            step_max_seconds=step.largest if step.total else ABSENT,
+            data_wait_sketch=_buckets(wait) if wait.total else ABSENT,
+            data_wait_max_seconds=wait.largest if wait.total else ABSENT,
+            settings=self._config.as_log_fields(),
+            continued=ABSENT,
+            oom_kills_total=ABSENT if kills is None else kills,
+            **{"loader": ABSENT} | self._surroundings,
+        )
 
     def _known_surroundings(self) -> dict[str, Any]:
         version = getattr(sys.modules.get("torch"), "version", None)
@@ -583,20 +597,33 @@ class EventLog:
         if self._builder.loader:
             size = self._tracker.loaders.newest_batch_size()
             fields["loader"] = self._builder.loader | ({} if size is None else {"batch_size": size})
-        self._surroundings = fields
         return fields
 
     def _news(self) -> dict[str, Any]:
-        before = self._surroundings
-        return {name: value for name, value in self._known_surroundings().items() if before.get(name) != value}
+        """What has changed in the surroundings. What has not is absent."""
+        before, self._surroundings = self._surroundings, self._known_surroundings()
+        changed = {name: value for name, value in self._surroundings.items() if before.get(name) != value}
+        return {"environment": ABSENT, "loader": ABSENT} | changed
 
-    def end_fields(self) -> dict[str, Any]:
-        """The fields of the run's last line."""
-        return self._totals() | {
-            **self._attempt.end.fields(),
-            "errors_total": dict(self._errors.counts),
-            "log_lines_dropped": self.log.file.dropped,
-        }
+    def end(self, stuck_for_seconds: float | None, step_trend: StepTrend | None) -> bool:
+        """Write the last line of the run.
+
+        Args:
+            stuck_for_seconds: how long it has been stuck; None if it is not.
+            step_trend: the trend of a short run.
+        """
+        return self.write(
+            structs.replace(
+                self._attempt.end.line(),
+                stuck_for_seconds=ABSENT if stuck_for_seconds is None else stuck_for_seconds,
+                step_trend=ABSENT if step_trend is None else step_trend,
+                errors_total=dict(self._errors.counts),
+                log_lines_dropped=self.log.file.dropped,
+                environment=ABSENT,
+                loader=ABSENT,
+                **self._totals(),
+            )
+        )
 
     def write_errors(self) -> None:
         """Write the errors that the log does not have yet."""
@@ -608,9 +635,10 @@ class EventLog:
         self.log.file.forget()
 
     def _totals(self) -> dict[str, Any]:
-        """The totals of the run so far. Every window line has them, so the newest line alone shows the ledger."""
+        """The fields of a `TotalsLine`. Every window has them, so the newest line alone shows the ledger."""
         totals, energy_of = self._builder.current(), self._builder.energy_sample
-        fields: RunTotals = {
+        kills, memory, resumption = self._attempt.oom_kills(), self._memory.line_field(), self._attempt.resumption()
+        return {
             "steps_total": totals.steps,
             "wall_seconds": totals.wall_seconds,
             "ledger_total_seconds": totals.ledger_seconds,
@@ -627,10 +655,16 @@ class EventLog:
             "gpu_energy_total_joules": totals.gpu_energy_joules,
             "gpu_uuid": energy_of.uuid if totals.gpu_energy_joules and energy_of is not None else None,
             "cpu_total_seconds": _cpu_seconds(totals),
+            "memory": ABSENT if memory == MemoryForecast() else memory,
+            "optimizer_steps_total": self._tracker.optimizer_steps,
+            "oom_kills_total": ABSENT if kills is None else kills,
+            "resumption": ABSENT if resumption == Resumption() else resumption,
         }
-        memory = self._memory.log_field()
-        grows = {} if memory is None else {"memory": memory}
-        return {name: rounded(value) for name, value in {**fields, **grows, **self._attempt.fields()}.items()}
+
+
+def _fields(line: Line) -> dict[str, Any]:
+    fields: dict[str, Any] = rounded(fields_of(line))
+    return fields
 
 
 def _buckets(sketch: Sketch) -> dict[int, int]:
@@ -638,7 +672,7 @@ def _buckets(sketch: Sketch) -> dict[int, int]:
 
 
 def _percentiles(value: Percentiles | None) -> dict[str, float] | None:
-    return None if value is None else rounded(asdict(value))
+    return None if value is None else asdict(value)
 
 
 def _cpu_seconds(totals: Totals) -> dict[str, float] | None:

@@ -16,12 +16,23 @@ import secrets
 import statistics
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import Meta, structs
+from msgspec import structs
 
-from telemetry.log_lines import ResumptionFields
+from telemetry.log_lines import (
+    ABSENT,
+    Count,
+    Heartbeat,
+    PhaseLine,
+    Resumption,
+    RunEndLine,
+    RunStartLine,
+    Seconds,
+    StuckTime,
+    read_heartbeat,
+)
 from telemetry.node.metrics import AttemptView
 from telemetry.records import (
     CHECKPOINT,
@@ -49,7 +60,6 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.log_lines import PhaseLine
     from telemetry.records import SavedCheckpoint, Step
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
@@ -64,8 +74,6 @@ BEAT_BYTES: Final = 1024
 WRITTEN: Final = "checkpoint_write"
 """The phase of a checkpoint that another thread has completed."""
 
-_MAX_BYTES: Final = 8192
-
 _RETRY_SECONDS: Final = 30
 """The agent tries a failed heartbeat again after this time."""
 
@@ -76,95 +84,32 @@ _MAX_PHASE_LINES: Final = 20
 """If more phases end between two ticks, only the longest have lines. Each line is a write, after which the agent thread
 waits for the GIL. With 250 phases a second whose C calls held the GIL, the agent had no time for a tick."""
 
-Figure = Annotated[float, Meta(ge=0, le=1e12)]
-"""Seconds. No run is longer, and no clock shows more: a larger number is damaged."""
-
-Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-
-
 # -- what one attempt leaves for the next ------------------------------------------------------------------------------
 
 
-class StuckTime(msgspec.Struct, frozen=True, array_like=True):
-    """How long an attempt has been stuck: in total, and by where in its loop the hang began."""
+def _lost(beat: Heartbeat, *, restored: bool, first_wait_over: bool = True) -> dict[str, float]:
+    """Seconds that an attempt has lost so far. Stuck time counts only as stuck.
 
-    seconds: Figure = 0.0
-    in_startup: Figure = 0.0
-    in_replay: Figure = 0.0
-    since_kept: Figure = 0.0
-
-
-class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The newest state of a process, which shows when it was killed and what it had done by then.
-
-    Attributes:
-        unix_seconds: when this state was read.
-        wall_seconds: seconds since the agent started.
-        first_wait_seconds: the wait for the first batch.
-        seconds_before: how long the process had run when the agent started.
-        saves_completed: checkpoints that a run can resume from.
-        kept_seconds: seconds of the training loop before the newest of these.
-        oom_kills_total: OOM kills in the cgroup; None if the cgroup has no such counter.
+    Args:
+        beat: its newest state.
+        restored: whether loading counts as a restart's cost. It does not in the first attempt.
+        first_wait_over: whether the first batch has come. Until then its wait may still turn out to be a hang.
     """
+    restore = beat.resumption.restore_seconds if restored else 0.0
+    first_wait = max(0.0, beat.first_wait_seconds - beat.stuck.in_startup) if first_wait_over else 0.0
+    startup = max(0.0, beat.ledger_total_seconds.get(STARTUP, 0.0) - restore)
+    return {
+        STARTUP: beat.seconds_before + startup + first_wait,
+        RESTORE: restore,
+        REPLAY: max(0.0, beat.resumption.replay_seconds - beat.stuck.in_replay),
+        STUCK: beat.stuck.seconds,
+    }
 
-    life: str
-    unix_seconds: Figure
-    wall_seconds: Figure
-    steps_total: Count
-    optimizer_steps_total: Count
-    ledger_total_seconds: dict[str, Figure]
-    first_wait_seconds: Figure
-    seconds_before: Figure
-    kept_seconds: Figure
-    saves_completed: Count
-    resumption: ResumptionFields
-    samples_total: Count | None = None
-    tokens_total: Count | None = None
-    oom_kills_total: Count | None = None
-    stuck: StuckTime = StuckTime()
 
-    @property
-    def loop_seconds(self) -> float:
-        """Seconds in the training loop."""
-        return self.ledger_total_seconds.get(DATA_WAIT, 0.0) + self.ledger_total_seconds.get(COMPUTE, 0.0)
-
-    @property
-    def replay_seconds(self) -> float:
-        """Seconds in which the loop threw batches away."""
-        return self.resumption.get("replay_seconds", 0.0)
-
-    @property
-    def began(self) -> float:
-        """Seconds at the start of the loop that no checkpoint can keep."""
-        return self.first_wait_seconds + self.replay_seconds
-
-    @property
-    def cut(self) -> float:
-        """Seconds of the loop before the newest checkpoint, or before the first step."""
-        return max(self.began, self.kept_seconds if self.saves_completed else 0.0)
-
-    @property
-    def in_replay(self) -> bool:
-        """Whether the process has resumed, draws batches, and its optimizer has not stepped yet."""
-        loaded_at = self.resumption.get("resumed_at_optimizer_steps")
-        return loaded_at is not None and self.optimizer_steps_total <= loaded_at and self.steps_total >= _MIN_BATCHES
-
-    def lost(self, *, restored: bool, first_wait_over: bool = True) -> dict[str, float]:
-        """Seconds that the attempt has lost so far. Stuck time counts only as stuck.
-
-        Args:
-            restored: whether loading counts as a restart's cost. It does not in the first attempt.
-            first_wait_over: whether the first batch has come. Until then its wait may still turn out to be a hang.
-        """
-        restore = self.resumption.get("restore_seconds", 0.0) if restored else 0.0
-        first_wait = max(0.0, self.first_wait_seconds - self.stuck.in_startup) if first_wait_over else 0.0
-        startup = max(0.0, self.ledger_total_seconds.get(STARTUP, 0.0) - restore)
-        return {
-            STARTUP: self.seconds_before + startup + first_wait,
-            RESTORE: restore,
-            REPLAY: max(0.0, self.replay_seconds - self.stuck.in_replay),
-            STUCK: self.stuck.seconds,
-        }
+def _in_replay(beat: Heartbeat) -> bool:
+    """Whether a process has resumed, draws batches, and its optimizer has not stepped yet."""
+    loaded_at = beat.resumption.resumed_at_optimizer_steps
+    return loaded_at is not None and beat.optimizer_steps_total <= loaded_at and beat.steps_total >= _MIN_BATCHES
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -184,10 +129,10 @@ class RunState(msgspec.Struct, frozen=True):
     run: str
     life: str
     process: str
-    newest: Beat
+    newest: Heartbeat
     attempt: Count = 0
     without_progress: Count = 0
-    lost_before: dict[str, Figure] = {}
+    lost_before: dict[str, Seconds] = {}
     samples_before: Count = 0
     tokens_before: Count = 0
     steps_before: Count = 0
@@ -195,14 +140,14 @@ class RunState(msgspec.Struct, frozen=True):
 
     def lost(self, *, first_wait_over: bool = True) -> dict[str, float]:
         """Seconds lost in all attempts so far, by category."""
-        own = self.newest.lost(restored=self.attempt > 0, first_wait_over=first_wait_over)
+        own = _lost(self.newest, restored=self.attempt > 0, first_wait_over=first_wait_over)
         return {name: self.lost_before.get(name, 0.0) + own.get(name, 0.0) for name in LOST}
 
     def attempts_without_progress(self) -> int:
         """How many attempts in a row have made no progress; 0 once this one has completed a checkpoint."""
         return 0 if self.newest.saves_completed else self.without_progress
 
-    def next(self, *, process: str, first: Beat, started: float) -> RunState:
+    def next(self, *, process: str, first: Heartbeat, started: float) -> RunState:
         """The state that the next attempt starts from.
 
         Args:
@@ -217,7 +162,7 @@ class RunState(msgspec.Struct, frozen=True):
             number += 1
             lost[DOWN] += max(0.0, started - beat.unix_seconds)
             if not self.finished:
-                in_vain = REPLAY if beat.in_replay else REDONE
+                in_vain = REPLAY if _in_replay(beat) else REDONE
                 lost[in_vain] += max(0.0, beat.loop_seconds - beat.cut - beat.stuck.since_kept)
             stalled = 0 if beat.saves_completed or self.finished else self.without_progress + 1
         return RunState(
@@ -234,13 +179,10 @@ class RunState(msgspec.Struct, frozen=True):
         )
 
 
-_Record = TypeVar("_Record", RunState, Beat)
-
-
-def read_record(path: Path, kind: type[_Record]) -> _Record | None:
-    """Read a record from a file; None if it cannot be read or makes no sense."""
+def read_run_state(path: Path) -> RunState | None:
+    """Read the file of a rank; None if it cannot be read or makes no sense."""
     try:
-        return msgspec.json.decode(read_small(path, _MAX_BYTES), type=kind)
+        return msgspec.json.decode(read_small(path), type=RunState)
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -300,13 +242,13 @@ class RunSoFar:
     def _begin(self, identity: Identity) -> RunState:
         attempt, first = self._attempt, self._attempt.newest
         process = f"{identity.node}/{process_name(identity.pid)}"
-        before = read_record(self._path, RunState)
+        before = read_run_state(self._path)
         if before is None or before.run != identity.run:
             return RunState(identity.run, first.life, process, first)
         if before.life == first.life:  # this agent had this rank before
             return before
-        beat = read_record(self._folder / f"{before.life}.beat", Beat) if before.life.isalnum() else None
-        if beat is not None and beat.life == before.life and beat.unix_seconds > before.newest.unix_seconds:
+        beat = read_heartbeat(self._folder, before.life)
+        if beat is not None and beat.unix_seconds > before.newest.unix_seconds:
             before = structs.replace(before, newest=beat)
         started = identities.process_started(identity.pid)
         if before.process == process and started is not None:  # the earlier agent has booked the time since the start
@@ -351,7 +293,7 @@ class StuckTimes:
             self._hangs.append((began, stuck_for_seconds))
         self._now = stuck_for_seconds
 
-    def so_far(self, beat: Beat) -> StuckTime:
+    def so_far(self, beat: Heartbeat) -> StuckTime:
         """Add the hangs up by the part of the loop in which they began."""
 
         def between(first: float, last: float) -> float:
@@ -481,49 +423,40 @@ class AttemptLog:
             with suppress(OSError):
                 file.close()
 
-    def head_fields(self) -> dict[str, Any]:
-        """The fields for the first line of a log file."""
-        return {
-            "process_started": None if self._started is None else iso_time(self._started),
-            "launch": self._launch,
-            "restarts": self._restarts,
-            **self._oom.head_fields(),
-            **self._oom_kills(),
-        }
+    def head(self) -> RunStartLine:
+        """What the first line of a log file has of this attempt."""
+        without = self._oom.path is None
+        return RunStartLine(
+            process_started=None if self._started is None else iso_time(self._started),
+            launch=self._launch,
+            restarts=self._restarts,
+            memory_group=ABSENT if without else self._oom.group,
+            memory_events=ABSENT if without else self._oom.path,
+        )
 
-    def fields(self) -> dict[str, Any]:
-        """The fields for every line with totals."""
-        resumption = self._resumption()
-        found: dict[str, Any] = {"optimizer_steps_total": self._tracker.optimizer_steps, **self._oom_kills()}
-        return found | ({"resumption": resumption} if resumption else {})
+    def oom_kills(self) -> int | None:
+        """How many processes of this cgroup the OOM killer has killed; None if the kernel does not report it."""
+        return self._oom.count()
 
-    def _oom_kills(self) -> dict[str, int]:
-        count = self._oom.count()
-        return {} if count is None else {"oom_kills_total": count}
-
-    def _resumption(self) -> ResumptionFields:
-        """The fields of the resumption. A thing that did not happen has no field."""
+    def resumption(self) -> Resumption:
+        """How this attempt began."""
         resume, replay = self._resume, self._replay
-        since, found = resume.restoring_since, ResumptionFields()
-        if resume.optimizers > 1:
-            found["optimizers"] = resume.optimizers
-        if resume.restore_ns or since:
-            found["restore_seconds"] = round((resume.restore_ns + (now_ns() - since if since else 0)) / NS, 6)
-        if resume.source is not None:
-            found["resumed_from"] = resume.source
-            found["resumed_at_optimizer_steps"] = resume.at_optimizer_steps
-            if resume.step is not None:
-                found["resumed_step"] = resume.step
-        if replay.batches:
-            found["replayed_batches"] = replay.batches
-            found["replay_seconds"] = round(replay.seconds, 6)
-            found["replay_wait_seconds"] = round(replay.wait_seconds, 6)
-        return found
+        since, restored = resume.restoring_since, resume.source is not None
+        return Resumption(
+            optimizers=resume.optimizers if resume.optimizers > 1 else None,
+            restore_seconds=round((resume.restore_ns + (now_ns() - since if since else 0)) / NS, 6),
+            resumed_from=resume.source,
+            resumed_at_optimizer_steps=resume.at_optimizer_steps if restored else None,
+            resumed_step=resume.step if restored else None,
+            replayed_batches=replay.batches,
+            replay_seconds=round(replay.seconds, 6),
+            replay_wait_seconds=round(replay.wait_seconds, 6),
+        )
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """Read the current state of this process."""
         accounting, ledger = self._accounting, self._accounting.ledger
-        beat = Beat(
+        beat = Heartbeat(
             life=self.life,
             unix_seconds=round(self._wall.unix_seconds(accounting.updated_ns), 6),
             wall_seconds=round(ledger.wall_seconds, 6),
@@ -534,7 +467,7 @@ class AttemptLog:
             seconds_before=round(self.seconds_before, 6),
             kept_seconds=round(self._kept_seconds, 6),
             saves_completed=self.saves_completed,
-            resumption=self._resumption(),
+            resumption=self.resumption(),
             samples_total=accounting.trained_samples(),
             tokens_total=accounting.tokens(),
             oom_kills_total=self._oom.count(),
@@ -557,13 +490,13 @@ class AttemptLog:
         lines: list[PhaseLine] = []
         newest_short: int | None = None  # index in ``lines``
         for span in spans:
-            line, save = self._line(span), None
+            save = None
             if span.category == CHECKPOINT and span.loop_seconds is not None:
                 inside = (s for s in pending if not s.background and s.start_ns <= span.start_ns <= s.end_ns)
                 save = next(inside, None)
             if save is not None:
                 pending.remove(save)
-                self._contains(line, save, span.loop_seconds)
+            line = self._line(span) if save is None else self._line_of_save(span, save)
             if span.seconds >= shortest:
                 lines.append(line)
             elif save is not None and save.complete:
@@ -577,17 +510,26 @@ class AttemptLog:
             if not (save.background or last or save in self._before_last):
                 self._waiting.append(save)  # its span is still in the ring
                 continue
-            line = self._line(PhaseSpan(WRITTEN, OTHER, save.start_ns, (save.end_ns - save.start_ns) / NS))
-            self._contains(line, save, None)
-            yield line
+            span = PhaseSpan(WRITTEN, OTHER, save.start_ns, (save.end_ns - save.start_ns) / NS)
+            yield self._line_of_save(span, save)
         self._before_last = self._waiting
 
     def _line(self, span: PhaseSpan) -> PhaseLine:
-        started = self._wall.iso(span.start_ns)
-        return {"name": span.name, "category": span.category, "started": started, "seconds": round(span.seconds, 6)}
+        return PhaseLine(
+            name=span.name,
+            category=span.category,
+            started=self._wall.iso(span.start_ns),
+            seconds=round(span.seconds, 6),
+            complete=ABSENT,
+            holds_optimizer=ABSENT,
+            optimizer_steps_total=ABSENT,
+            steps_total=ABSENT,
+            loop_seconds=ABSENT,
+        )
 
-    def _contains(self, line: PhaseLine, save: SavedCheckpoint, loop: tuple[float, float] | None) -> None:
-        """Write a checkpoint's fields into its line, and note the newest one that a run can resume from."""
+    def _line_of_save(self, span: PhaseSpan, save: SavedCheckpoint) -> PhaseLine:
+        """Make the line of a checkpoint, and note the newest one that a run can resume from."""
+        loop = span.loop_seconds
         loop_seconds = None if loop is None else sum(loop)
         if loop_seconds is not None and not save.complete:
             self._begun_at = {save.optimizer_steps: loop_seconds}
@@ -597,10 +539,14 @@ class AttemptLog:
             self._holds_optimizer |= save.holds_optimizer
             self.saves_completed += 1
             self._kept_seconds = max(self._kept_seconds, loop_seconds)
-        line["complete"], line["holds_optimizer"] = save.complete, save.holds_optimizer
-        line["optimizer_steps_total"], line["steps_total"] = save.optimizer_steps, save.steps
-        if loop is not None:
-            line["loop_seconds"] = {"data_wait": round(loop[0], 6), "compute": round(loop[1], 6)}
+        return structs.replace(
+            self._line(span),
+            complete=save.complete,
+            holds_optimizer=save.holds_optimizer,
+            optimizer_steps_total=save.optimizer_steps,
+            steps_total=save.steps,
+            loop_seconds=ABSENT if loop is None else {DATA_WAIT: round(loop[0], 6), COMPUTE: round(loop[1], 6)},
+        )
 
 
 # -- how a process ends, and what it replays ---------------------------------------------------------------------------
@@ -660,18 +606,16 @@ class EndEvidence:
         """Whether its work is done, as far as we know."""
         return self._exception is None and not self._status and not self.replaced
 
-    def fields(self) -> dict[str, Any]:
-        """The fields for the last line of the log. What is not known is absent."""
-        found: dict[str, Any] = {}
-        if self._status is not None:
-            found["exit_status"] = self._status
-        if self._exception is not None:
-            found["exception"] = type(self._exception).__name__
-            found["lost_peer"] = _lost_peer(self._exception)
-        if self.replaced:
-            found["replaced"] = True
+    def line(self) -> RunEndLine:
+        """What the last line of the log has of it. What is not known is absent."""
+        status, error = self._status, self._exception
         self._exception = None
-        return found
+        return RunEndLine(
+            exit_status=ABSENT if status is None else status,
+            exception=ABSENT if error is None else type(error).__name__,
+            lost_peer=ABSENT if error is None else _lost_peer(error),
+            replaced=self.replaced or ABSENT,
+        )
 
 
 def _lost_peer(error: BaseException) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.changes import ChangeDetector
 from telemetry.diagnosis.growth import GrowthDetector
 from telemetry.diagnosis.memory import MEMORY, MemoryReadings, ReadingHistory, memory_advice, memory_outlook
+from telemetry.log_lines import ChangedFigure, ChangeLine, MemoryForecast
 from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth, MemorySample, rounded
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from telemetry.agent.collectors import Samples
-    from telemetry.diagnosis.growth import StepGrowth
-    from telemetry.log_lines import ChangeLine
+    from telemetry.diagnosis.growth import StepGrowth, StepTrend
     from telemetry.records import GpuSample, PressureSample, StepChange, TorchMemorySample, Totals
 
 
@@ -83,20 +83,19 @@ class MemoryWatch:
         passed = ((now_ns() if now is None else now) - self._judged_ns) / NS
         return replace(growth, exhausted_in_seconds=max(0.0, growth.exhausted_in_seconds - passed))
 
-    def log_field(self, now: int | None = None) -> dict[str, Any] | None:
-        """The growth for the log; None if no memory grows for good. Unknown values are left out."""
+    def line_field(self, now: int | None = None) -> MemoryForecast:
+        """The growth for the log; empty if no memory grows for good."""
         growth = self.view(now)
         if growth is None or growth.where_bytes_per_second is None:
-            return None
-        field: dict[str, Any] = {
-            "growth_bytes_per_hour": round(growth.where_bytes_per_second * 3600),
-            "where": growth.where,
-            "exhausted_in_seconds": growth.exhausted_in_seconds,
-            "exhausted": growth.exhausted,
-            "copied_on_write": growth.copied_on_write or None,
-            "advice": memory_advice(growth) or None,
-        }
-        return {name: value for name, value in field.items() if value is not None}
+            return MemoryForecast()
+        return MemoryForecast(
+            growth_bytes_per_hour=round(growth.where_bytes_per_second * 3600),
+            where=growth.where,
+            exhausted_in_seconds=growth.exhausted_in_seconds,
+            exhausted=growth.exhausted,
+            copied_on_write=growth.copied_on_write,
+            advice=memory_advice(growth) or None,
+        )
 
     def _values(
         self, sample: MemorySample, gpu: GpuSample | None, allocator: TorchMemorySample | None
@@ -152,8 +151,6 @@ def _minus(value: int | None) -> int | None:
 
 # -- steps that became slower or faster for good -----------------------------------------------------------------------
 
-_DIGITS = 6
-
 
 class ChangeMonitor:
     """Looks for changes of the step time once a tick: lasting ones, and growth within minutes."""
@@ -178,10 +175,10 @@ class ChangeMonitor:
         """The growth of the steps within minutes; None without any."""
         return self._growth.growth
 
-    def trend_field(self) -> dict[str, Any]:
-        """The trend of a short run as a field of the run's last line; empty for other runs."""
-        trend = self._growth.trend()
-        return {} if trend is None else {"step_trend": rounded(asdict(trend))}
+    @property
+    def step_trend(self) -> StepTrend | None:
+        """The trend of a short run; None for other runs."""
+        return self._growth.trend()
 
 
 def _memory_signals(samples: Samples) -> dict[str, float]:
@@ -206,15 +203,12 @@ def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str
 
 def change_line(change: StepChange, at: str) -> ChangeLine:
     """The log line of a change. ``at``: when it happened, ISO-8601."""
-    return {
-        "at": at,
-        "first_step": change.step,
-        "ratio": round(change.ratio, 4),
-        "part": change.part,
-        "step_before_seconds": round(change.before_seconds, _DIGITS),
-        "step_after_seconds": round(change.after_seconds, _DIGITS),
-        "with": [
-            {"what": each.what, "before": rounded(each.before), "after": rounded(each.after)}
-            for each in change.companions
-        ],
-    }
+    return ChangeLine(
+        at=at,
+        first_step=change.step,
+        ratio=round(change.ratio, 4),
+        part=change.part,
+        step_before_seconds=change.before_seconds,
+        step_after_seconds=change.after_seconds,
+        figures=[ChangedFigure(each.what, rounded(each.before), rounded(each.after)) for each in change.companions],
+    )

@@ -227,8 +227,8 @@ def outcome(run: Path) -> DemoOutcome:
     """Read a run's log."""
     process = load(run)[-1]
     totals, ledger = process.totals, process.ledger
-    loop = ledger.get("data_wait", 0.0) + ledger.get("compute", 0.0) - totals.get("first_wait_seconds", 0.0)
-    rate = totals["steps_total"] / loop if totals.get("steps_total") and loop > 0 else None
+    loop = ledger.get("data_wait", 0.0) + ledger.get("compute", 0.0) - totals.first_wait_seconds
+    rate = totals.steps_total / loop if totals.steps_total and loop > 0 else None
     stall = max(stalls_of(process), key=lambda stall: stall.lost_seconds, default=None)
     for advice in stall.advice[:1] if stall else ():
         if advice.setting == "num_workers":

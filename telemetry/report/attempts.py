@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.log_lines import StallCloseLine, StallOpenLine
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.process_log import Point, point_at, unix
 from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
@@ -17,6 +18,7 @@ from telemetry.util.text import named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.log_lines import Heartbeat, TotalsLine
     from telemetry.report.process_log import ProcessLog, Save
 
 FINISHED: Final = "finished"
@@ -60,18 +62,19 @@ class Life:
 
     Attributes:
         log: what the process has logged.
-        totals: its newest totals, from its heartbeat if that is newer than its log.
+        totals: its newest totals, from its heartbeat if that is newer than its log: ``beat``.
         begin: start of the process; ``agent``: start of its agent; ``end``: time of its newest line or heartbeat.
         how: how it ended.
         replaced: whether it has ended by executing another program.
     """
 
     log: ProcessLog
-    totals: dict[str, Any]
+    totals: TotalsLine
     begin: float
     agent: float
     end: float
     how: str
+    beat: Heartbeat | None = None
     replaced: bool = False
 
     @property
@@ -82,62 +85,61 @@ class Life:
     @property
     def node(self) -> str:
         """The name of the node on which the process ran."""
-        return str(self.log.head.get("node"))
+        return str(self.log.head.node)
 
     @property
     def spent(self) -> dict[str, float]:
         """Seconds by category of the ledger."""
-        found: dict[str, float] = self.totals.get("ledger_total_seconds", {})
-        return found
+        return self.totals.ledger_total_seconds
 
     @property
     def heartbeat_seconds(self) -> float:
         """Time between two heartbeats of the process."""
-        return max(1.0, self.log.setting("interval_seconds", 1.0))
+        return max(1.0, float(self.log.head.settings.interval_seconds))
 
     @property
     def failed_by_itself(self) -> bool:
         """Whether it failed for another reason than the end of a peer."""
-        return self.how == FAILED and not self.log.end.get("lost_peer")
+        return self.how == FAILED and not self.log.end.lost_peer
 
     @property
     def oom_readings(self) -> list[tuple[float, int]]:
         """Readings of the OOM killer's counter: Unix time, and the number of kills until then."""
         found = [(unix(text), kills) for kills, texts in self.log.oom_readings.items() for text in texts]
         readings = [(time, kills) for time, kills in found if time is not None]
-        newest = self.totals.get("oom_kills_total")
+        newest = self.totals.oom_kills_total
         return sorted(readings if newest is None else [*readings, (self.end, newest)])
 
     @property
     def launch(self) -> tuple[str, str, int | None] | None:
         """Identifies the launcher: the ranks that it started on a node have the same value. None if it is not known."""
         head = self.log.head
-        if head.get("launcher") not in {"torchrun", "slurm", "mpi", "spawn", "kubernetes"} or "launch" not in head:
+        if head.launcher not in {"torchrun", "slurm", "mpi", "spawn", "kubernetes"} or head.launch is None:
             return None
-        return self.node, head["launch"], head.get("restarts")
+        return self.node, head.launch, head.restarts
 
     @property
     def offset(self) -> int:
         """Optimizer steps before the process loaded the state from which positions are counted."""
-        return int(self.totals.get("resumed_at_optimizer_steps", 0))
+        return self.totals.resumption.resumed_at_optimizer_steps or 0
 
     @property
     def first_point(self) -> Point:
         """The totals when the first step began: the first wait and the replay are over."""
-        replay, wait = self.totals.get("replay_seconds", 0.0), self.totals.get("replay_wait_seconds", 0.0)
+        replay = self.totals.resumption
         return Point(
             optimizer_steps=self.offset,
-            steps=self.totals.get("replayed_batches", 0),
-            data_wait=self.totals.get("first_wait_seconds", 0.0) + wait,
-            compute=max(0.0, replay - wait),
+            steps=replay.replayed_batches,
+            data_wait=self.totals.first_wait_seconds + replay.replay_wait_seconds,
+            compute=max(0.0, replay.replay_seconds - replay.replay_wait_seconds),
         )
 
     @property
     def last_point(self) -> Point:
         """The totals at the end of the process."""
         return Point(
-            optimizer_steps=self.totals.get("optimizer_steps_total", 0),
-            steps=self.totals.get("steps_total", 0),
+            optimizer_steps=self.totals.optimizer_steps_total,
+            steps=self.totals.steps_total or 0,
             data_wait=self.spent.get(DATA_WAIT, 0.0),
             compute=self.spent.get(COMPUTE, 0.0),
         )
@@ -156,31 +158,32 @@ def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:
 
 def _life(log: ProcessLog, now: float) -> Life | None:
     totals, beat = log.totals, log.beat
-    if not log.ended and beat and beat["wall_seconds"] >= totals.get("wall_seconds", 0.0):
-        totals = totals | beat
-    totals = totals | totals.get("resumption", {})
-    started, end = unix(log.started), unix(totals.get("time", "")) or unix(log.last_time)
+    if beat is not None and (log.ended or beat.wall_seconds < totals.wall_seconds):
+        beat = None  # the log is newer
+    if beat is not None:
+        totals = beat.over(totals)
+    started, end = unix(log.started), unix(totals.time) or unix(log.last_time)
     if started is None or end is None:
         return None
     # By the clock of the newest stamp: should the clock have been stepped, the next process starts by it, too.
-    agent = end - totals["wall_seconds"] if "wall_seconds" in totals else min(started, end)
-    process = unix(log.head.get("process_started", ""))
+    agent = end - totals.wall_seconds if totals.wall_seconds else min(started, end)
+    process = unix(log.head.process_started or "")
     before = 0.0 if process is None else max(0.0, started - process)
-    return Life(log, totals, agent - before, agent, end, _how(log, end, now), bool(log.end.get("replaced")))
+    return Life(log, totals, agent - before, agent, end, _how(log, end, now), beat, log.end.replaced)
 
 
 def _how(log: ProcessLog, end: float, now: float) -> str:
     if not log.ended:
         return RUNNING if now - end <= MISSED_WINDOWS * log_interval(log) or _is_there(log) else KILLED
-    if log.end.get("exception") == "KeyboardInterrupt":
+    if log.end.exception == "KeyboardInterrupt":
         return KILLED
-    return FAILED if log.end.get("exception") or log.end.get("exit_status") else FINISHED
+    return FAILED if log.end.exception or log.end.exit_status else FINISHED
 
 
 def _is_there(log: ProcessLog) -> bool:
     """Whether a process that writes nothing is still there, on this machine: it is stopped, or its disk hangs."""
-    started = unix(log.head.get("process_started", ""))
-    if started is None or log.head.get("node") != clean_name(node_name(os.environ)):
+    started = unix(log.head.process_started or "")
+    if started is None or log.head.node != clean_name(node_name(os.environ)):
         return False
     now_there = process_started(log.pid)
     return now_there is not None and abs(now_there - started) <= _SAME_START_SECONDS
@@ -188,7 +191,7 @@ def _is_there(log: ProcessLog) -> bool:
 
 def log_interval(log: ProcessLog) -> float:
     """Seconds between two windows of a process."""
-    return log.setting("log_interval_seconds", 10.0)
+    return log.head.settings.log_interval_seconds
 
 
 def _chained(lives: Sequence[Life]) -> list[Life]:
@@ -201,7 +204,7 @@ def _chained(lives: Sequence[Life]) -> list[Life]:
         if before is None:
             continue
         other = chained[before]
-        first, second = (unix(each.log.head.get("process_started") or "") for each in (other, life))
+        first, second = (unix(each.log.head.process_started or "") for each in (other, life))
         if first is None or second is None or abs(first - second) > _SAME_START_SECONDS:
             continue  # another process with this pid
         if not other.log.ended:
@@ -314,10 +317,10 @@ class Attempt:
             return None
         why = []
         for end in (life.log.end for life in self.lives):
-            if end.get("exception") and not end.get("lost_peer"):
-                why.append(end["exception"])
-            elif end.get("exit_status"):
-                why.append(f"exit status {end['exit_status']}")
+            if end.exception and not end.lost_peer:
+                why.append(end.exception)
+            elif end.exit_status:
+                why.append(f"exit status {end.exit_status}")
         return "; ".join([*why[:1], *([self.oom.text] if self.oom else [])]) or None
 
 
@@ -346,8 +349,8 @@ def _belongs(life: Life, attempt: Attempt) -> bool:
     if life.launch is not None and launches - {None}:
         return life.launch in launches
     together = life.begin - attempt.end <= _STARTED_TOGETHER_SECONDS
-    sizes = {other.log.head.get("world_size") for other in attempt.lives}
-    return together and sizes == {life.log.head.get("world_size")} and life.log.head.get("world_size", 1) > 1
+    sizes, size = {other.log.head.world_size for other in attempt.lives}, life.log.head.world_size
+    return together and sizes == {size} and size is not None and size > 1
 
 
 def _oom_end(ended: Sequence[Life], lives: Sequence[Life], now: float) -> OomEnd | None:
@@ -367,10 +370,10 @@ def _oom_end(ended: Sequence[Life], lives: Sequence[Life], now: float) -> OomEnd
 
 def _killed_with(life: Life, lives: Sequence[Life], now: float) -> tuple[int, float] | None:
     """Number of kills when a process was killed, and delay of the reading; None if the OOM killer did not kill it."""
-    group, before = life.log.head.get("memory_group"), life.totals.get("oom_kills_total")
+    group, before = life.log.head.memory_group, life.totals.oom_kills_total
     if group is None or before is None:
         return None
-    readings = [each for other in lives if other.log.head.get("memory_group") == group for each in other.oom_readings]
+    readings = [each for other in lives if other.log.head.memory_group == group for each in other.oom_readings]
     current = _counter_now(life.log)
     if current is not None:
         readings.append((now, current))
@@ -385,11 +388,11 @@ def _killed_with(life: Life, lives: Sequence[Life], now: float) -> tuple[int, fl
 
 def _counter_now(log: ProcessLog) -> int | None:
     """The present counter in the cgroup of a process; None if the cgroup is gone, or on another machine."""
-    path = Path(log.head.get("memory_events", ""))
+    path = Path(log.head.memory_events or "")
     if path.name not in EVENTS:
         return None
     try:
-        same = group_id(path.parent, Path("/proc")) == log.head.get("memory_group")
+        same = group_id(path.parent, Path("/proc")) == log.head.memory_group
     except (OSError, ValueError):
         return None
     return oom_kills(path) if same else None
@@ -444,7 +447,7 @@ class Course:
     @property
     def steps(self) -> int:
         """Steps of the loop without the replay."""
-        return max(0, max(int(life.totals.get("steps_total", 0)) for life in self.attempt.lives) - self.replayed)
+        return max(0, max(life.totals.steps_total or 0 for life in self.attempt.lives) - self.replayed)
 
     @property
     def has_position(self) -> bool:
@@ -517,13 +520,13 @@ def newest_checkpoint(course: Course) -> float | None:
 
 
 def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
-    leading = max(attempt.lives, key=lambda life: (life.totals.get("optimizer_steps_total", 0), -life.rank))
+    leading = max(attempt.lives, key=lambda life: (life.totals.optimizer_steps_total, -life.rank))
     totals = leading.totals
-    done = totals.get("optimizer_steps_total", 0) - leading.offset
-    replayed = int(totals.get("replayed_batches", 0))
-    steps = max(0, totals.get("steps_total", 0) - replayed)
+    done = totals.optimizer_steps_total - leading.offset
+    replayed = totals.resumption.replayed_batches
+    steps = max(0, (totals.steps_total or 0) - replayed)
     by_optimizer = done > 0
-    rate = float(max(1, totals.get("optimizers", 1))) if by_optimizer else 1.0
+    rate = float(max(1, totals.resumption.optimizers or 1)) if by_optimizer else 1.0
     position = done / rate if by_optimizer else float(steps)
     resumed, source = _resumed(attempt, earlier)
     drawn = 0 if replayed else _drawn(steps, position if by_optimizer else 0.0, earlier)
@@ -551,9 +554,10 @@ def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
 
 def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:
     for life in sorted(attempt.lives, key=lambda life: life.rank):
-        if "resumed_step" in life.totals and "resumed_from" in life.totals:
-            return float(life.totals["resumed_step"]), str(life.totals["resumed_from"])
-    if not any(life.totals.get("restore_seconds") for life in attempt.lives):
+        found = life.totals.resumption
+        if found.resumed_step is not None and found.resumed_from is not None:
+            return float(found.resumed_step), found.resumed_from
+    if not any(life.totals.resumption.restore_seconds for life in attempt.lives):
         return 0.0, ASSUMED  # it has loaded nothing, or was killed before
     newest = [position for course in earlier if (position := newest_checkpoint(course)) is not None]
     return (newest[-1] if newest else 0.0), ASSUMED
@@ -598,13 +602,12 @@ def stuck_of(log: ProcessLog) -> list[Stuck]:
     """The times in which a process was stuck."""
     found: list[Stuck] = []
     for line in log.stalls:
-        evidence = line.get("evidence", {})
-        opened = line.get("opened") or line.get("time", "")
-        if line.get("event") == "stall_open" and "stuck_in" in evidence:
+        evidence, opened = line.evidence, line.opened or line.time
+        if isinstance(line, StallOpenLine) and "stuck_in" in evidence:
             before = float(evidence.get("stuck_for_seconds") or 0.0)
-            found.append(Stuck(opened, None, before, line.get("first_step", 0), evidence["stuck_in"]))
-        elif line.get("event") == "stall_close" and found and found[-1].opened == opened:
-            found[-1] = found[-1]._replace(closed=line.get("closed") or line.get("time"))
+            found.append(Stuck(opened, None, before, line.first_step or 0, evidence["stuck_in"]))
+        elif isinstance(line, StallCloseLine) and found and found[-1].opened == opened:
+            found[-1] = found[-1]._replace(closed=line.closed or line.time or None)
     return found
 
 
@@ -618,9 +621,9 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
         (KEPT, COMPUTE): cut.compute - first.compute,
         (LOST_STEPS, DATA_WAIT): end.data_wait - cut.data_wait,
         (LOST_STEPS, COMPUTE): end.compute - cut.compute,
-        (REPLAYED, DATA_WAIT): life.totals.get("replay_wait_seconds", 0.0),
+        (REPLAYED, DATA_WAIT): life.totals.resumption.replay_wait_seconds,
         (REPLAYED, COMPUTE): first.compute,
-        (BEGINNING, DATA_WAIT): min(life.totals.get("first_wait_seconds", 0.0), last.data_wait),
+        (BEGINNING, DATA_WAIT): min(life.totals.first_wait_seconds, last.data_wait),
     }
     total = 0.0
     for stuck in stuck_of(life.log):
@@ -639,7 +642,7 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
 def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
     if stuck.steps == 0 and stuck.category == DATA_WAIT:
         return BEGINNING
-    if stuck.steps < life.totals.get("replayed_batches", 0):
+    if stuck.steps < life.totals.resumption.replayed_batches:
         return REPLAYED
     if stuck.closed is None or stuck.steps >= cut.steps:
         return LOST_STEPS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from telemetry.diagnosis.findings import Finding
-from telemetry.log_lines import Number
+from telemetry.log_lines import ChangedFigure, Number, Suspect
 from telemetry.records import StallRecord
 from telemetry.trace.records import FlopsUsage, Suggestion
 
@@ -56,15 +56,6 @@ class Rank(msgspec.Struct, kw_only=True):
         return self.ledger["data_wait"] + self.ledger["compute"]
 
 
-class Suspect(msgspec.Struct):
-    """A rank that the others wait for while the job hangs, and its activity."""
-
-    rank: int | None = None
-    node: str | None = None
-    where: str | None = None
-    doing: str | None = None
-
-
 class Waiting(msgspec.Struct):
     """Ranks that wait in the same collective."""
 
@@ -81,14 +72,6 @@ class Hang(msgspec.Struct):
     kind: str
     suspects: list[Suspect]
     waiting: list[Waiting]
-
-
-class ChangedFigure(msgspec.Struct):
-    """A figure that changed together with the steps; its name contains its unit."""
-
-    what: str
-    before: Number
-    after: Number
 
 
 class Change(msgspec.Struct):

@@ -73,7 +73,6 @@ class Experience:
     Attributes:
         failures: number of attempts that were killed or failed.
         loop_seconds: training time, checkpoints included, over all attempts.
-        checkpoints: checkpoints per rank. ``checkpoint_seconds``: time for which one checkpoint stops the training.
         checkpoints: checkpoints per rank. ``checkpoint_seconds``: time for which one stops the training.
         restart_seconds: time from a failure to the first new step.
     """
@@ -181,7 +180,7 @@ def goodput_of(processes: Sequence[ProcessLog], now: float) -> Goodput:
 def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
     """The seconds of one process by category. Their sum is the length of its attempt."""
     spent = dict.fromkeys(CATEGORIES, 0.0) | life.spent
-    restore = life.totals.get("restore_seconds", 0.0)
+    restore = life.totals.resumption.restore_seconds
     if course.attempt.number == 0 and not course.resumed:
         restore = 0.0  # the first attempt of a run loads a model, but no checkpoint of this run
     parts, stuck = loop_parts(life, course)
@@ -231,7 +230,7 @@ def job_of(processes: Sequence[ProcessLog], goodput: Goodput) -> Job:
     lost = sum(seconds[category] for category in LOST)
     advised, digits = goodput.experience.advised(), {"checkpoint_seconds": 3, "predicted_ettr_ratio": 4}
     return Job(
-        nodes=sorted({str(process.head.get("node")) for process in processes}),
+        nodes=sorted({str(process.head.node) for process in processes}),
         ranks=newest,
         attempts=[_job_attempt(course) for course in goodput.courses],
         goodput=Books(
@@ -294,7 +293,7 @@ def energy_of(ranks: Sequence[Rank], processes: Sequence[ProcessLog]) -> dict[st
     for place, (rank, process) in enumerate(zip(ranks, processes, strict=True)):
         if rank.gpu_energy_joules is None:
             continue
-        gpu = process.totals.get("gpu_uuid") or place
+        gpu = process.totals.gpu_uuid or place
         sums = by_gpu.setdefault((rank.attempt, gpu), {}).setdefault(rank.rank, dict.fromkeys(CATEGORIES, 0.0))
         for category in CATEGORIES:
             sums[category] += rank.gpu_energy_joules.get(category, 0.0)
@@ -307,7 +306,7 @@ def cost_of(ranks: Sequence[Rank], processes: Sequence[ProcessLog], goodput: Goo
 
     A rank counts as one GPU.
     """
-    prices = [price for p in processes if (price := p.head.get("settings", {}).get("gpu_hour_price")) is not None]
+    prices = [price for p in processes if (price := p.head.settings.gpu_hour_price) is not None]
     if not prices:
         return None
     hourly = prices[-1] / 3600

@@ -8,16 +8,26 @@ import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from telemetry.log_lines import EVENTS, LOG_NAME, Heartbeat, Line, StallEvidence
-from telemetry.report.process_log import ProcessLog, take_line, unix
-from telemetry.util.clock import iso_time
-from telemetry.util.files import open_regular, read_small
+from telemetry.log_lines import (
+    KINDS,
+    LOG_NAME,
+    AnyLine,
+    Line,
+    RunStartLine,
+    StallEvidence,
+    StallLine,
+    StragglerLine,
+    read_heartbeat,
+)
+from telemetry.report.process_log import ProcessLog, unix
+from telemetry.util.files import open_regular
 from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
@@ -26,9 +36,7 @@ if TYPE_CHECKING:
 
     from telemetry.report.html.recorder import RunRecorder
 
-_DECODERS: Final[dict[bytes, msgspec.json.Decoder[Any]]] = {
-    event.encode(): msgspec.json.Decoder(kind) for event, kind in EVENTS.items()
-}
+_DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(AnyLine)
 _BEGINNING: Final = re.compile(rb'\{"time":"[^"]*","event":"(\w+)"')
 """The beginning of each line that the agent writes."""
 
@@ -65,37 +73,41 @@ class NoRunError(Exception):
 # -- one line ------------------------------------------------------------------------------------------------------
 
 
-def parsed(raw: bytes) -> tuple[dict[str, Any] | None, int] | None:
-    """Parse a line of a log, and drop its fields that are null. Returns None if it is empty or no object.
+def parsed(raw: bytes) -> tuple[Line | None, int] | None:
+    """Parse a line of a log. Returns None if it is empty or no object.
 
     Returns:
-        Its fields, with the types that `EVENTS` has for its event, or None if it cannot be read; and how many fields
-        were left out because of a wrong type.
+        Its record, or None if it cannot be read, and how many fields were left out because of a wrong type. A line of
+        an event that this version does not know is a `Line`.
     """
-    wrong = 0
     try:
-        begins = _BEGINNING.match(raw)
-        try:
-            line = _DECODERS[begins[1] if begins else b""].decode(raw)
-        except (KeyError, msgspec.ValidationError):  # an event of a newer version, another order, or a wrong field
-            line = msgspec.json.decode(raw)
-            if not isinstance(line, dict):
-                return None
-            event = line.get("event")
-            line, wrong = _sound(line, EVENTS.get(event, Line) if isinstance(event, str) else Line)
-        if "evidence" in line:
-            known, (sound, damaged) = StallEvidence.__annotations__, _sound(line["evidence"], StallEvidence)
-            others = {name: value for name, value in line["evidence"].items() if name not in known}
-            line["evidence"] = others | {name: sound[name] for name in known if name in sound}
-            wrong += damaged
-    except (msgspec.DecodeError, ValueError, RecursionError):
+        if raw.isascii() and b"\\" not in raw:  # otherwise a text may have to be escaped
+            with suppress(msgspec.ValidationError):
+                line = _DECODER.decode(raw)
+                return line, _leave_out_damaged_evidence(line)
+        fields = msgspec.json.decode(raw)
+        if not isinstance(fields, dict):
+            return None
+        event = fields.pop("event", None)
+        line, wrong = _sound(_printable(fields), KINDS.get(event, Line) if isinstance(event, str) else Line)
+        return line, wrong + _leave_out_damaged_evidence(line)
+    except (ValueError, RecursionError):
         return (None, 0) if raw.strip() else None
-    if b"\\" in raw or not raw.isascii():
-        line = _printable(line)
-    return {name: value for name, value in line.items() if value is not None}, wrong
 
 
-def _sound(fields: dict[str, Any], kind: Any) -> tuple[dict[str, Any], int]:
+def _leave_out_damaged_evidence(line: Line) -> int:
+    """Drop the fields of a stall's evidence that have a wrong type. Returns their number."""
+    if not isinstance(line, (StallLine, StragglerLine)) or not line.evidence:
+        return 0
+    known = StallEvidence.__annotations__
+    sound, wrong = _sound(dict(line.evidence), StallEvidence)
+    for name in known.keys() & line.evidence.keys():
+        del line.evidence[name]
+    line.evidence.update((name, sound[name]) for name in known if name in sound)
+    return wrong
+
+
+def _sound(fields: dict[str, Any], kind: Any) -> tuple[Any, int]:
     """The fields of a record that have the right types, and the number of the other fields."""
     wrong = 0
     while True:
@@ -120,25 +132,14 @@ def _printable(value: Any) -> Any:
         return [_printable(each) for each in value]
     if isinstance(value, dict):
         return {_printable(name): each if name == "stacks" else _printable(each) for name, each in value.items()}
-    if isinstance(value, msgspec.Struct):
-        return msgspec.structs.replace(value, **_printable(msgspec.structs.asdict(value)))
     return value
 
 
 def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
-    """Set ``beat`` of each process that did not end by itself: its newest heartbeat, with ``time`` as in a log line."""
+    """Set ``beat`` of each process that did not end by itself."""
     for process in processes:
-        life = process.head.get("life")
-        if process.ended or not life or not life.isalnum():
-            continue
-        try:
-            found = msgspec.json.decode(read_small(folder / f"{life}.beat"))
-            beat, _wrong = _sound(found if isinstance(found, dict) else {}, Heartbeat)
-        except (OSError, msgspec.DecodeError, ValueError, RecursionError):
-            continue
-        beat = {name: value for name, value in _printable(beat).items() if value is not None}
-        if beat.get("life") == life and beat.keys() >= {"unix_seconds", "ledger_total_seconds", "wall_seconds"}:
-            process.beat = beat | {"time": iso_time(beat["unix_seconds"])}
+        if not process.ended:
+            process.beat = read_heartbeat(folder, process.head.life)
 
 
 # -- the files of a folder -----------------------------------------------------------------------------------------
@@ -191,17 +192,17 @@ def _instead_of(folder: Path) -> str:
     return f"; the newest run in it is {max(inside)[1]}" if inside else ""
 
 
-def _head_of(path: Path) -> dict[str, Any]:
-    """The first line of a file, normally its ``run_start``; an empty object if it cannot be read."""
+def _head_of(path: Path) -> Line:
+    """The first line of a file, normally its ``run_start``; an empty line if it cannot be read."""
     try:
         file = open_regular(path)
         if file is None:
-            return {}
+            return Line()
         with file:
             found = parsed(file.readline(_MAX_HEAD_BYTES))
     except OSError:
-        return {}
-    return (found and found[0]) or {}
+        return Line()
+    return (found and found[0]) or Line()
 
 
 def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
@@ -210,9 +211,9 @@ def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
     began: dict[str, str] = {}
     for log in logs:
         for head in map(_head_of, log.paths):
-            run = head.get("run", "")
-            ranks.setdefault(run, set()).add(log.rank)
-            began[run] = max(began.get(run, ""), head.get("started") or head.get("time") or "")
+            started = head.started if isinstance(head, RunStartLine) else ""
+            ranks.setdefault(head.run, set()).add(log.rank)
+            began[head.run] = max(began.get(head.run, ""), started or head.time)
     run = max(began, key=began.__getitem__)
     return run, len(ranks[run])
 
@@ -239,15 +240,15 @@ class ProcessLogs:
 
     def leave_out_if_empty(self, file: LinesOfFile) -> None:
         """Drop the process of a file, after its last line, if all lines belong to processes of other files."""
-        if file.by_node and not file.unused.head and not file.unused.torn_lines:
+        if file.by_node and file.unused.empty and not file.unused.torn_lines:
             self.all = [log for log in self.all if log is not file.unused]
 
-    def log_of(self, line: dict[str, Any], log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
-        """The process of a ``run_start``. ``log``: process of the line before; ``fresh``: process for a new log."""
-        life = line.get("life")
+    def log_of(self, line: Line, log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
+        """The process of a first line. ``log``: process of the line before; ``fresh``: process for a new log."""
+        life, continued = (line.life, line.continued) if isinstance(line, RunStartLine) else (None, False)
         if life in self._by_life:
             return self._by_life[life]
-        if log is None or not line.get("continued"):
+        if log is None or not continued:
             log = fresh
             if all(each is not fresh for each in reversed(self.all)):
                 self.all.append(fresh)
@@ -269,21 +270,20 @@ class LinesOfFile:
         self.newest = self.unused = unused
         self.by_node: dict[str, ProcessLog] = {}
 
-    def add(self, line: dict[str, Any] | None, wrong: int) -> None:
+    def add(self, line: Line | None, wrong: int) -> None:
         """Add a line, as `parsed` returns it."""
         if line is None:
             self.newest.torn_lines += 1
             return
-        node = line.get("node")
-        log = self.newest if node is None else self.by_node.get(node)  # a line without a node is damaged
-        if log is None or line.get("event") == "run_start":
+        log = self.newest if line.node is None else self.by_node.get(line.node)  # one without a node is damaged
+        if log is None or isinstance(line, RunStartLine):
             fresh = ProcessLog(self.unused.rank, self.unused.pid) if self.by_node else self.unused
             log = self._logs.log_of(line, log, fresh)
         self.newest = log
-        if node is not None:
-            self.by_node[node] = log
+        if line.node is not None:
+            self.by_node[line.node] = log
         log.wrong_fields += wrong
-        take_line(line, log)
+        log.add(line)
 
 
 # -- the lines of one log ------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class _Selection:
         self.skipped_windows = False
         self.newest_skipped = b""
 
-    def lines(self, path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    def lines(self, path: Path) -> Iterator[tuple[Line | None, int]]:
         """The lines of a file that are not skipped, as `parsed` returns them; a torn line if it cannot be read."""
         try:
             file = open_regular(path, buffer_bytes=_BUFFER_BYTES)
@@ -340,7 +340,7 @@ class _Selection:
         except OSError:
             yield None, 0  # rotated away or unreadable; the other files still count
 
-    def _note_parsed(self, event: bytes, line: dict[str, Any]) -> None:
+    def _note_parsed(self, event: bytes, line: Line) -> None:
         """Decide how many lines to skip after a line of a frequent event, from the time since the last one."""
         if event == b"window":
             self.newest_skipped = b""
@@ -350,7 +350,7 @@ class _Selection:
             spacing = self._recorder.spacing_seconds()
         else:
             spacing = _WINDOW_SECONDS if event == b"window" else math.inf
-        time = unix(line.get("time", ""))
+        time = unix(line.time)
         if time is None or spacing == math.inf:
             self._left[event] = 0 if time is None else _MAX_SKIPPED
             return
@@ -376,7 +376,7 @@ def _read_log(file: LinesOfFile, paths: Sequence[Path], recorder: RunRecorder | 
                 continue
             if file.newest is not before and before is not file.unused:
                 selection.keep_windows()  # of several processes in one file
-            if skipped and line.get("event") == "run_start":
+            if skipped and isinstance(line, RunStartLine):
                 file.newest.take_sums(line)
                 skipped = False
             if recorder is not None and file.newest.run == run:
@@ -388,8 +388,10 @@ def _has_sums_of(later: Path | None, path: Path) -> bool:
     """Whether a later file is of the same process, and its first line has the sums of the windows in a file."""
     if later is None:
         return False
-    life, head = _head_of(path).get("life"), _head_of(later)
-    return life is not None and head.get("life") == life and {"step_sketch", "data_wait_sketch"} <= head.keys()
+    first, head = _head_of(path), _head_of(later)
+    if not isinstance(first, RunStartLine) or not isinstance(head, RunStartLine) or first.life is None:
+        return False
+    return head.life == first.life and head.step_sketch is not None and head.data_wait_sketch is not None
 
 
 # -- all logs ------------------------------------------------------------------------------------------------------

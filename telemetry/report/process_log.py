@@ -11,22 +11,35 @@ from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from msgspec import structs
+
 from telemetry.diagnosis.findings import Finding, FindingKind, by_weight
 from telemetry.log_lines import (
     ChangeLine,
     ErrorLine,
     FindingLine,
+    GpuLine,
     HangLine,
+    PhaseLine,
     RunEndLine,
+    RunStartLine,
     SnapshotLine,
+    StallCloseLine,
     StallLine,
-    StragglerLines,
+    StallOpenLine,
+    StepLines,
+    StragglerLine,
+    SurroundingsLine,
+    TotalsLine,
+    WindowLine,
 )
 from telemetry.records import HotLine, StallRecord
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from telemetry.log_lines import Heartbeat, Line
 
 _MAX_POINTS: Final = 512
 _MAX_SAVES: Final = 256
@@ -97,17 +110,17 @@ class Progress:
         self._seen = 0
         self._every = 1
 
-    def add(self, totals: dict[str, Any]) -> None:
+    def add(self, totals: TotalsLine) -> None:
         """Add a window, unless its totals are smaller than the last: then the log is damaged."""
         self._seen += 1
         if self._seen % self._every:
             return
         before = Point(*self._values[-_WIDTH:])
-        told = totals["ledger_total_seconds"] | totals.get("cpu_total_seconds", {})
+        told = totals.ledger_total_seconds | (totals.cpu_total_seconds or {})
         point = before._replace(
-            wall_seconds=totals["wall_seconds"],
-            steps=totals["steps_total"],
-            optimizer_steps=totals.get("optimizer_steps_total", 0),
+            wall_seconds=totals.wall_seconds,
+            steps=totals.steps_total or 0,
+            optimizer_steps=totals.optimizer_steps_total,
             **{name: value for name, value in told.items() if name in Point._fields},
         )
         if any(new < old for new, old in zip(point, before, strict=True)):
@@ -149,12 +162,13 @@ class ProcessLog:
 
     Attributes:
         rank: its last rank; a process may learn its rank after its first lines.
-        head: its ``run_start``.
+        head: its ``run_start``; without one, what its first line has of it.
+        empty: whether it has no line.
         totals: the newest line with the totals of the run so far (``window`` or ``run_end``).
         last_time: time of the newest line, ISO-8601.
         ended: whether there is a ``run_end``: the process ended by itself. ``end``: that line.
         step, wait: durations of steps and of data waits over the whole run, even if old files were rotated away.
-        beat: totals of the heartbeat; empty without one, as after an end by itself.
+        beat: its heartbeat; None without one, as after an end by itself.
         saves: newest checkpoints. ``saves_total``, ``save_seconds``: number and time of all that stopped the training.
         progress: totals at the windows.
         oom_readings: first and last time of each value of the OOM killer's counter in the cgroup of the process.
@@ -168,8 +182,8 @@ class ProcessLog:
 
     rank: int
     pid: int
-    head: dict[str, Any] = field(default_factory=dict)
-    totals: dict[str, Any] = field(default_factory=dict)
+    head: RunStartLine = RunStartLine()
+    totals: TotalsLine = TotalsLine()
     last_time: str = ""
     ended: bool = False
     step: Sketch = field(default_factory=Sketch)
@@ -178,12 +192,12 @@ class ProcessLog:
     findings: dict[FindingKind, FindingLine] = field(default_factory=dict)
     hangs: list[HangLine] = field(default_factory=list)
     changes: list[ChangeLine] = field(default_factory=list)
-    slow_steps: list[StragglerLines] = field(default_factory=list)
+    slow_steps: list[StragglerLine] = field(default_factory=list)
     step_lines: list[HotLine] = field(default_factory=list)
     snapshots: list[SnapshotLine] = field(default_factory=list)
     errors: list[ErrorLine] = field(default_factory=list)
-    end: RunEndLine = field(default_factory=RunEndLine)
-    beat: dict[str, Any] = field(default_factory=dict)
+    end: RunEndLine = RunEndLine()
+    beat: Heartbeat | None = None
     saves: deque[Save] = field(default_factory=lambda: deque(maxlen=_MAX_SAVES))
     saves_total: int = 0
     save_seconds: float = 0.0
@@ -195,88 +209,95 @@ class ProcessLog:
     wrong_fields: int = 0
     skipped: list[str] = field(default_factory=list)
     run: str = ""
+    empty: bool = True
 
     @property
     def started(self) -> str:
         """The start of the process, ISO-8601, which sorts as text."""
-        started: str = self.head.get("started") or self.head.get("time") or ""
-        return started
+        return self.head.started or self.head.time
 
     @property
     def ledger(self) -> dict[str, float]:
         """The newest seconds by category; empty before the first window."""
-        found: dict[str, float] = self.totals.get("ledger_total_seconds", {})
-        return found
+        return self.totals.ledger_total_seconds
 
-    def setting(self, name: str, default: float) -> float:
-        """A setting of the run; the default if the log does not have it."""
-        value: float = self.head.get("settings", {}).get(name, default)
-        return value
+    def add(self, line: Line) -> None:  # noqa: C901, PLR0912 - a case for each event
+        """Add a line of this process."""
+        if self.empty:
+            self.head = RunStartLine(time=line.time, local_rank=line.local_rank, node=line.node)
+            self.empty = False
+        self.rank = self.rank if line.rank is None else line.rank
+        self.run = line.run or self.run
+        self.last_time = max(self.last_time, line.time)
+        if isinstance(line, SurroundingsLine):
+            self._add_surroundings(line)
+        if isinstance(line, TotalsLine) and line.is_whole:
+            self.totals = line
+        match line:
+            case RunStartLine():
+                self._start(line)
+            case WindowLine():
+                self.step.merge(line.step_sketch.items(), (line.step_seconds or {}).get("max", 0.0))
+                self.wait.merge(line.data_wait_sketch.items(), (line.data_wait_seconds or {}).get("max", 0.0))
+                if line.is_whole:
+                    self.progress.add(line)
+            case RunEndLine():
+                self.ended, self.end = True, line
+            case GpuLine(name=str(name)):
+                self.environment["gpu"] = name
+            case PhaseLine():
+                self._add_save(line)
+            case StallLine():
+                self.stalls.append(line)
+            case FindingLine(kind=str(kind), text=str()):
+                self.findings[kind] = line
+            case StragglerLine():
+                self.slow_steps.append(line)
+            case StepLines():
+                self.step_lines = line.lines
+            case HangLine():
+                self.hangs.append(line)
+            case ChangeLine():
+                self.changes.append(line)
+            case SnapshotLine():
+                self.snapshots.append(line)
+            case ErrorLine():
+                self.errors.append(line)
 
-    def take_sums(self, head: dict[str, Any]) -> None:
+    def _add_surroundings(self, line: SurroundingsLine) -> None:
+        self.environment |= {name: value for name, value in line.environment.items() if value is not None}
+        if line.loader is not None:
+            self.loader = {name: value for name, value in line.loader.items() if value is not None}
+        kills = line.oom_kills_total
+        if kills is not None and line.time:
+            self.oom_readings[kills] = self.oom_readings.get(kills, (line.time,))[0], line.time
+
+    def _start(self, line: RunStartLine) -> None:
+        if not self.head.started:
+            self.head = line
+            if line.continued:
+                self.take_sums(line)  # earlier files are gone
+        else:  # it continues in another file, or as another rank
+            changed = {name: value for name in _RANK_FIELDS if (value := getattr(line, name)) is not None}
+            self.head = structs.replace(self.head, **changed)
+
+    def take_sums(self, head: RunStartLine) -> None:
         """Replace the sums of the windows that were read by those of all windows before ``head``."""
         self.step, self.wait = Sketch(), Sketch()
-        self.step.merge(head.get("step_sketch", {}).items(), head.get("step_max_seconds", 0.0))
-        self.wait.merge(head.get("data_wait_sketch", {}).items(), head.get("data_wait_max_seconds", 0.0))
+        self.step.merge((head.step_sketch or {}).items(), head.step_max_seconds)
+        self.wait.merge((head.data_wait_sketch or {}).items(), head.data_wait_max_seconds)
 
-
-def take_line(line: Any, log: ProcessLog) -> None:  # noqa: C901, PLR0912 - a branch for each event
-    """Add a checked line to the log of its process."""
-    event, log.rank, log.run = line.get("event"), line.get("rank", log.rank), line.get("run", log.run)
-    log.last_time = max(log.last_time, line.get("time", ""))
-    log.head = log.head or {name: line.get(name) for name in ("local_rank", "node", "time")}
-    log.environment |= {name: value for name, value in line.get("environment", {}).items() if value is not None}
-    if "loader" in line:
-        log.loader = {name: value for name, value in line["loader"].items() if value is not None}
-    kills = line.get("oom_kills_total")
-    if kills is not None and "time" in line:
-        log.oom_readings[kills] = log.oom_readings.get(kills, (line["time"],))[0], line["time"]
-    if event in {"window", "run_end"} and line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
-        log.totals = line
-        if event == "window":
-            log.progress.add(line)
-    if event == "run_start":
-        if "started" in log.head:  # it continues in another file, or as another rank
-            log.head |= {name: line[name] for name in _RANK_FIELDS if name in line}
-        else:
-            log.head = line
-            if line.get("continued"):  # earlier files are gone; this line has the sums of what was in them
-                log.take_sums(line)
-    elif event == "window":
-        for sketch, name in ((log.step, "step"), (log.wait, "data_wait")):
-            sketch.merge(line.get(f"{name}_sketch", {}).items(), line.get(f"{name}_seconds", {}).get("max", 0.0))
-    elif event == "gpu" and "name" in line:
-        log.environment["gpu"] = line["name"]
-    elif event == "phase" and line.keys() >= {"complete", "optimizer_steps_total"}:  # other phases have no such fields
-        _take_save(line, log)
-    elif event == "run_end":
-        log.ended, log.end = True, line
-    elif event in {"stall_open", "stall_lines", "stall_close"}:
-        log.stalls.append(line)
-    elif event == "finding":
-        if line.keys() >= {"kind", "text"}:
-            log.findings[line["kind"]] = line
-    elif event == "step_lines":
-        log.step_lines = line.get("lines", [])
-    else:
-        kept: dict[str, list[Any]] = {
-            "straggler_lines": log.slow_steps,
-            "hang": log.hangs,
-            "change": log.changes,
-            "snapshot": log.snapshots,
-            "error": log.errors,
-        }
-        kept.get(str(event), []).append(line)
-
-
-def _take_save(line: dict[str, Any], log: ProcessLog) -> None:
-    loop, done = line.get("loop_seconds"), (line["optimizer_steps_total"], line.get("steps_total", 0))
-    point = None
-    if loop is not None:
-        point = Point(0.0, done[1], done[0], data_wait=loop.get("data_wait", 0.0), compute=loop.get("compute", 0.0))
-        log.saves_total += 1
-        log.save_seconds += line.get("seconds", 0.0)
-    log.saves.append(Save(*done, line["complete"], line.get("holds_optimizer", True), point, line.get("started", "")))
+    def _add_save(self, line: PhaseLine) -> None:
+        if line.complete is None or line.optimizer_steps_total is None:
+            return  # no checkpoint
+        steps, point = line.steps_total or 0, None
+        if line.loop_seconds is not None:
+            wait, compute = (line.loop_seconds.get(name, 0.0) for name in ("data_wait", "compute"))
+            point = Point(0.0, steps, line.optimizer_steps_total, data_wait=wait, compute=compute)
+            self.saves_total += 1
+            self.save_seconds += line.seconds
+        holds_optimizer = line.holds_optimizer is not False
+        self.saves.append(Save(line.optimizer_steps_total, steps, line.complete, holds_optimizer, point, line.started))
 
 
 def not_replaced(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
@@ -288,7 +309,7 @@ def not_replaced(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
     newest: dict[int, str] = {}
     for process in processes:
         newest[process.rank] = max(newest.get(process.rank, ""), process.started)
-    began = sorted((process.started, process.head.get("world_size") or math.inf) for process in processes)
+    began = sorted((process.started, process.head.world_size or math.inf) for process in processes)
     # For each start: the smallest world size of a process that started then or later.
     fewest = list(accumulate((world_size for _, world_size in reversed(began)), min))[::-1]
 
@@ -304,14 +325,14 @@ def findings_of(processes: Iterable[ProcessLog]) -> list[Finding]:
     found = [
         Finding(
             rank=process.rank,
-            kind=line["kind"],
-            share_ratio=line.get("share_ratio"),
-            text=line["text"],
-            lines=tuple(line.get("lines", ())),
-            advice=tuple(line.get("advice", ())),
+            kind=kind,
+            share_ratio=line.share_ratio,
+            text=line.text or "",
+            lines=tuple(line.lines),
+            advice=tuple(line.advice),
         )
         for process in processes
-        for line in process.findings.values()
+        for kind, line in process.findings.items()
     ]
     return sorted(found, key=by_weight)
 
@@ -326,22 +347,23 @@ def stalls_of(process: ProcessLog) -> list[StallRecord]:
     """
     stalls: list[StallRecord] = []
     for line in process.stalls:
-        event, newest = line.get("event"), stalls[-1] if stalls else None
-        opened = line.get("opened")
+        newest, opened = stalls[-1] if stalls else None, line.opened
         another = newest is None or (newest.closed is not None and newest.opened != opened)
-        if event == "stall_open" or (opened and another):
-            newest = StallRecord(rank=process.rank, cause="unknown", opened=opened or line.get("time"))
+        if isinstance(line, StallOpenLine) or (opened and another):
+            newest = StallRecord(rank=process.rank, cause="unknown", opened=opened or line.time or None)
             stalls.append(newest)
         if newest is None or newest.closed is not None:
             continue
         for name in ("cause", "first_step", "last_step", "exposed_wait_ratio"):
-            setattr(newest, name, line.get(name, getattr(newest, name)))
+            value = getattr(line, name)
+            if value is not None:
+                setattr(newest, name, value)
         # The stacks of a stuck run are only in the line that opens its stall.
-        newest.evidence |= line.get("evidence", {})
-        newest.advice = line.get("advice") or newest.advice
-        if event == "stall_close":
-            newest.closed = line.get("closed") or line.get("time")
-    total = process.totals.get("stall_lost_total_seconds")
+        newest.evidence |= line.evidence
+        newest.advice = line.advice or newest.advice
+        if isinstance(line, StallCloseLine):
+            newest.closed = line.closed or line.time or None
+    total = process.totals.stall_lost_total_seconds
     if stalls and stalls[-1].closed is None and total is not None:
         # The lost time so far: the line of the stall lacks it, because it was written when the stall opened.
         before = lost_of(stalls[:-1])
@@ -358,10 +380,10 @@ def take_lines_of_slow_ranks(stalls: Iterable[StallRecord], processes: Iterable[
     slow = {process.rank: process.slow_steps for process in processes if process.slow_steps}
     for stall in stalls:
         told = () if stall.straggler_rank is None else slow.get(stall.straggler_rank, ())
-        after = [line for line in told if str(line.get("time", "")) >= str(stall.opened)]
-        before_close = [line for line in after if not stall.closed or str(line.get("time")) <= stall.closed]
+        after = [line for line in told if line.time >= str(stall.opened)]
+        before_close = [line for line in after if not stall.closed or line.time <= stall.closed]
         for line in (before_close or after[:1])[-1:]:
-            lines, taken = line.get("evidence", {}), ("lines", "lines_of", "line_samples", "line_verdict")
+            lines, taken = line.evidence, ("lines", "lines_of", "line_samples", "line_verdict")
             stall.evidence |= {name: lines[name] for name in taken if name in lines}
 
 
@@ -369,7 +391,7 @@ def lost_by_cause(processes: Iterable[ProcessLog]) -> dict[str, float]:
     """Seconds that processes have lost in stalls, by cause; without causes that have cost nothing."""
     lost: dict[str, float] = {}
     for process in processes:
-        total: Mapping[str, float] | None = process.totals.get("stall_lost_total_seconds")
+        total = process.totals.stall_lost_total_seconds
         for cause, seconds in (lost_of(stalls_of(process)) if total is None else total).items():
             lost[cause] = lost.get(cause, 0.0) + seconds
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}

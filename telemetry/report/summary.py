@@ -7,12 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
 from telemetry.diagnosis.verdict import (
-    STARVED_RATIO,
     GpuHours,
     GrowingMemory,
     RankClaim,
@@ -27,14 +24,12 @@ from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, LOST
 from telemetry.report.attempts import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
     Change,
-    ChangedFigure,
     Durations,
     Growth,
     Hang,
     Rank,
     ReportValues,
     Snapshot,
-    Suspect,
     Waiting,
 )
 from telemetry.report.goodput import PRODUCTIVE, cost_of, energy_of, goodput_of, job_of, throughput_of
@@ -123,25 +118,26 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
 
 
 def _rank(process: ProcessLog, attempt: int | None) -> Rank:
-    totals, overhead = process.totals, process.totals.get("overhead_seconds", {})
+    totals, overhead = process.totals, process.totals.overhead_seconds
     ledger = {c: float(process.ledger.get(c, 0.0)) for c in CATEGORIES}
-    loop, exposed = ledger[DATA_WAIT] + ledger[COMPUTE], totals.get("exposed_wait_total_seconds")
+    loop, exposed = ledger[DATA_WAIT] + ledger[COMPUTE], totals.exposed_wait_total_seconds
+    memory = totals.memory
     return Rank(
         rank=process.rank,
-        local_rank=process.head.get("local_rank"),
-        node=process.head.get("node"),
+        local_rank=process.head.local_rank,
+        node=process.head.node,
         pid=process.pid,
-        steps=totals.get("steps_total", 0),
-        samples=totals.get("samples_total"),
-        tokens=totals.get("tokens_total"),
-        gpu_energy_joules=totals.get("gpu_energy_total_joules"),
-        wall_seconds=float(totals.get("wall_seconds", 0.0)),
+        steps=totals.steps_total or 0,
+        samples=totals.samples_total,
+        tokens=totals.tokens_total,
+        gpu_energy_joules=totals.gpu_energy_total_joules,
+        wall_seconds=float(totals.wall_seconds),
         ledger=ledger,
         step_seconds=_durations(process.step),
         data_wait_seconds=_durations(process.wait),
         exposed_wait_ratio=exposed / loop if exposed is not None and loop > 0 else None,
         overhead_seconds={name: overhead.get(name, 0.0) for name in ("training", "agent")},
-        memory=msgspec.convert(totals.get("memory", {}), Growth),
+        memory=Growth(memory.growth_bytes_per_hour, memory.where, memory.exhausted_in_seconds),
         attempt=attempt,
     )
 
@@ -154,17 +150,10 @@ def _durations(sketch: Sketch) -> Durations:
 def _changes(processes: Sequence[ProcessLog]) -> list[Change]:
     """The changes of all ranks, the oldest first. Damaged ones are left out."""
     changes = [
-        Change(
-            line["at"],
-            line.get("first_step"),
-            process.rank,
-            line["ratio"],
-            line.get("part"),
-            [ChangedFigure(**each) for each in line.get("with", []) if each.keys() >= {"what", "before", "after"}],
-        )
+        Change(line.at, line.first_step, process.rank, line.ratio, line.part, line.figures)
         for process in processes
         for line in process.changes
-        if line.get("ratio", 0) > 0 and unix(str(line.get("at"))) is not None
+        if line.ratio > 0 and unix(line.at) is not None
     ]
     return sorted(changes, key=lambda change: (change.at, change.rank))
 
@@ -177,15 +166,15 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
     snapshots, problems = [], []
     for process in processes:
         for line in process.snapshots:
-            if not line.get("path"):
+            if not line.path:
                 continue
             snapshot = Snapshot(
                 rank=process.rank,
-                first_step=line.get("first_step"),
-                last_step=line.get("last_step"),
-                path=line["path"] or "",
-                reason=line.get("reason"),
-                breakdown=line.get("breakdown") or {},
+                first_step=line.first_step,
+                last_step=line.last_step,
+                path=line.path,
+                reason=line.reason,
+                breakdown=line.breakdown,
             )
             snapshots.append(snapshot)
             path = PurePosixPath(snapshot.path)
@@ -235,11 +224,11 @@ def _facts(processes: Sequence[ProcessLog]) -> RunFacts:
             (stall, process.ended)
             for process, own in stalls
             for stall in own[-1:]
-            if stall.stuck_in is not None and (stall.closed is None or "stuck_for_seconds" in process.end)
+            if stall.stuck_in is not None and (stall.closed is None or process.end.stuck_for_seconds is not None)
         ],
         ended=all(process.ended for process in processes),
         ledger=ledger,
-        children=sum(process.totals.get("child_processes", 0) for process in processes),
+        children=sum(process.totals.child_processes for process in processes),
         step_lines={process.rank: process.step_lines for process in processes if process.step_lines},
     )
 
@@ -250,21 +239,17 @@ def hang_of(processes: Sequence[ProcessLog]) -> Hang | None:
     Each node logs why the job hangs. The line with the fewest silent ranks counts, of several the newest.
     """
     lines = [line for process in processes for line in process.hangs]
-    over = max((line.get("time", "") for line in lines if line.get("over")), default="")
-    open_lines = [line for line in lines if line.get("time", "") > over and line.get("verdict")]
+    over = max((line.time for line in lines if line.over), default="")
+    open_lines = [line for line in lines if line.time > over and line.verdict]
     if not open_lines:
         return None
-    best = max(open_lines, key=lambda line: (-line.get("silent_ranks", 0), line.get("time", "")))
-    kind = best.get("kind")
+    best = max(open_lines, key=lambda line: (-line.silent_ranks, line.time))
     return Hang(
-        best.get("since"),
-        best["verdict"],
-        kind if kind in HANG_KINDS else UNKNOWN_HANG,
-        msgspec.convert(best.get("suspects", []), list[Suspect]),
-        [
-            Waiting(_expanded(each.get("ranks", [])), each.get("collective"), each.get("sequence"))
-            for each in best.get("waiting", [])
-        ],
+        best.since,
+        best.verdict or "",
+        best.kind if best.kind in HANG_KINDS else UNKNOWN_HANG,
+        best.suspects,
+        [Waiting(_expanded(each.ranks), each.collective, each.sequence) for each in best.waiting],
     )
 
 
@@ -280,14 +265,14 @@ def _waits(process: ProcessLog) -> RankWaits:
     totals = process.totals
     return RankWaits(
         rank=process.rank,
-        steps=totals.get("steps_total", 0),
+        steps=totals.steps_total or 0,
         wait_seconds=float(process.ledger.get(DATA_WAIT, 0.0)),
         compute_seconds=float(process.ledger.get(COMPUTE, 0.0)),
-        first_wait_seconds=totals.get("first_wait_seconds", 0.0),
-        exposed_seconds=totals.get("exposed_wait_total_seconds"),
-        unseen_steps=totals.get("unseen_steps_total", 0),
-        starved_ratio=process.setting("stall_enter_ratio", STARVED_RATIO),
-        unmeasured=totals.get("exposed_wait_absent", ""),
+        first_wait_seconds=totals.first_wait_seconds,
+        exposed_seconds=totals.exposed_wait_total_seconds,
+        unseen_steps=totals.unseen_steps_total,
+        starved_ratio=process.head.settings.stall_enter_ratio,
+        unmeasured=totals.exposed_wait_absent or "",
     )
 
 
@@ -295,12 +280,13 @@ def _same_ranks(processes: Sequence[ProcessLog]) -> dict[int, list[RankClaim]]:
     """Training processes that claim one rank at the same time, by that rank."""
     by_rank: dict[int, list[ProcessLog]] = {}
     for process in processes:
-        if process.totals.get("steps_total"):
-            by_rank.setdefault(process.head.get("claimed_rank", process.rank), []).append(process)
+        if process.totals.steps_total:
+            claimed = process.head.claimed_rank
+            by_rank.setdefault(process.rank if claimed is None else claimed, []).append(process)
     found = {}
     for rank, same in sorted(by_rank.items()):
         claims = [
-            RankClaim(one.pid, one.head.get("node"), one.rank if one.rank != rank else None)
+            RankClaim(one.pid, one.head.node, one.rank if one.rank != rank else None)
             for one in same
             if any(o is not one and one.started <= o.last_time and o.started <= one.last_time for o in same)
         ]
@@ -324,17 +310,17 @@ def _killed_by_oom(goodput: Goodput) -> str:
 
 def growing_memory(process: ProcessLog, *, over: bool) -> GrowingMemory | None:
     """The memory of a process that grows, or that will run out; None if there is none. ``over``: it has ended."""
-    said = process.totals.get("memory", {})
-    if not said.get("growth_bytes_per_hour") and "exhausted_in_seconds" not in said:
+    said = process.totals.memory
+    if not said.growth_bytes_per_hour and said.exhausted_in_seconds is None:
         return None
     return GrowingMemory(
         rank=process.rank,
-        node=process.head.get("node"),
-        where=said.get("where"),
-        bytes_per_hour=said.get("growth_bytes_per_hour", 0),
-        advice=said.get("advice", ""),
-        exhausted_in_seconds=said.get("exhausted_in_seconds"),
-        exhausted=said.get("exhausted", ""),
+        node=process.head.node,
+        where=said.where,
+        bytes_per_hour=said.growth_bytes_per_hour or 0,
+        advice=said.advice or "",
+        exhausted_in_seconds=said.exhausted_in_seconds,
+        exhausted=said.exhausted or "",
         over=over,
     )
 
@@ -344,7 +330,7 @@ def _memory_that_ends(processes: Sequence[ProcessLog], over: Collection[int]) ->
     told = [
         growing_memory(process, over=id(process) in over)
         for process in processes
-        if not (process.ended and not process.end.get("exception") and not process.end.get("exit_status"))
+        if not (process.ended and not process.end.exception and not process.end.exit_status)
     ]
     ends = [
         (memory.where is None, memory.exhausted_in_seconds, memory)
@@ -375,8 +361,8 @@ def _notes(processes: Sequence[ProcessLog], goodput: Goodput, now: float) -> lis
         if process.wrong_fields:
             notes.append(f"{who}: {process.wrong_fields} field(s) of its log are of the wrong type and were left out")
         notes += [f"{name} is no regular file and was not read" for name in process.skipped]
-        failures = [line for line in process.errors if line.get("errors_total")]
+        failures = [line for line in process.errors if line.errors_total]
         if failures:
-            text = failures[-1].get("message")
+            text = failures[-1].message
             notes.append(f"{who}: {len(failures)} failure(s) of the agent's own parts, the newest: {text}")
     return notes

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.diagnosis.findings import Finding
+    from telemetry.log_lines import ChangedFigure
     from telemetry.records import Advice, HotLine, StallRecord
     from telemetry.report.attempts import Course
-    from telemetry.report.contract import Change, ChangedFigure, Rank, ReportValues, Snapshot
+    from telemetry.report.contract import Change, Rank, ReportValues, Snapshot
     from telemetry.report.goodput import Goodput
     from telemetry.report.summary import Report
 

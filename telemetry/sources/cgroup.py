@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from telemetry.records import PressureSample
 from telemetry.sources.collector import CollectorError
@@ -219,10 +219,6 @@ class OomCounter:
     def count(self) -> int | None:
         """How many processes were killed so far; None if the kernel does not report it."""
         return None if self.path is None else oom_kills(self.path)
-
-    def head_fields(self) -> dict[str, Any]:
-        """The fields for a log's first line, with which its readers find the counter later."""
-        return {} if self.path is None else {"memory_group": self.group, "memory_events": self.path}
 
 
 # -- how much memory can still be allocated before the kernel kills a process: on the machine, and in each memory cgroup

@@ -7,12 +7,13 @@ import threading
 import time
 import urllib.request
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from telemetry.log_lines import GpuLine, HangLine, RunStartLine, StallOpenLine, Suspect, TotalsLine, WaitingRanks
 from telemetry.records import CATEGORIES, Advice
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
@@ -22,7 +23,6 @@ from telemetry.util.clock import iso_time
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from telemetry.log_lines import HangLine
 
 _TIMEOUT_SECONDS: Final = 2.0
 """Timeout for each part of a response."""
@@ -35,6 +35,8 @@ _MAX_THREADS: Final = 8
 _GONE_SECONDS: Final = 600.0
 """A rank that no endpoint has shown for this time is left out."""
 
+_RESIDENT_MEMORY: Final = "training_process_resident_memory_bytes"
+_EXPOSED_WAIT: Final = "training_exposed_wait_seconds_total"
 _FIGURES: Final = {
     "training_gpu_utilization_ratio": "utilization_ratio",
     "training_gpu_sm_active_ratio": "sm_active_ratio",
@@ -42,14 +44,10 @@ _FIGURES: Final = {
     "training_gpu_memory_total_bytes": "memory_total_bytes",
     "training_gpu_power_watts": "power_watts",
     "training_gpu_temperature_celsius": "temperature_celsius",
-    "training_process_resident_memory_bytes": "process_resident_memory_bytes",
 }
-_TOTALS: Final = {
-    "training_steps_total": "steps_total",
-    "training_samples_total": "samples_total",
-    "training_tokens_total": "tokens_total",
-    "training_exposed_wait_seconds_total": "exposed_wait_total_seconds",
-}
+_STEPS: Final = "training_steps_total"
+_SAMPLES: Final = "training_samples_total"
+_TOKENS: Final = "training_tokens_total"
 _BY_LABEL: Final = {
     "training_time_seconds_total": "category",
     "training_stall_lost_seconds_total": "cause",
@@ -60,8 +58,9 @@ _BY_LABEL: Final = {
 
 _NAMES: Final = frozenset(
     {
-        *_FIGURES, *_TOTALS, *_BY_LABEL, "training_run_info", "training_gpu_info", "training_run_ended",
-        "training_straggler_rank", "training_hang_suspect_rank",
+        *_FIGURES, *_BY_LABEL, _STEPS, _SAMPLES, _TOKENS, _RESIDENT_MEMORY, _EXPOSED_WAIT, "training_run_info",
+        "training_gpu_info",
+        "training_run_ended", "training_straggler_rank", "training_hang_suspect_rank",
     }
 )  # fmt: skip
 
@@ -136,7 +135,7 @@ class _Scraped:
     def active(self, name: str) -> str | None:
         return next((label for label, value in self.by_label.get(name, {}).items() if value), None)
 
-    def rank_in(self, name: str) -> int | None:
+    def whole(self, name: str) -> int | None:
         return int(self.values[name]) if name in self.values else None
 
 
@@ -256,20 +255,20 @@ class Endpoints:
             log = ProcessLog(scraped.rank, 0, run=scraped.run)
             known = self._known[key] = _Known(RecentTotals(from_start=False), log, RankFacts(log), changed=at)
         world = scraped.info.get("world_size", "")
-        known.log.head = {
-            "node": scraped.info.get("node", ""),
-            "local_rank": scraped.info.get("local_rank", ""),
-            "world_size": int(world) if world.isdecimal() and len(world) < 8 else None,
-        }
+        known.log.head = RunStartLine(
+            node=scraped.info.get("node", ""), world_size=int(world) if world.isdecimal() and len(world) < 8 else None
+        )
         ledger = {c: s for c, s in scraped.by_label.get("training_time_seconds_total", {}).items() if c in CATEGORIES}
-        totals: dict[str, Any] = {
-            "ledger_total_seconds": ledger,
-            "wall_seconds": sum(ledger.values()),
-            "stall_lost_total_seconds": scraped.by_label.get("training_stall_lost_seconds_total", {}),
-        }
-        for name, ours in _TOTALS.items():
-            if name in scraped.values:
-                totals[ours] = scraped.values[name] if ours.endswith("seconds") else int(scraped.values[name])
+        values = scraped.values
+        totals = TotalsLine(
+            ledger_total_seconds=ledger,
+            wall_seconds=sum(ledger.values()),
+            stall_lost_total_seconds=scraped.by_label.get("training_stall_lost_seconds_total", {}),
+            steps_total=scraped.whole(_STEPS),
+            samples_total=scraped.whole(_SAMPLES),
+            tokens_total=scraped.whole(_TOKENS),
+            exposed_wait_total_seconds=values.get(_EXPOSED_WAIT),
+        )
         if ledger and ledger != known.ledger:
             before = known.ledger
             known.now_in = most_time({name: s - before.get(name, 0.0) for name, s in ledger.items()}) if before else ""
@@ -278,9 +277,6 @@ class Endpoints:
         self._note_stall(known, scraped, now)
         hang = scraped.active("training_hang_active")
         known.log.hangs[:] = [] if hang is None else [_hang_line(scraped, hang, now)]
-        figures: dict[str, Any] = {
-            ours: scraped.values[name] for name, ours in _FIGURES.items() if name in scraped.values
-        }
         known.facts = RankFacts(
             log=known.log,
             how=FINISHED if scraped.values.get("training_run_ended") else RUNNING,
@@ -289,7 +285,11 @@ class Endpoints:
             recent=known.recent.over(),
             live=known.recent.over(),
             now_in=known.now_in,
-            figures=figures | ({"name": scraped.gpu} if scraped.gpu else {}),
+            gpu=GpuLine(
+                name=scraped.gpu or None,
+                **{ours: values[name] for name, ours in _FIGURES.items() if name in values},  # type: ignore[arg-type]
+            ),
+            resident_memory_bytes=values.get(_RESIDENT_MEMORY),
         )
 
     def _note_stall(self, known: _Known, scraped: _Scraped, now: float) -> None:
@@ -299,25 +299,22 @@ class Endpoints:
             log.stalls.clear()
             known.opened = None
             return
-        if known.opened is None or log.stalls[-1]["cause"] != cause:
+        if known.opened is None or log.stalls[-1].cause != cause:
             known.opened = now
-        straggler = scraped.rank_in("training_straggler_rank")
+        straggler = scraped.whole("training_straggler_rank")
         evidence = {} if straggler is None else {"straggler_rank": straggler}
         opened = iso_time(known.opened)
-        log.stalls[:] = [
-            {"event": "stall_open", "cause": cause, "opened": opened, "evidence": evidence, "advice": [_ADVICE]}
-        ]
+        log.stalls[:] = [StallOpenLine(cause=cause, opened=opened, evidence=evidence, advice=[_ADVICE])]
 
 
 def _hang_line(scraped: _Scraped, kind: str, now: float) -> HangLine:
     """A hang as a line of a log. Metrics contain its kind, and the first of the ranks that the others wait for."""
-    suspect = scraped.rank_in("training_hang_suspect_rank")
+    suspect = scraped.whole("training_hang_suspect_rank")
     waits = "" if suspect is None else f"; the others wait for rank {suspect}"
-    return {
-        "event": "hang",
-        "time": iso_time(now),
-        "verdict": f"the job goes no further ({kind}){waits}; its logs say why",
-        "kind": kind,
-        "suspects": [] if suspect is None else [{"rank": suspect, "doing": "others wait"}],
-        "waiting": [{"ranks": [(scraped.rank, scraped.rank)]}],
-    }
+    return HangLine(
+        time=iso_time(now),
+        verdict=f"the job goes no further ({kind}){waits}; its logs say why",
+        kind=kind,
+        suspects=[] if suspect is None else [Suspect(rank=suspect, doing="others wait")],
+        waiting=[WaitingRanks(ranks=[(scraped.rank, scraped.rank)])],
+    )

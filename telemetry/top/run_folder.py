@@ -6,9 +6,9 @@ import os
 import re
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from telemetry.log_lines import LOG_NAME
+from telemetry.log_lines import LOG_NAME, GpuLine, HostLine, StallLinesLine, TotalsLine, WindowLine
 from telemetry.node.peers import read_report
 from telemetry.report.attempts import KILLED, RUNNING, lives_of
 from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.log_lines import StallLine
+    from telemetry.log_lines import Heartbeat, StallLine
     from telemetry.records import RankPace
     from telemetry.report.attempts import Life
     from telemetry.report.logs import LinesOfFile
@@ -184,9 +184,10 @@ class _Extras:
     """The state of a process beside its log. ``changed``: monotonic time of its last news, or None."""
 
     recent: RecentTotals
-    figures: dict[str, Any] = field(default_factory=dict)
+    gpu: GpuLine = GpuLine()
+    resident_memory_bytes: float | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
-    beat: dict[str, Any] = field(default_factory=dict)
+    beat: Heartbeat | None = None
     now_in: str = ""
     changed: float | None = None
 
@@ -220,10 +221,10 @@ class RunFolder:
             self._list()
         for followed in self._files.values():
             self._read(followed, here)
-        newest = max((log for log in self._logs.all if log.head), key=lambda log: log.started, default=None)
+        newest = max((log for log in self._logs.all if not log.empty), key=lambda log: log.started, default=None)
         if newest is None:
             return waiting(f"Waiting for the run to begin: there is no log in {self._path / 'logs'} yet.", now)
-        current = not_replaced([log for log in self._logs.all if log.head and log.run == newest.run])
+        current = not_replaced([log for log in self._logs.all if not log.empty and log.run == newest.run])
         self._beats(current, here)
         self._reports.read(here)
         lives = {id(life.log): life for life in lives_of(current, now)}
@@ -285,30 +286,29 @@ class RunFolder:
         log = followed.lines.newest
         extras = self._extras.get(id(log))
         if extras is None:
-            whole = followed.tail.from_start and not log.head.get("continued")
+            whole = followed.tail.from_start and not log.head.continued
             extras = self._extras[id(log)] = _Extras(RecentTotals(from_start=whole))
-        event = line.get("event")
-        if event in {"window", "run_end"}:
+        if isinstance(line, TotalsLine):
             extras.recent.add(line)
-            extras.step_seconds = line.get("step_seconds", extras.step_seconds)
-            extras.now_in = most_time(extras.recent.newest().get("ledger_total_seconds", {})) or extras.now_in
-        elif event == "gpu":
-            extras.figures |= line
-        elif event == "host":  # its memory_used_bytes is the machine's, and not the GPU's
-            extras.figures["process_resident_memory_bytes"] = line.get("process_resident_memory_bytes")
+            if isinstance(line, WindowLine):
+                extras.step_seconds = line.step_seconds or extras.step_seconds
+            extras.now_in = most_time(extras.recent.newest().ledger_total_seconds) or extras.now_in
+        elif isinstance(line, GpuLine):
+            extras.gpu = line
+        elif isinstance(line, HostLine):
+            extras.resident_memory_bytes = line.process_resident_memory_bytes
 
     def _beats(self, logs: Iterable[ProcessLog], here: float) -> None:
         take_heartbeats(self._path / "attempts", logs)
         for log in logs:
             extras, beat = self._extras.get(id(log)), log.beat
-            if extras is None or not beat or beat["unix_seconds"] == extras.beat.get("unix_seconds"):
+            if extras is None or beat is None:
                 continue
-            if extras.beat:
+            before, extras.beat = extras.beat, beat
+            if before is not None and before.unix_seconds != beat.unix_seconds:
                 extras.changed = here
-                before = extras.beat["ledger_total_seconds"]
-                added = {name: s - before.get(name, 0.0) for name, s in beat["ledger_total_seconds"].items()}
-                extras.now_in = most_time(added) or extras.now_in
-            extras.beat = beat
+                spent, then = beat.ledger_total_seconds, before.ledger_total_seconds
+                extras.now_in = most_time({c: s - then.get(c, 0.0) for c, s in spent.items()}) or extras.now_in
 
     def _facts(self, log: ProcessLog, life: Life, here: float) -> RankFacts:
         extras = self._extras.setdefault(id(log), _Extras(RecentTotals(from_start=False)))
@@ -318,7 +318,6 @@ class RunFolder:
         if extras.changed is not None:
             silent = min(silent, here - extras.changed)
             there = there or (life.how == KILLED and silent < _SEEN_SECONDS)
-        beat = log.beat if log.beat and life.totals.get("unix_seconds") == log.beat["unix_seconds"] else None
         return RankFacts(
             log=log,
             how=RUNNING if there else life.how,
@@ -326,10 +325,11 @@ class RunFolder:
             silent_seconds=silent,
             totals=life.totals,
             recent=extras.recent.over(),
-            live=extras.recent.over(beat),
+            live=extras.recent.over(life.beat),
             now_in=pace.phase if pace is not None and pace.phase else extras.now_in,
             where=(hang.where if hang is not None else pace.where if pace is not None else None) or "",
-            figures=extras.figures,
+            gpu=extras.gpu,
+            resident_memory_bytes=extras.resident_memory_bytes,
             step_seconds=extras.step_seconds,
             hang=hang,
         )
@@ -350,9 +350,9 @@ class RunFolder:
 def _loses_time(recent: RecentTotals) -> bool:
     """Whether stalls cost time between the last two totals, or no step ended: a stall is open then."""
     last = recent.newest()
-    return bool(last) and (any(last.get("stall_lost_total_seconds", {}).values()) or not last.get("steps_total"))
+    return last.wall_seconds > 0 and (any((last.stall_lost_total_seconds or {}).values()) or not last.steps_total)
 
 
 def _begins_or_ends(stalls: Iterable[StallLine]) -> bool:
     """Whether the begin or the end of the newest stall is known. Its lines of code alone do not show it."""
-    return any(line["event"] != "stall_lines" for line in stalls)
+    return any(not isinstance(line, StallLinesLine) for line in stalls)

@@ -6,7 +6,7 @@ import textwrap
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED
@@ -32,6 +32,7 @@ from telemetry.util.text import binary_size, byte_size, duration, one_line, perc
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from telemetry.log_lines import GpuLine
     from telemetry.top.view import JobView, RankRow
 
 Line = tuple[tuple[str, str], ...]
@@ -161,12 +162,16 @@ def _rate(row: RankRow) -> str:
 
 
 def _memory_used(row: RankRow) -> str:
-    used, total = row.figures.get("memory_used_bytes"), row.figures.get("memory_total_bytes")
+    used, total = row.gpu.memory_used_bytes, row.gpu.memory_total_bytes
     return _percent(used / total if used is not None and total else None)
 
 
-def _figure(row: RankRow, name: str, shown: Callable[[float], str] = "{:.0f}".format) -> str:
-    return "-" if row.figures.get(name) is None else shown(row.figures[name])
+def _resident_memory(row: RankRow) -> str:
+    return "-" if row.resident_memory_bytes is None else byte_size(row.resident_memory_bytes)
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 _COLUMNS: Final = (
@@ -176,17 +181,17 @@ _COLUMNS: Final = (
     Column("now", 10, False, lambda row: SHORT.get(row.now_in, "-")),
     Column("step/s", 6, True, _rate),
     Column("wait", 4, True, lambda row: _percent(row.wait_ratio)),
-    Column("gpu", 4, True, lambda row: _figure(row, "utilization_ratio", _percent), gpu=True),
+    Column("gpu", 4, True, lambda row: _percent(row.gpu.utilization_ratio), gpu=True),
     Column("mem", 4, True, _memory_used, gpu=True),
-    Column("watt", 4, True, lambda row: _figure(row, "power_watts"), gpu=True, wide=True),
-    Column("C", 3, True, lambda row: _figure(row, "temperature_celsius"), gpu=True, wide=True),
-    Column("rss", 7, True, lambda row: _figure(row, "process_resident_memory_bytes", byte_size), wide=True),
+    Column("watt", 4, True, lambda row: _whole(row.gpu.power_watts), gpu=True, wide=True),
+    Column("C", 3, True, lambda row: _whole(row.gpu.temperature_celsius), gpu=True, wide=True),
+    Column("rss", 7, True, _resident_memory, wide=True),
 )
 
 
 def _columns(width: int, rows: Sequence[RankRow]) -> list[Column]:
     """The columns that fit, without GPU columns if no rank has a figure for them."""
-    gpu, wide = any("utilization_ratio" in row.figures for row in rows), width >= _WIDE_COLUMNS
+    gpu, wide = any(row.gpu.utilization_ratio is not None for row in rows), width >= _WIDE_COLUMNS
     found = [column for column in _COLUMNS if (gpu or not column.gpu) and (wide or not column.wide)]
     found[0] = found[0]._replace(width=max(4, len(str(max((row.rank for row in rows), default=0)))))
     spare = width - 1 - sum(column.width + 1 for column in found) - _BAR_COLUMNS[0]
@@ -452,20 +457,21 @@ def _facts(row: RankRow) -> list[str]:
                   + (f"; a step takes {times}" if row.step_seconds else "")],
         "wait": [f"{percent(row.wait_ratio)} of the training loop was exposed wait"],
         "throughput": throughput,
-        "GPU": _gpu(row.figures),
+        "GPU": _gpu(row.gpu),
         "memory": _memory(row),
     }  # fmt: skip
     return [f"{topic:<10} {', '.join(filter(None, parts))}" for topic, parts in topics.items() if parts]
 
 
-def _gpu(figures: dict[str, Any]) -> list[str]:
-    busy, active = figures.get("utilization_ratio"), figures.get("sm_active_ratio")
-    used, total = figures.get("memory_used_bytes"), figures.get("memory_total_bytes")
-    watts, celsius = figures.get("power_watts"), figures.get("temperature_celsius")
+def _gpu(gpu: GpuLine) -> list[str]:
+    busy, active, watts, celsius = (
+        gpu.utilization_ratio, gpu.sm_active_ratio, gpu.power_watts, gpu.temperature_celsius,
+    )  # fmt: skip
+    used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
     if busy is None and used is None:
         return []
     return [
-        str(figures.get("name") or ""),
+        gpu.name or "",
         "" if busy is None else f"busy {percent(busy, 0)}",
         "" if active is None else f"SMs active {percent(active, 0)}",
         "" if used is None or total is None else f"memory {binary_size(used)} of {binary_size(total)}",
@@ -475,11 +481,11 @@ def _gpu(figures: dict[str, Any]) -> list[str]:
 
 
 def _memory(row: RankRow) -> list[str]:
-    resident = row.figures.get("process_resident_memory_bytes")
-    grows, ends = row.memory.get("growth_bytes_per_hour"), row.memory.get("exhausted_in_seconds")
+    resident = row.resident_memory_bytes
+    grows, ends = row.memory.growth_bytes_per_hour, row.memory.exhausted_in_seconds
     texts = [] if resident is None else [f"resident {binary_size(resident)}"]
     if grows:
-        texts.append(f"{row.memory.get('where', '')} grows by {binary_size(grows)} an hour".strip())
+        texts.append(f"{row.memory.where or ''} grows by {binary_size(grows)} an hour".strip())
     if ends is not None:
         texts.append(f"exhausted in {rough_duration(ends)}")
     return texts

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from msgspec import structs
+
 from telemetry.diagnosis.hangs import ENDED, LEFT
-from telemetry.diagnosis.verdict import STARVED_RATIO, VerdictKind
+from telemetry.diagnosis.verdict import VerdictKind
+from telemetry.log_lines import GpuLine, MemoryForecast, StallCloseLine, StallOpenLine, TotalsLine
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.process_log import ProcessLog, stalls_of, unix
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.hangs import HangState
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.log_lines import StallLine
+    from telemetry.log_lines import Heartbeat, StallLine
     from telemetry.records import StallRecord
 
 GONE: Final = "gone"
@@ -68,51 +71,51 @@ class RecentTotals:
     """The totals of one process over its last minute, as differences. ``from_start``: they are added from its start."""
 
     def __init__(self, *, from_start: bool) -> None:
-        self._kept: deque[dict[str, Any]] = deque()
+        self._kept: deque[TotalsLine] = deque()
         self._from_start = from_start
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Add newer totals, named as in a ``window`` line."""
-        if "wall_seconds" not in line or "ledger_total_seconds" not in line:
+    def add(self, totals: TotalsLine) -> None:
+        """Add newer totals."""
+        if not totals.ledger_total_seconds:
             return
-        totals: dict[str, Any] = {name: line[name] for name in _KEPT if name in line}
-        if self._kept and totals["wall_seconds"] < self._kept[-1]["wall_seconds"]:
+        totals = TotalsLine(**{name: getattr(totals, name) for name in _KEPT})
+        if self._kept and totals.wall_seconds < self._kept[-1].wall_seconds:
             self._kept.clear()  # another process
             self._from_start = False
         self._kept.append(totals)
-        while len(self._kept) > 2 and _is_enough(_difference(totals, self._kept[1])):
+        while len(self._kept) > 2 and _is_enough(difference(totals, self._kept[1])):
             self._kept.popleft()
             self._from_start = False
 
-    def over(self, newest: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The totals over the minute up to ``newest``, named as in a ``window`` line; empty if not known yet."""
+    def over(self, beat: Heartbeat | None = None) -> TotalsLine:
+        """The totals over the minute up to the newest, or up to a heartbeat; empty if not known yet."""
         if not self._kept:
-            return {}
-        now, before = newest or self._kept[-1], self._kept[0]
+            return TotalsLine()
+        now, before = self._kept[-1] if beat is None else beat.over(TotalsLine()), self._kept[0]
         if self._from_start:
-            return dict(now)
-        return _difference(now, before) if now["wall_seconds"] > before["wall_seconds"] else {}
+            return now
+        return difference(now, before) if now.wall_seconds > before.wall_seconds else TotalsLine()
 
-    def newest(self) -> dict[str, Any]:
+    def newest(self) -> TotalsLine:
         """The difference of the last two totals; empty before there are two."""
-        return _difference(self._kept[-1], self._kept[-2]) if len(self._kept) > 1 else {}
+        return difference(self._kept[-1], self._kept[-2]) if len(self._kept) > 1 else TotalsLine()
 
 
-def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+def difference(now: TotalsLine, before: TotalsLine) -> TotalsLine:
     """The difference of totals. A number that one of them lacks is absent; a sum by name begins at 0."""
-    added: dict[str, Any] = {name: now[name] - before[name] for name in _SUMS if name in now and name in before}
+    added: dict[str, Any] = {}
+    for name in _SUMS:
+        newer, older = getattr(now, name), getattr(before, name)
+        added[name] = None if newer is None or older is None else newer - older
     for name in _SUMS_BY_NAME:
-        if name in now:
-            old = before.get(name, {})
-            added[name] = {key: max(0.0, value - old.get(key, 0.0)) for key, value in now[name].items()}
-    if "exposed_wait_absent" in now:
-        added["exposed_wait_absent"] = now["exposed_wait_absent"]
-    return added
+        values, old = getattr(now, name), getattr(before, name) or {}
+        added[name] = values and {key: max(0.0, value - old.get(key, 0.0)) for key, value in values.items()}
+    return TotalsLine(exposed_wait_absent=now.exposed_wait_absent, **added)
 
 
-def _is_enough(added: dict[str, Any]) -> bool:
-    seconds, steps = added["wall_seconds"], added.get("steps_total", 0)
-    return bool(seconds >= RECENT_SECONDS and (steps >= _RECENT_STEPS or seconds >= _RECENT_LONGEST_SECONDS))
+def _is_enough(added: TotalsLine) -> bool:
+    seconds, steps = added.wall_seconds, added.steps_total or 0
+    return seconds >= RECENT_SECONDS and (steps >= _RECENT_STEPS or seconds >= _RECENT_LONGEST_SECONDS)
 
 
 def most_time(seconds: dict[str, float]) -> str:
@@ -132,7 +135,7 @@ class RankFacts:
         totals: newest totals of the whole run. ``recent``: those of the last minute, empty if not known.
             ``live``: those of the last minute up to a newer moment, perhaps without exposed wait.
         now_in: its present category of the ledger; empty if not known. ``where``: the line of code.
-        figures: its newest GPU and memory readings, by the names of log fields.
+        gpu: its newest readings of the GPU. ``resident_memory_bytes``: of the training process.
         step_seconds: percentiles of its steps in the newest window.
         hang: its state while the job hangs.
     """
@@ -141,19 +144,20 @@ class RankFacts:
     how: str = RUNNING
     seen: float = 0.0
     silent_seconds: float = 0.0
-    totals: dict[str, Any] = field(default_factory=dict)
-    recent: dict[str, Any] = field(default_factory=dict)
-    live: dict[str, Any] = field(default_factory=dict)
+    totals: TotalsLine = TotalsLine()
+    recent: TotalsLine = TotalsLine()
+    live: TotalsLine = TotalsLine()
     now_in: str = ""
     where: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
+    gpu: GpuLine = GpuLine()
+    resident_memory_bytes: float | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
     hang: HangState | None = None
 
     @property
     def node(self) -> str:
         """The name of the rank's node."""
-        return str(self.log.head.get("node") or "")
+        return self.log.head.node or ""
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ class RankRow:
         steps_per_second, samples_per_second, tokens_per_second: over the last minute, without startup.
         wait_ratio: exposed wait of its training loop over the last minute; None if not known.
         recent_ledger: seconds by category over the last minute. ``ledger``: over the whole run.
-        figures, step_seconds: those of `RankFacts`.
+        gpu, resident_memory_bytes, step_seconds: those of `RankFacts`.
         stalls: the stalls of ``report --json``, the newest last.
         memory: growth of its memory, as in the log.
     """
@@ -191,10 +195,11 @@ class RankRow:
     wait_ratio: float | None = None
     recent_ledger: dict[str, float] = field(default_factory=dict)
     ledger: dict[str, float] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
+    gpu: GpuLine = GpuLine()
+    resident_memory_bytes: float | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
     stalls: tuple[StallRecord, ...] = ()
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: MemoryForecast = MemoryForecast()
 
     @property
     def key(self) -> tuple[int, str, int]:
@@ -229,29 +234,30 @@ def row_of(facts: RankFacts, now: float, suspects: dict[int, str], waits: Collec
         finding=finding,
         now_in=facts.now_in if running else "",
         where=facts.where if running else "",
-        steps=facts.totals.get("steps_total"),
-        steps_per_second=_rate(live, "steps_total") if running else None,
-        samples_per_second=_rate(facts.recent, "samples_total") if running else None,
-        tokens_per_second=_rate(facts.recent, "tokens_total") if running else None,
+        steps=facts.totals.steps_total,
+        steps_per_second=_rate(live, live.steps_total) if running else None,
+        samples_per_second=_rate(facts.recent, facts.recent.samples_total) if running else None,
+        tokens_per_second=_rate(facts.recent, facts.recent.tokens_total) if running else None,
         wait_ratio=_wait_ratio(facts.recent if facts.how == RUNNING else facts.totals),
-        recent_ledger=live.get("ledger_total_seconds", {}),
-        ledger=facts.totals.get("ledger_total_seconds", {}),
-        figures=facts.figures if running else {},
+        recent_ledger=live.ledger_total_seconds,
+        ledger=facts.totals.ledger_total_seconds,
+        gpu=facts.gpu if running else GpuLine(),
+        resident_memory_bytes=facts.resident_memory_bytes if running else None,
         step_seconds=facts.step_seconds,
         stalls=stalls,
-        memory=facts.totals.get("memory", {}),
+        memory=facts.totals.memory,
     )
 
 
-def _rate(totals: dict[str, Any], name: str) -> float | None:
-    """The rate per second, without startup; None if it is not known."""
-    wall = totals.get("wall_seconds", 0.0) - totals.get("ledger_total_seconds", {}).get(STARTUP, 0.0)
-    return totals[name] / wall if wall > 0 and name in totals else None
+def _rate(totals: TotalsLine, count: int | None) -> float | None:
+    """The rate of a count per second, without startup; None if it is not known."""
+    seconds = totals.wall_seconds - totals.ledger_total_seconds.get(STARTUP, 0.0)
+    return count / seconds if seconds > 0 and count is not None else None
 
 
-def _wait_ratio(totals: dict[str, Any]) -> float | None:
+def _wait_ratio(totals: TotalsLine) -> float | None:
     """The share of the training loop that was exposed wait; None if it was not measured."""
-    exposed, ledger = totals.get("exposed_wait_total_seconds"), totals.get("ledger_total_seconds", {})
+    exposed, ledger = totals.exposed_wait_total_seconds, totals.ledger_total_seconds
     loop = ledger.get(DATA_WAIT, 0.0) + ledger.get(COMPUTE, 0.0)
     return min(1.0, exposed / loop) if exposed is not None and loop > 0 else None
 
@@ -285,10 +291,9 @@ def _state(  # noqa: PLR0911, one return for each state
         if stall.cause == "straggler" and stall.straggler_rank is not None:
             return WAITING, opened, f"waits for rank {stall.straggler_rank}"
         return STALLED, opened, stall.cause
-    if not facts.totals.get("steps_total"):
+    if not facts.totals.steps_total:
         return STARTING, unix(facts.log.started), "no step yet"
-    enter = facts.log.head.get("settings", {}).get("stall_enter_ratio", STARVED_RATIO)
-    if (_wait_ratio(facts.recent) or 0.0) >= enter:
+    if (_wait_ratio(facts.recent) or 0.0) >= facts.log.head.settings.stall_enter_ratio:
         return STARVED, None, "waits for data"
     return OK, None, "ok"
 
@@ -297,7 +302,7 @@ def _end(facts: RankFacts, now: float) -> tuple[str, float, str]:
     if facts.how == FINISHED:
         return FINISHED, facts.seen, "finished"
     if facts.how == FAILED:
-        why = facts.log.end.get("exception") or f"status {facts.log.end.get('exit_status', 0):.0f}"
+        why = facts.log.end.exception or f"status {facts.log.end.exit_status or 0:.0f}"
         return FAILED, facts.seen, f"failed: {why}"
     return GONE, facts.seen, f"gone for {rough_duration(max(0.0, now - facts.seen))}"
 
@@ -394,7 +399,7 @@ def job_view(
 
 
 def _missing(facts: Sequence[RankFacts]) -> list[str]:
-    size = max((each.log.head.get("world_size") or 0 for each in facts), default=0)
+    size = max((each.log.head.world_size or 0 for each in facts), default=0)
     if size > 1 << 17:  # a damaged log
         return []
     ranks = set(range(size)) - {each.log.rank for each in facts}
@@ -418,7 +423,7 @@ def _headline(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> 
 def _going_on(facts: Sequence[RankFacts], now: float) -> Headline:
     found = verdict_of([_recent_log(each) for each in facts])
     kind, text = found.kind, found.text
-    if kind == VerdictKind.NO_STEPS and any(each.totals.get("steps_total") for each in facts):
+    if kind == VerdictKind.NO_STEPS and any(each.totals.steps_total for each in facts):
         doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
         in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
         text = f"No training step has ended in the last {rough_duration(RECENT_SECONDS)}{in_}."
@@ -444,12 +449,12 @@ def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
     """The rank that failed first, and the ranks that are gone; empty without any. Others may fail because of it."""
     failed = [each for each in facts if each.how == FAILED]
     gone = [each for each in facts if each.how == KILLED]
-    own = [each for each in failed if not each.log.end.get("lost_peer")]
+    own = [each for each in failed if not each.log.end.lost_peer]
     text = ""
     if own or (failed and not gone):
         first = min(own or failed, key=lambda each: each.seen)
         end = first.log.end
-        why = end.get("exception") or f"exit status {end.get('exit_status', 0):.0f}"
+        why = end.exception or f"exit status {end.exit_status or 0:.0f}"
         more = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
         text = f"Rank {first.log.rank} failed at {clock(first.seen)} with {why}{more}."
     if gone:
@@ -463,21 +468,21 @@ def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
 
 def _recent_log(facts: RankFacts) -> ProcessLog:
     """The log of a rank over the last minute for the report's functions: only the stall that is open."""
-    totals = facts.recent or facts.totals
-    ledger = totals.get("ledger_total_seconds", {})
-    if not ledger.get(DATA_WAIT) and facts.totals.get("ledger_total_seconds", {}).get(DATA_WAIT):
+    totals = facts.recent if facts.recent.is_whole else facts.totals
+    ledger = totals.ledger_total_seconds
+    if not ledger.get(DATA_WAIT) and facts.totals.ledger_total_seconds.get(DATA_WAIT):
         # A minute of long steps has no wait. For the report, no wait at all means that the batches were not seen.
-        totals = totals | {"ledger_total_seconds": ledger | {DATA_WAIT: 1e-9}}
+        totals = structs.replace(totals, ledger_total_seconds=ledger | {DATA_WAIT: 1e-9})
     stalls: list[StallLine] = []
     for line in facts.log.stalls if facts.how != KILLED else ():
-        if line.get("event") in {"stall_open", "stall_close"}:
+        if isinstance(line, (StallOpenLine, StallCloseLine)):
             stalls.clear()
-        if line.get("event") != "stall_close":
+        if not isinstance(line, StallCloseLine):
             stalls.append(line)
     return _log_with(facts, totals, stalls)
 
 
-def _log_with(facts: RankFacts, totals: dict[str, Any], stalls: list[StallLine]) -> ProcessLog:
+def _log_with(facts: RankFacts, totals: TotalsLine, stalls: list[StallLine]) -> ProcessLog:
     log = facts.log
     return ProcessLog(log.rank, log.pid, log.head, totals, log.last_time, log.ended, stalls=stalls, hangs=log.hangs)
 
@@ -503,6 +508,10 @@ def _slowest(row: RankRow) -> Any:
     return _UNKNOWN_LAST if row.steps_per_second is None else row.steps_per_second, row.rank
 
 
+def _idle_gpu(row: RankRow) -> Any:
+    return _UNKNOWN_LAST if row.gpu.utilization_ratio is None else row.gpu.utilization_ratio, row.rank
+
+
 def _largest(value: float | None, row: RankRow) -> Any:
     return _UNKNOWN_LAST if value is None else -value, row.rank
 
@@ -513,8 +522,8 @@ SORTS: Final[dict[str, Callable[[RankRow], Any]]] = {
     "node": lambda row: (row.node, row.rank),
     "slowest first": _slowest,
     "wait": lambda row: _largest(row.wait_ratio, row),
-    "GPU, idle first": lambda row: (row.figures.get("utilization_ratio", _UNKNOWN_LAST), row.rank),
-    "memory": lambda row: _largest(row.figures.get("process_resident_memory_bytes"), row),
+    "GPU, idle first": _idle_gpu,
+    "memory": lambda row: _largest(row.resident_memory_bytes, row),
 }
 """The orders by their names on the screen."""
 

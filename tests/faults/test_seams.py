@@ -295,7 +295,7 @@ AGENT_SEAMS = {
     "event_log.window": "jsonl",
     "attempt.tick": "heartbeat",
     "attempt.beat": "heartbeat",
-    "attempt.fields": "jsonl",
+    "attempt.resumption": "jsonl",
     "attempt.phase_lines": "jsonl",
     "_run_so_far.tick": "attempts",
     "_run_so_far.view": "exposition",
@@ -403,7 +403,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
 ENDS = [
     "accounting.update", "accounting.close", "snapshots.end", "snapshots.wait", "_stall_monitor.wait_for_callback",
     "_run_so_far.tick", "_run_so_far.end", "event_log.close", "attempt.close", "_job.close", "event_log.window",
-    "event_log.end_fields", "event_log.emit", "_publish", "_collectors.close", "_node.leave", "attachment.detach",
+    "event_log.end", "event_log.emit", "_publish", "_collectors.close", "_node.leave", "attachment.detach",
 ]  # fmt: skip
 
 
@@ -422,5 +422,5 @@ def test_an_error_in_the_end_leaves_the_rest(part, start, unharmed, monkeypatch,
     if part == "_node.leave":
         agent._node.leave()
     assert agent._node.endpoint is None
-    assert len(events(tmp_path / "run", "run_end")) == (0 if part in {"event_log.end_fields", "event_log.emit"} else 1)
+    assert len(events(tmp_path / "run", "run_end")) == (0 if part in {"event_log.end", "event_log.emit"} else 1)
     assert train(epochs=2) == unharmed[False]

@@ -686,9 +686,9 @@ def _marks(values: ReportValues, processes: Sequence[ProcessLog], end: float) ->
         yield Mark("hang", since, max(since, end), values.hang.verdict)
     for process in processes:
         for line in process.snapshots:
-            begin = unix(line.get("time", ""))
-            if line.get("path") and begin is not None:
-                steps = f"steps {line.get('first_step')} to {line.get('last_step')}"
+            begin = unix(line.time)
+            if line.path and begin is not None:
+                steps = f"steps {line.first_step} to {line.last_step}"
                 yield Mark("snapshot", begin, None, f"rank {process.rank}: {steps}")
     for change in values.changes:
         begin = unix(change.at)

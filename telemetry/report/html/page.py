@@ -263,7 +263,7 @@ def _sections(found: Report, recorder: RunRecorder, axis: TimeAxis | None) -> li
     values = found.values
     sums = Sums(recorder) if axis else None
     end = max((time for process in found.processes if (time := unix(process.last_time)) is not None), default=0.0)
-    nodes = {process.rank: str(process.head.get("node")) for process in found.processes}
+    nodes = {process.rank: str(process.head.node) for process in found.processes}
     marks = specs.mark_chart(values, found.processes, recorder, end) if sums else None
     steps = [*specs.steps_over_time(sums), *([marks] if marks else [])] if sums else []
     heat = specs.heat_map(sums, nodes) if sums else None

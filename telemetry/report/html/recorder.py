@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from telemetry.log_lines import GpuLine, HostLine, Line, PhaseLine, RunStartLine, TotalsLine, WindowLine, WorkersLine
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.process_log import unix
 from telemetry.util.sketch import Sketch
@@ -145,18 +146,18 @@ THROUGHPUT_OF: Final = {SAMPLES: "samples_of", TOKENS: "tokens_of"}
 AGENT: Final = "agent"
 HOOKS: Final = "hooks"
 
-_SAMPLES: Final = {
-    "gpu": (
+_SAMPLES: Final[dict[type[Line], tuple[str, tuple[str, ...]]]] = {
+    GpuLine: ("gpu", (
         "utilization_ratio", "sm_active_ratio", "memory_used_bytes", "memory_total_bytes", "power_watts",
         "sm_clock_hertz", "temperature_celsius",
-    ),
-    "host": (
+    )),
+    HostLine: ("host", (
         "cpu_ratio", "memory_used_bytes", "memory_total_bytes", "process_resident_memory_bytes", "workers_bytes",
         "shared_memory_bytes",
-    ),
-    "workers": ("workers", "ready_batches", "cpu_ratio", "runnable_ratio", "blocked_ratio"),
+    )),
+    WorkersLine: ("workers", ("workers", "ready_batches", "cpu_ratio", "runnable_ratio", "blocked_ratio")),
 }  # fmt: skip
-"""The sampled figures that a chart shows."""
+"""The event, and its sampled figures that a chart shows."""
 
 _MAX_CELLS: Final = 1 << 18
 _MAX_BINS: Final = 512
@@ -211,7 +212,7 @@ class RunRecorder:
         self.ranks_left_out = 0
         self.cut = False
         self._newest: dict[int, _Newest] = {}
-        self._left_out: dict[int, tuple[dict[str, Any], int, float]] = {}
+        self._left_out: dict[int, tuple[TotalsLine, int, float]] = {}
         self._phases_of: int | None = None
 
     def part(self, ranks: int) -> RunRecorder:
@@ -242,26 +243,25 @@ class RunRecorder:
         """The longest time between two windows, or two samples, that the charts need."""
         return self.grid.width_seconds / _WINDOWS_PER_BIN
 
-    def take(self, line: dict[str, Any], log: ProcessLog) -> None:
+    def take(self, line: Line, log: ProcessLog) -> None:
         """Take a line of a process that `load` has already added to its log."""
-        event = str(line.get("event"))
-        if event == "phase":
+        if isinstance(line, PhaseLine):
             self._take_phase(line, log)
-            return
-        if event not in _SAMPLES and event not in {"window", "run_end"}:
-            self.cut |= event == "run_start" and log.head is line and bool(line.get("continued"))
-            return
-        time, row = unix(line.get("time", "")), self._row_of(log.rank)
-        if time is None or row is None or not _EARLIEST < time < _LATEST:
-            return
-        if event in _SAMPLES:
-            self._take_sample(event, line, row, time)
-        elif line.keys() >= {"ledger_total_seconds", "wall_seconds", "steps_total"}:
-            newest = self._newest.get(id(log))
-            if newest is not None and event == "window" and 0 <= time - newest.time < self.spacing_seconds():
-                self._left_out[id(log)] = line, row, time  # a later line has its sums, too
-            else:
-                self._add_window(line, id(log), row, time)
+        elif isinstance(line, RunStartLine):
+            self.cut |= log.head is line and line.continued
+        elif isinstance(line, (TotalsLine, GpuLine, HostLine, WorkersLine)):
+            time, row = unix(line.time), self._row_of(log.rank)
+            if time is None or row is None or not _EARLIEST < time < _LATEST:
+                return
+            if not isinstance(line, TotalsLine):
+                self._take_sample(line, row, time)
+            elif line.is_whole:
+                newest = self._newest.get(id(log))
+                early = newest is not None and 0 <= time - newest.time < self.spacing_seconds()
+                if early and isinstance(line, WindowLine):
+                    self._left_out[id(log)] = line, row, time  # a later line has its sums, too
+                else:
+                    self._add_window(line, id(log), row, time)
 
     def finish(self) -> None:
         """Add the newest window of each process if it was left out."""
@@ -277,14 +277,15 @@ class RunRecorder:
             row = self.rows[rank] = len(self.rows)
         return row
 
-    def _add_window(self, line: dict[str, Any], process: int, row: int, time: float) -> None:
+    def _add_window(self, line: TotalsLine, process: int, row: int, time: float) -> None:
         newest = self._newest.get(process)
         self._left_out.pop(process, None)
-        ledger, cost = line["ledger_total_seconds"], line.get("overhead_seconds", {})
+        ledger, cost = line.ledger_total_seconds, line.overhead_seconds
         sums = {category: ledger.get(category, 0.0) for category in CATEGORIES}
-        sums |= {STEPS: line["steps_total"], AGENT: cost.get("agent", 0.0), HOOKS: cost.get("training", 0.0)}
-        trained = {name: count for name in THROUGHPUT_OF if (count := line.get(f"{name}_total")) is not None}
-        now = self._newest[process] = _Newest(time, line["wall_seconds"], sums, trained)
+        sums |= {STEPS: line.steps_total or 0, AGENT: cost.get("agent", 0.0), HOOKS: cost.get("training", 0.0)}
+        counts = {SAMPLES: line.samples_total, TOKENS: line.tokens_total}
+        trained = {name: float(count) for name, count in counts.items() if count is not None}
+        now = self._newest[process] = _Newest(time, line.wall_seconds, sums, trained)
         before = newest or _Newest(time - now.wall, 0.0, dict.fromkeys(sums, 0.0), dict.fromkeys(trained, 0.0))
         added = {name: value - before.sums[name] for name, value in sums.items()}
         begin = time - (now.wall - before.wall)  # the clock may have been stepped since
@@ -295,32 +296,35 @@ class RunRecorder:
             if more >= 0:
                 added |= {name: more, THROUGHPUT_OF[name]: added[DATA_WAIT] + added[COMPUTE]}
         self.grid.spread(row, begin, time, added)
-        index = self.grid.bin_of(time)
-        for name, field in ((STEP, "step"), (WAIT, "data_wait")):
-            counts = line.get(f"{field}_sketch", {}).items()
-            if counts:
-                largest = line.get(f"{field}_seconds", {}).get("max", 0.0)
-                self.grid.sketch(name, index).merge(counts, largest)
+        if isinstance(line, WindowLine):
+            index = self.grid.bin_of(time)
+            for name, counted, seconds in (
+                (STEP, line.step_sketch, line.step_seconds),
+                (WAIT, line.data_wait_sketch, line.data_wait_seconds),
+            ):
+                if counted:
+                    self.grid.sketch(name, index).merge(counted.items(), (seconds or {}).get("max", 0.0))
 
-    def _take_sample(self, event: str, line: dict[str, Any], row: int, time: float) -> None:
-        index = self.grid.bin_of(time)
-        values = {name: line[name] for name in _SAMPLES[event] if name in line}
-        values |= {f"{resource}_pressure": ratio for resource, ratio in line.get("pressure_ratio", {}).items()
-                   if resource in {"cpu", "io", "memory"}}  # fmt: skip
-        if "throttled" in line:
-            values["throttled"] = float(bool(line["throttled"]))
+    def _take_sample(self, line: GpuLine | HostLine | WorkersLine, row: int, time: float) -> None:
+        index, (event, names) = self.grid.bin_of(time), _SAMPLES[type(line)]
+        values = {name: value for name in names if (value := getattr(line, name)) is not None}
+        if isinstance(line, HostLine):
+            values |= {f"{resource}_pressure": ratio for resource, ratio in line.pressure_ratio.items()
+                       if resource in {"cpu", "io", "memory"}}  # fmt: skip
+        if isinstance(line, GpuLine) and line.throttled is not None:
+            values["throttled"] = float(bool(line.throttled))
         for name, value in values.items():
             self.grid.add(f"{event}.{name}", row, index, value)
             self.grid.add(f"{event}.{name}#", row, index, 1.0)
 
-    def _take_phase(self, line: dict[str, Any], log: ProcessLog) -> None:
-        category, begin = line.get("category", ""), unix(line.get("started", ""))
+    def _take_phase(self, line: PhaseLine, log: ProcessLog) -> None:
+        category, begin = line.category, unix(line.started)
         if self._phases_of is None:
             self._phases_of = log.rank
         if category not in {EVALUATION, CHECKPOINT} or begin is None or log.rank != self._phases_of:
             return
         kept = self.phases.setdefault(category, deque(maxlen=_MAX_PHASES))
-        kept.append(Phase(category, line.get("name", category), begin, line.get("seconds", 0.0)))
+        kept.append(Phase(category, line.name or category, begin, line.seconds))
         self.phases_seen[category] = self.phases_seen.get(category, 0) + 1
 
 
