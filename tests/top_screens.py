@@ -48,7 +48,7 @@ def stall(at: float, cause: str, rank: int = 0, node: str = "n1", **more) -> dic
 ADVICE = {
     "action": "use more workers",
     "setting": "num_workers",
-    "value": 8,
+    "value": "8",
     "predicted_speedup": 1.9,
     "because": "why",
 }
