@@ -342,6 +342,24 @@ class Deliveries:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochOpenings:
+    """How epochs begin in the workers.
+
+    Attributes:
+        firsts: first fetches of an epoch over the run so far. ``first_seconds``: their time. ``start_seconds``: time
+            from the begin of an iteration until they began.
+        empty: workers to which the data set gives no item, in the newest epoch that shows it.
+        same: whether several workers have begun with the same two batches; None if unknown.
+    """
+
+    firsts: int = 0
+    first_seconds: float = 0.0
+    start_seconds: float = 0.0
+    empty: int = 0
+    same: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersSample:
     """The live DataLoader workers of this rank.
 
@@ -367,6 +385,7 @@ class WorkersSample:
             through a pipe to the training process. The tensors of a batch are in shared memory and do not count.
         fetched: fetches so far, and their seconds, by pid of each training worker.
         allowed_cores: cores that all training workers together may use; None if the kernel does not report it.
+        opened: how the epochs of these workers begin.
     """
 
     workers: int
@@ -390,6 +409,7 @@ class WorkersSample:
     written_bytes_per_second: float | None = None
     fetched: dict[int, tuple[int, float]] = field(default_factory=dict, metadata=SKIP)
     allowed_cores: int | None = field(default=None, metadata=NEWEST)
+    opened: EpochOpenings = field(default=EpochOpenings(), metadata=SKIP)
 
 
 # -- readings of the memory of a run, and their result -----------------------------------------------------------------
@@ -528,6 +548,8 @@ class EpochTotals:
     """Epoch boundaries and the waits at them, see `Ledger`.
 
     Attributes:
+        first_fetches: the first fetches of workers in an iteration. ``first_fetch_seconds``: their time.
+            ``start_seconds``: time from the begin of the iteration until they began.
         near_boundary_wait_seconds: additional wait for the batches next to the boundaries. This is the only counter
             that can decrease.
     """
@@ -536,15 +558,24 @@ class EpochTotals:
     left: int = 0
     boundary_wait_seconds: float = 0.0
     near_boundary_wait_seconds: float = 0.0
+    first_fetches: int = 0
+    first_fetch_seconds: float = 0.0
+    start_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class GarbageTotals:
-    """Garbage collection on the training thread: in total, during requests in mid-epoch, and at epoch boundaries."""
+    """Garbage collection on the training thread: in total, during requests in mid-epoch, and at epoch boundaries.
+
+    Attributes:
+        collections: collections of all objects, on any thread. ``younger_collections``: collections of younger ones.
+    """
 
     seconds: float = 0.0
     wait_seconds: float = 0.0
     boundary_wait_seconds: float = 0.0
+    collections: int = 0
+    younger_collections: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,7 +595,8 @@ class OwnTotals:
     """Work of the training thread for batches outside of its waits, if that was timed.
 
     Attributes:
-        fetch_seconds, fetch_cpu_seconds: wall clock and CPU clock of its own fetches.
+        fetch_seconds, fetch_cpu_seconds: wall clock and CPU clock of its own fetches. ``collate_seconds``: their
+            collation.
         releases, release_seconds: observed releases of batches of workers, and their time.
         samples, in_sync_samples: number of samples while it computed, and of samples while ranks wait for one another.
     """
@@ -575,6 +607,7 @@ class OwnTotals:
     release_seconds: float = 0.0
     samples: int = 0
     in_sync_samples: int = 0
+    collate_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,7 +719,8 @@ class Totals:
         wait_seconds_by_source: waits without the first batch. See `Conditions` for the sources.
         process_cpu_seconds: CPU time of the training process. ``run_queue_delay_seconds``: that of the training thread.
             ``thread_cpu_seconds``: time of the training thread on a core.
-        worker_fetches: fetches of all workers. ``fetch_counts``: their number by bucket of `FETCH_BUCKETS`.
+        worker_fetches: fetches of all workers. ``worker_fetch_seconds``: their time. ``fetch_counts``: their
+            number by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
         gpu_energy_joules: energy of the whole GPU, by category of the ledger; None before its second reading.
         samples, tokens: numbers in batches that the training took, without those that a restart threw away.
@@ -716,6 +750,7 @@ class Totals:
     run_queue_delay_seconds: float | None = 0.0
     thread_cpu_seconds: float | None = 0.0
     worker_fetches: int = 0
+    worker_fetch_seconds: float = 0.0
     sampled: SampledTotals = SampledTotals()
     fetch_counts: tuple[int, ...] = ()
     overhead_seconds: dict[str, float] = field(default_factory=dict)
@@ -884,6 +919,28 @@ class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):
     run_lost_seconds: float = 0.0
 
 
+class LoaderTraits(msgspec.Struct, frozen=True):
+    """What a DataLoader's data set and sampler show without being run. None: unknown.
+
+    Attributes:
+        iterable: whether the data set is an IterableDataset. ``asks_for_worker``: whether one of its functions uses
+            ``get_worker_info``, as one does that divides the items among the workers.
+        shuffled: whether the batches come in random order.
+        set_epoch: whether the data set has ``set_epoch()``, which workers that are kept do not see.
+        one_by_one: whether each sample is fetched by a call of ``__getitem__`` of its own.
+        batch_size: samples of a batch.
+        code: file, first line and name of the function that makes the samples, if it is the user's.
+    """
+
+    iterable: bool | None = msgspec.field(name="iterable_data", default=None)
+    asks_for_worker: bool | None = msgspec.field(name="asks_for_its_worker", default=None)
+    shuffled: bool | None = None
+    set_epoch: bool | None = msgspec.field(name="has_set_epoch", default=None)
+    one_by_one: bool | None = None
+    batch_size: int | None = None
+    code: tuple[str, int, str] | None = msgspec.field(name="sample_code", default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """The conditions at a tick, which are not counters.
@@ -892,7 +949,12 @@ class Conditions:
         source: source of the batches since the last tick: ``training_thread`` (a DataLoader without workers),
             ``workers``, ``watched`` (an iterable that is not a DataLoader), ``read_ahead`` (threads of the training
             process); None before the first batch.
-        settings: settings of the loader in use, by the names of DataLoader's arguments.
+        settings: settings of the loader in use, by the names of DataLoader's arguments. ``traits``: what else is known
+            of it.
+        read_by_thread: whether another thread of this process requests batches of a DataLoader.
+        iterated_at: file, line and function in which the newest iterator of a loader was made.
+        empty_workers: workers to which the data set gives no item. ``same_batches``: whether several workers have given
+            the same batches; None if unknown.
         in_loop: whether most of the time since the last tick was spent in the training loop.
         where: the line of the user's code in most samples of the training thread, see `RankPace`.
         fetching_seconds: duration so far of the longest fetch in progress; None without a sample of the workers.
@@ -906,6 +968,11 @@ class Conditions:
 
     source: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    traits: LoaderTraits = LoaderTraits()
+    read_by_thread: bool = False
+    iterated_at: tuple[str, int, str] | None = None
+    empty_workers: int = 0
+    same_batches: bool | None = None
     in_loop: bool = True
     where: str | None = None
     fetching_seconds: float | None = None
@@ -973,7 +1040,7 @@ class Advice(msgspec.Struct, frozen=True):
 
     Attributes:
         action: what to do, in words; ``setting`` and ``value`` as a person types them, None if no setting is changed.
-            A value without a setting is the factor named in the action.
+            A value without a setting is the number named in the action.
         predicted_speedup: factor on the run's steps per second; None if there is no prediction.
         because: the reason, with its figures.
         predicted_low: the low end of the range up to ``predicted_speedup``; None if there is no range.

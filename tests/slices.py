@@ -23,6 +23,7 @@ from telemetry.records import (
     GarbageTotals,
     GpuSample,
     HostSample,
+    LoaderTraits,
     OwnTotals,
     PressureSample,
     RankPace,
@@ -77,6 +78,8 @@ class Slice:
     boundary_sampler_cpu: float = 0.0
     garbage_wait: float = 0.0
     boundary_garbage: float = 0.0
+    collections: int = 0
+    younger_collections: int = 0
     startup: float = 0.0
     own_runnable: float | None = None
     samples: int = 0
@@ -85,6 +88,15 @@ class Slice:
     peers: tuple[RankPace, ...] = ()
     workers: WorkersSample | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    traits: LoaderTraits = LoaderTraits()
+    read_by_thread: bool = False
+    iterated_at: tuple[str, int, str] | None = None
+    empty_workers: int = 0
+    same_batches: bool | None = None
+    first_fetches: int = 0
+    first_fetch: float = 0.0
+    worker_fetches: int = 0
+    worker_fetch: float = 0.0
     cores: float = 1.0
     host_cpu_ratio: float | None = None
     host_cores: int = 0
@@ -140,6 +152,8 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             epochs.left + part.left,
             epochs.boundary_wait_seconds + part.boundary_wait,
             epochs.near_boundary_wait_seconds + part.near_boundaries,
+            epochs.first_fetches + part.first_fetches,
+            epochs.first_fetch_seconds + part.first_fetch,
         ),
         deliveries=before.deliveries
         + Deliveries(
@@ -159,6 +173,8 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             garbage.seconds + part.garbage,
             garbage.wait_seconds + part.garbage_wait,
             garbage.boundary_wait_seconds + part.boundary_garbage,
+            garbage.collections + part.collections,
+            garbage.younger_collections + part.younger_collections,
         ),
         own=OwnTotals(
             own.fetch_seconds + part.timed_fetch,
@@ -170,11 +186,15 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         ),
         process_cpu_seconds=plus(before.process_cpu_seconds, part.process_cpu),
         run_queue_delay_seconds=plus(before.run_queue_delay_seconds, part.own_runnable),
+        worker_fetches=before.worker_fetches + part.worker_fetches,
+        worker_fetch_seconds=before.worker_fetch_seconds + part.worker_fetch,
         sampled=integrated(before.sampled, readings),
         fetch_counts=histogram.counts if histogram else before.fetch_counts,
     )  # fmt: skip
     conditions = Conditions(
-        source=part.source, settings=part.settings, in_loop=readings.in_loop, where=part.where,
+        source=part.source, settings=part.settings, traits=part.traits, read_by_thread=part.read_by_thread,
+        iterated_at=part.iterated_at, empty_workers=part.empty_workers, same_batches=part.same_batches,
+        in_loop=readings.in_loop, where=part.where,
         fetching_seconds=None if part.workers is None else part.workers.fetching_seconds,
         fetched={} if part.workers is None else part.workers.fetched,
         worker_cores=None if part.workers is None else part.workers.allowed_cores, cores=part.cores,

@@ -204,7 +204,7 @@ def test_the_slowest_rank_decides_what_a_change_is_worth():
 @pytest.mark.parametrize(
     ("cause", "lost"),
     [
-        ("gc_pause", {"garbage": 0.6}),
+        ("gc_pause", {"garbage": 0.6, "source": "training_thread"}),
         ("checkpoint", {"checkpoint": 1.5, "checkpoint_steps": 2}),
         ("gpu_throttled", {"gpu_utilization_ratio": 1.0, "gpu_clock_ratio": 0.4, "gpu_throttled": ("hw_thermal",)}),
     ],

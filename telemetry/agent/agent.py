@@ -329,6 +329,7 @@ class Agent:
             wall=wall,
             lines=self._line_monitor,
             sinks=self.figures,
+            findings=self.findings,
         )
         self.job_hang = JobHang(
             OwnState(identity, tracker, accounting, self._stall_monitor), self.event_log, wall, self._board, self._job

@@ -177,6 +177,8 @@ class LineMonitor:
             return None
         self._write(profile, kind, stall.cause)
         lines = work.line_shares(profile, kind)
+        if kind == work.WAIT:
+            lines = work.with_measured_collation(lines, stall.evidence)
         if not lines:
             return None
         return LineFindings(

@@ -12,7 +12,8 @@ from msgspec import structs
 from telemetry.agent.stuck import EXPECTED, OVERDUE, StuckMonitor, longest_phase, paused
 from telemetry.diagnosis.causes import advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
-from telemetry.diagnosis.stalls import StallDetector
+from telemetry.diagnosis.misuse import misuse
+from telemetry.diagnosis.stalls import MIN_STEPS, StallDetector
 from telemetry.diagnosis.stragglers import absent_rank, held_up_by, mostly_in_sync, short_of_cores, straggler
 from telemetry.diagnosis.verdict import batches_unseen, costliest, weight
 from telemetry.node.metrics import StallView
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.figures import FigureOutput
+    from telemetry.agent.findings import FindingLog
     from telemetry.agent.lines import LineFindings, LineMonitor
     from telemetry.agent.log import EventLog
     from telemetry.agent.stuck import StuckRank
@@ -189,6 +191,7 @@ class StallMonitor:
         wall: dates the opening and closing of stalls.
         lines: finds the lines in which a stall spends its time.
         sinks: get each stall that opens.
+        findings: gets what is wrong about the use of the loader.
 
     Attributes:
         stuck_monitor: finds out whether this rank is stuck, and where.
@@ -208,6 +211,7 @@ class StallMonitor:
         wall: WallClock,
         lines: LineMonitor | None = None,
         sinks: FigureOutput | None = None,
+        findings: FindingLog | None = None,
     ) -> None:
         self._detector = StallDetector(
             config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, event_log.identity
@@ -227,6 +231,7 @@ class StallMonitor:
         self._event_log = event_log
         self._wall = wall
         self._sinks = sinks
+        self._findings = findings
         self._lines = lines
         self._opened = ""
         self._counts = counts
@@ -311,6 +316,7 @@ class StallMonitor:
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall
         change = self._detector.update(tick)
+        self._tell_misuse()
         if change is None:
             if self._detector.stall is None:
                 self._tell_lack_of_cores()
@@ -320,6 +326,12 @@ class StallMonitor:
             self._opened_now(change.stall)
         elif change.kind == "closed":
             self._close(change.stall)
+
+    def _tell_misuse(self) -> None:
+        window = self._detector.window
+        if self._findings is not None and window is not None and window.steps >= MIN_STEPS:
+            for finding in misuse(window):
+                self._findings.tell(finding)
 
     def _tell_lack_of_cores(self) -> None:
         """Log why no straggler is named although this rank waits for one."""

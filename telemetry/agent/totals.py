@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from telemetry.agent.collectors import Samples
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
+from telemetry.hooks.loaders import LoaderHandle
 from telemetry.records import (
     Conditions,
     CpuTotals,
@@ -329,6 +331,7 @@ class TotalsBuilder:
         self._process_cpu_seconds = 0.0  # at that time. The first tick adds everything from before
         self._children_cpu_seconds: float | None = None
         self._updated_ns = 0
+        self._requests_elsewhere = 0
         self._source_kind: str | None = None  # not the source, so that no loader's queue is kept alive
         self._where: str | None = None
         self._usual_clock: float | None = None
@@ -344,11 +347,16 @@ class TotalsBuilder:
         totals, samples = self.update(), self._collectors.samples
         host, workers = samples.host, samples.workers
         quota = None if samples.pressure is None else samples.pressure.cgroup_cpu_limit
-        allowed = float(len(os.sched_getaffinity(0)))
+        allowed, elsewhere = float(len(os.sched_getaffinity(0))), self._tracker.requests_elsewhere
         seconds, loop_seconds = totals.wall_seconds - before.wall_seconds, totals.loop_seconds - before.loop_seconds
         conditions = Conditions(
             source=self._source_kind,
             settings={} if batches_from is None else batches_from.settings,
+            traits=batches_from.traits if isinstance(batches_from, LoaderHandle) else self._tracker.loaders.own_traits,
+            iterated_at=self._tracker.loaders.iterated_at,
+            read_by_thread=elsewhere > self._requests_elsewhere,
+            empty_workers=0 if workers is None else workers.opened.empty,
+            same_batches=None if workers is None else workers.opened.same,
             in_loop=Readings(seconds, loop_seconds).in_loop,
             where=self._where,
             fetching_seconds=None if workers is None else workers.fetching_seconds,
@@ -360,6 +368,7 @@ class TotalsBuilder:
             on_gpu=self._tracker.accelerator is not None,
             peers=peers,
         )
+        self._requests_elsewhere = elsewhere
         return Tick(totals, conditions)
 
     def current(self) -> Totals:
@@ -407,6 +416,11 @@ class TotalsBuilder:
                 left=ledger.iterations_left,
                 boundary_wait_seconds=ledger.boundary_wait_ns / NS,
                 near_boundary_wait_seconds=ledger.near_boundary_wait_ns / NS,
+                first_fetches=before.epochs.first_fetches if workers is None else workers.opened.firsts,
+                first_fetch_seconds=(
+                    before.epochs.first_fetch_seconds if workers is None else workers.opened.first_seconds
+                ),
+                start_seconds=before.epochs.start_seconds if workers is None else workers.opened.start_seconds,
             ),
             deliveries=before.deliveries if workers is None else workers.deliveries,
             sampler=SamplerTotals(
@@ -421,10 +435,13 @@ class TotalsBuilder:
                 seconds=tracker.garbage.ns / NS,
                 wait_seconds=tracker.garbage.wait_ns / NS,
                 boundary_wait_seconds=tracker.garbage.boundary_wait_ns / NS,
+                collections=gc.get_stats()[2]["collections"],
+                younger_collections=gc.get_stats()[1]["collections"],
             ),
             own=OwnTotals(
                 fetch_seconds=tracker.timed_fetch_ns / NS,
                 fetch_cpu_seconds=tracker.timed_fetch_cpu_ns / NS,
+                collate_seconds=tracker.timed_collate_ns / NS,
                 releases=tracker.batch_release.freed,
                 release_seconds=tracker.batch_release.ns / NS,
                 samples=before.own.samples + (sampled.samples if sampled is not None else 0),
@@ -434,6 +451,7 @@ class TotalsBuilder:
             run_queue_delay_seconds=None if process is None else process.runnable_seconds,
             thread_cpu_seconds=None if process is None else process.running_seconds,
             worker_fetches=before.worker_fetches if workers is None else workers.fetches_total,
+            worker_fetch_seconds=before.worker_fetch_seconds if histogram is None else histogram.total,
             fetch_counts=before.fetch_counts if histogram is None else histogram.counts,
             overhead_seconds=self._overhead.seconds(),
             sampled=before.sampled,

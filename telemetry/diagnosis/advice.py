@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from telemetry.diagnosis.costs import THRESHOLDS, crowded_out, less, own_time, without_own_time
+from telemetry.diagnosis.costs import THRESHOLDS, crowded_out, first_fetch_cost, less, own_time, without_own_time
+from telemetry.diagnosis.misuse import SPLIT
 from telemetry.diagnosis.model import (
+    alone_in_worker,
     best_workers,
     gain_of,
     gain_over_window,
     low_gain,
     predicted_step,
+    step_with,
     supply_in_order,
     times_less,
     with_transfer,
@@ -53,6 +56,10 @@ _MAX_PREFETCH: Final = 64
 _PREFETCH_HEADROOM: Final = 1.25
 """The advised prefetching covers this multiple of the longest fetch."""
 
+_ROW_SECONDS: Final = 100e-6
+_MIN_ROWS: Final = 8
+"""A sample that takes less CPU time, in a batch of so many, is a row in memory. Decoding one takes a millisecond."""
+
 _NO_COMPUTE: Final = 1e-6
 """Compute of a step, in seconds, that is too short to hide anything behind it."""
 
@@ -75,6 +82,38 @@ def _cpu_words(share: float | None) -> str:
     return "" if share is None else f", {100 * share:.0f} % of it on the CPU"
 
 
+# -- advice on workers -------------------------------------------------------------------------------------------------
+
+
+def _with_workers(evidence: Evidence, action: str, workers: int, gain: float | None, because: str) -> Advice:
+    """Advice for a number of workers. Unless each is known to give items of its own, it says how to divide them."""
+    divided = evidence.traits.asks_for_worker and evidence.workers.same_batches is False
+    if evidence.traits.iterable and not divided:
+        action = f"{SPLIT}; then {action} (num_workers={workers})"
+        because += "; without that, each worker gives all items, and the epoch takes as long as now"
+        low = 1.0 if gain is not None and gain > 1 else None
+        return Advice(action, None, str(workers), gain, because, low)
+    return Advice(action, "num_workers", str(workers), gain, because)
+
+
+def _fetched_row_by_row(evidence: Evidence, batch_cpu: float | None) -> list[Advice]:
+    """Advice if samples are so small that their number takes the time. ``batch_cpu``: CPU seconds of a batch."""
+    samples = evidence.traits.batch_size
+    if batch_cpu is None or not samples or samples < _MIN_ROWS or not evidence.traits.one_by_one:
+        return []
+    if batch_cpu / samples > _ROW_SECONDS:
+        return []
+    because = (
+        f"a batch is {samples} calls of __getitem__ and their collation, {1e6 * batch_cpu / samples:.0f} us for each; "
+        "workers would have to send as much as they fetch"
+    )
+    action = (
+        "fetch a whole batch at once: give the data set __getitems__, or index it with a list of indices "
+        "(sampler=BatchSampler(...), batch_size=None)"
+    )
+    return [_do(action, because)]
+
+
 # -- sources that deliver fewer batches than the training loop could use -----------------------------------------------
 
 
@@ -82,9 +121,13 @@ def on_training_thread(evidence: Evidence) -> list[Advice]:
     """Advice if the training thread fetches batches itself, or runs a slow sampler for the workers."""
     if evidence.source == "workers":
         return _slow_sampler(evidence)
+    share, batches = evidence.own_fetch_cpu_ratio, evidence.steps * evidence.batches_per_step
+    if share is not None and batches and share >= ON_CPU:
+        rows = _fetched_row_by_row(evidence, evidence.wait_seconds / batches)
+        if rows:
+            return rows
     why = "the training thread fetches each batch itself"
     advice = _fetch_in_workers(evidence, "load batches in worker processes", why)
-    share, batches = evidence.own_fetch_cpu_ratio, evidence.steps * evidence.batches_per_step
     if share is None or not batches:
         return advice
     # More processes may not speed the fetches up: make the fetch itself shorter.
@@ -117,15 +160,15 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
         compute_seconds=evidence.compute_seconds + own.all_garbage,
         cpu=replace(evidence.cpu, process_seconds_per_step=less(evidence.cpu.process_seconds_per_step, each * on_cpu)),
     )
-    fetch, fetch_cpu = _fetch_on_its_own(evidence)
-    at_least = predicted_step(without, fetch=fetch, fetch_cpu=fetch_cpu, workers=max(1, evidence.workers.count))
+    at_least = step_with(without, max(1, evidence.workers.count))
     if cpu is not None and cpu + _run_queue_delay_ratio(evidence) < ON_CPU:
         action = "make the sampler not wait: keep what it reads in memory, or draw indices ahead on another thread"
     elif at_edges >= ON_CPU * each * evidence.steps:
         action = "make the sampler's start cheaper: draw the indices of an epoch with torch or NumPy, or reuse them"
     else:
         action = "make the sampler cheaper: precompute its indices, or draw them with torch or NumPy"
-    return [_do(action, because, gain_of(evidence, max(now - own.exposed_ratio * each, at_least), now=now))]
+    then = None if at_least is None else max(now - own.exposed_ratio * each, at_least)
+    return [_do(action, because, None if then is None else gain_of(evidence, then, now=now))]
 
 
 def _run_queue_delay_ratio(evidence: Evidence) -> float:
@@ -138,12 +181,13 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
     fetch = evidence.wait_seconds / evidence.steps if fetch is None else fetch
     moved, fetch_cpu, first = _without_own_fetches(evidence, fetch)
     workers, step = best_workers(moved, fetch, fetch_cpu, boundary=first)
-    if evidence.edges.count >= THRESHOLDS.epoch_boundaries:
-        action += ", and keep the workers between epochs (persistent_workers=True)"
+    if evidence.edges.count >= THRESHOLDS.epoch_boundaries and not evidence.traits.set_epoch:
+        action += " that are kept between epochs (persistent_workers=True)"
     on_cpu = evidence.own_fetch_cpu_ratio
     because = f"{why}: {ms(fetch)} of every {ms(evidence.step_seconds)}{_cpu_words(on_cpu)}"
     low = low_gain(moved, step, fetch_cpu=fetch_cpu) if on_cpu is not None and on_cpu < ON_CPU else None
-    return [Advice(action, "num_workers", str(workers), gain_of(evidence, step), because, low)]
+    advice = _with_workers(evidence, action, workers, gain_of(evidence, step), because)
+    return [replace(advice, predicted_low=low) if advice.predicted_low is None else advice]
 
 
 def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float, float]:
@@ -166,13 +210,14 @@ def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, fl
 
 def cpu_bound(evidence: Evidence) -> list[Advice]:
     """Advice if the workers' CPU time is the limit."""
-    return [*_more_workers(evidence), _cheaper_in_worker(evidence)]
+    rows = _fetched_row_by_row(evidence, evidence.fetches.cpu_seconds)
+    return rows or [*_first_fetches(evidence), *_more_workers(evidence), _cheaper_in_worker(evidence)]
 
 
 def io_bound(evidence: Evidence) -> list[Advice]:
     """Advice if the workers wait for storage or the network."""
     fetch, blocked = evidence.fetches.seconds, evidence.workers.blocked_ratio
-    advice = _more_workers(evidence, ", if the storage can serve more requests at once")
+    advice = _first_fetches(evidence) or _more_workers(evidence, ", if the storage can serve more requests at once")
     if fetch is not None and blocked is not None:
         because = f"workers are blocked for {100 * blocked:.0f} % of the {ms(fetch)} that a batch takes"
         read, count = evidence.fetches.read_bytes, evidence.fetches.count
@@ -194,33 +239,25 @@ def throttled(evidence: Evidence) -> list[Advice]:
         more = _do("give the job more CPU cores; more workers would not help", because)
     else:
         because += f": they may run on {cores} of {evidence.cpu.cores:g} cores"
-        gain = None
-        if evidence.steps:
-            fetch, fetch_cpu = _fetch_on_its_own(evidence)
-            workers = max(1, evidence.workers.count)
-            free = replace(evidence, workers=replace(evidence.workers, cores=None))
-            gain = gain_of(evidence, predicted_step(free, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers))
+        free = replace(evidence, workers=replace(evidence.workers, cores=None))
+        step = step_with(free, max(1, evidence.workers.count)) if evidence.steps else None
+        gain = None if step is None else gain_of(evidence, step)
         action = "let the workers run on every core: a worker_init_fn, taskset or OMP_PROC_BIND restricts them to a few"
         more = _do(action, because, gain)
-    return [*_fewer_workers(evidence), more, _cheaper_in_worker(evidence)]
-
-
-def _fetch_on_its_own(evidence: Evidence) -> tuple[float, float]:
-    """Seconds and CPU seconds that a worker with a core of its own takes for the batches of a step."""
-    fetch, cpu = evidence.fetches.seconds or 0.0, evidence.fetches.cpu_seconds
-    alone = fetch * (1 - (evidence.workers.runnable_ratio or 0.0))
-    return alone * evidence.batches_per_step, (fetch if cpu is None else cpu) * evidence.batches_per_step
+    rows = _fetched_row_by_row(evidence, evidence.fetches.cpu_seconds)
+    return rows or [*_fewer_workers(evidence), more, _cheaper_in_worker(evidence)]
 
 
 def _fewer_workers(evidence: Evidence) -> list[Advice]:
     """Advice to use fewer workers, so that the training thread has a core. The gain is at most its run-queue delay."""
     crowded = crowded_out(evidence)
-    if evidence.fetches.cpu_seconds is None or evidence.workers.count < 2 or not evidence.steps or not crowded:
+    fetch = alone_in_worker(evidence)
+    unknown = fetch is None or evidence.fetches.cpu_seconds is None
+    if fetch is None or unknown or evidence.workers.count < 2 or not evidence.steps or not crowded:
         return []
     alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded))
-    fetch, fetch_cpu = _fetch_on_its_own(evidence)
     steps = {
-        workers: predicted_step(alone, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers)
+        workers: predicted_step(alone, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=workers)
         for workers in range(1, evidence.workers.count)
     }
     best = min(steps.values())
@@ -246,25 +283,39 @@ def slow_source(evidence: Evidence) -> list[Advice]:
             return [Advice(action, "num_threads", None, None, because)]
         why = "threads of the training process fetch the batches, and share the GIL with the training loop"
         return _fetch_in_workers(evidence, "load batches in worker processes", why, fetch=now)
+    if evidence.read_by_thread:
+        return _read_by_thread(evidence)
     advice = _fetch_in_workers(
         evidence,
         "read it in the workers of a DataLoader, as an IterableDataset",
         "the training thread reads the watched iterable",
     )
-    on_cpu = evidence.own_fetch_cpu_ratio or 0.0
-    # Because of the GIL the training thread waits while a thread that reads ahead runs Python.
-    step = max(compute, fetch) if on_cpu < 0.5 else compute + fetch * on_cpu
-    because = f"the watched iterable takes {ms(fetch)} of every {ms(now)}{_cpu_words(evidence.own_fetch_cpu_ratio)}"
-    ahead = _do("read some batches ahead on another thread", because, gain_of(evidence, step))
+    on_cpu, gain = evidence.own_fetch_cpu_ratio, None
+    if on_cpu is not None:
+        # Because of the GIL the training thread waits while a thread that reads ahead runs Python.
+        gain = gain_of(evidence, max(compute, fetch) if on_cpu < ON_CPU else compute + fetch * on_cpu)
+    because = f"the watched iterable takes {ms(fetch)} of every {ms(now)}{_cpu_words(on_cpu)}"
+    ahead = _do("read some batches ahead on another thread", because, gain)
     return sorted([ahead, *advice], key=lambda a: -(a.predicted_speedup or 0.0))
+
+
+def _read_by_thread(evidence: Evidence) -> list[Advice]:
+    """Advice if another thread reads a DataLoader ahead for the watched iterable: the loader itself is too slow."""
+    why = "another thread already reads the DataLoader ahead"
+    if evidence.workers.count:
+        return [replace(one, because=f"{why}; {one.because}") for one in _more_workers(evidence)]
+    fetch = evidence.step_seconds  # that thread fetches all the time
+    because = f"{why}, and fetches each batch itself: {ms(fetch)}"
+    workers, _ = best_workers(evidence, fetch, fetch)
+    return [_with_workers(evidence, "load its batches in worker processes", workers, None, because)]
 
 
 def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
     """Advice to use more workers. ``provided``: what the storage must be able to do, which is not known."""
-    if evidence.fetches.seconds is None or not evidence.steps:
+    fetch = alone_in_worker(evidence)
+    if fetch is None or evidence.fetches.seconds is None or not evidence.steps:
         return []
-    fetch, fetch_cpu = _fetch_on_its_own(evidence)
-    workers, step = best_workers(evidence, fetch, fetch_cpu)
+    workers, step = best_workers(evidence, fetch.seconds, fetch.cpu_seconds)
     more = math.ceil(workers / _loaders(evidence))
     if workers <= evidence.workers.count or more <= _workers_each(evidence):
         return []
@@ -272,8 +323,9 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
         f"{evidence.workers.count} workers, each with {ms(evidence.fetches.seconds)} a batch, deliver one every "
         f"{ms(evidence.fetches.seconds / max(1, evidence.workers.count))}; more workers deliver more{provided}"
     )
-    low = low_gain(evidence, step, fetch_cpu=fetch_cpu) if provided else None
-    return [Advice("use more workers", "num_workers", str(more), gain_of(evidence, step), because, low)]
+    low = low_gain(evidence, step, fetch_cpu=fetch.cpu_seconds) if provided else None
+    advice = _with_workers(evidence, "use more workers", more, gain_of(evidence, step), because)
+    return [replace(advice, predicted_low=low) if advice.predicted_low is None else advice]
 
 
 def _loaders(evidence: Evidence) -> int:
@@ -287,8 +339,9 @@ def _workers_each(evidence: Evidence) -> int:
 
 
 def _cheaper_in_worker(evidence: Evidence) -> Advice:
-    took = evidence.fetches.cpu_seconds or evidence.fetches.seconds or 0.0
-    return _cheaper(f"each batch takes {ms(took)} of CPU time in a worker", evidence)
+    took = evidence.fetches.cpu_seconds
+    because = "fetches take most of the workers' time on the CPU"
+    return _cheaper(because if took is None else f"each batch takes {ms(took)} of CPU time in a worker", evidence)
 
 
 def _cheaper(because: str, evidence: Evidence) -> Advice:
@@ -323,20 +376,66 @@ def startup(evidence: Evidence) -> list[Advice]:
         longer = times_less(boundary, rest, _BOUNDARY_SHARE)
         because = f"{often}: {at_edges:.1f} s of {loop:.1f} s were waits for first batches, although the workers are "
         because += "persistent"
+        if evidence.edges.first_fetch_ratio >= _MIN_MENTIONED:
+            ratio = 100 * evidence.edges.first_fetch_ratio
+            because += f"; for {ratio:.0f} % of it the first fetch takes longer than others"
         if around >= _MIN_MENTIONED * at_edges:
             because += f", and {around:.1f} s for batches next to them: workers start and end one by one"
         action = f"make epochs {longer} times as long, or do the data set's work at the start of an epoch only once"
         return [Advice(action, None, str(longer), gain_of(evidence, rest + boundary / longer, now=now), because)]
     because = f"{often}: workers were started and stopped for {at_edges:.1f} s of {loop:.1f} s"
-    # One fetch that was not prefetched remains at each boundary. After an epoch that was left early, kept workers first
-    # finish the batches that it had requested.
-    fetches = evidence.edges.count + evidence.edges.left * _prefetch_factor(evidence)
-    first = min(boundary, (evidence.fetches.seconds or 0.0) * fetches / evidence.steps)
-    gain = gain_of(evidence, now - boundary + first, now=now)
+    least, most = _left_at_boundaries(evidence)
+    gain, low = (
+        None if left is None else gain_of(evidence, now - boundary + min(boundary, left), now=now)
+        for left in (least, most)
+    )
+    low = None if low == gain else low
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
-        return [_do(action, f"{because}; every epoch made a new DataLoader", gain)]
-    return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because)]
+        return [Advice(action, None, None, gain, f"{because}; every epoch made a new DataLoader", low)]
+    if evidence.traits.set_epoch:
+        action = "keep the workers between epochs (persistent_workers=True), and give them the epoch in shared memory"
+        because += "; the data set has set_epoch(), which workers that are kept would not see"
+        return [Advice(action, None, None, gain, because, low)]
+    return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because, low)]
+
+
+def _left_at_boundaries(evidence: Evidence) -> tuple[float | None, float | None]:
+    """The least and the most seconds per step that kept workers still take at epoch boundaries; None if unknown.
+
+    One fetch that was not prefetched remains at each boundary. Of an iterable data set it is a first fetch, which may
+    take longer than others. After an epoch that was left early, kept workers first finish the batches that it had
+    requested.
+    """
+    left = evidence.edges.left * _prefetch_factor(evidence)
+    fetch, longest, first = evidence.fetches.seconds, evidence.fetches.longest_seconds, None
+    if evidence.traits.iterable:
+        first = evidence.edges.first_fetch_seconds
+    if fetch is not None:
+        seconds = (left * fetch + evidence.edges.count * (fetch if first is None else first)) / evidence.steps
+        return seconds, seconds
+    return (None, None) if longest is None else (0.0, (left + evidence.edges.count) * longest / evidence.steps)
+
+
+def _first_fetches(evidence: Evidence) -> list[Advice]:
+    """Advice if most of the wait is for the first fetches of iterations, which take much longer than others."""
+    lost = first_fetch_cost(evidence)
+    if not evidence.steps or lost < ON_CPU * (evidence.exposed_seconds or 0.0) or lost <= 0:
+        return []
+    now, loop = evidence.step_seconds, evidence.loop_seconds
+    then, supply = max(now - lost / evidence.steps, evidence.step_compute_seconds), evidence.supply_seconds
+    # A buffer that gives its items sooner is filled later: then the workers have as much to do as now.
+    low = None if supply is None else gain_of(evidence, max(then, supply))
+    gain = None if supply is None else gain_of(evidence, then)
+    first, fetch = evidence.edges.first_fetch_seconds, evidence.fetches.seconds
+    because = f"the first fetches of epochs take {100 * lost / loop:.0f} % of the loop"
+    if first is not None and fetch is not None:
+        because += f": {first:.1f} s each, and {ms(fetch)} for the mean of all fetches"
+    action = (
+        "let the data set give its first batch sooner: yield items before a shuffle buffer is full, and read an index "
+        "once, not at the start of each epoch"
+    )
+    return [Advice(action, None, None, gain, because, None if low == gain else low)]
 
 
 def _prefetch_factor(evidence: Evidence) -> int:
@@ -356,7 +455,8 @@ def uneven(evidence: Evidence) -> list[Advice]:
         because += f"; for {evidence.waits.head_of_line_seconds:.1f} s finished batches waited behind a slow one"
     boundary = evidence.edges.wait_seconds / evidence.steps
     advice = _further_ahead(evidence, max(compute, in_order) + boundary, because)
-    if not evidence.settings.get("in_order") or evidence.workers.count < 2:
+    in_random_order = evidence.traits.shuffled or evidence.traits.shuffled is None or evidence.traits.iterable
+    if not evidence.settings.get("in_order") or evidence.workers.count < 2 or not in_random_order:
         return advice
     transfer_wait = evidence.waits.transfer_seconds / evidence.steps  # unchanged: no worker prefetches more
     gain = gain_of(evidence, max(compute, supply) + boundary + transfer_wait)
@@ -442,13 +542,15 @@ def transfer(evidence: Evidence) -> list[Advice]:
             because += f"; the training thread waits {ms(crowded)} for a core while workers pickle batches"
         if kept >= _MIN_MENTIONED * waited:
             because += f"; {ms(kept)} remain for its {size / 1e6:.1f} MB, however it is sent"
-        then, supply = now - waited - freed - crowded + kept, evidence.supply_seconds or 0.0
-        gain, background = gain_of(evidence, max(then, supply)), gain_of(evidence, now - waited)
+        then, supply = now - waited - freed - crowded + kept, evidence.supply_seconds
+        background = gain_of(evidence, now - waited)
+        gain = None if supply is None else gain_of(evidence, max(then, supply))
         if collected >= _MIN_MENTIONED * then > 0:
             because += (
                 f"; collections of garbage inside next() take {ms(collected)}, some or all because of its objects"
             )
-            gain, low = gain_of(evidence, max(then - collected, supply)), gain
+            if supply is not None:
+                gain, low = gain_of(evidence, max(then - collected, supply)), gain
     else:
         ready = evidence.transfer.ready_batches or 0.0
         because = f"{ready:.1f} batches are ready on average, and a step still takes {ms(now)}"
@@ -530,13 +632,22 @@ def checkpoint(evidence: Evidence) -> list[Advice]:
 def garbage(evidence: Evidence) -> list[Advice]:
     """Advice if garbage collections stop the training thread."""
     loop, garbage, inside = evidence.loop_seconds, evidence.garbage.seconds, own_time(evidence).all_garbage
-    supply = (evidence.supply_seconds or 0.0) * evidence.steps  # a step is never shorter than the workers' supply
-    gain = gain_over_window(evidence, max(loop - garbage, supply), now=loop)
+    supply = evidence.supply_seconds if evidence.source == "workers" else 0.0
+    gain = None
+    if supply is not None:  # a step is never shorter than the workers' supply
+        gain = gain_over_window(evidence, max(loop - garbage, supply * evidence.steps), now=loop)
     because = f"garbage collection stopped the training thread for {garbage:.1f} s of {loop:.1f} s"
-    freeze = "call gc.freeze() after the model and the data set are built"
-    if inside < garbage / 2:
+    freeze, own = "call gc.freeze() after the model and the data set are built", evidence.garbage.own_ratio
+    if inside >= garbage / 2:
+        because += f", {inside:.1f} s of it inside next()"
+    if own is not None and own >= THRESHOLDS.own_collections:
+        because += f"; the script itself starts {100 * own:.0f} % of the collections of all objects"
+        remove = "remove the calls of gc.collect(), or call it once in an epoch"
+        # A collection that goes on may walk through objects that are made after the freeze.
+        frozen = f"{freeze}, if these calls must stay: they then walk through fewer objects"
+        return [_do(remove, because, gain), Advice(frozen, "gc.freeze()", None, None, because)]
+    if inside < garbage / 2 or own is not None:
         return [Advice(freeze, "gc.freeze()", None, gain, because)]
-    because += f", {inside:.1f} s of it inside next()"
     where = "the sampler" if evidence.source == "workers" else "the data set, the sampler or collate_fn"
     calls = f"remove calls of gc.collect() from code that runs inside next() on the training thread: {where}"
     return [Advice(freeze, "gc.freeze()", None, gain, because), _do(calls, because, gain)]
@@ -594,17 +705,17 @@ def step_with_workers(evidence: Evidence, workers: int) -> float | None:
     if workers == present:
         return now
     if evidence.source != "workers":
-        fetch = evidence.wait_seconds / evidence.steps
-        moved, fetch_cpu, first = _without_own_fetches(evidence, fetch)
-        return predicted_step(moved, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, boundary=first)
-    fetch, fetch_cpu = _fetch_on_its_own(evidence)
-    if not fetch:
+        own = evidence.wait_seconds / evidence.steps
+        moved, fetch_cpu, first = _without_own_fetches(evidence, own)
+        return predicted_step(moved, fetch=own, fetch_cpu=fetch_cpu, workers=workers, boundary=first)
+    fetch = alone_in_worker(evidence)
+    if fetch is None:
         return None
     alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded_out(evidence)))
     if not workers:
-        return alone.step_compute_seconds + fetch
-    as_now = predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=present)
-    then = predicted_step(alone, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers)
+        return alone.step_compute_seconds + fetch.seconds
+    as_now = predicted_step(evidence, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=present)
+    then = predicted_step(alone, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=workers)
     return then * max(1.0, now / as_now)
 
 

@@ -13,6 +13,7 @@ from msgspec import structs
 from telemetry.diagnosis import advice
 from telemetry.diagnosis.costs import costs, without_own_time
 from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
+from telemetry.diagnosis.misuse import mended_first
 from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
@@ -80,9 +81,10 @@ def advise(name: str, evidence: Evidence) -> tuple[Advice, ...]:
     cause = CAUSES.get(name)
     if cause is None or cause.advise is None or (cause.per_step and not evidence.steps):
         return ()
-    if evidence.source == "workers" and not cause.own_time:
-        evidence = without_own_time(evidence)
-    wanted = cause.advise(evidence)
+    wanted = mended_first(evidence) if cause.is_wait and evidence.steps else []
+    if not wanted:
+        own = evidence.source != "workers" or cause.own_time
+        wanted = cause.advise(evidence if own else without_own_time(evidence))
     worth_it = (a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= advice.WORTH_IT)
     return tuple(worth_it)[:_MAX_ADVICE]
 

@@ -35,6 +35,9 @@ class Thresholds:
             training thread waited, it waited for their transfer.
         late: but not if single late batches make up at least this share of the wait.
         epoch_boundaries: least epoch starts in the window whose waits are a pattern, and not single events.
+        matched: if batches make up less than this share of the wait that could be matched with their fetches, the rest
+            of it is unknown.
+        own_collections: collections are the script's own if it has started this share of those of all objects.
         stuck_fetches, stuck_fetch_seconds: a worker is stuck if its fetch lasts this many times the mean of the others
             and at least this long.
     """
@@ -48,6 +51,8 @@ class Thresholds:
     ready: float = 0.5
     late: float = 0.5
     epoch_boundaries: int = 2
+    matched: float = 0.9
+    own_collections: float = 0.5
     stuck_fetches: float = 20.0
     stuck_fetch_seconds: float = 5.0
 
@@ -178,12 +183,32 @@ def costs(evidence: Evidence) -> dict[str, float]:
         if evidence.source == "workers":  # other sources start nothing; their first batch is like the others
             share = of_others.edges.wait_seconds / of_others.wait_seconds if of_others.wait_seconds > 0 else 0.0
             edge = exposed * min(1.0, share)
-            lost["worker_startup"] = edge if many_edges else of_others.edges.share * evidence.loop_seconds
+            first = first_fetch_cost(of_others)
+            lost["worker_startup"] = (edge if many_edges else of_others.edges.share * evidence.loop_seconds) - first
+            if first:
+                limit = _what_limits_them(of_others)
+                lost[limit] = lost.get(limit, 0.0) + first
         if exposed > 0 and of_others.wait_seconds > 0:
             for cause, share in _mid_epoch_shares(of_others).items():
                 lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
     lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded_out(evidence)
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
+
+
+def first_fetch_cost(evidence: Evidence) -> float:
+    """Seconds at epoch boundaries in which the first fetches of an iterable data set take longer than others.
+
+    Such a data set begins anew in each iteration: a buffer fills, or an index is read. The first fetch of a map-style
+    data set belongs to the start of its worker. At the boundaries of workers that are kept there is nothing else, and
+    the advice for `worker_startup` is about that.
+    """
+    kept = evidence.settings.get("persistent_workers")
+    if kept or evidence.source != "workers" or not evidence.traits.iterable or evidence.wait_seconds <= 0:
+        return 0.0
+    at_edges = evidence.edges.share * evidence.loop_seconds
+    if evidence.edges.count >= THRESHOLDS.epoch_boundaries:
+        at_edges = (evidence.exposed_seconds or 0.0) * min(1.0, evidence.edges.wait_seconds / evidence.wait_seconds)
+    return at_edges * evidence.edges.first_fetch_ratio
 
 
 def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
@@ -208,8 +233,21 @@ def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
     # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
     no_core = transfer * min(1.0, (evidence.cpu.own_runnable_seconds or 0.0) / max(evidence.window_seconds, 1e-9))
     shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
-    shares[limit] = shares.get(limit, 0.0) + 1.0 - transfer
+    # Whether the workers are the limit is known without their stamps. Why single batches are late is not.
+    unmatched = 0.0 if limited else 1.0 - _matched_share(evidence)
+    shares["unknown"] = unmatched
+    shares[limit] = shares.get(limit, 0.0) + 1.0 - transfer - unmatched
     return {cause: share for cause, share in shares.items() if share > 0}
+
+
+def _matched_share(evidence: Evidence) -> float:
+    """The share of the wait for batches that could be matched with their fetches; 1.0 if none could be.
+
+    Then other figures show the reason.
+    """
+    matched, waited = evidence.waits.fetch_seconds + evidence.waits.transfer_seconds, evidence.mid_epoch_wait_seconds
+    share = matched / waited if matched > 0 and waited > 0 else 1.0
+    return share if share < THRESHOLDS.matched else 1.0
 
 
 def _transfer_share(evidence: Evidence, *, limited: bool) -> float:
@@ -219,6 +257,7 @@ def _transfer_share(evidence: Evidence, *, limited: bool) -> float:
     if matched > 0:
         # A batch that a worker transfers late because of a long fetch would have been on time behind a usual fetch.
         transfer = max(0.0, evidence.waits.transfer_seconds - evidence.waits.transfer_long_fetch_seconds) / matched
+        transfer *= _matched_share(evidence)
         supply = evidence.supply_seconds
         if not limited or supply is None or not evidence.steps or waited <= 0:
             return transfer

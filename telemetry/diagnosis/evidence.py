@@ -10,12 +10,26 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct, field, to_builtins
 
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import CHECKPOINT, EVALUATION, OTHER, ROUNDING_SECONDS, RankPace, Totals, WindowPace
+from telemetry.records import (
+    CHECKPOINT,
+    EVALUATION,
+    OTHER,
+    ROUNDING_SECONDS,
+    LoaderTraits,
+    RankPace,
+    Totals,
+    WindowPace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.records import Conditions, GpuTotals, Tick, WorkerTotals
+    from telemetry.records import Conditions, GarbageTotals, GpuTotals, Tick, WorkerTotals
+
+
+MIN_ITERATED_STEPS: Final = 5
+MAX_STEPS_PER_ITERATOR: Final = 1.5
+"""A script that makes a new iterator for so few steps, over at least so many of them, does not iterate over epochs."""
 
 
 # -- the record, and its field in the log ------------------------------------------------------------------------------
@@ -31,6 +45,10 @@ class Edges(Struct, frozen=True):
         around_seconds: additional wait for the first and last batches of epochs: workers start, and end, one by one.
         share: share of the loop in waits at boundaries, if one epoch is longer than the window; 0.0 if that has not
             been seen.
+        first_fetch_seconds: mean time of a worker's first fetch of an iteration. ``start_seconds``: mean time from the
+            begin of the iteration until that fetch begins. None if unknown.
+        first_fetch_ratio: share of the wait at boundaries in which first fetches take longer than others. It stays
+            known in a window without a boundary.
     """
 
     count: int = field(name="edges", default=0)
@@ -38,6 +56,9 @@ class Edges(Struct, frozen=True):
     wait_seconds: float = field(name="edge_wait_seconds", default=0.0)
     around_seconds: float = field(name="around_edges_seconds", default=0.0)
     share: float = field(name="edge_share", default=0.0)
+    first_fetch_seconds: float | None = None
+    start_seconds: float | None = field(name="worker_start_seconds", default=None)
+    first_fetch_ratio: float = 0.0
 
 
 class Checkpoints(Struct, frozen=True):
@@ -59,11 +80,16 @@ class Checkpoints(Struct, frozen=True):
 
 
 class Garbage(Struct, frozen=True):
-    """Garbage collections on the training thread: all, those during requests in mid-epoch, and at epoch boundaries."""
+    """Garbage collections on the training thread: all, those during requests in mid-epoch, and at epoch boundaries.
+
+    Attributes:
+        own_ratio: share of the collections of all objects that the script has started itself; None without any.
+    """
 
     seconds: float = field(name="garbage_seconds", default=0.0)
     wait_seconds: float = field(name="garbage_wait_seconds", default=0.0)
     edge_seconds: float = field(name="edge_garbage_seconds", default=0.0)
+    own_ratio: float | None = field(name="own_collections_ratio", default=None)
 
 
 class Waits(Struct, frozen=True):
@@ -144,7 +170,10 @@ class Workers(Struct, frozen=True):
     """The DataLoader workers.
 
     Attributes:
-        count: their number. ``cores``: number of cores that they may use, if it is lower than that of this rank.
+        count: their number. ``configured``: ``num_workers`` of the loader. Workers without items may have ended.
+        ``empty``: those to which the data set gives no item.
+        same_batches: whether several of them have given the same batches; None if that is unknown.
+        cores: number of cores that they may use, if it is lower than that of this rank.
         busy_ratio: share of their time in fetches.
         cpu_ratio, runnable_ratio, blocked_ratio: shares of the time in fetches. If the kernel does not separate running
             from run-queue delay, the second is None and the other two come from CPU time alone.
@@ -152,6 +181,9 @@ class Workers(Struct, frozen=True):
     """
 
     count: int = field(name="workers", default=0)
+    configured: int = field(name="configured_workers", default=0)
+    empty: int = field(name="empty_workers", default=0)
+    same_batches: bool | None = None
     cores: int | None = field(name="worker_cores", default=None)
     busy_ratio: float | None = None
     cpu_ratio: float | None = field(name="worker_cpu_ratio", default=None)
@@ -201,7 +233,11 @@ class Evidence(Struct, frozen=True):
         batches_per_step: mostly 1. More if a loop takes several batches per step: from loaders side by side, or between
             two calls of ``step()``. If there are loaders with workers, only their batches count.
         source: where batches come from, see `Conditions`. ``settings``: the settings of that loader.
-        own_fetch_cpu_ratio: share of the training thread's own fetches that ran on a core.
+        traits: what the loader's data set and sampler show. ``read_by_thread``: whether another thread of this process
+            reads a DataLoader.
+        iterated_at: file, line and function in which the newest iterator was made.
+        own_fetch_cpu_ratio: share of the training thread's own fetches that ran on a core. ``own_collate_ratio``: share
+            of them that is collation.
         pace: the pace of this rank. ``peers``: other ranks that it may wait for. ``earlier_paces``: paces of this rank
             at the time of those peers' paces that are older.
     """
@@ -216,7 +252,11 @@ class Evidence(Struct, frozen=True):
     evaluation_seconds: float = 0.0
     source: str | None = None
     settings: dict[str, Any] = {}
+    traits: LoaderTraits = LoaderTraits()
+    read_by_thread: bool = False
+    iterated_at: tuple[str, int, str] | None = None
     own_fetch_cpu_ratio: float | None = None
+    own_collate_ratio: float | None = None
     edges: Edges = Edges()
     checkpoints: Checkpoints = Checkpoints()
     garbage: Garbage = Garbage()
@@ -263,9 +303,20 @@ class Evidence(Struct, frozen=True):
     @property
     def supply_seconds(self) -> float | None:
         """Seconds that all workers together need for the batches of one step, if they are always busy."""
-        if self.fetches.seconds is None or not self.workers.count:
+        giving = self.workers.count
+        if self.workers.empty:
+            giving = min(giving, self.workers.configured - self.workers.empty)
+        if self.fetches.seconds is None or giving <= 0:
             return None
-        return self.fetches.seconds * self.batches_per_step / self.workers.count
+        return self.fetches.seconds * self.batches_per_step / giving
+
+    @property
+    def steps_per_iterator(self) -> float | None:
+        """Steps for which the script makes a new iterator of its loader; None if it makes few."""
+        if not self.edges.count or self.steps < MIN_ITERATED_STEPS:
+            return None
+        steps = self.steps / self.edges.count
+        return max(1.0, steps) if steps <= MAX_STEPS_PER_ITERATOR else None
 
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:
@@ -316,12 +367,14 @@ class RecurringCosts:
         edge_share: share of the loop spent in waits at epoch boundaries: the lower value of the newest two epochs.
             0.0 before two epochs have ended, and if the current epoch is much longer than they were.
         edge_share_of_sampler: the part of ``edge_share`` that the training thread has spent in the sampler.
+        first_fetch_ratio: see `Edges`, of the epoch with the newest boundary.
     """
 
     checkpoint_interval_seconds: float = 0.0
     early_checkpoint_seconds: float = 0.0
     edge_share: float = 0.0
     edge_share_of_sampler: float = 0.0
+    first_fetch_ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +401,7 @@ class RecurringCostsWatch:
         self._first_checkpoints = 0
         self._first_seconds = 0.0
         self._epoch_began = Totals()
+        self._first_fetch_ratio = 0.0
         self._epochs: deque[_EpochCosts] = deque(maxlen=2)  # epochs that have ended
 
     def add(self, tick: Tick) -> None:
@@ -367,6 +421,7 @@ class RecurringCostsWatch:
             sampler = before.sampler.boundary_seconds - began.sampler.boundary_seconds
             loop = before.loop_seconds - began.loop_seconds
             self._epochs.append(_EpochCosts(loop, max(0.0, waited - garbage), sampler))
+            self._first_fetch_ratio = _first_fetch_ratio(before - began)
             self._epoch_began = before
         self._before = now
 
@@ -376,10 +431,10 @@ class RecurringCostsWatch:
         first = self._first_seconds / self._first_checkpoints if self._first_checkpoints else 0.0
         running = self._before.loop_seconds - self._epoch_began.loop_seconds
         if len(self._epochs) < 2 or running > _MUCH_LONGER * max(epoch.loop for epoch in self._epochs):
-            return RecurringCosts(self._interval, first)
+            return RecurringCosts(self._interval, first, first_fetch_ratio=self._first_fetch_ratio)
         epoch = min(self._epochs, key=lambda epoch: epoch.ratio)
         sampler = min(epoch.boundary, epoch.sampler) / epoch.loop if epoch.loop > 0 else 0.0
-        return RecurringCosts(self._interval, first, epoch.ratio, sampler)
+        return RecurringCosts(self._interval, first, epoch.ratio, sampler, self._first_fetch_ratio)
 
 
 # -- a window of ticks as evidence: the difference of its totals, and the conditions -----------------------------------
@@ -389,6 +444,9 @@ _LONG_FETCH_SECONDS: Final = 1.0
 
 _ENOUGH_FETCHES: Final = 3
 """Least fetches of a worker for a mean that shows how slow it is."""
+
+_YOUNGER_COLLECTIONS: Final = 10
+"""Python's own threshold: after so many collections of younger objects it may collect all."""
 
 _NEARLY_ALL: Final = 1 - 1e-6
 _NO_RECURRING_COSTS: Final = RecurringCosts()
@@ -409,7 +467,7 @@ def aggregate(
     in_loop = added.sampled.workers.sampled_seconds > ROUNDING_SECONDS
     sampled = added.sampled.workers if in_loop else added.sampled.idle_workers
     cpu = _cpu(added, conditions)
-    workers = _workers(sampled, conditions, cpu.cores)
+    workers = _workers(sampled, conditions, cpu.cores, int(settings.get("num_workers") or 0))
     return Evidence(
         window_seconds=added.wall_seconds,
         steps=added.steps,
@@ -420,10 +478,14 @@ def aggregate(
         evaluation_seconds=added.ledger_seconds.get(EVALUATION, 0.0),
         source=source,
         settings=settings,
+        traits=next((c.traits for c in reversed(conditions) if c.source == source), LoaderTraits()),
+        iterated_at=conditions[-1].iterated_at,
+        read_by_thread=any(c.read_by_thread for c in conditions),
         own_fetch_cpu_ratio=_share(added.own.fetch_cpu_seconds, added.own.fetch_seconds),
+        own_collate_ratio=_share(added.own.collate_seconds, added.own.fetch_seconds),
         edges=_edges(added, recurring),
         checkpoints=_checkpoints(added, recurring),
-        garbage=Garbage(added.garbage.seconds, added.garbage.wait_seconds, added.garbage.boundary_wait_seconds),
+        garbage=_garbage(added.garbage),
         waits=_waits(added, sampled),
         transfer=_transfer(added, sampled),
         sampler=_sampler(added, recurring),
@@ -445,7 +507,25 @@ def _edges(added: Totals, recurring: RecurringCosts) -> Edges:
         # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
         around_seconds=max(0.0, min(_mid_epoch_wait(added), epochs.near_boundary_wait_seconds)),
         share=recurring.edge_share,
+        first_fetch_seconds=_each(epochs.first_fetch_seconds, epochs.first_fetches),
+        start_seconds=_each(epochs.start_seconds, epochs.first_fetches),
+        first_fetch_ratio=_first_fetch_ratio(added) or recurring.first_fetch_ratio,
     )
+
+
+def _first_fetch_ratio(added: Totals) -> float:
+    """The share of the waits at epoch boundaries in which first fetches take longer than other fetches."""
+    epochs, waited = added.epochs, added.epochs.boundary_wait_seconds
+    first, usual = _each(epochs.first_fetch_seconds, epochs.first_fetches), _usual_fetch(added)
+    if first is None or usual is None or waited <= ROUNDING_SECONDS:
+        return 0.0
+    return min(1.0, max(0.0, first - usual) * epochs.boundaries / waited)
+
+
+def _usual_fetch(added: Totals) -> float | None:
+    """The mean of the fetches that are not the first of their worker in an iteration."""
+    seconds = added.worker_fetch_seconds - added.epochs.first_fetch_seconds
+    return _each(max(0.0, seconds), max(0, added.worker_fetches - added.epochs.first_fetches))
 
 
 def _checkpoints(added: Totals, recurring: RecurringCosts) -> Checkpoints:
@@ -456,6 +536,13 @@ def _checkpoints(added: Totals, recurring: RecurringCosts) -> Checkpoints:
         early_seconds=recurring.early_checkpoint_seconds,
         around_seconds=_around_checkpoints(added),
     )
+
+
+def _garbage(garbage: GarbageTotals) -> Garbage:
+    # Python itself collects all objects at most once in ten collections of younger ones.
+    own = max(0.0, garbage.collections - 1 - garbage.younger_collections / _YOUNGER_COLLECTIONS)
+    ratio = own / garbage.collections if garbage.collections else None
+    return Garbage(garbage.seconds, garbage.wait_seconds, garbage.boundary_wait_seconds, ratio)
 
 
 def _waits(added: Totals, workers: WorkerTotals) -> Waits:
@@ -493,13 +580,16 @@ def _sampler(added: Totals, recurring: RecurringCosts) -> Sampler:
     )
 
 
-def _workers(sampled: WorkerTotals, conditions: Sequence[Conditions], cores: float) -> Workers:
+def _workers(sampled: WorkerTotals, conditions: Sequence[Conditions], cores: float, configured: int) -> Workers:
     cpu, runnable, blocked = _shares(sampled)
     by_count = _positive(sampled.seconds_by_count)
     allowed = next((c.worker_cores for c in reversed(conditions) if c.fetching_seconds is not None), None)
     return Workers(
         # Not the maximum: workers of an ended epoch may still exist when those of the next have begun.
         count=max(by_count, key=lambda count: (by_count[count], count), default=0),
+        configured=configured,
+        empty=conditions[-1].empty_workers,
+        same_batches=next((c.same_batches for c in reversed(conditions) if c.same_batches is not None), None),
         cores=allowed if allowed is not None and allowed < cores else None,
         busy_ratio=sampled.busy_ratio.mean,
         cpu_ratio=cpu,
@@ -512,6 +602,8 @@ def _workers(sampled: WorkerTotals, conditions: Sequence[Conditions], cores: flo
 def _fetches(added: Totals, sampled: WorkerTotals, ticks: Sequence[Tick], workers: Workers) -> Fetches:
     counted = sampled.counted_seconds > ROUNDING_SECONDS  # there are no figures before they have begun
     seconds = _each(sampled.fetch_busy_seconds, sampled.fetches) if counted else None
+    if seconds is None:  # no worker lived from one tick to the next
+        seconds = _each(added.worker_fetch_seconds, added.worker_fetches)
     conditions = [tick.conditions for tick in ticks][1:]
     in_loop = [c for c in conditions if c.in_loop] or conditions
     fetching = [c.fetching_seconds for c in in_loop if c.fetching_seconds is not None]

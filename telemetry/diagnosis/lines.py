@@ -51,6 +51,7 @@ _NEVER_SEEN: Final = 1.5**2
 """If all of n samples are of one line, its share is at least 1 - 3 / n in 95 of 100 cases: twice this error."""
 
 _MIN_SHARE: Final = 0.01
+_COLLATE_FILE: Final = f"{LOADER_CODE}_utils{os.sep}collate.py"
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
 _PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
@@ -156,6 +157,35 @@ def top_line(profile: StackProfile) -> LineShare | None:
     """The line in which most of the time was spent, if that is the greater part of it; else None."""
     lines = line_shares(profile, STEP, least=_FEW_SAMPLES)
     return lines[0] if lines and lines[0].share >= _GREATER_PART else None
+
+
+def with_measured_collation(lines: tuple[LineShare, ...], evidence: Evidence) -> tuple[LineShare, ...]:
+    """The lines of the training thread's own fetches, with the shares of collation and data set as they were timed.
+
+    A sample is taken when the training thread gives the GIL away. Rows in memory are fetched without that, and
+    collation is not, so the samples show the collation alone.
+    """
+    collated = evidence.own_collate_ratio
+    code = evidence.traits.code
+    if collated is None or evidence.source != "training_thread" or code is None or not evidence.traits.one_by_one:
+        return lines
+    of_collation = [line for line in lines if line.file.endswith(_COLLATE_FILE)]
+    others = [line for line in lines if not line.file.endswith(_COLLATE_FILE)]
+    seen = sum(line.share for line in others)
+    if not of_collation or seen >= 1 - collated:
+        return lines
+    file, number, function = code
+    if not any(line.file == file for line in others):
+        error = of_collation[0].error
+        others = [LineShare(file, number, function, None, 1.0, 1.0, error, of_collation[0].gil_ratio)]
+        seen = 1.0
+    measured = [(others, (1 - collated) / seen), (of_collation, collated / sum(line.share for line in of_collation))]
+    scaled = [
+        replace(line, share=line.share * factor, cpu_share=min(1.0, line.share * factor))
+        for part, factor in measured
+        for line in part
+    ]
+    return tuple(sorted(scaled, key=lambda line: -line.share))
 
 
 def _inside(stack: Stack, work: str) -> Stack:
@@ -350,7 +380,9 @@ def _gain(
         return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoints.seconds), now=whole)
     if not evidence.steps:
         return None
-    now, supply = evidence.step_seconds, evidence.supply_seconds or 0.0
+    now, supply = evidence.step_seconds, evidence.supply_seconds if evidence.source == "workers" else 0.0
+    if supply is None:
+        return None
     if kind == FETCH:
         then = _with_shorter_fetch(evidence, saved, part * line.cpu_share, cause=cause, longer=longer)
         return None if then is None else gain_of(evidence, min(then, now))

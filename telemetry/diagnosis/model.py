@@ -6,7 +6,7 @@ All but `gain_over_window` need a window in which a step has ended.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.diagnosis.stragglers import own_compute, peers_at_same_pace
 
@@ -46,6 +46,33 @@ def predicted_step(
     """
     boundary = evidence.edges.wait_seconds / evidence.steps if boundary is None else boundary
     return max(evidence.step_compute_seconds, fetch / workers, _on_the_cores(evidence, fetch_cpu)) + boundary
+
+
+class Fetch(NamedTuple):
+    """Seconds and CPU seconds that a worker with a core of its own takes for the batches of a step."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def alone_in_worker(evidence: Evidence) -> Fetch | None:
+    """The fetch of a worker with a core of its own; None if fetches were not timed.
+
+    Then nothing about workers can be predicted.
+    """
+    fetch, cpu = evidence.fetches.seconds, evidence.fetches.cpu_seconds
+    if fetch is None:
+        return None
+    alone = fetch * (1 - (evidence.workers.runnable_ratio or 0.0))
+    return Fetch(alone * evidence.batches_per_step, (fetch if cpu is None else cpu) * evidence.batches_per_step)
+
+
+def step_with(evidence: Evidence, workers: int) -> float | None:
+    """Predicted seconds of a step with a number of workers and fetches as they are; None if these were not timed."""
+    fetch = alone_in_worker(evidence)
+    if fetch is None:
+        return None
+    return predicted_step(evidence, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=workers)
 
 
 def _on_the_cores(evidence: Evidence, fetch_cpu: float) -> float:

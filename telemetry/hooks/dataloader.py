@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
 from telemetry.hooks.ring import MASK, S_DATA_WAIT, STEP, STRIDE
-from telemetry.hooks.timers import Clocks, TimedWait, timeable
+from telemetry.hooks.timers import Clocks, TimedFetch, TimedWait, timeable
 from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import MAX_WORKERS, WorkerBlock
-from telemetry.util.clock import now_ns, thread_time_ns
+from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,7 +133,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             waits = entry & 7 == S_DATA_WAIT
             tracker.boundary_ahead(entry)
             tracker.mark_request(self, entry)
-            cpu = thread_time_ns() if tracker.time_fetches and waits else 0
+            fetch = TimedFetch(self) if tracker.time_fetches and waits else None
             ranges = tracker.wait_ranges(self)
             timed = _time_wait(tracker, self) if tracker.sampler_timer.wanted and waits else None
             start = now_ns()
@@ -153,13 +153,13 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             forget_frame(error)
             raise
         finally:
+            if fetch is not None:
+                fetch.end()
             if ranges or timed is not None:
                 _end_parts(tracker, self, ranges, timed, batch=end > 0)
         try:
-            if cpu:
-                tracker.time_fetches -= 1
-                tracker.timed_fetch_ns += end - start
-                tracker.timed_fetch_cpu_ns += thread_time_ns() - cpu
+            if fetch is not None:
+                tracker.fetch_timed(fetch, end - start)
             tracker.delivered(self, start, end, entry, batch)
             if tracker.batch_release.wanted and waits:
                 tracker.batch_release.follow(batch)
@@ -276,6 +276,8 @@ def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: A
     try:
         if get_ident() == tracker.thread and not tracker.waiting_since:
             entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
+            if not leaves:
+                tracker.loaders.note_caller(sys._getframe(1))
         if entry is not None:
             tracker.boundary_ahead(entry)
             tracker.mark_request(None, entry)
@@ -339,7 +341,7 @@ def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable
         try:
             loader = tracker.loaders.known(iterator)
             if loader is not None and loader.block is not None:
-                loader.block.head.iteration += 1
+                loader.block.begin_iteration()
             if _at_boundary(tracker) and timeable(iterator):
                 return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
         except Exception as error:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import weakref
 from collections import deque
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from telemetry.records import LoaderTraits
+from telemetry.util.stacks import is_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from telemetry.hooks.worker_block import WorkerBlock
 
@@ -105,6 +111,66 @@ def batch_size_of(candidate: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def traits_of(iterator: Any) -> LoaderTraits:
+    """What the data set and the sampler of a ``DataLoader``'s iterator show. None of their code is run."""
+    if not is_loader_iterator(iterator):
+        return LoaderTraits()
+    dataset = own_value(iterator, "_dataset")
+    while type(dataset) is getattr(sys.modules.get("torch.utils.data.dataset"), "Subset", None):
+        dataset = vars(dataset).get("dataset")
+    kind, sampler = type(dataset), own_value(iterator, "_index_sampler")
+    iterable = _is_a(dataset, "IterableDataset", "torch.utils.data.dataset")
+    if _is_a(sampler, "BatchSampler", "torch.utils.data.sampler"):
+        sampler = vars(sampler).get("sampler")
+    whole_batches = _of_class(kind, "__getitems__") is not None
+    return LoaderTraits(
+        iterable=iterable,
+        asks_for_worker=asks_for_its_worker(kind) if iterable else None,
+        shuffled=None if iterable else is_random(sampler),
+        set_epoch=callable(_of_class(kind, "set_epoch")),
+        one_by_one=not iterable and own_value(iterator, "_auto_collation") is True and not whole_batches,
+        batch_size=batch_size_of(iterator),
+        code=_sample_code(_of_class(kind, "__iter__" if iterable else "__getitem__")),
+    )
+
+
+def is_random(sampler: object) -> bool:
+    """Whether a sampler draws in random order. One of the user's own may have a reason for its order."""
+    name = type(sampler).__name__
+    return "Random" in name or (name == "DistributedSampler" and bool(own_value(sampler, "shuffle", False)))
+
+
+def asks_for_its_worker(kind: type) -> bool:
+    """Whether a data set may divide its items among the workers: one of its functions uses `get_worker_info`."""
+    values = [value for base in kind.__mro__ for value in vars(base).values()]
+    return any("get_worker_info" in names for value in values for names in _names(getattr(value, "__code__", None)))
+
+
+def _names(code: object) -> Iterator[tuple[str, ...]]:
+    if isinstance(code, CodeType):
+        yield code.co_names
+        for constant in code.co_consts:
+            yield from _names(constant)
+
+
+def _of_class(kind: type, name: str) -> Any:
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+
+
+def _sample_code(function: Any) -> tuple[str, int, str] | None:
+    """File, line and name of the user's function that gives a sample: the line that yields it, or that returns it."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType) or is_library(code.co_filename):
+        return None
+    begins, line = dict(dis.findlinestarts(code)), code.co_firstlineno
+    lines = {"YIELD_VALUE": 0, "RETURN_VALUE": 0}
+    for instruction in dis.get_instructions(code):
+        line = begins.get(instruction.offset) or line
+        if instruction.opname in lines:
+            lines[instruction.opname] = line
+    return code.co_filename, lines["YIELD_VALUE"] or lines["RETURN_VALUE"] or line, code.co_name
+
+
 def _is_a(candidate: object, name: str, module: str = "torch.utils.data.dataloader") -> bool:
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and issubclass(type(candidate), kind)
@@ -152,6 +218,7 @@ class LoaderHandle(BatchSource):
         epoch: how many iterations have begun.
         delivered: how many batches of the newest iteration were taken; None if the count was lost.
         arrivals: training batches taken since the last reading.
+        traits: what its data set and its sampler show.
     """
 
     def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
@@ -166,6 +233,7 @@ class LoaderHandle(BatchSource):
         self.epoch = 0
         self.delivered: int | None = 0
         self.arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
+        self.traits = traits_of(iterator)
         settings = {
             "num_workers": len(self.pids),
             "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
@@ -196,6 +264,8 @@ class LoaderRegistry:
     Attributes:
         newest: returns the source of the newest batches; None before the first batch, and if it is gone.
         newest_begun: returns the handle of the iteration that began last, on any thread; None if it has no workers.
+        iterated_at: file, line and function of the user's code that has made the newest iterator.
+        own_traits: the traits of the newest loader without workers.
         finding: whether a generator's first batch is being requested, which shows the source of its batches.
         known_iterators: iterator classes of other libraries, each with a function from an iterator to its source.
         sampling: the request to new workers: the session, and the stamp until which they sample their fetches. The
@@ -210,6 +280,9 @@ class LoaderRegistry:
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
         self.finding = False
+        self.iterated_at: tuple[str, int, str] | None = None
+        self.own_traits = LoaderTraits()
+        self._own_id = 0
         self._batch_size: int | None = None
         self.known_iterators: list[tuple[type, Callable[[Any], BatchSource]]] = []
         self.sampling = (0, 0)
@@ -247,6 +320,13 @@ class LoaderRegistry:
         if handle is not None:
             self.newest_begun = weakref.ref(handle)
 
+    def note_caller(self, frame: FrameType | None) -> None:
+        """Note the innermost line of the user's code that makes an iterator."""
+        while frame is not None and is_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            self.iterated_at = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+
     def known(self, iterator: object) -> LoaderHandle | None:
         """The handle of a live iterator with workers, watched or not; else None."""
         self._retire()
@@ -261,6 +341,8 @@ class LoaderRegistry:
             self._batch_size = batch_size_of(unwrapped(iterator))
             if isinstance(source, LoaderHandle):
                 source.training = True
+            elif source is ON_THREAD and id(iterator) != self._own_id:
+                self.own_traits, self._own_id = traits_of(unwrapped(iterator)), id(iterator)
         return source
 
     def newest_batch_size(self) -> int | None:

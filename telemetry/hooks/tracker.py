@@ -32,7 +32,7 @@ from telemetry.hooks.profilers import ProfilerRanges
 from telemetry.hooks.resume import ResumeState
 from telemetry.hooks.samples import BatchMarks
 from telemetry.hooks.state import NO_THREAD, StepState
-from telemetry.hooks.timers import BatchRelease, GarbageTimer, SamplerTimer
+from telemetry.hooks.timers import BatchRelease, GarbageTimer, SamplerTimer, TimedFetch
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 from telemetry.util.clock import NS, now_ns
 
@@ -92,7 +92,7 @@ class StepTracker(StepState):
         garbage: times garbage collections.
         batch_release: follows a batch of workers until it is freed.
         time_fetches: how many of the next fetches on this thread are also timed on its CPU clock, which
-            ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` sum up.
+            ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` sum up. ``timed_collate_ns``: their collation.
     """
 
     __slots__ = (
@@ -112,6 +112,7 @@ class StepTracker(StepState):
         "sampler_timer",
         "steady_iterator_id",
         "time_fetches",
+        "timed_collate_ns",
         "timed_fetch_cpu_ns",
         "timed_fetch_ns",
         "tokens_told",
@@ -133,6 +134,7 @@ class StepTracker(StepState):
         self.time_fetches = 0
         self.timed_fetch_ns = 0
         self.timed_fetch_cpu_ns = 0
+        self.timed_collate_ns = 0
         self._torch: Any = None
         self._optimizer_steps_at_open = 0
         self._steps_at_open_unknown = False  # whether the fast path, now off, may have opened the step
@@ -337,6 +339,13 @@ class StepTracker(StepState):
             self._fast_path_on(id(iterator))
         else:
             self.loop_changed()
+
+    def fetch_timed(self, fetch: TimedFetch, ns: int) -> None:
+        """Add a fetch of the training thread that was timed, and took so many nanoseconds."""
+        self.time_fetches -= 1
+        self.timed_fetch_ns += ns
+        self.timed_fetch_cpu_ns += fetch.cpu_ns
+        self.timed_collate_ns += fetch.collate_ns
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """Handle a request that raised, at the end of an epoch or as an error for the user. See `delivered`."""

@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import weakref
+import zlib
 from collections import UserDict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -275,7 +276,8 @@ def _wrap_fetches(block: WorkerBlock, worker: int, *, nvtx: bool) -> None:
         if ranges is not None:
             original = _marked(original, ranges, f"fetch, worker {worker}")
         counter = BatchCounter(block, worker, stream=kind is fetch._IterableDatasetFetcher)
-        kind.fetch = timed_fetch(original, block, worker, counter, sample)
+        stream = kind is fetch._IterableDatasetFetcher
+        kind.fetch = timed_fetch(original, block, worker, counter, sample, stream=stream)
 
 
 def _ranges() -> Any:
@@ -300,12 +302,92 @@ def _nothing() -> None:
     return None
 
 
+_OPENED: Final = 2
+_COMPARED: Final = 256
+"""So many values of a batch are compared."""
+
+
+class EpochOpening:
+    """Notes the begin of epochs: how long the first fetch takes, and what the first batches of a stream are.
+
+    Args:
+        block: the block of the worker's loader.
+        worker: the number of the worker.
+        stream: whether the data set is iterable. Only then may several workers give the same samples.
+
+    Attributes:
+        fetcher: returns the fetcher of the epoch. A strong reference to it would delay its iterator's clean-up.
+        to_note: how many of the next batches `fetched` wants.
+    """
+
+    def __init__(self, block: WorkerBlock, worker: int, *, stream: bool) -> None:
+        self.fetcher: Callable[[], Any] = _nothing
+        self.to_note = 0
+        self._head = block.head
+        self._counters = block.counters(worker)
+        self._stream = stream
+
+    def begin(self, fetcher: Any) -> None:
+        """Begin an epoch with its fetcher. A worker that gets no index of an epoch makes no batch of it."""
+        self.fetcher = weakref.ref(fetcher)
+        self.to_note = _OPENED
+        counters, epoch = self._counters, self._head.iteration
+        for begun in range(min(max(counters.epoch + 1, epoch - EPOCHS + 1), epoch), epoch + 1):
+            counters.epoch_began[begun % EPOCHS] = counters.ended
+        counters.first_batch = counters.second_batch = 0
+        counters.epoch = epoch
+
+    def fetched(self, start: int, took: int, batch: object) -> None:
+        """Note one of the first batches of an epoch, with the start and the time of its fetch (ns)."""
+        counters, first = self._counters, self.to_note == _OPENED
+        self.to_note -= 1
+        if first:
+            counters.firsts += 1
+            counters.first_wall_ns += took
+            counters.first_wait_ns += max(0, start - self._head.began_ns)
+        try:
+            print_of = fingerprint(batch) if self._stream else 0
+        except Exception as error:
+            let_pass(error)  # it is unknown
+            return
+        if first:
+            counters.first_batch = print_of
+        else:
+            counters.second_batch = print_of
+
+
+def fingerprint(batch: object) -> int:
+    """A number that equal batches share; 0 if it is unknown. It comes from the first plain value in the batch.
+
+    No code of the user's class is called, and at most 256 values of a tensor are read.
+    """
+    for _ in range(_MAX_PARTS):
+        fields = _fields_of(batch)
+        if not fields:
+            break
+        batch = next(iter(fields.values()))
+    values: object = None
+    if type(batch) is _class("torch", "Tensor"):
+        tensor: Any = batch
+        if tensor.device.type == "cpu" and tensor.layout is sys.modules["torch"].strided and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            values = flat[:: max(1, tensor.numel() // _COMPARED)].tolist()
+    elif type(batch) is _class("numpy", "ndarray"):
+        array: Any = batch
+        values = array.reshape(-1)[:: max(1, array.size // _COMPARED)].tolist() if array.dtype.kind in "iufb" else None
+    elif type(batch) in _PLAIN and batch is not None:
+        values = batch
+    return 0 if values is None else zlib.crc32(repr(values).encode()) + 1
+
+
 def timed_fetch(
     original: Callable[[Any, Any], Any],
     block: WorkerBlock,
     worker: int,
     counter: BatchCounter | None,
     sample: Callable[[], None] = _nothing,
+    *,
+    stream: bool = False,
 ) -> Callable[[Any, Any], Any]:
     """Wrap ``fetch``, so that the block counts it.
 
@@ -317,21 +399,11 @@ def timed_fetch(
         worker: the number of the worker.
         counter: gets each batch, after its fetch was counted.
         sample: called at the start of each fetch while the agent asks for samples.
+        stream: whether the data set is iterable.
     """
     counters, last_bucket = block.counters(worker), len(FETCH_BUCKETS)
     histogram, started, finished = counters.histogram, counters.recent_started_ns, counters.recent_finished_ns
-    current: Callable[[], Any] = _nothing  # weak: a reference to the fetcher would delay its iterator's clean-up
-
-    def begin(fetcher: Any) -> None:
-        """Begin an iteration with its fetcher. A worker that gets no index of an iteration makes no batch of it."""
-        nonlocal current
-        current = weakref.ref(fetcher)
-        epoch = block.head.iteration
-        for begun in range(min(max(counters.epoch + 1, epoch - EPOCHS + 1), epoch), epoch + 1):
-            counters.epoch_began[begun % EPOCHS] = counters.ended
-        counters.epoch = epoch
-        if counter is not None:
-            counter.iteration_begins(fetcher)
+    opening = EpochOpening(block, worker, stream=stream)
 
     @functools.wraps(original)
     @unseen
@@ -339,8 +411,10 @@ def timed_fetch(
         nonlocal counter
         if counters.fetching_since_ns:  # the data set reads another loader: this is a part of the fetch in progress
             return original(self, possibly_batched_index)
-        if current() is not self:
-            begin(self)
+        if opening.fetcher() is not self:
+            opening.begin(self)
+            if counter is not None:
+                counter.iteration_begins(self)
         counters.fetching_since_ns = start = now_ns()
         if counters.sample_until_ns > start:
             sample()
@@ -354,6 +428,8 @@ def timed_fetch(
                 if counter is not None:
                     counter.raised(number)
                 counters.ended = number + 1
+            else:
+                counters.exhausted_epoch = counters.epoch
             counters.fetching_since_ns = 0
             forget_frame(error)
             raise
@@ -365,6 +441,8 @@ def timed_fetch(
         counters.wall_ns += took
         counters.ended = number + 1
         counters.fetching_since_ns = 0
+        if opening.to_note:
+            opening.fetched(start, took, data)
         if counter is not None and not counter.made(number, possibly_batched_index, data):
             counter = None
         return data

@@ -12,7 +12,7 @@ from ctypes import Array, Structure, c_int64, sizeof
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
-from telemetry.util.clock import NS
+from telemetry.util.clock import NS, now_ns
 from telemetry.util.files import LOWEST, identity_of, memory_file, raised
 
 FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
@@ -22,7 +22,7 @@ highest bit of the nanoseconds."""
 EPOCHS: Final = 24
 """For this many epochs, the number of the first fetch is kept."""
 
-RECENT: Final = 64
+RECENT: Final = 256
 """For this many of a worker's newest fetches, start and end are kept."""
 
 MAX_WORKERS: Final = 4096
@@ -46,13 +46,14 @@ RAISED: Final = -2
 _COUNTED: Final = (
     *("worker", "pid", "tid", "epoch", "fetches", "wall_ns", "fetching_since_ns", "ended"),
     *("stack_pipe", "stack_inode", "stack_thread", "sample_session", "sample_until_ns"),
+    *("firsts", "first_wall_ns", "first_wait_ns", "exhausted_epoch", "first_batch", "second_batch"),
 )
 
 
 class WorkerCounters(Structure):
     """What one DataLoader worker has recorded about itself: in the block, or a copy of it.
 
-    Stamps are monotonic nanoseconds, 0 for none. 1.5 KiB, so that no two workers share a cache line.
+    Stamps are monotonic nanoseconds, 0 for none. 5 KiB, so that no two workers share a cache line.
 
     Attributes:
         wall_ns: time in fetches that have ended. ``fetching_since_ns``: start of the fetch in progress.
@@ -60,6 +61,10 @@ class WorkerCounters(Structure):
         epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % EPOCHS]``.
         recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % RECENT``.
         stack_pipe, stack_inode, stack_thread: see `StackPort`.
+        firsts: first fetches of an epoch. ``first_wall_ns``: their time. ``first_wait_ns``: time from the begin of an
+            iteration until they began.
+        exhausted_epoch: the newest epoch in which an iterable data set has given its last item.
+        first_batch, second_batch: see `fingerprint`, for an iterable data set, of the first batches of the epoch.
         sample_session, sample_until_ns: the newest request for samples of its fetches. The agent writes it.
     """
 
@@ -69,7 +74,7 @@ class WorkerCounters(Structure):
         ("epoch_began", c_int64 * EPOCHS),
         ("recent_started_ns", c_int64 * RECENT),
         ("recent_finished_ns", c_int64 * RECENT),
-        ("unused", c_int64 * (192 - len(_COUNTED) - len(FETCH_BUCKETS) - 1 - EPOCHS - 2 * RECENT)),
+        ("unused", c_int64 * (640 - len(_COUNTED) - len(FETCH_BUCKETS) - 1 - EPOCHS - 2 * RECENT)),
     ]
     worker: int
     pid: int
@@ -84,6 +89,12 @@ class WorkerCounters(Structure):
     stack_thread: int
     sample_session: int
     sample_until_ns: int
+    firsts: int
+    first_wall_ns: int
+    first_wait_ns: int
+    exhausted_epoch: int
+    first_batch: int
+    second_batch: int
     histogram: Array[c_int64]
     epoch_began: Array[c_int64]
     recent_started_ns: Array[c_int64]
@@ -94,13 +105,16 @@ class BlockHead(Structure):
     """The part of a block that is about all workers.
 
     Attributes:
-        iteration: how many iterations have begun with these workers.
+        iteration: how many iterations have begun with these workers. ``began_ns``: when the newest began.
         samples_wanted: whether to count each batch's samples; set before the workers start.
         tokens_found, tokens_left: whether any worker has found tokens, and whether any has stopped looking for them.
     """
 
-    _fields_: ClassVar = [(name, c_int64) for name in ("iteration", "samples_wanted", "tokens_found", "tokens_left")]
+    _fields_: ClassVar = [
+        (name, c_int64) for name in ("iteration", "began_ns", "samples_wanted", "tokens_found", "tokens_left")
+    ]
     iteration: int
+    began_ns: int
     samples_wanted: int
     tokens_found: int
     tokens_left: int
@@ -211,7 +225,7 @@ class WorkerBlock:
             self._map(file)
         finally:
             os.close(file)
-        self.head.iteration = 1
+        self.begin_iteration()
 
     @classmethod
     def opened(cls, address: tuple[int, int, int, tuple[int, int]]) -> WorkerBlock:
@@ -278,6 +292,11 @@ class WorkerBlock:
             except OSError:
                 pass  # this listing's own descriptor, or one that was closed meanwhile
         return -1
+
+    def begin_iteration(self) -> None:
+        """Note that an iteration begins."""
+        self.head.began_ns = now_ns()
+        self.head.iteration += 1
 
     def counters(self, worker: int) -> WorkerCounters:
         """The counters of one worker, in the block."""

@@ -8,12 +8,12 @@ sleeps. So all its CPU time belongs to its fetches, including that of its other 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import Deliveries, Histogram, WorkersSample
+from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, WorkerCounters
+from telemetry.records import Deliveries, EpochOpenings, Histogram, WorkersSample
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
 from telemetry.util.clock import NS, now_ns
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from telemetry.hooks.loaders import Arrival, LoaderHandle
-    from telemetry.hooks.worker_block import WorkerBlock, WorkerCounters
+    from telemetry.hooks.worker_block import WorkerBlock
     from telemetry.sources.proc import Io, Schedule, Stat
 
 # -- the source --------------------------------------------------------------------------------------------------------
@@ -63,6 +63,7 @@ class WorkersSource:
         self._counted: dict[tuple[int, int, int], WorkerCounters] = {}
         self._histogram = _NONE_YET
         self._deliveries = Deliveries()
+        self._opened = EpochOpenings()
 
     def read(self) -> WorkersSample:
         """The live workers of this process. Without workers the counts are zero."""
@@ -123,6 +124,7 @@ class WorkersSource:
             head_of_line_since_seconds=blocked.seconds if blocked is not None else None,
             fetched=fetched,
             allowed_cores=_allowed_cores(pid for pid, _ in seen),
+            opened=self._opened,
             **self._shares(seen, now),
         )
         self._before, self._before_ns = seen, now
@@ -148,7 +150,7 @@ class WorkersSource:
         counters = block.read()
         for worker in counters:
             key = (id(block), worker.worker, worker.pid)
-            before = self._counted.get(key)
+            before: WorkerCounters | None = self._counted.get(key)
             # Memory is reused, and a block's id with it: smaller counters belong to another worker.
             if before is not None and (
                 worker.wall_ns < before.wall_ns or min(map(sub, worker.histogram, before.histogram)) < 0
@@ -158,7 +160,29 @@ class WorkersSource:
             counts = tuple(map(add, self._histogram.counts, map(sub, worker.histogram, seen)))
             self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + (worker.wall_ns - seen_ns) / NS)
             self._counted[key] = worker
+            opened = self._opened
+            known = before or WorkerCounters()
+            self._opened = replace(
+                opened,
+                firsts=opened.firsts + worker.firsts - known.firsts,
+                first_seconds=opened.first_seconds + (worker.first_wall_ns - known.first_wall_ns) / NS,
+                start_seconds=opened.start_seconds + (worker.first_wait_ns - known.first_wait_ns) / NS,
+            )
+        self._look_at_streams(block, counters)
         return counters
+
+    def _look_at_streams(self, block: WorkerBlock, counters: tuple[WorkerCounters, ...]) -> None:
+        """Find workers without items, and workers that give the same batches, in the newest epoch."""
+        epoch = block.head.iteration
+        began = [worker for worker in counters if worker.epoch == epoch]
+        made = [worker.ended - worker.epoch_began[epoch % EPOCHS] for worker in began]
+        ended = [worker.exhausted_epoch == epoch for worker in began]
+        if len(began) == block.workers and any(made) and all(map(max, made, ended)):
+            self._opened = replace(self._opened, empty=made.count(0))
+        first = [(worker.first_batch, worker.second_batch) for worker in began if worker.second_batch]
+        if len(first) > 1:
+            same = any(first.count(both) > 1 and both[0] != both[1] for both in first)
+            self._opened = replace(self._opened, same=same)
 
     def _deliver(self, loader: LoaderHandle, counters: tuple[WorkerCounters, ...], now: int) -> HeadOfLine | None:
         """Match the batches that the training thread has taken with their fetches."""

@@ -106,7 +106,7 @@ REPORTED: Final = (
     Case("one_shard", ("empty_workers",), r"shard|files|num_workers=1", "faster storage|^num_workers.*more", line=False),
     Case("collect_each_step", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     Case("metrics_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("shuffle_buffer", ("worker_startup",), _FIRST_FETCH, "^persistent_workers", line=True),
+    Case("shuffle_buffer", ("workers_io_bound",), _FIRST_FETCH, "^persistent_workers", line=True),
     Case("threads_beyond_cores", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers"),
     Case("histograms_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True, needs="tensorboard"),
     Case("kept_graph", ("step_growth",), _GROWTH, "^num_workers", line=True),

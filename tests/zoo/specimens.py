@@ -190,11 +190,19 @@ _FREEZE: Final = {"gc_pause": ("--gc-freeze",)}
 _SELDOM: Final = {"checkpoint": lambda times: ("--checkpoint-every", str(10 * times))}
 _MENDED: Final = {"straggler": ("--slow", "nothing")}
 
+
+def _workers(count: int) -> tuple[str, ...]:
+    """Workers for a stream. The advice has no setting, because the stream must be divided first. This one is."""
+    return ("--num-workers", str(count))
+
+
 _MORE: Final[dict[str, dict[str, Any]]] = {
     "throttled-jpeg": {"cores": 2},
     "throttled-one-core": {"cores": 1},
     "throttled-audio": {"cores": 2},
     "crowded-jpeg": {"cores": 2},
+    "main-tar": {"remedies": {"loader_on_training_thread": _workers}},
+    "cpu-tar": {"remedies": {"workers_cpu_bound": _workers}},
     "startup-reshuffled": {"remedies": {"worker_startup": lambda times: ("--samples", str(320 * times))}},
     "uneven-books": {
         "remedies": {"uneven_batches": ("--sharing-strategy", "file_system", "--prefetch-factor", "27")}

@@ -1,0 +1,100 @@
+"""Ways to use a loader that make other advice wrong: the same samples from each worker, no items, an iterator per step.
+
+More workers, or workers that are kept, change nothing for the better while one of these is true.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnosis.costs import without_own_time
+from telemetry.diagnosis.findings import Finding
+from telemetry.diagnosis.model import alone_in_worker, gain_of, predicted_step, step_with
+from telemetry.records import Advice, HotLine
+from telemetry.util.text import milliseconds as ms
+
+if TYPE_CHECKING:
+    from telemetry.diagnosis.evidence import Evidence
+    from telemetry.diagnosis.findings import FindingKind
+
+SPLIT: Final = "divide the data set's items among the workers: use get_worker_info() in its __iter__"
+
+_MIN_SHARE: Final = 0.1
+"""A way that costs less than this share of the loop is no finding."""
+
+
+def mended_first(evidence: Evidence) -> list[Advice]:
+    """The advice that comes before all other advice about the loader; empty if the loader is used rightly."""
+    if evidence.workers.same_batches:
+        return [_split(evidence)]
+    if evidence.steps_per_iterator is not None:
+        return [_one_iterator(evidence)]
+    if evidence.source == "workers" and evidence.workers.empty:
+        return [_more_shards(evidence)]
+    return []
+
+
+def misuse(evidence: Evidence) -> list[Finding]:
+    """What is wrong about the use of the loader, if it costs enough."""
+    found = []
+    workers, loop = evidence.workers, evidence.loop_seconds
+    waiting = min(1.0, (evidence.exposed_seconds or 0.0) / loop) if loop > 0 else 0.0
+    if workers.same_batches and workers.configured > 1:
+        share = 1 - 1 / workers.configured
+        advice = _split(evidence)
+        found.append(_finding("duplicate_samples", share, advice, evidence.traits.code))
+    if evidence.steps_per_iterator is not None and evidence.edges.wait_seconds >= _MIN_SHARE * loop:
+        found.append(_finding("iterator_per_step", waiting, _one_iterator(evidence), evidence.iterated_at))
+    if evidence.source == "workers" and evidence.steps and workers.empty and waiting >= _MIN_SHARE:
+        found.append(_finding("empty_workers", waiting, _more_shards(evidence), evidence.traits.code))
+    return found
+
+
+def _finding(kind: FindingKind, share: float, advice: Advice, place: tuple[str, int, str] | None) -> Finding:
+    lines: tuple[HotLine, ...] = ()
+    if place is not None:
+        file, line, function = place
+        lines = (HotLine(file=file, line=line, function=function, share_ratio=share),)
+    return Finding(kind=kind, share_ratio=share, text=advice.because, lines=lines, advice=(advice,))
+
+
+def _split(evidence: Evidence) -> Advice:
+    workers = evidence.workers.configured
+    because = f"{workers} workers have given the same batches, so each sample comes several times"
+    return Advice(f"{SPLIT}, so that each worker gives a part of the items", None, None, None, because)
+
+
+def _one_iterator(evidence: Evidence) -> Advice:
+    now, steps = evidence.step_seconds, evidence.steps
+    because = (
+        f"{evidence.edges.count} iterators were made for {steps} steps; their starts, first batches and ends take "
+        f"{ms(evidence.edges.wait_seconds / steps)} of every {ms(now)}"
+    )
+    action = (
+        "make the iterator once, before the loop, and take each batch from it: batches = iter(loader), next(batches)"
+    )
+    gain, low, fetch = None, None, alone_in_worker(evidence)
+    if evidence.source == "workers" and fetch is not None and evidence.workers.configured:
+        kept = without_own_time(evidence)
+        # Without its CPU time, a fetch may need a core all the time or never.
+        least = fetch.cpu_seconds if evidence.fetches.cpu_seconds is not None else 0.0
+        gain, low = (
+            gain_of(
+                evidence,
+                predicted_step(
+                    kept, fetch=fetch.seconds, fetch_cpu=cpu, workers=evidence.workers.configured, boundary=0.0
+                ),
+            )
+            for cpu in (least, fetch.cpu_seconds)
+        )
+    return Advice(action, None, None, gain, because, None if low == gain else low)
+
+
+def _more_shards(evidence: Evidence) -> Advice:
+    workers = evidence.workers
+    because = (
+        f"{workers.empty} of {workers.configured} workers get no items: the data set has fewer shards than workers"
+    )
+    action = f"divide the data set into at least {workers.configured} shards (files) of about the same size"
+    step = step_with(evidence, workers.configured) if evidence.steps else None
+    return Advice(action, None, None, None if step is None else gain_of(evidence, step), because)
