@@ -26,12 +26,8 @@ def node_of(job):
 
 
 def fired(monitoring, run, over="[1h]"):
-    """Names of the alerts on a run that have been firing in this time; with an empty ``over``, that fire now.
-
-    The hastened rules look at seconds instead of minutes. On a slow machine an agent's start alone is over the budget of
-    such a time, so that alert does not count.
-    """
-    firing = f'ALERTS{{run="{run}",alertstate="firing",alertname!="TelemetryOverBudget"}}'
+    """Names of the alerts on a run that have been firing in this time; with an empty ``over``, that fire now."""
+    firing = f'ALERTS{{run="{run}",alertstate="firing"}}'
     found = monitoring.prometheus.query(f"last_over_time({firing}{over})" if over else firing)
     return {series["metric"]["alertname"] for series in found}
 
