@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent.restarts import ReplayWatch
+from telemetry.agent.replay import ReplayWatch
 from telemetry.hooks.resume import holds_optimizer, step_of
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from telemetry.report.logs import load

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry._version import __version__
 from telemetry.agent.accounting import Accounting
+from telemetry.agent.attempt import FOLDER, AttemptLog
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.figures import FigureOutput
@@ -22,7 +23,7 @@ from telemetry.agent.findings import FindingLog
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
-from telemetry.agent.restarts import FOLDER, AttemptLog, RunSoFar
+from telemetry.agent.run_so_far import RunSoFar
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.step_time import StepMonitor
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from telemetry.agent.restarts import RunSoFar
+    from telemetry.agent.run_so_far import RunSoFar
     from telemetry.config import Config
     from telemetry.node.metrics import Metric, RunView
     from telemetry.records import LogWindow, Percentiles, StallRecord

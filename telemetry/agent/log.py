@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from telemetry.agent.accounting import Accounting
+    from telemetry.agent.attempt import AttemptLog
     from telemetry.agent.collectors import CollectorPoller
-    from telemetry.agent.restarts import AttemptLog
     from telemetry.agent.totals import StallCounts, TotalsBuilder
     from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
@@ -521,7 +521,7 @@ class EventLog:
     def write_phases(self, *, last: bool = False) -> None:
         """Write the phases that have ended. ``last``: this is the last call."""
         spans = (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases())
-        for line in self._attempt.phase_lines(spans, last=last):
+        for line in self._attempt.phases.lines(spans, last=last):
             self.write(line)
 
     def window(self) -> None:
