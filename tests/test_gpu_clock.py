@@ -471,9 +471,11 @@ class Graph:
         """Nothing to end."""
 
 
-@pytest.fixture
-def graph(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+@pytest.fixture(params=["torch.cuda.CUDAGraph", "torch.accelerator.Graph"])
+def graph(monkeypatch, request):
+    if request.param == "torch.accelerator.Graph" and not hasattr(torch, "accelerator"):
+        pytest.skip("torch 2.4 has no torch.accelerator")
+    monkeypatch.setattr(request.param, Graph, raising=False)
     return Graph()
 
 

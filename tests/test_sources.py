@@ -295,15 +295,18 @@ def status(enqueued: int, completed: int) -> dict:
 class Torch:
     """Stands in for torch.distributed, whose recorder has these contents."""
 
-    def __init__(self, monkeypatch, pg_status=None, entries=(), *, backend="gloo", has_recorder=True, count=7) -> None:
+    def __init__(
+        self, monkeypatch, pg_status=None, entries=(), *, backend="gloo", on_cuda=True, has_recorder=True, count=7
+    ) -> None:
         self.asked: list[tuple[bool, bool]] = []
         self.content = {"pg_status": pg_status or {}, "entries": list(entries)}
         world = SimpleNamespace(_get_sequence_number_for_group=lambda: count)
         dist = SimpleNamespace(
-            is_available=lambda: True, is_initialized=lambda: True, get_backend=lambda: backend,
+            is_available=lambda: True, is_initialized=lambda: True, get_backend_config=lambda: backend,
             group=SimpleNamespace(WORLD=world),
         )  # fmt: skip
         name = "_dump_nccl_trace_json" if "nccl" in backend else "_dump_fr_trace_json"
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: on_cuda)))
         c10d = SimpleNamespace(**{name: self.dump} if has_recorder else {})
         monkeypatch.setitem(sys.modules, "torch.distributed", dist)
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)
@@ -339,6 +342,14 @@ def test_of_nccl_only_the_state_of_the_groups_is_read(monkeypatch):
     assert read.newest == Collective("", 10, "0"), "the first that has not ended"
     assert read.pending
     assert torch.asked == [(False, False)], "the list would ask CUDA for the state of events"
+
+
+def test_a_group_for_each_kind_of_device_that_computes_on_the_host(monkeypatch):
+    """`init_process_group()` without a backend makes them on every machine with NCCL."""
+    torch = Torch(monkeypatch, {"0": status(12, 9)}, backend="cpu:gloo,cuda:nccl", on_cuda=False)
+    monkeypatch.setattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace_json", torch.dump, raising=False)
+    monkeypatch.delattr(sys.modules["torch._C._distributed_c10d"], "_dump_nccl_trace_json")
+    assert FlightRecorder().read().recorder == "on"
 
 
 def test_of_several_groups_the_one_that_waits_counts(monkeypatch):

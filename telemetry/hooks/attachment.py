@@ -132,6 +132,7 @@ class Attachment:
             lambda: self.profilers.patch(profiler, torch.autograd._profiler_enabled, patches),
             lambda: tracker.profiler_ranges.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
             lambda: self.optimizer.patch_graph(getattr(torch.cuda, "CUDAGraph", None), patches),
+            lambda: self.optimizer.patch_graph(getattr(getattr(torch, "accelerator", None), "Graph", None), patches),
             lambda: checkpoints.patch_module(torch.serialization, tracker, patches),
             lambda: checkpoints.patch_module(torch, tracker, patches),
         )

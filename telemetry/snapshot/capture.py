@@ -112,12 +112,15 @@ class Session:
     """
 
     def __init__(self, plan: Plan, identity: Identity, *, shapes: bool = False) -> None:
+        import torch
         from torch.profiler import ProfilerActivity
         from torch.profiler.profiler import _KinetoProfile
 
         activities = [ProfilerActivity.CPU]
         if on_gpu():
             activities.append(ProfilerActivity.CUDA)
+        if torch.xpu.is_initialized():
+            activities.append(ProfilerActivity.XPU)
         self._autograd: Any = sys.modules["torch.autograd.profiler"]
         self._shapes = shapes
         self._profiler = _KinetoProfile(activities=activities, record_shapes=shapes)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.hangs import Collective
+from telemetry.sources.memory import cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +60,7 @@ class FlightRecorder:
         try:
             if dist is None or c10d is None or not dist.is_available() or not dist.is_initialized():
                 return None
-            backend = str(dist.get_backend())
-            on_cuda = "nccl" in backend
+            on_cuda = _on_cuda(dist)
             dump = getattr(c10d, "_dump_nccl_trace_json" if on_cuda else "_dump_fr_trace_json", None)
             if dump is None:
                 return RecordedCollectives(_counted(dist), None, ABSENT)
@@ -98,6 +98,12 @@ def _collective(entry: dict[str, Any]) -> Collective:
     shapes = [f"{'x'.join(map(str, size)) or 'scalar'} {kind}" for size, kind in zip(sizes, types, strict=False)]
     more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
     return Collective(name, int(number), str(entry["process_group"][0]), f"{shapes[0]}{more}" if shapes else "")
+
+
+def _on_cuda(dist: Any) -> bool:
+    """Whether the collectives are NCCL's. If the script names no backend, there is one for each kind of device."""
+    backends = str(dist.get_backend_config())  # such as ``cpu:gloo,cuda:nccl``; ``get_backend`` then says "undefined"
+    return "nccl" in backends and ("gloo" not in backends or cuda() is not None)
 
 
 def _number(status: dict[str, Any], which: str) -> int:
