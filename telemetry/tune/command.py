@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from telemetry.hooks.trial import LOADER_SETTINGS, SHARING
+from telemetry.agent.trial import LOADER_SETTINGS, SHARING
+from telemetry.tune.process import Candidate, TrialFigures, run_trial, settings_for
 from telemetry.tune.search import GridError, Limits, Search, as_run, is_grid, settings_grid
-from telemetry.tune.trial import Candidate, TrialFigures, run_trial, settings_for
 from telemetry.util.text import byte_size, complain, milliseconds, rounded_percent, show, show_json, table, warn
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from telemetry.tune.trial import Settings, Trial
+    from telemetry.tune.process import Settings, Trial
 
 _START_SECONDS: Final = 10.0
 """Expected time of a trial before its first step, for the first estimate."""

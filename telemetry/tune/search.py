@@ -16,19 +16,19 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.agent.trial import LOADER_SETTINGS, SHARING
 from telemetry.diagnosis.advice import shortest_step, step_with_workers, wants_shared_files
 from telemetry.diagnosis.causes import loader_advice
-from telemetry.hooks.trial import LOADER_SETTINGS, SHARING
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError
-from telemetry.tune.trial import Candidate, is_harmless, memory_left
+from telemetry.tune.process import Candidate, is_harmless, memory_left
 from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.tune.trial import Settings, Trial
+    from telemetry.tune.process import Settings, Trial
 
 _WORTH_A_TRIAL: Final = 1.03
 _NEARLY_AS_GOOD: Final = 0.985

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import psutil
 
-from telemetry.agent.trial import ENDED_LATE, ENDED_SCRIPT, TrialOutcome, outcome_path
+from telemetry.agent.trial import ENDED_LATE, ENDED_SCRIPT, SHARING, TrialOutcome, TrialPlan, outcome_path
 from telemetry.config import ENV_PREFIX, TRIAL_VARIABLE
-from telemetry.hooks.trial import SHARING, TrialPlan
 from telemetry.sources.cgroup import MemoryLimit, MemoryLimits
 
 if TYPE_CHECKING:
     import argparse
 
+    from telemetry.agent.trial import LoaderFacts
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.hooks.trial import LoaderFacts
 
 Settings = dict[str, Any]
 """Settings of loaders, and the sharing strategy, by name."""
@@ -45,9 +44,6 @@ _MEMORY_SECONDS: Final = 2.0
 
 _RESERVE: Final = 0.08
 """A trial is ended when less than this share of the memory is left."""
-
-_AHEAD_READINGS: Final = 3.0
-"""A trial is also ended when its newest growth would use up the memory within so many readings."""
 
 _LIMITS: Final = MemoryLimits(Path("/proc"), Path("/sys/fs/cgroup"))
 _NO_LIMIT: Final = 1 << 60
@@ -367,8 +363,6 @@ class TrialMemory:
         self._plan = plan
         self._allowed = most
         self._due = time.monotonic() + _MEMORY_SECONDS / 2
-        self._before: int | None = None
-        self._grown = 0
         self._newest = 0
         self.most = 0
         self.sizes: dict[int, int] = {}
@@ -380,10 +374,7 @@ class TrialMemory:
             self._measure()
             self._due = now + _MEMORY_SECONDS
         left, limit = memory_left(self._allowed, self._newest)
-        before, self._before = self._before, left
-        last, self._grown = self._grown, 0 if before is None else before - left
-        lasting = min(last, self._grown)  # loading torch fills 100 MB within one reading, and then stops
-        if left < _RESERVE * limit or _AHEAD_READINGS * lasting > left:
+        if left < _RESERVE * limit:
             return f"{_MEMORY_SHORT}: {left >> 20} of {limit >> 20} MiB were left"
         return ""
 
