@@ -18,7 +18,8 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
-from telemetry.hooks.worker import BatchCounter, timed_fetch
+from telemetry.hooks.batches import BatchCounter
+from telemetry.hooks.worker import timed_fetch
 from telemetry.hooks.worker_block import WorkerBlock
 
 if TYPE_CHECKING:

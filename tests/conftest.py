@@ -16,8 +16,8 @@ from torch.utils.data._utils import worker as worker_module
 import telemetry
 from telemetry.agent.accounting import Ledger, spans
 from telemetry.hooks.attachment import Attachment
+from telemetry.hooks.batches import TrainedBatches
 from telemetry.hooks.ring import Ring
-from telemetry.hooks.samples import BatchNumbering
 from telemetry.hooks.timers import GarbageTimer
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import PhaseSpan, Step
@@ -104,15 +104,17 @@ class Observed:
     def __post_init__(self) -> None:
         self.steps: list[Step] = []
         self.phases: list[PhaseSpan] = []
-        self.numbering = BatchNumbering()
+        self.batches = TrainedBatches()
 
     def read(self) -> Ledger:
         """Bring the ledger up to now, as the agent thread does once a second."""
         waiting = self.tracker.waiting_since
+        ended = self.batches.ended
         taken = self.tracker.ring.drain(1 << 20)
         self.ledger.fold(spans(taken))
-        self.numbering.fold(taken)
-        source = self.numbering.take_source()
+        self.batches.fold(taken)
+        self.batches.forget(ended)
+        source = self.batches.take_source()
         self.waited_for = source and source.kind
         self.ledger.advance(now_ns(), waiting)
         self.steps += self.ledger.take_steps()

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 from telemetry.agent.accounting import ExposedWait, Ledger, StepStats, spans
 from telemetry.hooks import ring as r
+from telemetry.hooks.batches import BatchMark, TrainedBatches
 from telemetry.hooks.device import wait_class
 from telemetry.hooks.loaders import LoaderHandle
 from telemetry.hooks.ring import CAPACITY, Ring
-from telemetry.hooks.samples import BatchNumbering
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import (
     CATEGORIES,
@@ -494,27 +495,28 @@ def test_the_sums_of_what_was_dropped_come_before_what_is_kept_after_it():
 @pytest.mark.parametrize("dropped", [1, 3])
 def test_batches_are_numbered_again_once_the_iteration_is_certain(dropped):
     handle = LoaderHandle(type("Iterator", (), {"_workers": []})(), None)
-    numbering, ring = BatchNumbering(), Ring()
+    batches, ring, epochs = TrainedBatches(), Ring(), count(1)
     begins = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.BEGINS)
 
     def epoch() -> None:
-        ring.push(1, 2, begins, handle)
-        ring.push(2, 3, r.STEP, handle)
+        number = next(epochs)
+        ring.push(1, 2, begins, BatchMark(handle, None, 0, number))
+        ring.push(2, 3, r.STEP, BatchMark(handle, None, 0, number))
 
     epoch()
-    numbering.fold(ring.drain(1 << 20))
+    batches.fold(ring.drain(1 << 20))
     while ring.head < ring.tail + r.WORDS:
         ring.push(3, 4, r.STEP)
     for _ in range(dropped):
         epoch()
-    numbering.fold(ring.drain(1 << 20))
+    batches.fold(ring.drain(1 << 20))
     handle.arrivals.clear()
-    epoch()
-    numbering.fold(ring.drain(1 << 20))
+    ring.push(3, 4, r.STEP)
+    batches.fold(ring.drain(1 << 20))
     assert not handle.arrivals
     epoch()
-    numbering.fold(ring.drain(1 << 20))
-    assert [(a.epoch, a.number) for a in handle.arrivals] == [(3 + dropped, 0)]
+    batches.fold(ring.drain(1 << 20))
+    assert [(a.epoch, a.number) for a in handle.arrivals] == [(2 + dropped, 0)]
 
 
 def test_a_wait_for_the_first_batch_that_was_dropped_is_the_first_wait():

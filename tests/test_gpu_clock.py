@@ -45,9 +45,7 @@ class Gpu:
         self.events = 0
         self.call_ns = 0
         self.place = DeviceStream(0, 0)
-        for module in (
-            gpu_clock, dataloader, tracker, tracker, tracker, state, tracker,
-        ):  # fmt: skip
+        for module in (gpu_clock, dataloader, tracker, state):
             monkeypatch.setattr(module, "now_ns", self.now)
 
     def now(self) -> int:

@@ -22,6 +22,7 @@ from faults.processes import wait_for
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import dataloader as torch_loader
 
+from telemetry.hooks import timers
 from telemetry.hooks.ring import STEP, Ring
 from telemetry.hooks.timers import BatchRelease
 from telemetry.util.clock import now_ns
@@ -310,6 +311,76 @@ def test_a_collection_elsewhere_during_a_wait_for_workers_costs_nothing(observed
     next(loop)
     thread.join()
     assert counted == [0]
+
+
+@pytest.fixture
+def many_collections(monkeypatch):
+    """Any rate of collections is too high for all of them to be timed."""
+    monkeypatch.setattr(timers, "_MANY", 1e-6)
+    monkeypatch.setattr(timers, "_MAX_IN_A_ROW", 2)
+    monkeypatch.setattr(timers, "_MIN_READING_SECONDS", 0)
+
+
+def test_of_many_collections_some_are_timed_and_all_are_counted(small_heap, observed, many_collections):
+    loop, callbacks = iter(DataLoader(Numbers(4), batch_size=1)), len(gc.callbacks)
+    next(loop)
+
+    def lost(times: int, generation: int) -> int:
+        before = observed.tracker.garbage.ns
+        gc.disable()  # no others
+        for _ in range(times):
+            gc.collect(generation)
+        after = observed.garbage.ns
+        gc.enable()
+        return after - before
+
+    lost(1, generation=0)
+    while not observed.garbage.timing:  # what was before is read
+        pass
+    timed = lost(10, generation=0)
+    assert timed > 0
+    assert len(gc.callbacks) == callbacks - 1
+    assert lost(20, generation=0) == pytest.approx(2 * timed, abs=1)
+    assert lost(5, generation=2) == 0, "no full one was timed yet"
+    assert len(gc.callbacks) == callbacks
+    assert lost(0, generation=2) == 0
+    assert len(gc.callbacks) == callbacks, "until a full one is timed"
+    full = lost(1, generation=2)
+    assert full > timed / 10
+    assert len(gc.callbacks) == callbacks - 1
+    assert lost(3, generation=2) == pytest.approx(3 * full, abs=1)
+    assert observed.tracker.garbage.cost_ns > 0
+    observed.attachment.detach()
+    assert len(gc.callbacks) == callbacks - 1
+    lost(1, generation=2)
+    assert len(gc.callbacks) == callbacks - 1
+
+
+def test_what_a_collection_in_a_hook_stops_is_known_without_the_callback(observed, many_collections):
+    """It must not write into the ring in the middle of another hook."""
+    loop = iter(DataLoader(Numbers(4), batch_size=1))
+    next(loop)
+    gc.collect()
+    while observed.garbage.timing:
+        gc.collect()
+    namespace: dict = {}
+    exec(compile("def hook(inside): return inside()", timers.__file__, "exec"), namespace)
+    assert observed.tracker.leaving(loop) is not None
+    assert namespace["hook"](lambda: observed.tracker.leaving(loop)) is None
+
+
+def test_a_callback_of_the_script_s_is_never_left_out(observed, many_collections):
+    """A collection that goes through the list leaves one out if another is removed before it."""
+    theirs = []
+    gc.callbacks.append(lambda *_: theirs.append(list(gc.callbacks)))
+    try:
+        gc.collect()
+        assert observed.garbage.timing
+    finally:
+        gc.callbacks.pop()
+    gc.collect()
+    assert not observed.garbage.timing
+    assert len(theirs[0]) == len(theirs[-1])
 
 
 def test_detaching_removes_the_callback(observed):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry.hooks.batches import BatchCounts, BatchMark, BatchSizes, TrainedBatches
 from telemetry.hooks.loaders import ON_THREAD, LoaderHandle
 from telemetry.hooks.ring import (
     BATCH,
@@ -18,7 +19,6 @@ from telemetry.hooks.ring import (
     STEP,
     code,
 )
-from telemetry.hooks.samples import BatchCounts, BatchMark, BatchNumbering, BatchSizes, SampleCounter
 
 JOINED = code(S_DATA_WAIT, S_COMPUTE, BATCH | JOINS)
 BEGUN = code(S_OTHER, S_OTHER, BEGINS)
@@ -48,14 +48,14 @@ def pieces(entries: list, cuts: list[int]) -> list[list]:
 def test_samples_and_tokens(epochs, cuts, joined, replayed):
     entries: list = []
     for size, total, batches in epochs:
-        mark = BatchMark(ON_THREAD, BatchCounts(BatchSizes(size, total), Lengths(), False), 0)
+        mark = BatchMark(ON_THREAD, BatchCounts(BatchSizes(size, total), Lengths(), None, 0, False), 0, 0)
         for place in range(batches):
             number = len(entries)
             kind = JOINED if number in joined else STEP
             entries.append((10 * number, 10 * number + 5, kind, None if place else mark))
 
     def counted(parts: list[list]) -> tuple[int | None, int | None]:
-        counter = SampleCounter()
+        counter = TrainedBatches()
         counter.settle(replayed)
         for part in parts:
             counter.fold(part)
@@ -73,15 +73,17 @@ def test_numbers_of_batches_and_waits(epochs, cuts, joined):
     def numbered(in_pieces: bool) -> tuple[list, int]:
         iterator = SimpleNamespace(_workers=[SimpleNamespace(pid=1)])
         loader, entries = LoaderHandle(iterator, None), []
-        for batches in epochs:
-            entries.append((0, 0, BEGUN, loader))
+        for epoch, batches in enumerate(epochs):
+            mark = BatchMark(loader, None, 0, epoch)
+            entries.append((0, 0, BEGUN, mark))
             for place in range(batches):
                 number = len(entries)
                 kind = JOINED if number in joined else STEP
-                entries.append((10 * number, 11 * number, kind, None if place else loader))
-        numbering = BatchNumbering()
+                entries.append((10 * number, 11 * number, kind, None if place else mark))
+        followed = TrainedBatches()
+        followed.settle(0)
         for part in pieces(entries, cuts) if in_pieces else [[entry] for entry in entries]:
-            numbering.fold(part)
-        return list(loader.arrivals), numbering._waits.get(loader, 0)
+            followed.fold(part)
+        return list(loader.arrivals), followed._waits.get(loader, 0)
 
     assert numbered(True) == numbered(False)

@@ -6,7 +6,6 @@ import json
 import time
 import traceback
 import warnings
-import weakref
 from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +28,9 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import telemetry
-from telemetry.hooks.samples import WorkerCounts
-from telemetry.hooks.worker import FetchedSamples, timed_fetch, tokens_in
-from telemetry.hooks.worker_block import WorkerBlock
+from telemetry.hooks.batches import FetchedSamples, tokens_in
+from telemetry.hooks.worker import timed_fetch
+from telemetry.hooks.worker_block import UNKNOWN, WorkerBlock
 from telemetry.report.logs import load
 from tests.report_logs import summarize
 
@@ -377,22 +376,28 @@ def test_a_worker_that_finds_no_tokens_looks_no_more(counted, first, tokens):
     assert counted() == (None, tokens)
 
 
-def test_before_a_worker_counts_nothing_is_known_and_later_its_memory_is_not_kept():
-    block = WorkerBlock(1)
-    counts, alive = WorkerCounts(block, 0, 0, 0), weakref.ref(block)
-    block.counters(0).epoch = 1  # the worker has begun
-    block.note_batch(0, 0, 4, 9)
-    assert counts.of(0, 1) == (4, 9)
-    assert not counts.ended
-    block.retired = True
-    assert counts.ended
-    counts.release()
-    assert counts.of(1, 1) == (None, None)
-    later = WorkerCounts(block, 0, 0, 0)
-    block.note_batch(0, block.kept_batches, 4, 9)
-    assert later.of(0, 1) == (None, None), "a later batch has its place by now"
-    del block, later
-    assert alive() is None
+def test_only_what_a_worker_has_noted_is_known():
+    block = WorkerBlock(2)
+    assert block.counts(1, 0, 1) == (None, None), "no worker has begun"
+    for worker in range(2):
+        block.counters(worker).epoch = 1
+        for fetch in range(3):
+            block.note_batch(worker, fetch, 1 + worker, UNKNOWN if fetch == 2 else 10)
+    assert block.counts(1, 0, 1) == (1, 10)
+    assert block.counts(1, 0, 4) == (6, 40)
+    assert block.counts(1, 1, 3) == (5, 30)
+    assert block.counts(1, 0, 4, first_worker=1) == (6, 40)
+    assert block.counts(1, 0, 1, first_worker=1) == (2, 10)
+    assert block.counts(1, 0, 6) == (9, None)
+    assert block.counts(1, 0, 7) == (None, None), "the last one is not made yet"
+    assert block.counts(2, 0, 1) == (None, None), "no worker has begun that iteration"
+    for fetch in range(3, block.kept_batches + 3):
+        block.note_batch(0, fetch, 1, 10)
+    assert block.counts(1, 0, 1) == (None, None), "a later batch has its place by now"
+    assert block.counts(1, 2 * block.kept_batches, 1) == (1, 10)
+    block.note_batch(1, block.kept_batches - 1, 1, 10)
+    block.note_batch(1, block.kept_batches, 1, 10)
+    assert block.counts(1, 2 * block.kept_batches - 2, 4) == (4, 40), "the places begin anew in between"
 
 
 def test_a_worker_without_a_batch_in_an_iteration_keeps_its_place():

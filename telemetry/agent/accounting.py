@@ -9,9 +9,9 @@ from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from telemetry.hooks.batches import TrainedBatches
 from telemetry.hooks.device import device_in_use, wait_class
 from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
-from telemetry.hooks.samples import BatchNumbering, SampleCounter
 from telemetry.records import (
     CATEGORIES,
     CHECKPOINT,
@@ -572,7 +572,7 @@ class Accounting:
     """Turns the ring of one rank into figures. Only the agent thread uses it.
 
     Attributes:
-        samples: counts the samples and tokens that the training took.
+        batches: follows the batches that the training took.
         updated_ns: everything before this stamp is counted.
         exposed_source: what measures the exposed wait: ``host``, ``cuda_events`` or another device's events. None: it
             cannot be measured, and ``exposed_absent`` is the reason.
@@ -592,8 +592,7 @@ class Accounting:
         self._closed: list[Step] = []
         self._hook_errors_seen = 0
         self.updated_ns = start_ns
-        self._numbering = BatchNumbering()
-        self.samples = SampleCounter()
+        self.batches = TrainedBatches()
         self.steps_without_optimizer = 0
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and other threads' requests, when the newest batch came
@@ -604,22 +603,21 @@ class Accounting:
         with self._errors.contained("ledger"):
             # This order matters, and all of it comes before the ring is emptied. A request in progress here was already
             # in progress at ``now``, or its span is in the ring. ``head`` shows whether ``lost`` comes after it.
-            ended = self.samples.ended
+            ended = self.batches.ended
             stepped, optimizers = tracker.optimizer_steps, tracker.resume.optimizers
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
             while taken := ring.drain(_CHUNK, head):
-                self.samples.fold(taken)
                 self._fold(taken)
                 if self._attachment.clock is not None:
                     self.exposed.count(taken)
                 steps = self.ledger.take_steps()
                 self.stats.add(steps)
                 self._closed += steps
-                self._numbering.fold(taken)
+                self.batches.fold(taken)
                 if len(taken) == _CHUNK:
                     sleep(0)
-            self.samples.forget(ended)
+            self.batches.forget(ended)
             if lost is not None:
                 self.ledger.fold((lost,))
             self.ledger.advance(now, waiting_since)
@@ -666,11 +664,11 @@ class Accounting:
 
     def take_source(self) -> BatchSource | None:
         """The batch source with the longest wait since the last call."""
-        return self._numbering.take_source() or self._tracker.loaders.newest()
+        return self.batches.take_source() or self._tracker.loaders.newest()
 
     def own_fetches(self) -> Histogram | None:
         """Durations of the training thread's own fetches."""
-        return self._numbering.own_fetches()
+        return self.batches.own_fetches()
 
     @property
     def steps_total(self) -> int:
@@ -689,12 +687,12 @@ class Accounting:
 
     def trained_samples(self) -> int | None:
         """Samples that the training took; None if unknown."""
-        return None if self.unseen_steps else self.samples.samples
+        return None if self.unseen_steps else self.batches.samples
 
     def tokens(self) -> int | None:
         """Tokens that the training took; None if unknown. What the script reports counts more than its batches."""
         told = self._tracker.tokens_told
-        return None if told is None and self.unseen_steps else self.samples.tokens(told)
+        return None if told is None and self.unseen_steps else self.batches.tokens(told)
 
     @property
     def exposed_seconds(self) -> float | None:

@@ -138,7 +138,7 @@ class AttemptLog:
         """Write a heartbeat. Called when everything up to now has been counted. See `StuckTimes` for the arguments."""
         self._settle_replay()
         if self._replay.settled:
-            self._accounting.samples.settle(self._replay.batches)
+            self._accounting.batches.settle(self._replay.batches)
         ledger = self._accounting.ledger.ns
         self._stuck.follow((ledger[DATA_WAIT] + ledger[COMPUTE]) / NS, stuck_for_seconds, stuck_in)
         self.newest = self.beat()
@@ -178,7 +178,7 @@ class AttemptLog:
     def end_replay(self) -> None:
         """Decide about the replay now, because no more steps will come. The other samples count as trained."""
         self._settle_replay(ended=True)
-        self._accounting.samples.settle(self._replay.batches)
+        self._accounting.batches.settle(self._replay.batches)
 
     def close(self) -> None:
         """Remove the heartbeat, because the process ends by itself and the log is complete."""

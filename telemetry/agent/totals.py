@@ -274,7 +274,8 @@ class Overhead:
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds on the training thread, and CPU seconds of the agent's threads."""
         own = self.agent_thread_seconds + sum(part.cpu_seconds for part in self._parts)
-        return {"training": self._tracker.overhead_ns / NS, "agent": own}
+        hooks = self._tracker.overhead_ns + self._tracker.garbage.cost_ns
+        return {"training": hooks / NS, "agent": own}
 
 
 @dataclass(slots=True)

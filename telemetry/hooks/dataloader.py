@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
 from telemetry.hooks.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.hooks.timers import Clocks, TimedFetch, TimedWait, timeable
-from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, StepTracker
+from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, OVERHEAD_PARTS, StepTracker
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import MAX_WORKERS, WorkerBlock
 from telemetry.util.clock import now_ns
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
     from telemetry.hooks.patching import Patches
     from telemetry.hooks.ring import Ring
+
+
+_OVERHEAD_FACTOR: Final = OVERHEAD_EVERY * OVERHEAD_PARTS
+_MAX_PART_NS: Final = 20_000
+"""If the timed part takes longer, the kernel has stopped the thread in it."""
 
 
 def patch_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
@@ -107,7 +112,7 @@ def timed_next(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
                 ring.push(start, end, STEP)
             tracker.waiting_since = 0
             if not head & sampled:
-                tracker.overhead_ns += (now() - end) * OVERHEAD_EVERY
+                tracker.overhead_ns += min(now() - end, _MAX_PART_NS) * _OVERHEAD_FACTOR
         except BaseException as error:
             tracker.fault(error)
         return batch
@@ -132,9 +137,10 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             entry = tracker.request(self)
             waits = entry & 7 == S_DATA_WAIT
             tracker.boundary_ahead(entry)
-            tracker.mark_request(self, entry)
+            if tracker.gpu is not None:
+                tracker.mark_request(self, entry)
             fetch = TimedFetch(self) if tracker.time_fetches and waits else None
-            ranges = tracker.wait_ranges(self)
+            ranges = tracker.wait_ranges(self) if tracker.profiler_ranges.makers else ()
             timed = _time_wait(tracker, self) if tracker.sampler_timer.wanted and waits else None
             start = now_ns()
             tracker.waiting_since = start if waits else -start
@@ -153,10 +159,8 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             forget_frame(error)
             raise
         finally:
-            if fetch is not None:
-                fetch.end()
-            if ranges or timed is not None:
-                _end_parts(tracker, self, ranges, timed, batch=end > 0)
+            if ranges or timed is not None or fetch is not None:
+                _end_parts(tracker, self, ranges, timed, fetch, batch=end > 0)
         try:
             if fetch is not None:
                 tracker.fetch_timed(fetch, end - start)
@@ -164,7 +168,8 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             if tracker.batch_release.wanted and waits:
                 tracker.batch_release.follow(batch)
             tracker.overhead_ns += now_ns() - end
-            tracker.mark_arrival(start, end)
+            if tracker.gpu is not None:
+                tracker.mark_arrival(start, end)
         except BaseException as error:
             tracker.fault(error)
         return batch
@@ -176,7 +181,8 @@ def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, erro
     """Note a failed request. The caller ends the wait, because a signal handler may raise before this runs."""
     try:
         tracker.failed(iterator, start, entry, error)
-        tracker.mark_arrival(start, now_ns())
+        if tracker.gpu is not None:
+            tracker.mark_arrival(start, now_ns())
     except BaseException as ours:
         tracker.fault(ours)
 
@@ -194,10 +200,13 @@ def _end_parts(
     iterator: object,
     ranges: Sequence[Callable[[], object]],
     timed: TimedWait | None,
+    fetch: TimedFetch | None = None,
     *,
     batch: bool,
 ) -> None:
     try:
+        if fetch is not None:
+            fetch.end()
         if timed is not None:
             timed.end(iterator, batch=batch)
         tracker.profiler_ranges.end(ranges)
@@ -280,7 +289,8 @@ def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: A
                 tracker.loaders.note_caller(sys._getframe(1))
         if entry is not None:
             tracker.boundary_ahead(entry)
-            tracker.mark_request(None, entry)
+            if tracker.gpu is not None:
+                tracker.mark_request(None, entry)
             start = now_ns()
             tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
     except BaseException as error:
@@ -312,7 +322,8 @@ def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: obj
     try:
         end = now_ns()
         tracker.iterated(start, end, entry, iterator)
-        tracker.mark_arrival(start, end)
+        if tracker.gpu is not None:
+            tracker.mark_arrival(start, end)
     except BaseException as error:
         tracker.fault(error)
 

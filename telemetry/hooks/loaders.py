@@ -190,13 +190,11 @@ class BatchSource:
         settings: the loader's settings, by the names of DataLoader's arguments. Also ``loader_used_again`` (whether the
             newest iteration was not its first) and, if workers are forked, ``sharing_strategy`` of
             torch.multiprocessing.
-        unseen: iterations whose start was dropped because the ring was full. The training thread writes it.
     """
 
     def __init__(self, kind: str, settings: dict[str, Any]) -> None:
         self.kind = kind
         self.settings = settings
-        self.unseen = 0
 
 
 ON_THREAD: Final = BatchSource("training_thread", {"num_workers": 0})
@@ -205,7 +203,7 @@ READ_AHEAD: Final = BatchSource("read_ahead", {})
 
 
 class LoaderHandle(BatchSource):
-    """An iterator with workers. The last three attributes are the agent thread's.
+    """An iterator with workers. The last four attributes are the agent thread's.
 
     Attributes:
         pids: the pids of its workers, 0 for a worker that is a thread of this process.
@@ -215,10 +213,11 @@ class LoaderHandle(BatchSource):
         training: whether it has given a training batch.
         resumed: whether its first iteration began in the middle. Then its batches cannot be matched with fetches.
         in_order: whether batch ``n`` of an epoch comes from worker ``n % len(pids)``.
-        epoch: how many iterations have begun.
-        delivered: how many batches of the newest iteration were taken; None if the count was lost.
+        epoch: the number of the iteration whose batches come, as its workers count them; 0 if they do not.
+        delivered: how many batches of that iteration were taken; None if that is unknown.
         arrivals: training batches taken since the last reading.
         traits: what its data set and its sampler show.
+        retired: whether the iterator is gone.
     """
 
     def __init__(self, iterator: Any, block: WorkerBlock | None, *, again: bool = True) -> None:
@@ -234,6 +233,7 @@ class LoaderHandle(BatchSource):
         self.delivered: int | None = 0
         self.arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
         self.traits = traits_of(iterator)
+        self.retired = False
         settings = {
             "num_workers": len(self.pids),
             "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
@@ -370,9 +370,8 @@ class LoaderRegistry:
             entry = self._live.get(reference.key)
             if entry is not None and entry[0] is reference:
                 del self._live[reference.key]
+                entry[1].retired = True
                 self._retired.append(entry[1])
-                if entry[1].block is not None:
-                    entry[1].block.retired = True
 
     def _of(self, iterator: object) -> BatchSource:
         iterator = unwrapped(iterator)

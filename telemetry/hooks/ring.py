@@ -113,8 +113,6 @@ class Ring:
             return
         if entry & (CLOSES | OPENS):
             self.open = bool(entry & OPENS)
-        if source is not None and entry & BEGINS:
-            source.unseen += 1
         if self._stretch is None:
             self._stretches += 1
             stretch = _Stretch(self._stretches, start, entry & 7)

@@ -71,7 +71,7 @@ class StepState(HotState):
         phases: named phases that have ended, for the log.
         requests_elsewhere: batches that other threads have requested.
         unseen_steps: steps before which this thread requested no batch. Their wait is unknown.
-        overhead_ns: time of the hooks. The fast path's is extrapolated from one call in ``OVERHEAD_EVERY``.
+        overhead_ns: time of the hooks. The fast path's is extrapolated from a part of one call in ``OVERHEAD_EVERY``.
         errors: failures of the hooks. ``last_error``: the newest, in the words of `kind_of`.
     """
 

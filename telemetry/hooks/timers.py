@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks.patching import forget_frame, unseen
 from telemetry.hooks.ring import MASK, S_COMPUTE, S_DATA_WAIT, STRIDE
-from telemetry.util.clock import clock_gettime_ns, now_ns, thread_time_ns
+from telemetry.util.clock import NS, clock_gettime_ns, now_ns, thread_time_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,9 +33,26 @@ if TYPE_CHECKING:
 # The callback in ``gc.callbacks`` consists of C functions that only take stamps. A signal that arrives during a
 # collection waits for the next bytecode. If our code had it, the exception of the signal's handler (Ctrl-C) would be
 # raised in the callback, and Python drops what a callback raises.
+#
+# A batch of hundreds of tensors can mean several collections, nearly all of them young ones of 10 to 70 us. Inside a
+# step, Python takes up to 6 us for each of the two calls of a callback. So if there are many, the callback is there for
+# one reading in several. In between, Python only counts them (`gc.get_stats`), and each is taken to cost what the timed
+# ones have cost on average, young and full ones apart.
 
 _MAX_STAMPS: Final = 1 << 12
 """Each collection has two stamps. With one reading a second there is room for a collection every 0.5 ms."""
+
+_MANY: Final = 250
+"""Collections in a second, on average, that are timed."""
+
+_MAX_IN_A_ROW: Final = 30
+"""At most so many readings in a row are not timed. If a full collection was missed and none is known, as many are timed
+until there is one."""
+
+_MIN_READING_SECONDS: Final = 0.5
+"""After a shorter time, the rate of collections is not known."""
+
+_SMOOTHING: Final = 0.1
 
 _STATE: Final = attrgetter("category", "waiting_since", "batch_seen", "thread")
 _AT_BOUNDARY: Final = attrgetter("at_boundary")
@@ -72,6 +89,20 @@ class _Collection(NamedTuple):
     at_boundary: bool
 
 
+class _Lost(NamedTuple):
+    """Collections: how many, the time lost by them, and the parts of it in waits and in waits at epoch boundaries."""
+
+    collections: int = 0
+    ns: float = 0.0
+    wait_ns: float = 0.0
+    boundary_wait_ns: float = 0.0
+
+    def of(self, collections: int) -> _Lost:
+        """What as many collections lose on average; nothing if that is not known."""
+        factor = collections / self.collections if self.collections else 0.0
+        return _Lost(collections, *(part * factor for part in self[1:]))
+
+
 class GarbageTimer:
     """Sums over the collections that stopped the training thread. The agent thread reads them.
 
@@ -83,6 +114,8 @@ class GarbageTimer:
         ns: time lost.
         wait_ns: time lost in requests for batches, except at epoch boundaries.
         boundary_wait_ns: time lost in requests at epoch boundaries.
+        cost_ns: what the callback itself has cost.
+        timing: whether collections are timed at present.
     """
 
     def __init__(self, state: StepState, sampler: SamplerTimer) -> None:
@@ -92,7 +125,16 @@ class GarbageTimer:
         self._attached = False
         self._callback: Callable[..., object] | None = None
         self._read_until_ns = 0
+        self._left = 0  # how many readings in a row are still as the newest one, timed or not
+        self._counted = _counted()
+        self._rated = sum(self._counted), now_ns()
+        self._young = self._full = _Lost()  # the newest timed ones
+        self._full_missed = False  # whether there was a full one, and none was timed
+        self._probe: Callable[..., object] | None = None
+        self._call_ns = 0.0
         self.ns = self.wait_ns = self.boundary_wait_ns = 0
+        self.cost_ns = 0
+        self.timing = True
 
     def attach(self, patches: Patches) -> None:
         """Add the callback. ``patches`` removes it."""
@@ -104,21 +146,25 @@ class GarbageTimer:
         """Take the calling thread as the training thread from now on."""
         if not self._attached:
             return
-        self.detach()
-        begins, ends = (self._noting(begins=begins) for begins in (True, False))
-        clock = type("GarbageClock", (), {"start": property(begins), "stop": property(ends)})()
-        # Python calls this with the phase, "start" or "stop", and details: getattr(clock, phase, details).
-        self._callback = partial(getattr, clock)
+        self._remove()
+        self._callback = self._noting_in(self._stamps)
         gc.callbacks.append(self._callback)
+        self.timing = True
 
     def detach(self) -> None:
-        """Remove the callback."""
+        """Remove the callback for good."""
+        self._attached = False
+        self._remove()
+
+    def _remove(self) -> None:
         if self._callback in gc.callbacks:
             gc.callbacks.remove(self._callback)
 
     @property
     def collecting(self) -> bool:
-        """Whether the calling thread collects."""
+        """Whether the calling thread collects. While that is not known: whether a hook of ours was interrupted."""
+        if not self.timing:
+            return _hook_is_interrupted()
         newest = [*self._stamps][-1:]
         return [(stamp[0], stamp[2]) for stamp in newest] == [(True, get_ident())]
 
@@ -128,13 +174,66 @@ class GarbageTimer:
         Args:
             workers: whether workers fetch the batches.
         """
-        for each in self._collections(self._read_until_ns, workers=workers):
-            self._read_until_ns = each.ended_ns
-            self.ns += each.lost_ns
-            if each.in_wait and each.at_boundary:
-                self.boundary_wait_ns += each.lost_ns
-            elif each.in_wait:
-                self.wait_ns += each.lost_ns
+        counted = _counted()
+        young, full = (new - old for new, old in zip(counted, self._counted, strict=True))
+        self._counted = counted
+        if self.timing:
+            self._add_timed([*self._collections(self._read_until_ns, workers=workers)], young, full)
+            self.cost_ns += int(2 * (young + full) * self._cost_of_a_call())
+        else:
+            if self._state.stepping:
+                self._add(self._young.of(young))
+                self._add(self._full.of(full))
+            self._full_missed = self._full_missed or (full > 0 and not self._full.collections)
+        rated, rated_ns = self._rated
+        seconds = (now_ns() - rated_ns) / NS
+        if self._attached and seconds >= _MIN_READING_SECONDS:
+            self._rated = sum(counted), now_ns()
+            self._time_some((sum(counted) - rated) / seconds)
+
+    def _add_timed(self, found: list[_Collection], young: int, full: int) -> None:
+        self._add(_sum_of(found))
+        if found:
+            self._read_until_ns = found[-1].ended_ns
+        found.sort(key=attrgetter("lost_ns"), reverse=True)  # the full ones take longest
+        if young:
+            self._young = _sum_of(found[full:])._replace(collections=young)
+        if full:
+            self._full = _sum_of(found[:full])._replace(collections=full)
+            self._left, self._full_missed = 0, False
+
+    def _time_some(self, rate: float) -> None:
+        """Decide whether the collections until the next reading are timed, at this rate of them."""
+        self._left -= 1
+        callback = self._callback
+        if self._left > 0 or callback is None:
+            return
+        if not self.timing:
+            self._read_until_ns, self.timing = now_ns(), True
+            self._left = _MAX_IN_A_ROW if self._full_missed else 0
+            gc.callbacks.append(callback)
+            if not self._attached:  # since `read` has looked
+                self._remove()
+        elif rate > _MANY and gc.callbacks[-1:] == [callback]:
+            # Only from the end of the list: a collection that goes through the list would leave one of the user's out.
+            self.timing = False
+            self._left = min(_MAX_IN_A_ROW, int(rate / _MANY))
+            self._remove()
+
+    def _add(self, lost: _Lost) -> None:
+        self.ns += int(lost.ns)
+        self.wait_ns += int(lost.wait_ns)
+        self.boundary_wait_ns += int(lost.boundary_wait_ns)
+
+    def _cost_of_a_call(self) -> float:
+        """The time of one call of a callback like ours, on the calling thread, which has just been woken, too."""
+        if self._probe is None:
+            self._probe = self._noting_in(deque(maxlen=1))
+        start = now_ns()
+        self._probe("start", {"generation": 0, "collected": 0, "uncollectable": 0})
+        took = now_ns() - start
+        self._call_ns += (took - self._call_ns) * (_SMOOTHING if self._call_ns else 1.0)
+        return self._call_ns
 
     def within_wait(self, since_ns: int) -> tuple[int, int]:
         """Collections since a stamp, while the calling training thread requested a batch of workers.
@@ -145,10 +244,16 @@ class GarbageTimer:
         inside = [each for each in self._collections(since_ns, workers=True) if each.in_wait]
         return sum(each.lost_ns for each in inside), sum(each.lost_ns for each in inside if each.own)
 
-    def _noting(self, *, begins: bool) -> Callable[[object], object]:
+    def _noting_in(self, stamps: deque[_Stamp]) -> Callable[..., object]:
+        """Make a callback for garbage collections of the calling thread, which appends the stamps."""
+        begins, ends = (self._noting(stamps.append, begins=begins) for begins in (True, False))
+        clock = type("GarbageClock", (), {"start": property(begins), "stop": property(ends)})()
+        # Python calls this with the phase, "start" or "stop", and details: getattr(clock, phase, details).
+        return partial(getattr, clock)
+
+    def _noting(self, append: Callable[[Any], None], *, begins: bool) -> Callable[[object], object]:
         """Make a C function that appends a `_Stamp`, and ignores its only argument."""
         call, native = methodcaller("__call__"), get_native_id()
-        append: Callable[[Any], None] = self._stamps.append
         # This thread's clock, with its number as pthread_getcpuclockid computes it. It fails once the thread has ended.
         clock = {True: partial(clock_gettime_ns, ~native << 3 | 6), False: int}
         exists = map(os.access, repeat(f"/proc/self/task/{native}"), repeat(os.F_OK))
@@ -177,6 +282,36 @@ class GarbageTimer:
                     yield found
 
 
+def _counted() -> tuple[int, int]:
+    """How many young and how many full collections there were in this process."""
+    *young, full = (int(each["collections"]) for each in gc.get_stats())
+    return sum(young), full
+
+
+def _sum_of(collections: list[_Collection]) -> _Lost:
+    lost = wait = boundary = 0
+    for each in collections:
+        lost += each.lost_ns
+        if each.in_wait and each.at_boundary:
+            boundary += each.lost_ns
+        elif each.in_wait:
+            wait += each.lost_ns
+    return _Lost(len(collections), lost, wait, boundary)
+
+
+def _hook_is_interrupted() -> bool:
+    """Whether the caller's caller was called in the middle of another function of this folder."""
+    frame = sys._getframe(2)
+    ours = os.path.dirname(__file__)  # noqa: PTH120 - a text
+    inside = True  # in the frames of the call itself
+    while (back := frame.f_back) is not None:
+        is_ours = back.f_code.co_filename.startswith(ours)
+        if is_ours and not inside:
+            return True
+        inside, frame = inside and is_ours, back
+    return False
+
+
 def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection | None:
     category, waiting_since, batch_seen, training = began.state
     elsewhere = began.thread != training
@@ -194,7 +329,6 @@ def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection |
 # before it returns a batch. That time adds to every step, however many workers there are. The iterator does it in
 # ``_next_index``. To time it, a callable of ours is put into the iterator's own ``__dict__`` during one call of
 # ``next()``: for a few batches a second, and at the start of an epoch. All other steps run torch's own code.
-# batches a second, and at the start of an epoch. All other steps run torch's own code.
 
 _NAME: Final = "_next_index"
 

@@ -25,12 +25,12 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks import ring as r
+from telemetry.hooks.batches import BatchMarks, iteration_begins
 from telemetry.hooks.device import CUDA
 from telemetry.hooks.evaluation import EvaluationDetector
 from telemetry.hooks.loaders import ON_THREAD, WATCHED, LoaderRegistry, is_loader_iterator
 from telemetry.hooks.profilers import ProfilerRanges
 from telemetry.hooks.resume import ResumeState
-from telemetry.hooks.samples import BatchMarks
 from telemetry.hooks.state import NO_THREAD, StepState
 from telemetry.hooks.timers import BatchRelease, GarbageTimer, SamplerTimer, TimedFetch
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
@@ -53,6 +53,10 @@ OVERHEAD_EVERY: Final = 64
 """The fast path measures its own cost once in this many steps."""
 
 OVERHEAD_MASK: Final = OVERHEAD_EVERY * r.STRIDE - 1
+
+OVERHEAD_PARTS: Final = 3
+"""What it measures is a third: the part after the arrival of the batch. The part before the request takes as long, and
+so does the optimizer's hook (`benchmarks.overhead`, hot and cold)."""
 
 
 class Interrupted(NamedTuple):
@@ -415,12 +419,15 @@ class StepTracker(StepState):
         if iterator is not None:
             self.loaders.register(iterator)
         loader = self.loaders.known(iterator)
-        self.ring.push(start, end, entry if loader is None else entry | r.BEGINS, loader)
+        if loader is None:
+            self.ring.push(start, end, entry)
+        else:
+            self.ring.push(start, end, entry | r.BEGINS, iteration_begins(loader))
         self.waiting_since = 0
 
     def wait_ranges(self, iterator: object) -> Sequence[Callable[[], object]]:
         """Begin a range for a wait. Torch itself marks DataLoaders' waits. Returns the functions that end it."""
-        if not self.profiler_ranges.makers or (is_loader_iterator(iterator) and not self.profiler_ranges.nvtx):
+        if is_loader_iterator(iterator) and not self.profiler_ranges.nvtx:
             return ()
         return self.profiler_ranges.begin(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
 
@@ -458,21 +465,23 @@ class StepTracker(StepState):
 
         Only some ordinary steps are timed. The others (iterator None: an iteration begins) are always timed.
         """
-        if self.gpu is None or entry & 7 != r.S_DATA_WAIT:
+        gpu = self.gpu
+        if gpu is None or entry & 7 != r.S_DATA_WAIT:
             return
         try:
             if entry == r.STEP and id(iterator) == self.steady_iterator_id:
-                self.gpu.step_ended()
+                gpu.step_ended()
             else:
-                self.gpu.epoch_boundary()
+                gpu.epoch_boundary()
         except Exception as error:
             self.without_gpu(error)
 
     def mark_arrival(self, start: int, end: int) -> None:
         """Mark the end of a wait on the GPU's clock. Never raises."""
+        gpu = self.gpu
         try:
-            if self.gpu is not None:
-                self.gpu.batch_arrived(start, end)
+            if gpu is not None:
+                gpu.batch_arrived(start, end)
         except Exception as error:
             self.without_gpu(error)
 
@@ -508,7 +517,7 @@ class StepTracker(StepState):
             self.time_fetches = max(1, len(self.step_iterators))
         elif source.kind == "workers":
             self.batch_release.wanted = True
-            self.sampler_timer.wanted = waits
+            self.sampler_timer.wanted = waits if self.garbage.timing else 0  # collections are no time of the sampler
         if self.fast_path_iterator_id:
             self._steps_at_open_unknown = True
             self.slow_path()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks import dataloader
 from telemetry.hooks import ring as r
+from telemetry.hooks.batches import iteration_begins
 from telemetry.hooks.dataloader import at_boundary, timed_next
 from telemetry.hooks.loaders import READ_AHEAD, WATCHED, BatchSource, LoaderHandle, Wrapper, unwrapped
 from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
@@ -407,7 +408,7 @@ def _find_source(feed: Feed, tracker: StepTracker) -> None:
     feed.source = handle or READ_AHEAD
     if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
         stamp = tracker.waiting_since  # the iteration began with the request
-        tracker.ring.push(stamp, stamp, r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS), handle)
+        tracker.ring.push(stamp, stamp, r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS), iteration_begins(handle))
 
 
 def _source_of_node(node: Any) -> BatchSource:

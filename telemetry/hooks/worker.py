@@ -14,12 +14,11 @@ import struct
 import sys
 import threading
 import weakref
-import zlib
-from collections import UserDict
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.hooks.batches import BatchCounter, fingerprint
 from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
-from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, RAISED, RECENT, UNKNOWN, SharedArea, WorkerBlock
+from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, RECENT, SharedArea, WorkerBlock
 from telemetry.util import threads as fork_warning
 from telemetry.util.clock import now_ns
 from telemetry.util.errors import let_pass
@@ -30,181 +29,6 @@ from telemetry.util.threads import OwnThread, rest, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-# -- what is in a batch ------------------------------------------------------------------------------------------------
-
-_IDS: Final = "input_ids"
-_MAX_PARTS: Final = 16
-_LOOKS: Final = 16
-"""If the first so many batches have no tokens, a worker stops looking for them."""
-
-_PLAIN: Final = frozenset({int, float, bool, str, bytes, type(None)})
-_SEQUENCES: Final = frozenset({list, tuple, range})
-"""Other classes may run a method of the user's."""
-
-
-def tokens_in(batch: object) -> int | None:
-    """Count the tokens of a batch: the positions of its ``input_ids``, padding included.
-
-    Only shapes and types are read, never values, and no code of the user's class is called.
-
-    Args:
-        batch: a mapping or an object with a tensor of integers as ``input_ids``; or a list, tuple or mapping of these.
-            Deeper levels are not searched.
-
-    Returns:
-        0 without ``input_ids``. None if unknown: the batch is of an unknown class, or its ``input_ids`` are no tensor
-        of integers.
-    """
-    fields = _fields_of(batch)
-    if fields is None:
-        return None
-    holders = [fields] if _IDS in fields else list(map(_fields_of, [*fields.values()][:_MAX_PARTS]))
-    tokens = 0
-    for holder in holders:
-        if holder is not None and _IDS in holder:
-            size = _integers_in(holder[_IDS])
-            if size is None:
-                return None
-            tokens += size
-    return tokens
-
-
-def _fields_of(batch: Any) -> dict[Any, Any] | None:
-    """The content of a mapping, a sequence or an object; empty for tensors and plain values; None for anything else."""
-    kind = type(batch)
-    if issubclass(kind, dict):
-        return dict(dict.items(batch))  # without the methods of its class
-    if issubclass(kind, (list, tuple)):
-        own: Any = tuple if issubclass(kind, tuple) else list
-        return dict(enumerate(own.__getitem__(batch, slice(_MAX_PARTS))))
-    if kind in _PLAIN or kind in {_class("torch", "Tensor"), _class("numpy", "ndarray")}:
-        return {}
-    try:
-        held = object.__getattribute__(batch, "__dict__")
-    except AttributeError:  # it has only slots
-        return None
-    if UserDict in kind.__mro__:
-        held = held.get("data")
-        return held if type(held) is dict else None
-    return held if _IDS in held else None
-
-
-def _integers_in(ids: Any) -> int | None:
-    """The positions of a tensor or an array of integers; None for anything else."""
-    if type(ids) is _class("torch", "Tensor"):
-        kind = ids.dtype
-        integers = not (kind.is_floating_point or kind.is_complex or kind is sys.modules["torch"].bool)
-        return int(ids.numel()) if integers else None
-    if type(ids) is _class("numpy", "ndarray"):
-        return int(ids.size) if ids.dtype.kind in "iu" else None
-    return None
-
-
-class FetchedSamples:
-    """Counts the samples of each batch: its indices, or the items of an iterable data set.
-
-    It looks only at the list that torch's fetcher gets or makes, at no value and no code of the user.
-
-    Args:
-        stream: whether the data set is iterable. Then items are counted, because a batch may be shorter than requested.
-    """
-
-    def __init__(self, *, stream: bool) -> None:
-        self._stream = stream
-        self._items: int | None = None
-
-    def begin(self, fetcher: Any) -> None:
-        """Count the batches that this fetcher makes from now on."""
-        if not self._stream:
-            return
-        collate = fetcher.collate_fn
-
-        @unseen
-        def noting(items: Any) -> Any:  # torch's fetcher passes a list
-            self._items = len(items) if type(items) is list else None
-            try:
-                return collate(items)
-            except BaseException as error:
-                forget_frame(error)
-                raise
-
-        fetcher.collate_fn = noting
-
-    def of(self, indices: Any) -> int | None:
-        """Samples of the newest batch, if known. ``indices``: the indices that were requested."""
-        if self._stream:
-            items, self._items = self._items, None
-            return items
-        if type(indices) in _SEQUENCES:
-            return len(indices)
-        if type(indices) in {_class("torch", "Tensor"), _class("numpy", "ndarray")}:
-            return int(indices.shape[0]) if indices.ndim else None
-        return None
-
-
-def _class(module: str, name: str) -> Any:
-    """A class of a library; something that is no class if the library is not imported."""
-    return getattr(sys.modules.get(module), name, _class)
-
-
-class BatchCounter:
-    """Notes the samples and tokens of a worker's batches. Its methods never raise.
-
-    Args:
-        block: the block of its loader.
-        worker: the number of the worker.
-        stream: whether the data set is iterable.
-    """
-
-    def __init__(self, block: WorkerBlock, worker: int, *, stream: bool) -> None:
-        self._block = block
-        self._worker = worker
-        self._samples = FetchedSamples(stream=stream) if block.head.samples_wanted else None
-        self._looking = True
-        self._looks_left = _LOOKS
-
-    def iteration_begins(self, fetcher: object) -> None:
-        """Note that the worker's next fetch is its first of an iteration."""
-        try:
-            if self._samples is not None:
-                self._samples.begin(fetcher)
-        except Exception as error:
-            let_pass(error)  # no samples are found, so they are unknown
-
-    def made(self, fetch: int, indices: object, batch: object) -> bool:
-        """Count the batch of fetch number ``fetch``. Returns whether to count more of them."""
-        samples = tokens = None
-        try:
-            samples = None if self._samples is None else self._samples.of(indices)
-            tokens = self._tokens_of(batch) if self._looking else None
-        except Exception as error:
-            let_pass(error)
-        self._note(fetch, UNKNOWN if samples is None else samples, UNKNOWN if tokens is None else tokens)
-        return self._looking or self._samples is not None
-
-    def raised(self, fetch: int) -> None:
-        """Note that fetch number ``fetch`` has raised. No other fetch gets its number."""
-        self._note(fetch, RAISED, UNKNOWN)
-
-    def _tokens_of(self, batch: object) -> int | None:
-        tokens, head = tokens_in(batch), self._block.head
-        if tokens != 0:
-            self._looks_left = 0
-            head.tokens_found = 1
-        elif self._looks_left:
-            self._looks_left -= 1
-            if not self._looks_left and not head.tokens_found:
-                head.tokens_left = 1
-                self._looking = False
-        return tokens
-
-    def _note(self, fetch: int, samples: int, tokens: int) -> None:
-        try:
-            self._block.note_batch(self._worker, fetch, samples, tokens)
-        except Exception as error:
-            let_pass(error)  # the batch is not noted, so its counts are unknown
 
 
 # -- in the worker -------------------------------------------------------------------------------------------------
@@ -303,8 +127,6 @@ def _nothing() -> None:
 
 
 _OPENED: Final = 2
-_COMPARED: Final = 256
-"""So many values of a batch are compared."""
 
 
 class EpochOpening:
@@ -354,30 +176,6 @@ class EpochOpening:
             counters.first_batch = print_of
         else:
             counters.second_batch = print_of
-
-
-def fingerprint(batch: object) -> int:
-    """A number that equal batches share; 0 if it is unknown. It comes from the first plain value in the batch.
-
-    No code of the user's class is called, and at most 256 values of a tensor are read.
-    """
-    for _ in range(_MAX_PARTS):
-        fields = _fields_of(batch)
-        if not fields:
-            break
-        batch = next(iter(fields.values()))
-    values: object = None
-    if type(batch) is _class("torch", "Tensor"):
-        tensor: Any = batch
-        if tensor.device.type == "cpu" and tensor.layout is sys.modules["torch"].strided and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            values = flat[:: max(1, tensor.numel() // _COMPARED)].tolist()
-    elif type(batch) is _class("numpy", "ndarray"):
-        array: Any = batch
-        values = array.reshape(-1)[:: max(1, array.size // _COMPARED)].tolist() if array.dtype.kind in "iufb" else None
-    elif type(batch) in _PLAIN and batch is not None:
-        values = batch
-    return 0 if values is None else zlib.crc32(repr(values).encode()) + 1
 
 
 def timed_fetch(

@@ -210,7 +210,6 @@ class WorkerBlock:
 
     Attributes:
         owner: pid of the process that made it.
-        retired: whether the iterator is gone. Set in the process that made it.
 
     Raises:
         OSError: the kernel gives no such memory.
@@ -253,7 +252,6 @@ class WorkerBlock:
     def _lay_out(self, workers: int) -> None:
         """Lay out the slots first, then profiles, batches and stacks, which take memory only when used."""
         self.workers = workers
-        self.retired = False
         self.kept_batches = max(_MIN_BATCHES, _BATCHES // workers)
         self._profiles_at = workers * sizeof(WorkerCounters)
         self._head_at = self._profiles_at + min(workers, _MAX_SAMPLED) * SharedArea.BYTES
@@ -314,26 +312,42 @@ class WorkerBlock:
         """Note what a fetch has made, before the worker sends the batch. ``fetch``: its number."""
         _BATCH.pack_into(self._memory, self._batch_at(worker, fetch), fetch + 1, samples, tokens)
 
-    def batch(self, iteration: int, number: int) -> tuple[int, int] | None:
-        """Samples and tokens of a batch that has been delivered.
+    def counts(self, iteration: int, place: int, batches: int, first_worker: int = 0) -> tuple[int | None, int | None]:
+        """The sums of samples and of tokens of consecutive batches that have been delivered.
 
-        The DataLoader deals batch ``number`` of an iteration to worker ``number % workers`` as its fetch
-        ``number // workers``, as long as no worker has come to the end of an iterable data set.
+        The DataLoader deals the batches of an iteration to the workers in turn, beginning with the first worker, as
+        long as no worker has come to the end of an iterable data set.
 
         Returns:
-            None if they are missing: the worker has not counted, its data set had ended, or it has made too many
-            batches since. `UNKNOWN` and `RAISED` as for `note_batch`.
+            None for a sum of which a part is missing: a worker has not counted, its data set had ended, or it has made
+            too many batches since.
         """
-        place, worker = divmod(number, self.workers)
+        samples: list[int] = []
+        tokens: list[int] = []
+        for worker in range(self.workers):
+            first = place + (worker - first_worker - place) % self.workers  # the worker's first batch among these
+            many = len(range(first, place + batches, self.workers))
+            noted = self._noted(worker, iteration, first // self.workers, many) if many else ()
+            if noted is None:
+                return None, None
+            samples += noted[1::3]
+            tokens += noted[2::3]
+        return _sum(samples), _sum(tokens)
+
+    def _noted(self, worker: int, iteration: int, turn: int, many: int) -> tuple[int, ...] | None:
+        """What a worker has noted about its fetches from a turn of an iteration on; None if a part is missing."""
         counters = self.counters(worker)
         newest, began = counters.epoch, counters.epoch_began
-        if not newest - EPOCHS < iteration <= newest:
+        if not newest - EPOCHS < iteration <= newest or many > self.kept_batches:
             return None
-        fetch = began[iteration % EPOCHS] + place
-        if newest > iteration and fetch >= began[(iteration + 1) % EPOCHS]:
-            return None  # it belongs to a later iteration
-        noted, samples, tokens = _BATCH.unpack_from(self._memory, self._batch_at(worker, fetch))
-        return (samples, tokens) if noted == fetch + 1 else None
+        fetch = began[iteration % EPOCHS] + turn
+        if newest > iteration and fetch + many > began[(iteration + 1) % EPOCHS]:
+            return None  # a part belongs to a later iteration
+        until_end = min(many, self.kept_batches - fetch % self.kept_batches)
+        noted: tuple[int, ...] = ()
+        for begin, size in ((fetch, until_end), (fetch + until_end, many - until_end)):
+            noted += struct.unpack_from(f"={3 * size}q", self._memory, self._batch_at(worker, begin))
+        return noted if noted[0::3] == tuple(range(fetch + 1, fetch + many + 1)) else None
 
     def _batch_at(self, worker: int, fetch: int) -> int:
         place = worker * self.kept_batches + fetch % self.kept_batches
@@ -369,3 +383,8 @@ class WorkerBlock:
             for worker in self.read()
             if worker.stack_pipe
         }
+
+
+def _sum(counts: list[int]) -> int | None:
+    """The sum; None if one of them is `UNKNOWN` or `RAISED`."""
+    return None if min(counts, default=0) < 0 else sum(counts)

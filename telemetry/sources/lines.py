@@ -32,6 +32,9 @@ _GAP_SECONDS: Final = 0.02
 _LATE_NS: Final = NS // 1000
 """After a shorter delay, no C call has held the GIL."""
 
+_MAX_SHARE: Final = 0.003
+"""The samples, with what it takes to wake the agent thread for them, take at most this share of a core."""
+
 _USER: Final = "lines"
 _STEPS: Final = "steps"
 
@@ -54,7 +57,7 @@ class LineSampler:
         self._kinds = kinds
         if kinds and self._times is None:
             shorten_switch_interval(_USER)
-            self._times = SampleTimes(_GAP_SECONDS)
+            self._times = SampleTimes(_GAP_SECONDS, _MAX_SHARE)
         elif not kinds and self._times is not None:
             restore_switch_interval(_USER)
             self._times = None
@@ -69,8 +72,11 @@ class LineSampler:
         return self._times is not None
 
     def gap(self) -> float:
-        """Seconds to wait for the next sample. If the wait is cut short, no sample is due."""
-        return self._times.gap() if self._times is not None else float("inf")
+        """Seconds to wait for the next sample, which begins to cost now. If the wait is cut short, no sample is due."""
+        if self._times is None:
+            return float("inf")
+        self._times.starts()
+        return self._times.gap()
 
     def sample(self, due_ns: int) -> None:
         """Take the sample that was due at a stamp."""
@@ -88,7 +94,6 @@ class LineSampler:
             self._sample(times, delay, 0)
 
     def _sample(self, times: SampleTimes, wall: int, samples: int) -> None:
-        times.starts()
         tracker = self._tracker
         doing = WAIT if tracker.waiting_since > 0 else CHECKPOINT if tracker.checkpointing else STEP
         if doing in self._kinds and (doing != STEP or tracker.stepping):

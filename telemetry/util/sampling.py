@@ -205,9 +205,9 @@ class SampleTimes:
         part: samples are taken in this part of the time, in bursts. The weights make up for the rest.
     """
 
-    def __init__(self, gap_seconds: float) -> None:
+    def __init__(self, gap_seconds: float, max_share: float = _MAX_OWN_SHARE) -> None:
         self._least = self._mean = gap_seconds
-        self.max_share = _MAX_OWN_SHARE
+        self.max_share = max_share
         self.part = 1.0
         self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
         self._samples = 0

@@ -284,7 +284,7 @@ AGENT_SEAMS = {
     "accounting.ledger.take_steps": "ledger",
     "accounting.ledger.take_phases": "jsonl",
     "accounting.stats.add": "ledger",
-    "accounting.samples.fold": "ledger",
+    "accounting.batches.fold": "ledger",
     "accounting.exposed.host": "ledger",
     "accounting.stats.take_window": "jsonl",
     "accounting.stats.commit": "jsonl",

@@ -1,0 +1,177 @@
+"""Measures what the agent costs a loop of short steps whose batches have hundreds of small tensors.
+
+    python -m benchmarks.small_steps
+
+Segments with and without the agent alternate in one process, in a new order for each pair, and each begins a new
+iteration of the loader. A pair gives one ratio of step times, one of the CPU times of the training thread, which other
+programs of the machine disturb less, and the CPU time of the agent's threads, too, as a share of the step. The last
+column is what the agent itself reports for a step: its hooks, and its threads.
+
+With ``--stalled``, the window of a stall is so short that one is open in most of the segment: waits for such batches
+are long. Then the agent also samples the training thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.spread import percentile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TENSORS: Final = 500
+_STEP_SECONDS: Final = 0.001
+_SETTLE_SECONDS: Final = 1.5
+_SKIPPED: Final = 50
+
+
+class Batches(Dataset):  # type: ignore[misc]
+    """Items that are batches of `TENSORS` small tensors, in a list or in a mapping."""
+
+    def __init__(self, *, mapping: bool) -> None:
+        self.mapping = mapping
+        self.rows = torch.zeros(TENSORS, 4)
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> Any:
+        tensors = [row.clone() for row in self.rows]
+        return {f"field{number}": tensor for number, tensor in enumerate(tensors)} if self.mapping else tensors
+
+
+class Loop:
+    """A training of steps that take about `_STEP_SECONDS`."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.weight = torch.randn(64, 64, requires_grad=True)
+        self.optimizer = torch.optim.SGD([self.weight], lr=1e-9)
+        self.products = 1
+        iterator = iter(loader)
+        for _ in range(_SKIPPED):
+            self._step(iterator)
+        while statistics.median(self._timed(iterator) for _ in range(100)) < _STEP_SECONDS:
+            self.products += 1
+
+    def _timed(self, iterator: Iterator[Any]) -> float:
+        start = time.perf_counter()
+        self._step(iterator)
+        return time.perf_counter() - start
+
+    def _step(self, iterator: Iterator[Any]) -> Any:
+        batch = next(iterator)
+        product = self.weight
+        for _ in range(self.products):
+            product = product @ self.weight
+        product.mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return batch
+
+    def run(self, settle: float, seconds: float) -> Costs:
+        """Run steps, of which those after ``settle`` seconds are measured."""
+        iterator, kept = iter(self.loader), None
+        until = time.perf_counter() + settle
+        while time.perf_counter() < until:
+            kept = self._step(iterator)
+        steps, before = 0, _clocks()
+        until = before[0] + seconds
+        while time.perf_counter() < until:
+            kept = self._step(iterator)  # the batch is freed when the next one replaces it, as in a ``for`` loop
+            steps += 1
+        del kept
+        return Costs(*((now - then) / steps for now, then in zip(_clocks(), before, strict=True)))
+
+
+def _clocks() -> tuple[float, float, float]:
+    """The wall clock, the CPU time of this thread and that of all other threads."""
+    own = time.thread_time()
+    return time.perf_counter(), own, time.process_time() - own
+
+
+class Costs(NamedTuple):
+    """Seconds of a step: on the wall clock, CPU seconds of the training thread, and of all other threads."""
+
+    wall: float
+    thread: float
+    others: float
+
+
+class Segment(NamedTuple):
+    """A step of a segment, and the seconds that the agent reports for it by thread."""
+
+    costs: Costs
+    reported: dict[str, float]
+
+
+def segment(loop: Loop, seconds: float, *, agent: bool, window: float = 30.0) -> Segment:
+    """Run one segment."""
+    if not agent:
+        return Segment(loop.run(_SETTLE_SECONDS, seconds), {})
+    import telemetry
+
+    with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
+        running: Any = telemetry.start(
+            run_dir, port="off", start_line=False, end_line=False, max_snapshots=0, stall_window_seconds=window
+        )
+        try:
+            costs = loop.run(_SETTLE_SECONDS, seconds)
+            steps = running.accounting.stats.steps
+            return Segment(costs, {name: spent / steps for name, spent in running.overhead.seconds().items()})
+        finally:
+            telemetry.stop()
+
+
+def compare(loop: Loop, pairs: int, seconds: float, window: float) -> list[tuple[Segment, Segment]]:
+    """Pairs of segments without and with the agent."""
+    found = []
+    for _ in range(pairs):
+        pair = {agent: segment(loop, seconds, agent=agent, window=window) for agent in random.sample((False, True), 2)}
+        found.append((pair[False], pair[True]))
+    return found
+
+
+def main() -> None:
+    """Measure, and print one row for each kind of batch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each segment")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
+    parser.add_argument("--stalled", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    print("| batch | workers | us of a step | longer by | CPU of the training thread | of all threads | reported, us |")
+    print("|---|---|---|---|---|---|---|")
+    for workers in options.workers:
+        for mapping in (False, True):
+            loader = DataLoader(Batches(mapping=mapping), batch_size=None, num_workers=workers)
+            pairs = compare(Loop(loader), options.pairs, options.seconds, 2.0 if options.stalled else 30.0)
+            print(_row("mapping" if mapping else "list", workers, pairs), flush=True)
+
+
+def _row(kind: str, workers: int, pairs: list[tuple[Segment, Segment]]) -> str:
+    both = [(bare.costs, agent.costs) for bare, agent in pairs]
+    more = (
+        [100 * (agent.wall / bare.wall - 1) for bare, agent in both],
+        [100 * (agent.thread / bare.thread - 1) for bare, agent in both],
+        [100 * (agent.thread + agent.others - bare.thread - bare.others) / bare.wall for bare, agent in both],
+    )
+    spreads = (f"{statistics.median(of):.2f} % ({percentile(of, 0.1):.2f} to {percentile(of, 0.9):.2f})" for of in more)
+    reported = [1e6 * statistics.median(agent.reported[name] for _, agent in pairs) for name in ("training", "agent")]
+    step = f"{1e6 * statistics.median(bare.wall for bare, _ in both):.0f}"
+    return " | ".join([f"| {kind}", str(workers), step, *spreads, "{:.1f} + {:.1f} |".format(*reported)])
+
+
+if __name__ == "__main__":
+    main()
