@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
 from telemetry.diagnosis.verdict import (
@@ -43,6 +44,7 @@ from telemetry.report.process_log import (
 )
 from telemetry.trace.files import TraceError
 from telemetry.trace.reader import read_trace
+from telemetry.trace.records import LoadingSuggestion
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -165,6 +167,8 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
     """The snapshots with the contents of their traces, and the reason for each trace that could not be read."""
     snapshots, problems = [], []
     for process in processes:
+        # A stall has advice about the loader already, and knows the cause.
+        told = any(line.cause in CAUSES and CAUSES[line.cause].is_wait for line in process.stalls)
         for line in process.snapshots:
             if not line.path:
                 continue
@@ -187,7 +191,8 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
                 problems.append(f"snapshot: {error}")
                 continue
             snapshot.breakdown = {name: round(ratio, 4) for name, ratio in trace.average.categories.items()}
-            snapshot.flops, snapshot.advice = trace.flops, [*trace.advice]
+            snapshot.flops = trace.flops
+            snapshot.advice = [each for each in trace.advice if not told or not isinstance(each, LoadingSuggestion)]
     return snapshots, problems
 
 

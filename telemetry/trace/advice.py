@@ -20,7 +20,7 @@ from telemetry.trace.events import (
     ZERO_GRAD,
     copy_kind,
 )
-from telemetry.trace.records import Suggestion
+from telemetry.trace.records import LoadingSuggestion, Suggestion
 from telemetry.trace.steps import SECONDS_PER_US, difference, holds, intersection, length, union
 from telemetry.util.text import megabytes, milliseconds, percent
 
@@ -122,12 +122,12 @@ class Advisor:
         if any("_SingleProcessDataLoaderIter" in self._events.names[loader] for loader in loaders):
             workers = max(2, math.ceil(share / max(1e-3, 1 - share) / _MAX_WORKER_LOAD))
             action = f"load batches in worker processes: DataLoader(num_workers={workers})"
-            yield Suggestion(action, f"the training thread loads each batch itself: {waits}", share)
+            yield LoadingSuggestion(action, f"the training thread loads each batch itself: {waits}", share)
         else:
             action = (
                 "give the DataLoader more workers or cheaper transforms; persistent_workers=True if epochs are short"
             )
-            yield Suggestion(action, f"the workers do not keep up: {waits}", share)
+            yield LoadingSuggestion(action, f"the workers do not keep up: {waits}", share)
 
     def _copying(self, waits: Sequence[DeviceWait]) -> Iterator[Suggestion]:
         events, count = self._events, len(self._steps.spans)

@@ -186,6 +186,10 @@ class Suggestion(Struct, frozen=True):
     share_ratio: float
 
 
+class LoadingSuggestion(Suggestion, frozen=True):
+    """A suggestion about the DataLoader. A trace sees its waits, but not their cause: a stall's advice knows better."""
+
+
 class Trace(Struct, frozen=True):
     """All figures of a trace file.
 
