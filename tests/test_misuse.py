@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_w
 
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.costs import costs
+from telemetry.diagnosis.lines import LineShare, with_measured_collation
 from telemetry.diagnosis.misuse import misuse
 from telemetry.hooks.loaders import traits_of
 from telemetry.hooks.worker import fingerprint
@@ -269,6 +270,36 @@ def test_rows_in_workers_are_fetched_at_once_as_well():
     busy = with_workers(busy=1.0, cpu=0.95, blocked=0.05, fetches=400, **STARVED)
     (advice,) = advise("workers_cpu_bound", seen(busy, ROWS))
     assert "__getitems__" in advice.action
+
+
+def test_the_data_set_has_the_share_of_a_fetch_that_is_not_collation():
+    """The samples show the collation alone. It was timed: 30 % of each fetch."""
+    torch_file = "/lib/site-packages/torch/utils/data/_utils/fetch.py"
+    collation = LineShare(torch_file, 57, "fetch", "collate.default_collate", 0.7, 0.7, 0.05)
+    listed = LineShare(torch_file, 54, "fetch", "fetch.<listcomp>", 0.2, 0.2, 0.05)
+    asked = LineShare("train.py", 40, "main", None, 0.1, 0.1, 0.05)
+    part = a_slice(source="training_thread", wait=0.6, compute=0.4, timed_fetch=1.0, timed_fetch_cpu=1.0)
+    own = structs.replace(ROWS, code=("train.py", 21, "__getitem__"))
+    evidence = structs.replace(seen(part, own), own_collate_ratio=0.3)
+    first, second, third = with_measured_collation((collation, listed, asked), evidence)
+    assert (first.file, first.line, first.share) == ("train.py", 21, pytest.approx(0.6))
+    assert (second, third) == (dataclasses.replace(collation, share=pytest.approx(0.3)), asked)
+    watched = structs.replace(evidence, source="watched")
+    assert with_measured_collation((collation, asked), watched) == (collation, asked)
+
+
+def test_collation_is_timed_apart_in_a_fetch_of_the_training_thread(observed):
+    def slow_collate(samples):
+        time.sleep(0.02)
+        return samples
+
+    tracker = observed.tracker
+    tracker.time_fetches = 1
+    iterator = iter(DataLoader(Numbers(8, 0.01), 2, collate_fn=slow_collate))
+    assert next(iterator) == [0, 1]
+    assert tracker.timed_fetch_ns > tracker.timed_collate_ns + 2 * 0.01e9
+    assert tracker.timed_collate_ns >= 0.02e9
+    assert iterator._dataset_fetcher.collate_fn is slow_collate
 
 
 # -- the first fetch of an epoch ---------------------------------------------------------------------------------------

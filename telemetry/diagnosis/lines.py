@@ -52,6 +52,7 @@ _NEVER_SEEN: Final = 1.5**2
 
 _MIN_SHARE: Final = 0.01
 _COLLATE_FILE: Final = f"{LOADER_CODE}_utils{os.sep}collate.py"
+_FETCHER_FILE: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
 _PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
@@ -163,29 +164,27 @@ def with_measured_collation(lines: tuple[LineShare, ...], evidence: Evidence) ->
     """The lines of the training thread's own fetches, with the shares of collation and data set as they were timed.
 
     A sample is taken when the training thread gives the GIL away. Rows in memory are fetched without that, and
-    collation is not, so the samples show the collation alone.
+    collation is not, so the samples show the collation and too little of ``__getitem__``.
     """
-    collated = evidence.own_collate_ratio
-    code = evidence.traits.code
+    collated, code = evidence.own_collate_ratio, evidence.traits.code
     if collated is None or evidence.source != "training_thread" or code is None or not evidence.traits.one_by_one:
         return lines
-    of_collation = [line for line in lines if line.file.endswith(_COLLATE_FILE)]
-    others = [line for line in lines if not line.file.endswith(_COLLATE_FILE)]
-    seen = sum(line.share for line in others)
-    if not of_collation or seen >= 1 - collated:
+    collation = [line for line in lines if _is_collation(line)]
+    others = [line for line in lines if not _is_collation(line) and not line.file.endswith(_FETCHER_FILE)]
+    seen, file, number, function = sum(line.share for line in others), *code
+    if not collation or seen >= 1 - collated:
         return lines
-    file, number, function = code
-    if not any(line.file == file for line in others):
-        error = of_collation[0].error
-        others = [LineShare(file, number, function, None, 1.0, 1.0, error, of_collation[0].gil_ratio)]
-        seen = 1.0
-    measured = [(others, (1 - collated) / seen), (of_collation, collated / sum(line.share for line in of_collation))]
-    scaled = [
-        replace(line, share=line.share * factor, cpu_share=min(1.0, line.share * factor))
-        for part, factor in measured
-        for line in part
-    ]
-    return tuple(sorted(scaled, key=lambda line: -line.share))
+    missing, whole = 1 - collated - seen, sum(line.share for line in collation)
+    of_samples = [line for line in others if (line.file, line.function) == (file, function)]
+    row = of_samples[0] if of_samples else LineShare(file, number, function, None, 0.0, 0.0, collation[0].error)
+    found = [line for line in others if line is not row]
+    found.append(replace(row, share=row.share + missing, cpu_share=min(1.0, row.cpu_share + missing)))
+    found += [replace(line, share=line.share * collated / whole) for line in collation]
+    return tuple(sorted(found, key=lambda line: -line.share))
+
+
+def _is_collation(line: LineShare) -> bool:
+    return line.file.endswith((_COLLATE_FILE, _FETCHER_FILE)) and "collate" in f"{line.file} {line.calls}"
 
 
 def _inside(stack: Stack, work: str) -> Stack:
