@@ -104,6 +104,12 @@ class LineFindings:
         }
 
 
+def _work_of(stall: Stall) -> tuple[str, ...]:
+    """The work that is sampled during a stall. If a thread reads a loader ahead, the fetches show the slow line."""
+    kinds, evidence = CAUSES[stall.cause].work, stall.evidence
+    return (work.FETCH,) if evidence.source == "watched" and evidence.read_by_thread and work.FETCH in kinds else kinds
+
+
 class LineMonitor:
     """Follows the lines of one rank on the agent thread.
 
@@ -142,7 +148,7 @@ class LineMonitor:
         slow = holds_others_up and stall is None
         kinds = work.SLOW_RANK if slow else ()
         if stall is not None and not stall.is_stuck:
-            kinds = CAUSES[stall.cause].work
+            kinds = _work_of(stall)
         elif not slow:
             self._forget()
         self._keep_ended()
@@ -153,7 +159,10 @@ class LineMonitor:
             self._begin(slow=slow)
         passed = (now_ns() - self._session) / NS
         if self._samples_at(passed, stall, kinds):
-            self._sample(kinds, stall.evidence.source if stall is not None else None)
+            evidence = None if stall is None else stall.evidence
+            self._sample(
+                kinds, ahead=evidence is not None and (evidence.source == "read_ahead" or evidence.read_by_thread)
+            )
         else:
             self._pause()
         if passed < self._lines_due or not self._names_a_line(stall, kinds):
@@ -240,14 +249,15 @@ class LineMonitor:
             self._ended_workers = StackProfile()
             self.sampler.begin()
 
-    def _sample(self, wanted: tuple[str, ...], source: str | None) -> None:
+    def _sample(self, wanted: tuple[str, ...], *, ahead: bool) -> None:
+        """Sample this work. ``ahead``: whether threads of this process fetch."""
         kinds = frozenset(wanted)
         loaders = self._tracker.loaders
         live = loaders.live()
         if wanted[0] == work.FETCH:
             loaders.sampling = self._session, now_ns() + _AHEAD_NS
             self._ask(live)
-        threads = any(handle.threads for handle in live) or source == "read_ahead"
+        threads = any(handle.threads for handle in live) or ahead
         self.sampler.want(kinds if threads else kinds - {work.FETCH})
 
     def _pause(self) -> None:
@@ -275,7 +285,8 @@ class LineMonitor:
     def _sampled_by(self, handle: LoaderHandle) -> StackProfile:
         """What an iterator's workers have written in this session."""
         profile = StackProfile()
-        if handle.block is None or not handle.training:
+        trained = any(each.training for each in self._asked.values())
+        if handle.block is None or (trained and not handle.training):
             return profile
         for found in handle.block.sampled():
             if found.session == self._session:
@@ -288,7 +299,7 @@ class LineMonitor:
 
     def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:
         """The samples that count for a stall, if any, and the kind of work in them."""
-        kinds, profiles = CAUSES[stall.cause].work, self.sampler.profiles
+        kinds, profiles = _work_of(stall), self.sampler.profiles
         if kinds[:1] == (work.WAIT,) and stall.evidence.source != "read_ahead":
             kind = work.SAMPLER if stall.evidence.source == "workers" else work.WAIT
             return profiles.get(work.WAIT), kind
