@@ -175,7 +175,11 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
     """The last line of a process that ended by itself.
 
     Attributes:
-        exception: type of the exception that ended the script. ``lost_peer``: whether it means another rank's end.
+        exit_status: the argument of ``sys.exit``.
+        exception: type of the exception that ended the script. ``exception_at``: the innermost line of the user's code
+            in it, such as ``main at train.py:42``. ``failure``: what it means, one of `FAILURES`; null for others.
+        shared_memory_bytes: size of /dev/shm, if it was full.
+        lost_peer: whether the exception means another rank's end.
         replaced: whether the process has executed another program.
         stuck_for_seconds: time for which it had been stuck when it ended.
         log_lines_dropped: lines that could not be written.
@@ -184,12 +188,25 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
 
     exit_status: Number | None = None
     exception: str | None = None
+    exception_at: str | None = None
+    failure: str | None = None
+    shared_memory_bytes: Count | None = None
     lost_peer: bool = False
     replaced: bool = False
     stuck_for_seconds: Number | None = None
     errors_total: dict[str, Count] = {}
     log_lines_dropped: Count = 0
     step_trend: StepTrend | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the process has ended with an exception or an exit status."""
+        return bool(self.exception or self.exit_status)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its work is done, as far as is known."""
+        return not (self.failed or self.replaced)
 
 
 class Settings(Struct, frozen=True):
@@ -304,7 +321,7 @@ class StallEvidence(TypedDict, total=False):
 
     Attributes:
         lost_seconds: seconds lost, by cause.
-        stuck_in: category of the ledger in which the rank is stuck; only for a hang, like the next three.
+        stuck_in: category of the ledger in which the rank is stuck; only for a hang, like the next four.
         lines, lines_of: lines with their shares of the time, and of which time: fetch, wait, sampler, step, checkpoint.
         line_verdict: a sentence about the lines.
         share_ratio: share of the cause, if other causes are of similar size: ``also``.
@@ -316,6 +333,7 @@ class StallEvidence(TypedDict, total=False):
     lost_seconds: dict[str, Number]
     stuck_in: str
     stuck_at: str | None
+    worker_at: str
     stuck_for_seconds: Number
     stacks: list[str]
     lines: list[HotLine]

@@ -1069,6 +1069,24 @@ def factor_text(high: float, low: float | None) -> str:
     return f"{high:g}" if low is None or low >= high else f"{low:g} to {high:g}"
 
 
+SHARED_MEMORY_FULL: Final = "shared_memory_full"
+LOADER_TIMEOUT: Final = "loader_timeout"
+WORKER_KILLED: Final = "worker_killed"
+WORKER_ENDED: Final = "worker_ended"
+GPU_MEMORY_FULL: Final = "gpu_memory_full"
+
+FAILURES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        SHARED_MEMORY_FULL: "The shared memory (/dev/shm) was full: a worker could not put a batch there.",
+        LOADER_TIMEOUT: "A batch did not come within the `timeout` of the DataLoader.",
+        WORKER_KILLED: "A worker was killed, mostly because the memory was full.",
+        WORKER_ENDED: "A worker ended by itself or crashed.",
+        GPU_MEMORY_FULL: "The memory of the GPU was full.",
+    }
+)
+"""What the exception that ended a process means, with its documentation: the values of ``failure``."""
+
+
 class HotLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
 
@@ -1161,6 +1179,11 @@ class StallRecord(msgspec.Struct, kw_only=True):
     def stuck_at(self) -> str:
         """For a hang the innermost frames of the training thread; else empty."""
         return self.evidence.get("stuck_at") or ""
+
+    @property
+    def worker_at(self) -> str:
+        """For a hang the place of the worker whose fetch takes longest; empty without a fetch."""
+        return self.evidence.get("worker_at") or ""
 
     @property
     def stacks(self) -> list[str]:

@@ -254,8 +254,8 @@ def test_a_clock_that_is_stepped_is_no_time_before_the_agent(tmp_path):
 def test_the_exit_status_is_what_the_kernel_keeps(code, status):
     end = EndEvidence()
     end.leaving(code)
-    assert end.line().exit_status == status
-    assert end.finished is (status == 0)
+    assert end.settled.exit_status == status
+    assert end.settled.finished is (status == 0)
 
 
 def test_the_job_is_told_by_its_scheduler(monkeypatch):

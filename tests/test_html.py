@@ -33,7 +33,7 @@ def short_run(folder: Path, **fields) -> Path:
     stall = dict(
         cause="workers_io_bound", opened="2026-01-01T00:00:12.000Z", first_step=3, exposed_wait_ratio=0.5,
         evidence={"lost_seconds": {"workers_io_bound": 9.0}, "lines": [dict(file="/a/b.py", line=7, function="read", calls="open", share_ratio=0.8)]},
-        advice=[dict(action="use more workers", setting="num_workers", value=8, predicted_speedup=1.9, because="they wait for storage")],
+        advice=[dict(action="use more workers", setting="num_workers", value="8", predicted_speedup=1.9, because="they wait for storage")],
     )  # fmt: skip
     write(
         folder, 0,
@@ -65,7 +65,7 @@ def test_tiles_and_advice_are_about_the_ranks_of_the_verdict(tmp_path):
     head = line("run_start", started="2026-01-01T00:01:00.000Z", pid=77)
     write(tmp_path, 0, head, window(wait=9.5, compute=10, steps=10) | fields | lost, pid=77)
     text = Page(page_of(tmp_path)).text
-    assert "Healthy: no rank lost more than 4.8 % of its training loop waiting for data after the first batch" in text
+    assert "Until then no rank lost more than 4.8 % of its training loop waiting for data after the first batch" in text
     assert re.search(r"Exposed wait 4\.8 % of the training loop after the first batch, worst rank \(0\)", text)
     assert "num_workers=8" not in text
     assert "Lost in stalls 1 h" in text  # of all processes, also from logs that are gone

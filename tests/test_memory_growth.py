@@ -167,6 +167,16 @@ def test_copies_of_a_list_are_told_from_a_cache_and_end_with_the_list():
     assert (growth.where, growth.copied_on_write) == (WORKERS, False)
 
 
+def test_the_small_shared_memory_of_a_container_is_forecast():
+    """16 MiB, or 1 % of the machine, is more than a /dev/shm of 64 MB can grow within a quarter of its end."""
+    small = {"shared_memory_size": flat(64e6), TRAINING: flat(4 * GB)}
+    view = Watched(**{SHARED_MEMORY: noisy(line(10e6, 0.36 * GB), 0.5e6)} | small).live(200)
+    assert (view.exhausted, view.where) == (SHARED_MEMORY, SHARED_MEMORY)
+    assert view.exhausted_in_seconds == pytest.approx((64e6 - 30e6) / 1e5, rel=0.15)
+    still = Watched(**{SHARED_MEMORY: noisy(flat(10e6), 3e6)} | small).live(200)
+    assert still.exhausted is None
+
+
 def test_shared_memory_has_a_size_of_its_own():
     growth = Watched(
         **{SHARED_MEMORY: line(0.1 * GB, 2 * GB), "shared_memory_size": flat(8 * GB), TRAINING: flat(4 * GB)}

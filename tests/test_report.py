@@ -141,7 +141,7 @@ def test_a_process_counts_until_another_replaces_it(processes):
 def test_a_wait_that_has_not_ended_is_no_share_of_the_loop(tmp_path):
     write(tmp_path, 0, line("run_start", **START), window(wait=0.1, compute=0.0, steps=0))
     text = text_of(load(tmp_path))
-    assert "No training step has ended yet." in text
+    assert "Killed: rank 0 did not end by itself. No training step had ended." in text
     rows = [row.split() for row in text.splitlines() if row.startswith("   0 ")]
     assert rows[0][4:12] == ["-"] * 8, "steps, waits, exposed, the agent's cost of a step"
 

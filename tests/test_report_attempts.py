@@ -410,7 +410,7 @@ def test_another_rank_of_the_same_cgroup_tells(tmp_path):
     peer = of_the_same_cgroup(tmp_path).window(15).window(25).counts(1)
     peer.end(26.0, exception="RuntimeError", lost_peer=True)
     assert told(tmp_path, "end", "reason") == [("killed", "rank 0 killed by the OOM killer")]
-    assert "The run has ended: rank 0 killed by the OOM killer. Raise the memory limit" in text_of(load(tmp_path))
+    assert "Killed: rank 0 killed by the OOM killer. Raise the memory limit" in text_of(load(tmp_path))
 
 
 def test_a_kill_after_the_process_was_dead_is_not_its_own(tmp_path):

@@ -21,7 +21,7 @@ from telemetry.config import GROUPS, setting_docs
 from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.diagnosis.findings import FINDINGS
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
-from telemetry.records import RankPace, WorkersSample
+from telemetry.records import FAILURES, RankPace, WorkersSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -252,6 +252,7 @@ STALL: Final = {
     "stuck_for_seconds": "in a hang: time without progress",
     "stuck_in": "in a hang: the category of the ledger that the training thread is in",
     "stuck_at": "in a hang: the innermost frames of the training thread",
+    "worker_at": "in a hang: the line of the worker whose fetch takes longest",
     "lines": "the lines in which the time was spent",
     "lines_of": "of what these are shares",
     "line_samples": "number of samples",
@@ -308,7 +309,8 @@ def fields_part() -> str:
         for title, names, meanings in parts
     ]
     kinds = table(("Kind", "Meaning"), ((f"`{kind}`", text) for kind, text in FINDINGS.items()))
-    return "\n".join([*tables, f"### Kinds of findings\n\n{kinds}"])
+    failures = table(("`failure`", "Meaning"), ((f"`{name}`", text) for name, text in FAILURES.items()))
+    return "\n".join([*tables, f"### Kinds of findings\n\n{kinds}", f"### Failures\n\n{failures}"])
 
 
 def written_evidence() -> dict[str, Any]:

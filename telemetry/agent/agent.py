@@ -40,7 +40,7 @@ from telemetry.node.membership import Membership
 from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
-from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.records import COMPUTE, DATA_WAIT, LOADER_TIMEOUT
 from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.lines import ThreadSampler
 from telemetry.util.clock import NS, WallClock, now_ns
@@ -608,7 +608,9 @@ class Agent:
         with self.errors.contained("snapshot"):
             self.snapshots.end()
         with self.errors.contained("jsonl"):
-            self._stall_monitor.end(self._builder.update())
+            totals, end = self._builder.update(), self.attempt.end.settled
+            timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
+            self._stall_monitor.end(totals, timed_out=timed_out)
             self.findings.end()
             self.event_log.write_phases(last=True)
             self.event_log.window()
@@ -620,7 +622,7 @@ class Agent:
             self._step_monitor.end()
         with self.errors.contained("attempts"):
             self._run_so_far.tick()
-            self._run_so_far.end(finished=self.attempt.end.finished)
+            self._run_so_far.end(finished=self.attempt.end.settled.finished)
         with self.errors.contained("jsonl"):
             self.event_log.write_errors()
             stuck = self._stuck_at_end()
@@ -670,6 +672,7 @@ class Agent:
             job_hang=self.job_hang.sentence,
             children=self.event_log.child_processes,
             step_lines=self._step_monitor.lines(),
+            end=self.attempt.end.settled,
         )
         return end_line(verdict, totals, self.run_dir if logged else None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.verdict import RankWaits, RunFacts, VerdictKind, judge
+from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, VerdictKind, judge
 from telemetry.records import COMPUTE, DATA_WAIT, StallRecord
 from telemetry.util.text import rough_duration, rounded_percent
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.verdict import Verdict
+    from telemetry.log_lines import RunEndLine
     from telemetry.records import HotLine, RankPace, Totals
 
 _MIN_SHARE: Final = 0.005
@@ -32,6 +33,7 @@ def verdict_at_end(
     job_hang: str = "",
     children: int = 0,
     step_lines: Sequence[HotLine] = (),
+    end: RunEndLine | None = None,
 ) -> Verdict:
     """Judge the run from this rank.
 
@@ -45,6 +47,7 @@ def verdict_at_end(
         job_hang: why the whole job was stuck, if that is known.
         children: processes that the script has started with multiprocessing.
         step_lines: the lines of code in which its steps spend their time.
+        end: how this process ends; None if only its agent does.
     """
     ranks, stalls = [own], [] if stall is None else [stall]
     for peer in peers:
@@ -72,6 +75,8 @@ def verdict_at_end(
             hang=job_hang if stuck is not None else "",
             stuck=[] if stuck is None else [(stuck, True)],
             ended=True,
+            broke_off=end is not None and end.failed,
+            end=RunEnd((own.rank,), end) if end is not None and end.failed else None,
             children=children,
             step_lines={own.rank: step_lines},
         )
@@ -95,7 +100,7 @@ def own_waits(totals: Totals, *, rank: int, starved_ratio: float, unmeasured: st
 
 def end_line(verdict: Verdict, totals: Totals, run_dir: Path | None) -> str:
     """The line, without its line break. ``run_dir``: None if the run has no log."""
-    text = verdict.text + (f" {_ledger(totals)}" if verdict.kind == VerdictKind.HEALTHY else "")
+    text = verdict.text + (f" {_ledger(totals)}" if verdict.kind in {VerdictKind.HEALTHY, VerdictKind.FAILED} else "")
     see = "" if run_dir is None else f"; see: telemetry report {shlex.quote(str(run_dir))}"
     return f"telemetry: {text.removesuffix('.')}{see}"
 

@@ -614,7 +614,7 @@ class EventLog:
         """
         return self.write(
             structs.replace(
-                self._attempt.end.line(),
+                self._attempt.end.settled,
                 stuck_for_seconds=ABSENT if stuck_for_seconds is None else stuck_for_seconds,
                 step_trend=ABSENT if step_trend is None else step_trend,
                 errors_total=dict(self._errors.counts),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from contextlib import suppress
 from typing import Any, Final
 
 from telemetry.log_lines import ABSENT, RunEndLine
+from telemetry.records import GPU_MEMORY_FULL, LOADER_TIMEOUT, SHARED_MEMORY_FULL, WORKER_ENDED, WORKER_KILLED
+from telemetry.util.stacks import is_library
 
 _PEER_LOST: Final = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket closed|"
@@ -43,6 +47,7 @@ class EndEvidence:
     def __init__(self) -> None:
         self._status: int | None = None
         self._exception: BaseException | None = None
+        self._settled: RunEndLine | None = None
         self.replaced = False
         self.process_ends = False
 
@@ -59,20 +64,63 @@ class EndEvidence:
             self._exception = last if isinstance(last, BaseException) else None
 
     @property
-    def finished(self) -> bool:
-        """Whether its work is done, as far as we know."""
-        return self._exception is None and not self._status and not self.replaced
+    def settled(self) -> RunEndLine:
+        """What the last line of the log has of it. Forgets the exception, whose frames keep objects of the script."""
+        if self._settled is None:
+            error, self._exception = self._exception, None
+            failure = None if error is None else failure_of(error)
+            self._settled = RunEndLine(
+                exit_status=ABSENT if self._status is None else self._status,
+                exception=ABSENT if error is None else type(error).__name__,
+                exception_at=ABSENT if error is None else _users_line(error),
+                failure=ABSENT if failure is None else failure,
+                shared_memory_bytes=_size_of_shared_memory() if failure == SHARED_MEMORY_FULL else ABSENT,
+                lost_peer=ABSENT if error is None else _lost_peer(error),
+                replaced=self.replaced or ABSENT,
+            )
+        return self._settled
 
-    def line(self) -> RunEndLine:
-        """What the last line of the log has of it. What is not known is absent."""
-        status, error = self._status, self._exception
-        self._exception = None
-        return RunEndLine(
-            exit_status=ABSENT if status is None else status,
-            exception=ABSENT if error is None else type(error).__name__,
-            lost_peer=ABSENT if error is None else _lost_peer(error),
-            replaced=self.replaced or ABSENT,
-        )
+
+def _size_of_shared_memory() -> Any:
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return ABSENT
+    return found.f_blocks * found.f_frsize
+
+
+def _users_line(error: BaseException) -> str | None:
+    """The innermost line of the user's code in an exception; None if there is none."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not is_library(code.co_filename):
+            found = f"{code.co_name} at {os.path.basename(code.co_filename)}:{trace.tb_lineno}"  # noqa: PTH119 - text
+        trace = trace.tb_next
+    return found
+
+
+_FAILURES: Final = (
+    (SHARED_MEMORY_FULL, r"killed by signal: bus error|(shared memory|/torch_\d+).*no space left on device"),
+    (LOADER_TIMEOUT, r"dataloader timed out after"),
+    (WORKER_KILLED, r"dataloader worker \(pid.*killed by signal: killed"),
+    (WORKER_ENDED, r"dataloader worker \(pid.*(exited unexpectedly|killed by signal)"),
+    (GPU_MEMORY_FULL, r"cuda out of memory"),
+)
+_MAX_CHAIN: Final = 8
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - only its size is read
+
+
+def failure_of(error: BaseException) -> str | None:
+    """What an exception of torch means, see `FAILURES`. Its text is only matched, because it may hold anything."""
+    texts: list[str] = []
+    each: BaseException | None = error
+    while each is not None and len(texts) < _MAX_CHAIN:
+        if isinstance(each, (RuntimeError, MemoryError, OSError)):
+            with suppress(Exception):
+                texts.append(str(each)[:_MAX_TEXT].lower())
+        each = each.__cause__ or each.__context__
+    return next((kind for kind, told in _FAILURES if any(re.search(told, text, re.DOTALL) for text in texts)), None)
 
 
 def _lost_peer(error: BaseException) -> bool:

@@ -142,7 +142,7 @@ def stall_record(
         evidence |= {"share_ratio": round(first.share, 4), "also": also}
     if stuck is not None:
         evidence |= stuck.evidence()
-        advice = advice if stall.cause == "worker_stuck" else stuck.advice()
+        advice = (*advice, *stuck.advice_on_locks()) if stall.cause == "worker_stuck" else stuck.advice()
     if lines is not None:
         evidence |= lines.evidence()
         advice = (*advice, *lines.advice)
@@ -362,9 +362,12 @@ class StallMonitor:
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
 
-    def end(self, totals: Totals) -> None:
-        """Close the open stall at the end of the run."""
+    def end(self, totals: Totals, *, timed_out: bool = False) -> None:
+        """Close the open stall at the end of the run. ``timed_out``: it was stuck, and no stall has told so yet."""
         self._last = replace(self._last, totals=totals)
+        if timed_out:
+            self._stuck = self.stuck_monitor.timed_out()
+            self._take_stuck(self._stuck, self._last)
         change = self._detector.last()
         if change is not None:
             self._count_lost(change.stall, None)
@@ -463,10 +466,14 @@ class StallMonitor:
     def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
         self._opened = self._wall.iso()
         self._counts.opened[stall.cause] += 1
-        record = stall_record(stall, self._stuck, self._event_log.identity, self._opened)
+        stacks: list[str] = []
         if with_stacks:
             with self._errors.contained("stacks"):
-                record.evidence["stacks"] = self.stuck_monitor.stacks()
+                stacks = self.stuck_monitor.stacks()
+                self._stuck = self.stuck_monitor.stuck
+        record = stall_record(stall, self._stuck, self._event_log.identity, self._opened)
+        if stacks:
+            record.evidence["stacks"] = stacks
         if self._sinks is not None:
             self._sinks.stall_opened(record)
         self._event_log.emit("stall_open", record.log_fields())

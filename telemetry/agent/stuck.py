@@ -6,16 +6,21 @@ loop do not count. Time in which the agent did not run either does not count: th
 stopped. Evaluations and checkpoints have a longer limit, `longest_phase`. A rank is stuck in one if the hooks have seen
 nothing for that long, and it then stays at one place. While another rank is in one, the time of a rank that waits for
 it does not count before that limit.
+
+The first batches of a run may take long. In the wait for them, whatever their fetches compute or read counts as
+progress, so that a fetch that never ends is found as early as a later one.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.costs import NAMED_BY_SOURCE
 from telemetry.diagnosis.stragglers import absent_rank
 from telemetry.records import CHECKPOINT, DATA_WAIT, EVALUATION, Advice, stuck_in_words
+from telemetry.sources.proc import read_io, read_stat
 from telemetry.sources.stacks import (
     DEBUGGER,
     EPOCH_END,
@@ -96,6 +101,8 @@ class Moment:
         steps: completed steps of the run.
         loop_left: whether the loop of the newest step has been left, for example by ``break``.
         at_epoch_boundary: whether the thread waits for the first batch of an epoch.
+        early_wait: whether it waits for one of the first batches of the run. Then ``progress`` shows also what their
+            fetches do.
         seconds: time since the last tick, whatever the thread did; 0.0 if the process or a debugger was stopped.
         waits_for_far_ranks: whether the thread waits for other ranks, and some of them are on other nodes.
         phase_at: a hash of the stack in an evaluation or a checkpoint of this rank; else None.
@@ -108,6 +115,7 @@ class Moment:
     loop_left: bool
     at_epoch_boundary: bool
     seconds: float = 0.0
+    early_wait: bool = False
     waits_for_far_ranks: bool = False
     phase_at: str | None = None
     peer_phase: str | None = None
@@ -179,7 +187,7 @@ class StuckDetector:
         least = self._setting or MIN_SECONDS
         if moment.phase_at is not None:
             return self.seconds >= least
-        early = EARLY_SECONDS if moment.steps < MIN_STEPS else 0.0
+        early = EARLY_SECONDS if moment.steps < MIN_STEPS and not moment.early_wait else 0.0
         if moment.waits_for_far_ranks:
             far = FAR_SECONDS if self._setting is None else min(FAR_SECONDS, PHASE_TIMES * self._setting)
             least = max(least, far)
@@ -252,6 +260,11 @@ def stuck_advice(category: str, seconds: float, at: str, missing: RankPace | Non
 
 # -- where it is stuck -------------------------------------------------------------------------------------------------
 
+_FETCH_WORK_STEPS: Final = 10
+_IDLE_RATIO: Final = 0.02
+"""A fetch makes progress with each tenth of a second that its worker computes. A process computes more than this share
+of a core if it fetches itself. The agent takes 0.2 %."""
+
 _LEFT_SECONDS: Final = 10.0
 """A process that was interrupted while stuck may need this long to end. After that, its end has another reason."""
 
@@ -267,6 +280,8 @@ class StuckRank:
         seconds: time without progress.
         at: the innermost frames of the training thread, as text.
         missing: the rank that has not reached the synchronisation in which this rank waits, if known.
+        worker: where the worker stands whose fetch takes longest; None without a fetch, and before the stacks are read.
+        first_batch: whether no batch has come yet.
     """
 
     kind: str
@@ -275,14 +290,30 @@ class StuckRank:
     seconds: float
     at: str
     missing: RankPace | None = None
+    worker: StuckPlace | None = None
+    first_batch: bool = False
 
     def evidence(self) -> dict[str, Any]:
         """Its fields in the evidence of the log."""
-        return {"stuck_for_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
+        told = {"stuck_for_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
+        if self.worker is not None and self.worker.where is not None:
+            told["worker_at"] = f"{self.worker.call} at {self.worker.where}"
+        return told
 
     def advice(self) -> tuple[Advice, ...]:
         """Advice where to look."""
         return stuck_advice(self.category, self.seconds, self.at, self.missing)
+
+    def advice_on_locks(self) -> tuple[Advice, ...]:
+        """Advice if the very first fetch does not end: its worker may wait for a lock that was copied by the fork."""
+        if self.cause != "worker_stuck" or not self.first_batch:
+            return ()
+        at = "" if self.worker is None or self.worker.where is None else f"; it is in {self.evidence()['worker_at']}"
+        because = (
+            f"if a thread of the training process held a lock when the worker was forked, it is never free there{at}"
+        )
+        action = "start the workers without the locks of the training process, if it waits for one"
+        return (Advice(action, "multiprocessing_context", "forkserver", None, because),)
 
 
 class StuckMonitor:
@@ -301,6 +332,9 @@ class StuckMonitor:
         self.left: StuckRank | None = None
         self._left_seconds = 0.0
         self._steps_before = 0  # steps that had ended when the rank was last stuck
+        self._no_batch_yet = True
+        self._fetch_work = 0
+        self._waited_seconds = 0.0  # how long nothing was seen, at the newest tick that saw nothing
 
     def tick(
         self,
@@ -323,9 +357,14 @@ class StuckMonitor:
         seconds, loop_seconds = (0.0, 0.0) if added is None else (added.seconds, added.loop_seconds)
         tracker, ledger, stats = self._tracker, accounting.ledger, accounting.stats
         waiting, in_phase = ledger.category == DATA_WAIT, ledger.category in {CHECKPOINT, EVALUATION}
+        early_wait = waiting and stats.steps < MIN_STEPS
+        progress: tuple[int, ...] = tracker.progress
+        if early_wait and added is not None:
+            loop_seconds, progress = seconds, (*progress, *self._work_of_fetches(added))
         moment = Moment(
             loop_seconds=loop_seconds,
-            progress=tracker.progress,
+            progress=progress,
+            early_wait=early_wait,
             steps=stats.steps,
             loop_left=tracker.loop_left and not waiting and not in_phase,
             at_epoch_boundary=waiting and ledger.at_epoch_boundary,
@@ -336,6 +375,8 @@ class StuckMonitor:
         )
         kind = self._watch.update(moment, stats)
         self._left_seconds += seconds
+        self._waited_seconds = self._watch.still_seconds or self._waited_seconds
+        self._no_batch_yet = not ledger.batches
         if self._left_seconds > _LEFT_SECONDS or accounting.steps_total > self._steps_before:
             self.left = None
         if kind == "opened":
@@ -377,7 +418,36 @@ class StuckMonitor:
                 workers.append((number, pid, seconds, ports.get(pid)))
         texts = all_stacks(self._tracker.thread, workers)
         self.fetch = fetch_in(texts)
+        if self._stuck is not None:
+            self._stuck = replace(self._stuck, worker=self.fetch)
         return texts
+
+    def timed_out(self) -> StuckRank:
+        """The rank as it was stuck until the DataLoader's ``timeout`` ended the wait. It is kept in ``left``."""
+        self._left_seconds = 0.0
+        self.left = self._stuck = StuckRank(
+            "opened", "worker_stuck", DATA_WAIT, self._waited_seconds, "", first_batch=self._no_batch_yet
+        )
+        return self.left
+
+    def _work_of_fetches(self, added: Passed) -> tuple[int, int]:
+        """What fetches have done so far: tenths of a second of CPU time, and bytes read from storage.
+
+        Without workers the fetch is on the training thread. Then each tick counts in which the process has computed.
+        """
+        pids = [pid for loader in self._tracker.loaders.live() for pid in loader.pids]
+        if pids:
+            cpu = sum(stat.cpu_seconds for pid in pids if (stat := read_stat(pid)) is not None)
+            self._fetch_work = int(_FETCH_WORK_STEPS * cpu)
+        elif added.process_cpu_seconds is None or added.process_cpu_seconds > _IDLE_RATIO * added.seconds:
+            self._fetch_work += 1
+        read = (io.read_bytes for pid in pids or [os.getpid()] if (io := read_io(pid)) is not None)
+        return self._fetch_work, sum(read)
+
+    @property
+    def stuck(self) -> StuckRank | None:
+        """This rank, if it is stuck, or was at the newest tick."""
+        return self._stuck
 
     def _opened(self, category: str, source: str | None) -> StuckRank | None:
         stack = stack_of(self._tracker.thread)
@@ -387,7 +457,7 @@ class StuckMonitor:
             return None
         seconds = self._watch.seconds
         cause = stuck_cause(category, source, self._longest_fetch(), seconds)
-        return StuckRank("opened", cause, category, seconds, place(stack))
+        return StuckRank("opened", cause, category, seconds, place(stack), first_batch=self._no_batch_yet)
 
     def _longest_fetch(self) -> float:
         """Seconds of the longest fetch in progress, over all loaders.

@@ -224,6 +224,9 @@ _MIN_BYTES: Final = 16 << 20
 _MIN_LIMIT_RATIO: Final = 0.01
 """Growth of less than 16 MiB, or than this share of the limit, within the judged time is ignored."""
 
+_MIN_SMALL_RATIO: Final = 0.05
+"""Of a small /dev/shm, such as a container's of 64 MB, this share is enough instead of 16 MiB."""
+
 _HORIZON: Final = 4.0
 """The end of the memory is forecast for at most this many times the judged time."""
 
@@ -262,7 +265,7 @@ class MemoryReadings:
 
 def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
     """Judge the histories. Parts that were not measured for long enough are missing in the result."""
-    at_least = max(float(_MIN_BYTES), _MIN_LIMIT_RATIO * (now.limit_bytes or 0.0))
+    at_least = _least(now.limit_bytes)
     growths = {part: lasting_growth(readings, at_least) for part, readings in now.parts.items()}
     rates = {
         part: growth.per_second if growth is not None else 0.0
@@ -271,7 +274,9 @@ def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
     }
     ends = (
         _end_of_memory(now, growths, at_least),
-        _end_of_part(SHARED_MEMORY, lasting_growth(now.shared_memory_used, at_least), now.free),
+        _end_of_part(
+            SHARED_MEMORY, lasting_growth(now.shared_memory_used, _least(_size_of_shared_memory(now))), now.free
+        ),
         _end_of_part(CUDA, growths.get(CUDA), now.free),
     )
     first = min((end for end in ends if end is not None), key=lambda end: end.exhausted_in_seconds or 0, default=None)
@@ -286,6 +291,19 @@ def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
     if growth is not None and free is not None and growth.seconds_to(free) == math.inf:
         return MemoryGrowth(dict.fromkeys(rates, 0.0))  # the growth ends before the memory is used up
     return MemoryGrowth(rates, where, rates[where])
+
+
+def _least(limit: float | None) -> float:
+    """The least growth that counts for memory with a limit."""
+    return (
+        float(_MIN_BYTES) if limit is None else max(min(_MIN_BYTES, _MIN_SMALL_RATIO * limit), _MIN_LIMIT_RATIO * limit)
+    )
+
+
+def _size_of_shared_memory(now: MemoryReadings) -> float | None:
+    """What is used of /dev/shm, and what is free; None if that is not known."""
+    used, free = now.parts.get(SHARED_MEMORY), now.free.get(SHARED_MEMORY)
+    return None if not used or free is None else used[-1].value + free
 
 
 def _end_of_memory(

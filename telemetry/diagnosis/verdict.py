@@ -12,29 +12,38 @@ from telemetry.records import (
     CUDA,
     DOWN,
     EVALUATION,
+    GPU_MEMORY_FULL,
+    LOADER_TIMEOUT,
     LOST,
     REDONE,
     REPLAY,
     RESTORE,
     SHARED_MEMORY,
+    SHARED_MEMORY_FULL,
     STARTUP,
     STUCK,
     TRAINING,
+    WORKER_ENDED,
+    WORKER_KILLED,
     WORKERS,
     stuck_in_words,
 )
-from telemetry.util.text import byte_size, percent, plain_number, rough_duration, rounded_percent
+from telemetry.util.text import byte_size, named, percent, plain_number, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
+    from telemetry.log_lines import RunEndLine
     from telemetry.records import Advice, HotLine, StallRecord
     from telemetry.trace.records import Suggestion
 
 
 class VerdictKind(Enum):
-    """What a verdict says. The last three are about a hang, the others about the largest loss."""
+    """What a verdict says. The last three are about a hang, the others about the largest loss.
+
+    A run that loses nothing is `FAILED` if it has not finished, and else `HEALTHY`.
+    """
 
     NO_STEPS = "no steps"
     UNMEASURED = "unmeasured"
@@ -42,6 +51,7 @@ class VerdictKind(Enum):
     UNKNOWN = "unknown"
     STALLED = "stalled"
     SLOWED = "slowed"
+    FAILED = "failed"
     HEALTHY = "healthy"
     STUCK = "stuck"
     HANGS = "hangs"
@@ -117,6 +127,21 @@ def healthy_share(worst: RankWaits) -> tuple[float, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run has ended that has not finished.
+
+    Attributes:
+        ranks: the rank that failed first, or the ranks that were killed.
+        process: how the process of that rank ended; None if they were killed.
+        killed_by_oom: what the OOM killer has ended; empty if it did nothing.
+    """
+
+    ranks: tuple[int, ...]
+    process: RunEndLine | None
+    killed_by_oom: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RankClaim:
     """A process that claims the same rank as others at the same time. ``shown_as``: the rank that it has instead."""
 
@@ -178,12 +203,12 @@ class RunFacts:
         world_size: number of ranks, if not all may be known.
         hang: why the whole job hangs; empty if it does not.
         stuck: stalls of ranks that are stuck, or were until they ended. Each with whether its process has ended.
-        ended: whether the run has ended.
+        ended: whether the run has ended. ``broke_off``: whether it ended before its work was done; ``end``: how, to be
+            said.
         ledger: seconds by category, to mention other large categories.
         children: number of processes that the script has started with multiprocessing.
         same_rank: processes that claim one rank at the same time, by that rank.
         trace: the newest trace that was read. ``gpu_hours``: None for a single attempt.
-        killed_by_oom: what the OOM killer has ended; empty if it has not ended the run.
         memory: the memory that runs out first; None if none is about to.
         step_lines: by rank, the lines of code in which its steps spend their time, the largest share first.
     """
@@ -195,12 +220,13 @@ class RunFacts:
     hang: str = ""
     stuck: Sequence[tuple[StallRecord, bool]] = ()
     ended: bool = False
+    broke_off: bool = False
+    end: RunEnd | None = None
     ledger: Mapping[str, float] = field(default_factory=dict)
     children: int = 0
     same_rank: Mapping[int, Sequence[RankClaim]] = field(default_factory=dict)
     trace: ShownTrace | None = None
     gpu_hours: GpuHours | None = None
-    killed_by_oom: str = ""
     memory: GrowingMemory | None = None
     step_lines: Mapping[int, Sequence[HotLine]] = field(default_factory=dict)
 
@@ -287,29 +313,31 @@ _MIN_MENTIONED_RATIO: Final = 0.20
 def judge(facts: RunFacts) -> Verdict:
     """The verdict on a run."""
     finding = find(facts)
-    kind, text = finding.kind, ""
+    kind, end = finding.kind, _end(facts.end, several=max(facts.world_size, len(facts.ranks)) > 1)
+    over = facts.ended or facts.broke_off
     if facts.hang:
-        kind = VerdictKind.HUNG if facts.ended else VerdictKind.HANGS
-        text = f"{'Hung before its end' if facts.ended else 'Hangs'}: {facts.hang}."
+        kind = VerdictKind.HUNG if over else VerdictKind.HANGS
+        texts = [f"{'Hung before its end' if over else 'Hangs'}: {facts.hang}.", end]
     elif facts.stuck:
-        kind, text = VerdictKind.STUCK, _stuck(facts.stuck)
+        kind, texts = VerdictKind.STUCK, [_stuck([(stall, ended or over) for stall, ended in facts.stuck]), end]
     else:
-        text = _loss(finding, facts)
+        kind = VerdictKind.FAILED if facts.broke_off and kind == VerdictKind.HEALTHY else kind
+        texts = [end, _loss(finding, facts)]
     more = (
+        *texts,
         *(_same_rank(rank, claims) for rank, claims in facts.same_rank.items()),
         _trace(facts.trace),
         _books(facts.gpu_hours),
-        _ended_by_oom(facts.killed_by_oom),
         _memory(facts.memory),
     )
-    return Verdict(kind, " ".join([text, *filter(None, more)]), finding)
+    return Verdict(kind, " ".join(filter(None, more)), finding)
 
 
 def _loss(finding: RunFinding, facts: RunFacts) -> str:  # noqa: PLR0911, one return for each kind
     """The sentences on the largest loss of a run that does not hang."""
     worst, other_time, stalled = finding.worst, _other_time(facts.ledger), finding.stalled
     if finding.kind == VerdictKind.NO_STEPS:
-        return _no_steps(facts.children)
+        return _no_steps(facts)
     if finding.kind == VerdictKind.UNKNOWN or worst is None:
         said = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts.stalls)}"
         unseen = _unseen(finding.unseen) or _NOTHING_SEEN
@@ -329,7 +357,8 @@ def _loss(finding: RunFinding, facts: RunFacts) -> str:  # noqa: PLR0911, one re
     ratio, after = healthy_share(worst)
     who = "no rank lost more than" if finding.measured >= facts.world_size else f"rank {worst.rank} lost"
     lost = f"{who} {rounded_percent(ratio)} of its training loop waiting for data{after}"
-    return f"Healthy: {lost}.{other_time}{_steps(facts)}"
+    told = f"{lost}.{other_time}{_steps(facts)}"
+    return f"Until then {told}" if facts.broke_off else f"Healthy: {told}"
 
 
 _MIN_LINE: Final = 0.1
@@ -344,12 +373,57 @@ def _steps(facts: RunFacts) -> str:
     return f" Its steps{whose} spend {' and '.join(parts[:_MAX_LINES])}." if parts else ""
 
 
-def _no_steps(children: int) -> str:
-    others = "another process" if children == 1 else f"{children} processes"
-    return "No training step has ended yet." + (
+_SHM: Final = "/dev/shm"  # noqa: S108 - only its name
+
+_END_WORDS: Final = {
+    SHARED_MEMORY_FULL: (
+        "was full, so that a worker could not put a batch there",
+        "Make it larger (docker run --shm-size), or use fewer DataLoader workers or a smaller prefetch_factor.",
+    ),
+    LOADER_TIMEOUT: ("a batch did not come within the timeout of the DataLoader", ""),
+    WORKER_KILLED: (
+        "a DataLoader worker was killed, as the OOM killer does",
+        "Use less memory: fewer DataLoader workers, or a smaller prefetch_factor.",
+    ),
+    WORKER_ENDED: ("a DataLoader worker has ended or crashed", ""),
+    GPU_MEMORY_FULL: ("the memory of the GPU was full", ""),
+}
+"""What a failure means, and what to do."""
+
+_LESS_MEMORY: Final = (
+    "Raise the memory limit of its cgroup, or use less: fewer DataLoader workers, or a smaller prefetch_factor."
+)
+
+
+def _end(end: RunEnd | None, *, several: bool) -> str:
+    """How a run has ended; empty if it has finished or goes on."""
+    if end is None:
+        return ""
+    oom = f" {end.killed_by_oom[:1].upper()}{end.killed_by_oom[1:]}. {_LESS_MEMORY}" if end.killed_by_oom else ""
+    if end.process is None:
+        who = named(end.ranks)
+        itself = "itself" if len(end.ranks) == 1 else "themselves"
+        return f"Killed:{oom[:1]}{oom[1].lower()}{oom[2:]}" if oom else f"Killed: {who} did not end by {itself}."
+    process, rank = end.process, f" on rank {end.ranks[0]}" if several and end.ranks else ""
+    at = f" in {process.exception_at}" if process.exception_at else ""
+    if process.exception == "KeyboardInterrupt":
+        return f"Interrupted{rank}: KeyboardInterrupt{at}."
+    if not process.exception:
+        return f"Failed{rank}: exit status {process.exit_status or 0:.0f}.{oom}"
+    means, advice = _END_WORDS.get(process.failure or "", ("", ""))
+    if process.failure == SHARED_MEMORY_FULL:
+        size = f" of {byte_size(process.shared_memory_bytes)}" if process.shared_memory_bytes else ""
+        means = f"{_SHM}{size} {means}"
+    return f"Failed{rank}: {process.exception}{at}{means and f': {means}'}.{advice and f' {advice}'}{oom}"
+
+
+def _no_steps(facts: RunFacts) -> str:
+    others = "another process" if facts.children == 1 else f"{facts.children} processes"
+    none = "No training step had ended." if facts.broke_off else "No training step has ended yet."
+    return none + (
         f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
         "telemetry.start() in the function that is spawned."
-        if children
+        if facts.children
         else ""
     )
 
@@ -371,9 +445,10 @@ def _stuck(stuck: Sequence[tuple[StallRecord, bool]]) -> str:
     doing = f"{'was' if ended else 'is'} {stuck_in_words(stall.stuck_in or '')}"
     more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
     at, stands = stall.stuck_at, "stood" if ended else "stands"
+    worker = f"; its worker {stands} in {stall.worker_at}" if stall.worker_at else ""
     return (
         f"Stuck{' before its end' if ended else ''}: rank {stall.rank} {doing} and {'had' if ended else 'has'} not "
-        f"gone on since before {stall.opened}. Cause: {stall.cause}{f'; it {stands} at {at}' if at else ''}."
+        f"gone on since before {stall.opened}. Cause: {stall.cause}{f'; it {stands} at {at}' if at else ''}{worker}."
         f"{more if not ended else ''}"
     )
 
@@ -499,16 +574,6 @@ def _hours(seconds: float) -> str:
     return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
 
 
-def _ended_by_oom(killed: str) -> str:
-    if not killed:
-        return ""
-    return (
-        f"The run has ended: {killed}. Raise the memory limit of its cgroup, or use less: fewer DataLoader "
-        "workers, or a smaller prefetch_factor."
-    )
-
-
-_SHM: Final = "/dev/shm"  # noqa: S108 - only its name
 _PARTS: Final = {
     TRAINING: ("the training process", "grows"),
     WORKERS: ("the workers", "grow"),

@@ -15,6 +15,7 @@ from telemetry.diagnosis.verdict import (
     GrowingMemory,
     RankClaim,
     RankWaits,
+    RunEnd,
     RunFacts,
     ShownTrace,
     Verdict,
@@ -92,12 +93,14 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
     take_lines_of_slow_ranks(stalls, processes)
     snapshots, problems = _snapshots(run_dir, processes)
     over = {id(life.log) for _, life in lives if life.how != RUNNING}
+    end = _end_of(goodput)
     facts = replace(
         _facts(current),
         same_rank=_same_ranks(current),
         trace=_newest(snapshots),
         gpu_hours=_gpu_hours(goodput),
-        killed_by_oom=_killed_by_oom(goodput),
+        broke_off=end is not None,
+        end=end,
         memory=_memory_that_ends(current, over),
     )
     verdict = judge(facts)
@@ -209,9 +212,9 @@ def _newest(snapshots: Sequence[Snapshot]) -> ShownTrace | None:
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def verdict_of(processes: Sequence[ProcessLog]) -> Verdict:
-    """The verdict on processes that no later one has replaced, by their logs alone."""
-    return judge(_facts(processes))
+def verdict_of(processes: Sequence[ProcessLog], *, broke_off: bool = False) -> Verdict:
+    """The verdict on processes that no later one has replaced, by their logs alone. ``broke_off``: see `RunFacts`."""
+    return judge(replace(_facts(processes), broke_off=broke_off))
 
 
 def _facts(processes: Sequence[ProcessLog]) -> RunFacts:
@@ -308,9 +311,20 @@ def _gpu_hours(goodput: Goodput) -> GpuHours | None:
     return GpuHours(total, productive, lost, ends.count(KILLED), ends.count(FAILED))
 
 
-def _killed_by_oom(goodput: Goodput) -> str:
+def _end_of(goodput: Goodput) -> RunEnd | None:
+    """How the newest attempt has ended; None if it has finished or goes on."""
     attempt = goodput.courses[-1].attempt if goodput.courses else None
-    return "" if attempt is None or attempt.oom is None or not attempt.broke_off else attempt.oom.text
+    if attempt is None or not attempt.broke_off:
+        return None
+    oom = "" if attempt.oom is None else attempt.oom.text
+    ended = [life for life in attempt.lives if life.how == FAILED] if attempt.how == FAILED else []
+    own = [life for life in ended if life.failed_by_itself] or ended
+    killed = [life for life in attempt.lives if life.how == KILLED]
+    told = own or [life for life in killed if life.log.ended]
+    if told:
+        first = min(told, key=lambda life: life.end)
+        return RunEnd((first.rank,), first.log.end, oom)
+    return RunEnd(tuple(sorted({life.rank for life in killed})), None, oom)
 
 
 def growing_memory(process: ProcessLog, *, over: bool) -> GrowingMemory | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.log_lines import LOG_NAME, GpuLine, HostLine, StallLinesLine, TotalsLine, WindowLine
 from telemetry.node.peers import read_report
-from telemetry.report.attempts import KILLED, RUNNING, lives_of
+from telemetry.report.attempts import FINISHED, KILLED, RUNNING, lives_of
 from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
 from telemetry.report.process_log import not_replaced
 from telemetry.report.summary import verdict_of
@@ -339,7 +339,8 @@ class RunFolder:
         ended_as = tuple((each.log.rank, each.log.pid, each.log.started, each.log.last_time) for each in facts)
         if ended_as != self._ended_as:
             try:
-                self._whole = verdict_of(not_replaced(load(self._path))), []
+                broke_off = any(each.how != FINISHED for each in facts)
+                self._whole = verdict_of(not_replaced(load(self._path)), broke_off=broke_off), []
             except (NoRunError, OSError) as error:
                 note = f"the verdict is on the ends of the logs alone; their whole cannot be read: {error}"
                 self._whole = None, [one_line(note)]

@@ -318,6 +318,7 @@ _LEVELS: Final = {
     VerdictKind.STARVED: BAD,
     VerdictKind.STALLED: BAD,
     VerdictKind.SLOWED: BAD,
+    VerdictKind.FAILED: BAD,
     VerdictKind.STUCK: BAD,
     VerdictKind.HANGS: BAD,
     VerdictKind.HUNG: BAD,
@@ -434,12 +435,13 @@ def _going_on(facts: Sequence[RankFacts], now: float) -> Headline:
 
 
 def _ended(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> Headline:
-    found = whole or verdict_of([_log_with(each, each.totals, each.log.stalls) for each in facts])
+    broke_off = any(each.how != FINISHED for each in facts)
+    found = whole or verdict_of([_log_with(each, each.totals, each.log.stalls) for each in facts], broke_off=broke_off)
     kind, said = found.kind, found.text
     level = _LEVELS.get(kind, UNSURE)
     if whole is None and level == GOOD:
         level = UNSURE  # stalls that are over may not be known
-    if any(each.how != FINISHED for each in facts):
+    if broke_off:
         return Headline(f"The run has ended. {_who_ended(facts, now)} {said}", BAD)
     who = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
     return Headline(f"The run has ended: {who} finished, at {clock(max(each.seen for each in facts))}. {said}", level)

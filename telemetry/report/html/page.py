@@ -43,6 +43,7 @@ _STATES: Final = {
     VerdictKind.STUCK: ("Stuck", BAD),
     VerdictKind.HANGS: ("Hangs", BAD),
     VerdictKind.HUNG: ("Hung", BAD),
+    VerdictKind.FAILED: ("Failed", BAD),
     VerdictKind.STALLED: ("Stalled", BAD),
     VerdictKind.SLOWED: ("Slower than need be", BAD),
     VerdictKind.UNKNOWN: ("Not known", UNKNOWN),
@@ -158,7 +159,7 @@ def _state_of(found: Report) -> tuple[str, str]:
     attempts, ettr = found.values.job.attempts, found.values.job.goodput.ettr_ratio
     end = attempts[-1].end if attempts else RUNNING
     if end in {FAILED, KILLED}:
-        return f"{words}, then {end}", BAD
+        return end.capitalize() if found.verdict.kind == VerdictKind.FAILED else f"{words}, then {end}", BAD
     if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
         return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
     return words, kind

@@ -1,0 +1,186 @@
+"""How a run has ended comes first: exceptions and their meaning, a full /dev/shm, and a first fetch that never ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telemetry.agent.process_end import failure_of
+from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, VerdictKind, judge
+from telemetry.log_lines import RunEndLine
+
+ROOT = Path(__file__).parents[1]
+CALM = RankWaits(rank=0, steps=100, wait_seconds=1.0, compute_seconds=99.0, first_wait_seconds=0.1, exposed_seconds=1.0)
+
+HELD = """
+import sys, threading, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+LOCK = threading.Lock()
+
+class Texts(Dataset):
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        with LOCK:
+            return torch.zeros(4)
+
+LOCK.acquire()
+for batch in DataLoader(Texts(), num_workers=1, timeout=float(sys.argv[1])):
+    pass
+"""
+
+LARGER = """
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Clips(Dataset):
+    def __len__(self):
+        return 10_000
+    def __getitem__(self, index):
+        return torch.zeros(1000 * (100 + 10 * index))
+
+for batch in DataLoader(Clips(), num_workers=2, prefetch_factor=4):
+    time.sleep(0.01)
+"""
+
+FAILING = """
+import time
+from torch.utils.data import DataLoader
+
+def train():
+    for number, batch in enumerate(DataLoader(range(400))):
+        time.sleep(0.005)
+        if number == 100:
+            raise ValueError("a password: hunter2")
+
+train()
+"""
+
+
+def run(folder: Path, script: str, *arguments: str, under: str = "", **settings: object) -> tuple[str, Path]:
+    """Run a script under the agent. Returns the last line on stderr and the run folder."""
+    (folder / "script.py").write_text(script)
+    run_dir = folder / "run"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "telemetry", "run", "--run-dir", str(run_dir), "--port=off", *options]
+    command += [str(folder / "script.py"), *arguments]
+    if under:
+        command = ["unshare", "-m", "sh", "-c", f'{under} && exec "$@"', "sh", *command]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
+    done = subprocess.run(
+        command, cwd=folder, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    return done.stderr.splitlines()[-1], run_dir
+
+
+def reported(run_dir: Path) -> dict:
+    found = subprocess.run(
+        [sys.executable, "-m", "telemetry", "report", str(run_dir), "--json"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(found.stdout)
+
+
+def test_the_exception_and_its_line_come_first_and_its_text_is_nowhere(tmp_path):
+    line, run_dir = run(tmp_path, FAILING)
+    ended = "Failed: ValueError in train at script.py:9. Until then no rank lost more than "
+    assert line.startswith(f"telemetry: {ended}")
+    assert reported(run_dir)["verdict"].startswith(ended)
+    assert "hunter2" not in "".join(path.read_text() for path in (run_dir / "logs").iterdir())
+
+
+def test_a_first_fetch_that_never_ends_is_found_and_has_the_stack_of_its_worker(tmp_path):
+    line, run_dir = run(tmp_path, HELD, "12", stuck_seconds=2)
+    begins = "Stuck before its end: rank 0 was waiting for a batch and had not gone on since before "
+    failed = "Failed: RuntimeError in <module> at script.py:16: a batch did not come within the timeout"
+    assert line.startswith(f"telemetry: {begins}")
+    assert "Cause: worker_stuck" in line
+    assert f"its worker stood in __getitem__ at script.py:12. {failed}" in line
+    found = reported(run_dir)
+    assert found["verdict"].startswith(begins)
+    (stall,) = found["stalls"]
+    assert (stall["cause"], stall["first_step"]) == ("worker_stuck", 0)
+    assert any("worker 0" in stack and "script.py" in stack for stack in stall["evidence"]["stacks"])
+    assert ("multiprocessing_context", "forkserver") in [(one["setting"], one["value"]) for one in stall["advice"]]
+
+
+def test_a_wait_that_the_timeout_ends_early_is_a_hang_too(tmp_path):
+    line, run_dir = run(tmp_path, HELD, "4")
+    assert line.startswith("telemetry: Stuck before its end: rank 0 was waiting for a batch")
+    assert "Failed: RuntimeError in <module> at script.py:16: a batch did not come within the timeout" in line
+    (stall,) = reported(run_dir)["stalls"]
+    assert (stall["cause"], stall["first_step"]) == ("worker_stuck", 0)
+
+
+def test_a_full_shared_memory_is_named_with_its_size(tmp_path):
+    mount = "mount -t tmpfs -o size=12m tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot make a small /dev/shm")
+    line, run_dir = run(tmp_path, LARGER, under=mount)
+    ended = r"Failed: RuntimeError in <module> at script.py:\d+: /dev/shm of 13 MB was full.*--shm-size"
+    assert re.search(ended, line)
+    assert re.match(ended, reported(run_dir)["verdict"])
+    (last,) = [each for each in lines_of(run_dir) if each["event"] == "run_end"]
+    assert (last["failure"], last["shared_memory_bytes"]) == ("shared_memory_full", 12 << 20)
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for path in (run_dir / "logs").iterdir() for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that", "shared_memory_full"),
+        ("unable to allocate shared memory(shm) for file </torch_7_1_2>: No space left on device (28)", "shared_memory_full"),
+        ("unable to write to file </torch_7_1_2>: No space left on device (28)", "shared_memory_full"),
+        ("DataLoader timed out after 5 seconds", "loader_timeout"),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "worker_killed"),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker_ended"),
+        ("DataLoader worker (pid 7) is killed by signal: Segmentation fault. ", "worker_ended"),
+        ("CUDA out of memory. Tried to allocate 2 GiB", "gpu_memory_full"),
+        ("No space left on device", None),
+        ("the model is on fire", None),
+    ],
+)  # fmt: skip
+def test_what_an_exception_of_torch_means(text, failure):
+    assert failure_of(RuntimeError(text)) == failure
+    outer = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    outer.__cause__ = RuntimeError(text)
+    assert failure_of(outer) in {failure, "worker_ended"}
+    assert failure_of(ValueError(text)) is None
+
+
+def ended(process: RunEndLine | None, *ranks: int, oom: str = "") -> str:
+    facts = RunFacts(
+        [CALM], world_size=max(1, len(ranks)), ended=True, broke_off=True, end=RunEnd(ranks or (0,), process, oom)
+    )
+    found = judge(facts)
+    assert found.kind == VerdictKind.FAILED
+    return found.text
+
+
+def test_each_end_in_words():
+    assert ended(RunEndLine(exit_status=3)).startswith("Failed: exit status 3. Until then no rank lost more than 1.0 %")
+    assert ended(RunEndLine(exception="E")).startswith("Failed: E. Until then")
+    assert ended(RunEndLine(exception="KeyboardInterrupt", exception_at="f at a.py:1")).startswith(
+        "Interrupted: KeyboardInterrupt in f at a.py:1. Until then"
+    )
+    assert ended(None, 0).startswith("Killed: rank 0 did not end by itself. Until then")
+    assert ended(None, 0, 1).startswith("Killed: ranks 0-1 did not end by themselves. Until then")
+    assert ended(None, 0, oom="rank 0 killed by the OOM killer").startswith(
+        "Killed: rank 0 killed by the OOM killer. Raise the memory limit of its cgroup"
+    )
+    assert ended(RunEndLine(exception="E"), 0, 1).startswith("Failed on rank 0: E.")
+    assert judge(RunFacts([CALM], ended=True)).text.startswith("Healthy: ")
