@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from telemetry.cli import main
-from telemetry.util.files import parse_object
 from telemetry.util.text import (
     binary_size,
     byte_size,
@@ -207,8 +206,3 @@ def test_a_table_has_columns_of_equal_width():
     assert table(["name", "calls"], rows) == ["    name  calls", "a kernel      1", "       b   1000"]
     assert table(["name", "calls"], rows, names_first=True) == ["name      calls", "a kernel      1", "b          1000"]
     assert [shortened("x" * size, 10) for size in (10, 11)] == ["x" * 10, "x" * 7 + "..."]
-
-
-@pytest.mark.parametrize("content", [b"", b'{"a": ', b"[1]", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_content_that_is_not_a_json_object(content):
-    assert parse_object(content) is None

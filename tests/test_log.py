@@ -14,7 +14,7 @@ import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry import records
 from telemetry.agent.collectors import mean_of
-from telemetry.agent.log import JsonLog, LogFile
+from telemetry.agent.log_file import JsonLog, LogFile
 from telemetry.records import LOG_KIND, GpuSample, ProcessSample
 from telemetry.util.processes import Identity
 from tests.data_sets import Numbers

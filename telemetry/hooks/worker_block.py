@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.files import LOWEST, identity_of, memory_file, raised
+from telemetry.util.files import LOWEST, identity_of, raised
 
 FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
 """Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
@@ -218,7 +218,7 @@ class WorkerBlock:
     def __init__(self, workers: int) -> None:
         self.owner = os.getpid()
         self._lay_out(workers)
-        file = memory_file("telemetry-workers")
+        file = raised(os.memfd_create("telemetry-workers", os.MFD_CLOEXEC))
         try:
             os.ftruncate(file, self._size)
             self._map(file)

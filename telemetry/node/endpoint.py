@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from telemetry.hooks.patching import WeakMap
 from telemetry.node.prometheus import Exposition, Page, numbers_of
 from telemetry.util.clock import NS, now_ns, sleep, thread_time_ns
-from telemetry.util.files import Descriptor, raised_socket, read_small
+from telemetry.util.files import LOWEST, Descriptor, raised, read_small
 from telemetry.util.threads import OwnThread, Wake, rest, work
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ class Endpoint:
         self._ended = False
         self._connections: dict[int, _Connection] = {}
         self.cpu_seconds = 0.0
-        self._socket = raised_socket(socket.socket(address.family, socket.SOCK_STREAM))
+        self._socket = _raised(socket.socket(address.family, socket.SOCK_STREAM))
         self._listening = Descriptor(self._socket.fileno())
         _endpoints[self] = None  # before it has a port, because a child may be forked at any moment
         try:
@@ -418,7 +418,7 @@ class Endpoint:
 
     def _accept(self, poll: select.poll) -> None:
         try:
-            accepted = raised_socket(self._socket.accept()[0])
+            accepted = _raised(self._socket.accept()[0])
         except BlockingIOError:
             return  # the client has gone
         except OSError:
@@ -485,6 +485,16 @@ class Endpoint:
         if request.path == "/healthz":
             return 200, _plain_page("ok")
         return 404, _plain_page("see /metrics and /healthz")
+
+
+def _raised(opened: socket.socket) -> socket.socket:
+    """Move a socket as `raised` moves a descriptor."""
+    if opened.fileno() >= LOWEST:
+        return opened
+    timeout = opened.gettimeout()
+    moved = socket.socket(opened.family, opened.type, opened.proto, fileno=raised(opened.detach()))
+    moved.settimeout(timeout)
+    return moved
 
 
 def _plain_page(text: str) -> Page:

@@ -450,14 +450,11 @@ def _read_side_by_side(logs: Sequence[RotatedLog], recorder: RunRecorder | None,
     by_pid: dict[int, list[RotatedLog]] = {}
     for log in logs:
         by_pid.setdefault(log.pid, []).append(log)
-    sizes = {pid: sum(map(_size, own)) for pid, own in by_pid.items()}
     count = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(by_pid))
-    if count < 2 or sum(sizes.values()) < _MIN_BYTES_SIDE_BY_SIDE:
+    if count < 2 or sum(map(_size, logs)) < _MIN_BYTES_SIDE_BY_SIDE:
         return None
-    groups: list[list[int]] = [[] for _ in range(count)]
-    for pid in sorted(sizes, key=sizes.__getitem__, reverse=True):
-        min(groups, key=lambda pids: (sum(sizes[each] for each in pids), len(pids))).append(pid)
-    shares = [sorted(log for pid in pids for log in by_pid[pid]) for pids in groups]
+    pids = [*by_pid]
+    shares = [sorted(log for pid in pids[first::count] for log in by_pid[pid]) for first in range(count)]
     recorders = [None if recorder is None else recorder.part(len({log.rank for log in share})) for share in shares]
     try:
         # Forked: a new interpreter would import all of this again. The commands have no threads.

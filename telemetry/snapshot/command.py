@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from telemetry.log_lines import LOG_NAME
+from telemetry.log_lines import LOG_NAME, Line, RunEndLine, RunStartLine
 from telemetry.records import RECORDED
+from telemetry.report.logs import parsed
 from telemetry.snapshot import agree
 from telemetry.snapshot.agree import InvalidMessageError, Plan, Request, RequestFolder, Result, ranks_of
-from telemetry.util.files import caches_folders, open_regular, parse_object
+from telemetry.util.files import caches_folders, open_regular
 from telemetry.util.text import complain, show
 
 if TYPE_CHECKING:
@@ -119,25 +120,27 @@ def _interval_of_running(run_dir: Path) -> float:
     read = [ends for path in paths if (ends := _ends_of(path)) is not None]
     if not read:
         raise SnapshotCommandError(f"no log in {logs} can be read")
-    running = [first for first, newest in read if newest.get("event") != "run_end"]
+    running = [first for first, newest in read if not isinstance(newest, RunEndLine)]
     if not running:
-        last = max(str(newest.get("time")) for _, newest in read)
-        raise SnapshotCommandError(f"the run in {run_dir} has ended, at {last}")
-    settings = running[0].get("settings")
-    interval = settings.get("interval_seconds") if isinstance(settings, dict) else None
-    return float(interval) if isinstance(interval, (int, float)) else 1.0
+        raise SnapshotCommandError(f"the run in {run_dir} has ended, at {max(newest.time for _, newest in read)}")
+    return float(running[0].settings.interval_seconds) if isinstance(running[0], RunStartLine) else 1.0
 
 
-def _ends_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _ends_of(path: Path) -> tuple[Line, Line] | None:
     """The first and the newest complete line of a log; None if it cannot be read."""
     try:
         file = open_regular(path)
         if file is None:
             return None
         with file:
-            first = parse_object(file.readline(_TAIL_BYTES)) or {}
+            first = file.readline(_TAIL_BYTES)
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).splitlines()
     except OSError:
         return None
-    return first, next((found for line in reversed(lines) if (found := parse_object(line))), {})
+    return _line(first) or Line(), next((found for line in reversed(lines) if (found := _line(line))), Line())
+
+
+def _line(raw: bytes) -> Line | None:
+    found = parsed(raw)
+    return None if found is None else found[0]

@@ -22,7 +22,7 @@ from telemetry.trace.events import (
 )
 from telemetry.trace.records import LoadingSuggestion, Suggestion
 from telemetry.trace.steps import SECONDS_PER_US, difference, holds, intersection, length, union
-from telemetry.util.text import megabytes, milliseconds, percent
+from telemetry.util.text import milliseconds, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -155,7 +155,7 @@ class Advisor:
         if sizes[True]:
             pageable = self._during([*spans[True], *calls], self._free)
             because = (
-                f"{megabytes(sizes[True] / count)} a step are copied to the GPU from pageable memory, and "
+                f"{_megabytes(sizes[True] / count)} a step are copied to the GPU from pageable memory, and "
                 f"no kernel runs for {self._a_step(pageable)} of that"
             )
             action = "pin batches and copy them with non_blocking=True: DataLoader(pin_memory=True)"
@@ -171,7 +171,7 @@ class Advisor:
         if floats and floats > sum(sizes.values()) / 2:
             copying = self._during([*spans[True], *spans[False]], self._free)
             because = (
-                f"{megabytes(floats / count)} of floats a step are copied to the GPU, and no kernel runs "
+                f"{_megabytes(floats / count)} of floats a step are copied to the GPU, and no kernel runs "
                 f"for {self._a_step(copying)} of that; as uint8 they are a quarter"
             )
             action = "send uint8 and convert on the GPU, if these are images"
@@ -273,3 +273,8 @@ class Advisor:
             )
             action = "remove a synchronisation: no .item(), .cpu() or print of a tensor in every step"
             yield Suggestion(action, because, drained / self._whole)
+
+
+def _megabytes(size: float) -> str:
+    """Bytes as ``12.3 MB`` (10**6), so that several in one sentence can be compared."""
+    return f"{size / 1e6:.1f} MB"

@@ -1,16 +1,14 @@
-"""Reads and replaces small files as a whole, parses JSON objects, and keeps descriptors open."""
+"""Reads and replaces small files as a whole, and keeps descriptors open."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
-import socket
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -71,16 +69,6 @@ def raised(number: int) -> int:
         os.close(number)
 
 
-def raised_socket(opened: socket.socket) -> socket.socket:
-    """Move a socket as `raised` moves a descriptor."""
-    if opened.fileno() >= LOWEST:
-        return opened
-    timeout = opened.gettimeout()
-    moved = socket.socket(opened.family, opened.type, opened.proto, fileno=raised(opened.detach()))
-    moved.settimeout(timeout)
-    return moved
-
-
 def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
     """Call `os.open`: never through a symbolic link, closed on exec, and never as stdin, stdout or stderr.
 
@@ -88,15 +76,6 @@ def opened(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_f
         OSError: as `os.open`.
     """
     return raised(os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=dir_fd))
-
-
-def memory_file(name: str) -> int:
-    """Make an anonymous file in memory.
-
-    Raises:
-        OSError: the kernel gives no such file.
-    """
-    return raised(os.memfd_create(name, os.MFD_CLOEXEC))
 
 
 def read_small(path: str | os.PathLike[str], most: int = _MAX_BYTES) -> bytes:
@@ -286,12 +265,3 @@ def identity_of(number: int) -> tuple[int, int]:
     """
     status = os.fstat(number)
     return status.st_dev, status.st_ino
-
-
-def parse_object(content: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object; None if the content is anything else, such as a line that is cut off."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

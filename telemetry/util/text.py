@@ -59,11 +59,6 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def megabytes(size: float) -> str:
-    """Bytes as ``12.3 MB`` (10**6), so that several in one sentence can be compared."""
-    return f"{size / 1e6:.1f} MB"
-
-
 def byte_size(size: float) -> str:
     """Bytes in a suitable decimal unit: ``123 B``, ``123 KB``, ``123 MB`` or ``12.3 GB``."""
     for unit in ("B", "KB", "MB"):

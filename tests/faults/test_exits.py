@@ -388,7 +388,11 @@ def test_the_exit_does_not_wait_for_a_driver_that_hangs(tmp_path):
 
 @pytest.mark.parametrize(
     "part",
-    ["telemetry.agent.agent.Agent._tick", "telemetry.agent.log.LogFile.write", "telemetry.node.board.Board.publish"],
+    [
+        "telemetry.agent.agent.Agent._tick",
+        "telemetry.agent.log_file.LogFile.write",
+        "telemetry.node.board.Board.publish",
+    ],
 )
 def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
     """A file system hangs: the agent's thread is abandoned."""

@@ -149,7 +149,7 @@ def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path
     """Another thread starts the agent. The fork happens after it has attached, or listens, but before it returns."""
     source = """
         import sys, threading, telemetry, telemetry.agent.agent
-        from telemetry.agent.log import LogFile
+        from telemetry.agent.log_file import LogFile
         from telemetry.util import threads
         from tests.faults.forked import in_child, look
         from tests.faults.inside import tell
