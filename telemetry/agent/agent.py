@@ -541,7 +541,8 @@ class Agent:
             self._settle_rank()
         self._keep_up()
         with self.errors.contained("collect"):
-            self._collectors.poll(self._keep_up)
+            for _ in self._collectors.poll():
+                self._keep_up()
         with self.errors.contained("memory"):
             if self.accounting.steps_total:
                 self._memory.tick(self._collectors.samples, workers_end=self._workers_end_with_first_epoch())
@@ -580,7 +581,7 @@ class Agent:
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
         with self.errors.contained("sinks"):
-            self.figures.write(self._view, self.event_log.newest_window)
+            self._write_figures()
 
     def _keep_up(self) -> None:
         self._account(keep_up=True)
@@ -615,7 +616,7 @@ class Agent:
             self.event_log.write_phases(last=True)
             self.event_log.window()
         with self.errors.contained("sinks"):
-            self.figures.write(self._view, self.event_log.newest_window)
+            self._write_figures()
             self.figures.end()
         with self.errors.contained("lines"):
             self._line_monitor.close()
@@ -740,6 +741,12 @@ class Agent:
             return
         pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
         self._node.publish(self.identity.rank, view, pace=pace, ended=self._ended)
+
+    def _write_figures(self) -> None:
+        window = self.event_log.newest_window
+        if window is not None and self.figures.are_due(window):
+            self.figures.write(self._view(), window)
+        self.figures.note_news()
 
     def _view(self) -> RunView:
         accounting, collectors, last = self.accounting, self._collectors, self.accounting.ledger.last_step_ns

@@ -16,7 +16,7 @@ from telemetry.sources.workers import WorkersSource
 from telemetry.util.clock import sleep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import (
@@ -94,8 +94,8 @@ class CollectorPoller:
         self._been_up: set[str] = set()
         self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
 
-    def poll(self, between: Callable[[], None] = lambda: None) -> None:
-        """Read every collector that is due. Calls ``between`` after each, because any of them may take long."""
+    def poll(self) -> Iterator[str]:
+        """Read every collector that is due. Gives the name of each one after it, because any of them may take long."""
         for name, poller in self._pollers.items():
             sample = poller.poll()
             if sample is not None:
@@ -110,7 +110,7 @@ class CollectorPoller:
                 self._been_up.add(name)
             self.samples = replace(self.samples, **{name: poller.newest})
             sleep(0)  # let the training thread in
-            between()
+            yield name
 
     def health(self) -> tuple[CollectorHealth, ...]:
         """The state of each collector that has something to read. Without CUDA in use, for example, one has nothing."""

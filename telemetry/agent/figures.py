@@ -228,15 +228,17 @@ class FigureOutput:
         with self._errors.contained("figures"):
             self.newest = figures(view, window)
 
-    def write(self, view: Callable[[], RunView], window: LogWindow | None) -> None:
-        """Pass the figures on if the log has a new window, and count failures. Called once a tick."""
-        if window is not self._written and window is not None:
-            usual = window.added.wall_seconds >= _MIN_SHARE * self._config.log_interval_seconds
-            # A run's short last window has totals, but its rates would mean nothing.
-            self.update(view(), window if usual or self._written is None else None)
-            self._written = window
-            self._offer(values=self.newest)
-        self._note_news()
+    def are_due(self, window: LogWindow) -> bool:
+        """Whether `write` has not had this window yet."""
+        return window is not self._written
+
+    def write(self, view: RunView, window: LogWindow) -> None:
+        """Pass the figures of a new window on."""
+        usual = window.added.wall_seconds >= _MIN_SHARE * self._config.log_interval_seconds
+        # A run's short last window has totals, but its rates would mean nothing.
+        self.update(view, window if usual or self._written is None else None)
+        self._written = window
+        self._offer(values=self.newest)
 
     def stall_opened(self, stall: StallRecord) -> None:
         """Give the sinks a stall in words: its cause, its size, and its first advice."""
@@ -257,7 +259,7 @@ class FigureOutput:
             return
         if not self._sinks.wait(seconds):
             self._errors.tell(_SOURCE, "the run has ended, and a sink has not written everything")
-        self._note_news()
+        self.note_news()
 
     @property
     def cpu_seconds(self) -> float:
@@ -285,7 +287,8 @@ class FigureOutput:
             )
         )
 
-    def _note_news(self) -> None:
+    def note_news(self) -> None:
+        """Log what the sinks have reported, and count their failures. Called once a tick."""
         for text, failures in self._sinks.take_news() if self._sinks is not None else ():
             if failures:
                 self._errors.note(_SOURCE, text, count=failures)

@@ -297,9 +297,9 @@ class Board:
             world_size: number of ranks of the job.
         """
         wanted = claimed if rank_given or self._number is None else self._number
-        if self._claimants_before(wanted, rank_given=rank_given and wanted == claimed):
+        if self._is_claimed(wanted, rank_given=rank_given and wanted == claimed):
             kept = self._number
-            if kept is None or kept == wanted or self._claimants_before(kept, rank_given=False):
+            if kept is None or kept == wanted or self._is_claimed(kept, rank_given=False):
                 wanted = self._free_number(wanted, max(world_size, 1))
             else:
                 wanted = kept
@@ -318,19 +318,16 @@ class Board:
             return  # nothing has been published yet
         self._mine, self._own = new, None
 
-    def _claimants_before(self, number: int, *, rank_given: bool) -> int:
-        """How many living processes claim a number and have priority over this one."""
+    def _is_claimed(self, number: int, *, rank_given: bool) -> bool:
+        """Whether a living process claims a number and has priority over this one."""
         since = self._since if number == self._number else monotonic_ns()
         mine = (not rank_given, since, os.getpid())
         start = f"{self.path}/rank-{number}."
-        return sum(1 for entry, head in self._others() if entry.startswith(start) and head.order < mine)
+        return any(entry.startswith(start) and head.order < mine for entry, head in self._others())
 
     def _free_number(self, wanted: int, first: int) -> int:
-        """A free number from ``first`` on. Processes that give way at the same time take different ones."""
         taken = {head.rank for _, head in self._others()} | {wanted}
-        free = (number for number in itertools.count(first) if number not in taken)
-        before = self._claimants_before(wanted, rank_given=False)
-        return next(itertools.islice(free, max(0, before - 1), None))
+        return next(number for number in itertools.count(first) if number not in taken)
 
     def _others(self) -> list[tuple[str, RankHead]]:
         own = f".{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Exchanges between the nodes of a job the paces of their ranks and, during a hang, what each rank does.
+"""The nodes of a job tell each other the paces of their ranks and, during a hang, what each rank does.
 
     RUN_DIR/job/node-NAME.json     the ranks of one node, written by the rank that serves it
     RUN_DIR/job/digest.json        in a large job: what all nodes need of all ranks
@@ -496,7 +496,6 @@ class PeerPaces:
 
     When a job ends, its ranks leave the board one after the other, and rank 0's last line still has to cover all of
     them. Of other nodes only some ranks are known at any time, so a rank that is no longer among them means nothing.
-
     """
 
     def __init__(self) -> None:

@@ -278,7 +278,7 @@ def test_a_log_written_by_two_lives_is_read_as_two(tmp_path):
     """The format of earlier agents, which did not distinguish the lives of a process."""
     (tmp_path / "logs").mkdir()
     lines = []
-    totals = {"ledger_total_seconds": {}, "wall_seconds": 2.0}
+    totals = {"ledger_total_seconds": {"compute": 2.0}, "wall_seconds": 2.0}
     for minute, steps in ((0, 50), (5, 70)):
         at = {"run": "r", "rank": 0, "local_rank": 0, "node": "n", "pid": 7, "tid": 7}
         time = f"2026-01-01T00:0{minute}"
