@@ -591,10 +591,10 @@ class TrainedBatches:
             source = self._source if origin is None or isinstance(origin, BatchMark) else origin
             if code & (BATCH | JOINS):
                 self._source = source
-                self._take((start,), (end,))
+                self._take((start,), (end,), waited=code & 7 == S_DATA_WAIT)
             elif origin is not None and not code & BEGINS:  # it was not for training, or raised
                 if code & 7 == S_DATA_WAIT:
-                    self._wait(source, end - start)
+                    self._wait(source, (start,), (end,))
                 if source is self._source:
                     self._move(1)
 
@@ -609,29 +609,30 @@ class TrainedBatches:
             self._source.epoch = mark.epoch
         self._move(0)
 
-    def _take(self, starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Count consecutive training batches of one iteration."""
+    def _take(self, starts: Sequence[int], ends: Sequence[int], *, waited: bool = True) -> None:
+        """Count consecutive training batches of one iteration. ``waited``: this thread has requested them."""
         source, place, batches = self._source, self._place, len(starts)
         if source is None or place is None or self._counts is None:
             self._add(None, None)
         else:
             self._add(*self._counts.of(source, place, batches))
+        if waited:
+            self._wait(source, starts, ends)
+        self._move(batches)
+
+    def _wait(self, source: BatchSource | None, starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Count waits for consecutive batches of one source."""
         if source is None:
             return
         waited = sum(ends) - sum(starts)
-        self._wait(source, waited)
+        self._waits[source] = self._waits.get(source, 0) + waited
         if source is ON_THREAD:  # without workers the wait is the fetch
             self._own_ns += waited
             counts, last = self._own_counts, len(FETCH_BUCKETS)
             for start, end in zip(starts, ends, strict=True):
                 counts[min(((end - start) >> 20).bit_length(), last)] += 1  # as in `hooks.worker`
-        elif isinstance(source, LoaderHandle) and source.delivered is not None:
+        elif isinstance(source, LoaderHandle) and source is self._source and source.delivered is not None:
             source.arrivals.extend(map(Arrival, repeat(source.epoch), count(source.delivered), starts, ends))
-        self._move(batches)
-
-    def _wait(self, source: BatchSource | None, waited_ns: int) -> None:
-        if source is not None:
-            self._waits[source] = self._waits.get(source, 0) + waited_ns
 
     def _move(self, batches: int) -> None:
         """Go on by some batches. Those of an iteration that began in the middle have no place among the fetches."""
