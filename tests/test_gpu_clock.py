@@ -250,6 +250,32 @@ def test_the_hooks_drive_the_clock(observed, gpu):
     assert ratio(clock) == pytest.approx(150 / 200, abs=0.02)
 
 
+@pytest.mark.parametrize("loop", ["marked steps", "two loaders", "plain"])
+def test_every_kind_of_loop_is_thinned_out(observed, gpu, loop):
+    gpu.call_ns = 50_000
+    clock, tracker = GpuClock(gpu), observed.tracker
+    tracker.gpu = clock
+
+    class Loader(Numbers):
+        def __getitem__(self, index):
+            gpu.sleep(1)
+            return index
+
+    loaders = [iter(DataLoader(Loader(2000), batch_size=1)) for _ in range(2 if loop == "two loaders" else 1)]
+    began = gpu.now()
+    for _ in range(2000):
+        for loader in loaders:
+            next(loader)
+        if loop == "marked steps":
+            tracker.enter_step()
+        gpu.work(0.5)
+        if loop == "marked steps":
+            tracker.exit_step()
+    tracker.gpu = None
+    assert clock.pairs > 10
+    assert 2 * gpu.call_ns * clock.pairs <= 5 * BUDGET_RATIO * (gpu.now() - began)  # the cost is an estimate at first
+
+
 def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):
     clock = GpuClock(gpu)
     for _ in range(5):

@@ -214,6 +214,7 @@ BUDGET_RATIO: Final = 0.001
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
 _MAX_THINNING: Final = 1000
+_LONGEST_STEPS: Final = 8.0  # times the usual one: in a longer step there was an evaluation or a checkpoint
 # A wait on the GPU can exceed the host's wait only by a launch's latency and the events' 0.5 us grain.
 _TOLERANCE_SECONDS: Final = 0.001
 _MAX_SKIPPED: Final = 20
@@ -260,6 +261,7 @@ class GpuClock:
         self._free: dict[int, list[tuple[Any, Any]]] = {}  # unused pairs by device
         self._pending: deque[tuple[_Pair, int]] = deque()
         self._armed: _Pair | None = None
+        self._begun: set[int] = set()  # ids of the iterators that gave a batch since an iteration began
         self._worked_in: DeviceStream | None = None
         self._skip = 0
         self._steps_to_next = 1
@@ -293,8 +295,21 @@ class GpuClock:
         finally:
             self._device.end()
 
+    def iteration_begins(self) -> None:
+        """Mark the start or the end of an iteration."""
+        self._begun.clear()
+        self.epoch_boundary()
+
+    def batch_requested(self, iterator_id: int) -> None:
+        """Mark a request for a batch. The first one of an iterator is like the start of its iteration."""
+        if iterator_id in self._begun:
+            self.step_ended()
+        else:
+            self.epoch_boundary()
+            self._begun.add(iterator_id)
+
     def step_ended(self) -> None:
-        """Mark the end of the step's work if this step is timed, before the next batch is requested."""
+        """Mark the end of the work so far if this step is timed, before the next batch is requested."""
         if self._skip > 0:
             self._skip -= 1
             return
@@ -306,7 +321,8 @@ class GpuClock:
                 return
             if self._last_request:
                 step_ns = (start - self._last_request) / self._steps_to_next
-                self._step_ns += (_SMOOTHING if self._step_ns else 1.0) * (step_ns - self._step_ns)
+                known = self._step_ns or step_ns
+                self._step_ns = known + _SMOOTHING * (min(step_ns, _LONGEST_STEPS * known) - known)
             self._last_request = start
             self._arm(place, at_boundary=False)
         finally:
@@ -316,7 +332,7 @@ class GpuClock:
         self._request_cost_ns = now_ns() - start
 
     def epoch_boundary(self) -> None:
-        """Mark the start of an iteration, or a request outside of ordinary steps. These are rare, so each is timed."""
+        """Mark the start of an iteration, or its first request. These are rare, so each is timed."""
         self._last_request = 0
         try:
             place = self._device.begin()

@@ -463,16 +463,16 @@ class StepTracker(StepState):
     def mark_request(self, iterator: object, entry: int) -> None:
         """Mark the request on the GPU's clock, if the span will count as waiting for data. Never raises.
 
-        Only some ordinary steps are timed. The others (iterator None: an iteration begins) are always timed.
+        The start of an iteration (iterator None) and its first batch are always timed, and only some of the others.
         """
         gpu = self.gpu
         if gpu is None or entry & 7 != r.S_DATA_WAIT:
             return
         try:
-            if entry == r.STEP and id(iterator) == self.steady_iterator_id:
-                gpu.step_ended()
+            if iterator is None:
+                gpu.iteration_begins()
             else:
-                gpu.epoch_boundary()
+                gpu.batch_requested(id(iterator))
         except Exception as error:
             self.without_gpu(error)
 
