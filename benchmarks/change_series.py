@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.collectors import Samples
-from telemetry.agent.trends import ChangeMonitor, change_line
+from telemetry.agent.changes import change_line
+from telemetry.diagnosis.changes import ChangeDetector
 from telemetry.log_lines import fields_of
-from telemetry.records import GpuSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,10 +61,9 @@ CHANGES: Final = {
 def changes_in(loop: Loop, seconds: float, seed: int) -> list[tuple[float, dict[str, Any]]]:
     """The changes that are logged, each with when it was logged, in seconds from the start."""
     logged: list[tuple[float, dict[str, Any]]] = []
-    monitor = ChangeMonitor()
+    detector = ChangeDetector()
     for totals, newest in ticks(loop, seconds, random.Random(seed)):
-        samples = Samples(nvml=GpuSample(0, "", "", sm_clock_hertz=newest["gpu_clock_hertz"]))
-        change = monitor.tick(totals, samples)
+        change = detector.tick(totals, newest)
         if change is not None:
             logged.append((totals.wall_seconds, fields_of(change_line(change, str(change.at_seconds)))))
     return logged

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from telemetry.agent.collectors import Samples
-from telemetry.agent.trends import MemoryWatch
+from telemetry.agent.memory import MemoryWatch
 from telemetry.diagnosis.memory import MAX_READINGS, ReadingHistory
 from telemetry.log_lines import MemoryForecast
 from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, GpuSample, MemorySample, TorchMemorySample

@@ -7,11 +7,12 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.batches import TrainedBatches
+from telemetry.hooks.batches import BatchMark, TrainedBatches
 from telemetry.hooks.device import device_in_use, wait_class
-from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
+from telemetry.hooks.loaders import BatchSource
+from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, S_EVALUATION, STEP
 from telemetry.records import (
     CATEGORIES,
     CHECKPOINT,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from telemetry.config import Config
     from telemetry.hooks.attachment import Attachment
-    from telemetry.hooks.loaders import BatchSource
     from telemetry.hooks.ring import Entry
     from telemetry.hooks.tracker import StepTracker
     from telemetry.util.errors import ErrorLog
@@ -77,6 +77,7 @@ class Ledger:
         self.boundary_wait_ns = 0
         self.epoch_boundaries = 0
         self.iterations_left = 0
+        self.evaluations = 0  # that have ended
         # How much longer the batches next to boundaries took to come than batches in mid-epoch.
         self.near_boundary_wait_ns = 0
         self._epoch = _Epoch()
@@ -327,6 +328,7 @@ class Ledger:
         if self._phase_start_ns is not None:
             seconds = max(0, stamp - self._phase_start_ns) / NS
             name = self._span_category
+            self.evaluations += name == EVALUATION
             loop = self.ns[DATA_WAIT] / NS, self.ns[COMPUTE] / NS
             self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds, loop))
         self._phase_start_ns = stamp if category in _PHASES else None
@@ -551,6 +553,75 @@ def _newer(now: Sums, before: Sums) -> Sums:
     }
 
 
+# -- the spans of evaluations in the ring ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LoaderWaits:
+    """The waits of evaluations for loaders with the same settings.
+
+    Attributes:
+        kind, settings: as of a `BatchSource`.
+        batches, wait_ns: batches, and the waits for them.
+        iterations, start_ns: iterations that have begun. With workers, their starts and ends, and the waits for their
+            first batches.
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    batches: int = 0
+    wait_ns: int = 0
+    iterations: int = 0
+    start_ns: int = 0
+
+
+class EvaluationWaits:
+    """Adds up the waits of evaluations for their own loaders. Used on the agent thread.
+
+    Attributes:
+        loaders: the waits by kind and settings of the loader.
+    """
+
+    def __init__(self) -> None:
+        self.loaders: dict[tuple[object, ...], LoaderWaits] = {}
+        self._newest: LoaderWaits | None = None
+        self._begun_ns = 0  # time of an iteration's start, until its first batch shows which loader it is
+        self._begins = False
+
+    def fold(self, entries: Sequence[Entry]) -> None:
+        """Count entries of the ring in their order."""
+        for start, end, code, source in entries:
+            if code & 7 != S_EVALUATION or end <= start:
+                continue
+            if code >> 3 & 7 != S_EVALUATION:  # the request that ended the iteration
+                if self._newest is not None and self._newest.settings.get("num_workers"):
+                    self._newest.start_ns += end - start
+            elif source is None or code & BEGINS:
+                self._begun_ns, self._begins = self._begun_ns + end - start, True
+            else:
+                self._batch(end - start, source.source if isinstance(source, BatchMark) else source)
+
+    @property
+    def costliest(self) -> LoaderWaits | None:
+        """The loader that evaluations wait for most; None before the first batch."""
+        return max(self.loaders.values(), key=lambda each: each.wait_ns + each.start_ns, default=None)
+
+    def _batch(self, ns: int, source: object) -> None:
+        if not isinstance(source, BatchSource):
+            return
+        kind, settings = source.kind, source.settings
+        key = kind, settings.get("num_workers"), settings.get("persistent_workers")
+        found = self._newest = self.loaders.setdefault(key, LoaderWaits(kind, settings))
+        found.batches += 1
+        begins, begun = self._begins, self._begun_ns
+        self._begins, self._begun_ns = False, 0
+        found.iterations += begins
+        if begins and settings.get("num_workers"):
+            found.start_ns += begun + ns
+        else:
+            found.wait_ns += begun + ns
+
+
 # -- the accounting ----------------------------------------------------------------------------------------------------
 
 _CHUNK: Final = 32
@@ -573,6 +644,7 @@ class Accounting:
 
     Attributes:
         batches: follows the batches that the training took.
+        evaluations: adds up the waits of evaluations.
         updated_ns: everything before this stamp is counted.
         exposed_source: what measures the exposed wait: ``host``, ``cuda_events`` or another device's events. None: it
             cannot be measured, and ``exposed_absent`` is the reason.
@@ -593,6 +665,7 @@ class Accounting:
         self._hook_errors_seen = 0
         self.updated_ns = start_ns
         self.batches = TrainedBatches()
+        self.evaluations = EvaluationWaits()
         self.steps_without_optimizer = 0
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and other threads' requests, when the newest batch came
@@ -637,6 +710,7 @@ class Accounting:
             ledger.fold(spans(taken[:1]))
             booked = 1 + ledger.fold_steps(taken[1:ordinary])
         ledger.fold(spans(taken[booked:]))
+        self.evaluations.fold(taken[booked:])
 
     def take_steps(self) -> list[Step]:
         """The steps closed since the last call."""

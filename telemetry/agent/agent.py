@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry._version import __version__
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt import FOLDER, AttemptLog
+from telemetry.agent.changes import ChangeMonitor, change_line
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
+from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.figures import FigureOutput
 from telemetry.agent.findings import FindingLog
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
+from telemetry.agent.memory import MemoryWatch
 from telemetry.agent.run_so_far import RunSoFar
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.step_time import StepMonitor
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
-from telemetry.agent.trends import ChangeMonitor, MemoryWatch, change_line
 from telemetry.config import TRIAL_VARIABLE
-from telemetry.diagnosis.growth import growth_finding
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
@@ -299,7 +300,6 @@ class Agent:
         self.overhead = Overhead(tracker, [part for part in own_threads if part is not None])
         self._builder = TotalsBuilder(accounting, tracker, self._collectors, self._thread_sampler, self.overhead)
         self._memory = MemoryWatch()
-        self._changes = ChangeMonitor()
 
         # What it reports.
         stall_counts = StallCounts()
@@ -320,6 +320,8 @@ class Agent:
         )
         self.findings = FindingLog(self.event_log)
         self._step_monitor = StepMonitor(tracker, self.findings, self.event_log)
+        self._changes = ChangeMonitor(self._step_monitor.sampler, self.findings)
+        self._evaluations = EvaluationMonitor(accounting.evaluations, self._step_monitor.sampler, self.findings)
         self._line_monitor = LineMonitor(tracker, run_dir / "profiles", errors, self.event_log)
         self._stall_monitor = StallMonitor(
             config,
@@ -362,8 +364,7 @@ class Agent:
             errors=errors,
         )
         self._rank_due_ns = 0
-        self._published = False  # whether the newest tick published
-        self._skipped = False
+        self._published = self._skipped = False  # whether the newest tick published, and was skipped
         self.running = False
         self._ended = False
         self._deadline_ns = 0  # for `stop`
@@ -556,8 +557,7 @@ class Agent:
             if change is not None:
                 at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
                 self.event_log.write(change_line(change, at))
-            if self._changes.growth is not None:
-                self.findings.tell(growth_finding(self._changes.growth, tick.totals))
+            self._evaluations.tick(tick, self.accounting.ledger.evaluations)
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
             self.job_hang.tick()
         with self.errors.contained("lines"):
@@ -612,6 +612,8 @@ class Agent:
             totals, end = self._builder.update(), self.attempt.end.settled
             timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
             self._stall_monitor.end(totals, timed_out=timed_out)
+            self._changes.end(totals)
+            self._evaluations.end(totals)
             self.findings.end()
             self.event_log.write_phases(last=True)
             self.event_log.window()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.attempt import AttemptLog
     from telemetry.agent.collectors import CollectorPoller
+    from telemetry.agent.memory import MemoryWatch
     from telemetry.agent.totals import StallCounts, TotalsBuilder
-    from telemetry.agent.trends import MemoryWatch
     from telemetry.config import Config
     from telemetry.diagnosis.growth import StepTrend
     from telemetry.hooks.tracker import StepTracker

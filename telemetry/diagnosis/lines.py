@@ -154,6 +154,19 @@ def line_shares(
     return tuple(found)
 
 
+def reading_place(profile: StackProfile) -> str:
+    """The line of the user's code that reads a loader, such as ``train.py:42``, from waits for it; empty if unknown."""
+    times: dict[tuple[str, int], int] = {}
+    for stack, time in profile.times.items():
+        inside = _inside(stack, WAIT)
+        outside = stack if inside is stack else stack[len(inside) :]
+        at = _first(outside, _is_users)
+        if at is not None:
+            place = outside[at].file.rpartition(os.sep)[2], outside[at].line
+            times[place] = times.get(place, 0) + time.wall_ns
+    return "{}:{}".format(*max(times, key=lambda place: times[place])) if times else ""
+
+
 def top_line(profile: StackProfile) -> LineShare | None:
     """The line in which most of the time was spent, if that is the greater part of it; else None."""
     lines = line_shares(profile, STEP, least=_FEW_SAMPLES)

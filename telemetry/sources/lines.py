@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
+from telemetry.hooks.ring import S_EVALUATION
 from telemetry.sources.proc import is_running, read_schedule
 from telemetry.sources.stacks import collective_in, in_backward
 from telemetry.util.clock import NS, now_ns
@@ -165,6 +166,8 @@ class StepSampler:
         steps: the stacks of the training thread in its steps. Of the times of a stack, the time on a core includes
             run-queue delay. The time with the GIL is that of samples that had to wait for it, but for no collection.
         wait_ns: time in waits for batches, by the same samples.
+        evaluation: the stacks of the training thread in waits of evaluations for their loaders.
+        newest: like ``steps``, since `follow` was called; None before.
         collecting: stacks in which a sample waited for the end of a garbage collection.
         threads: other Python threads that are often on a core, by their native id.
     """
@@ -182,6 +185,8 @@ class StepSampler:
         self._looked_ns = 0
         self._watched: dict[int, int] = {}  # the ident of each busy thread by native id
         self.steps = StackProfile()
+        self.evaluation = StackProfile()
+        self.newest: StackProfile | None = None
         self.wait_ns = 0
         self.collecting = StackProfile()
         self.threads: dict[int, BusyThread] = {}
@@ -207,13 +212,17 @@ class StepSampler:
         if not self._left:
             self.end()
 
+    def follow(self) -> None:
+        """Begin `newest`, and sample as often as in the first minutes of training."""
+        self.newest, self._first_ns, self._next_ns = StackProfile(), 0, now_ns()
+
     def end(self) -> None:
         """End a burst in progress."""
         self._left = 0
         restore_switch_interval(_STEPS)
 
     def _begin(self, now: int) -> None:
-        if not self._trains():
+        if not self._trains() and not self._evaluates():
             self._next_ns = now + _NOT_YET_NS
             return
         self._first_ns = self._first_ns or now
@@ -230,10 +239,16 @@ class StepSampler:
         tracker = self._tracker
         return tracker.stepping or (tracker.waiting_since > 0 and tracker.batch_seen)
 
+    def _evaluates(self) -> bool:
+        return self._tracker.category == S_EVALUATION and self._tracker.waiting_since < 0
+
     def _take(self, now: int, due_ns: int, waits: int) -> None:
         tracker, times = self._tracker, self._times
         collections, before = _collections(), self._collections
         self._collections = collections
+        if self._evaluates() and (stack := stack_of(tracker.thread)):
+            wall = times.weight_ns(due_ns, now)
+            self.evaluation.add(stack, wall, wall)
         if not self._trains():
             return
         wall = times.weight_ns(due_ns, now)
@@ -246,7 +261,10 @@ class StepSampler:
         if waiting:
             self.wait_ns += wall
         elif stack:
-            self.steps.add(stack, wall, int(wall * not_blocked), gil_ns=wall if waits > 0 and not collected else 0)
+            gil = wall if waits > 0 and not collected else 0
+            for profile in (self.steps, self.newest):
+                if profile is not None:
+                    profile.add(stack, wall, int(wall * not_blocked), gil_ns=gil)
         for native, ident in self._watched.items():
             thread = self.threads[native]
             if waits <= 0:  # otherwise it may only be about to wait for the GIL again

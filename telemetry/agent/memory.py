@@ -1,24 +1,19 @@
-"""Follows slow changes: memory that grows, and steps that became slower or faster for good."""
+"""Follows memory that grows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.changes import ChangeDetector
-from telemetry.diagnosis.growth import GrowthDetector
 from telemetry.diagnosis.memory import MEMORY, MemoryReadings, ReadingHistory, memory_advice, memory_outlook
-from telemetry.log_lines import ChangedFigure, ChangeLine, MemoryForecast
-from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth, MemorySample, rounded
+from telemetry.log_lines import MemoryForecast
+from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth, MemorySample
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from telemetry.agent.collectors import Samples
-    from telemetry.diagnosis.growth import StepGrowth, StepTrend
-    from telemetry.records import GpuSample, PressureSample, StepChange, TorchMemorySample, Totals
+    from telemetry.records import GpuSample, TorchMemorySample
 
-
-# -- memory that grows -------------------------------------------------------------------------------------------------
 
 READ_SECONDS: Final = 2.0
 """Readings that come faster are merged."""
@@ -147,68 +142,3 @@ class MemoryWatch:
 
 def _minus(value: int | None) -> int | None:
     return None if value is None else -value
-
-
-# -- steps that became slower or faster for good -----------------------------------------------------------------------
-
-
-class ChangeMonitor:
-    """Looks for changes of the step time once a tick: lasting ones, and growth within minutes."""
-
-    def __init__(self) -> None:
-        self._detector = ChangeDetector()
-        self._growth = GrowthDetector()
-
-    def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
-        """Add a tick. Returns a lasting change that this tick confirms."""
-        signals = _signals(samples.nvml, samples.pressure)
-        self._growth.tick(totals, signals | _memory_signals(samples))
-        return self._detector.tick(totals, signals)
-
-    @property
-    def ratio(self) -> float | None:
-        """Step time now divided by step time before a lasting slow-down, see `ChangeDetector`."""
-        return self._detector.ratio
-
-    @property
-    def growth(self) -> StepGrowth | None:
-        """The growth of the steps within minutes; None without any."""
-        return self._growth.growth
-
-    @property
-    def step_trend(self) -> StepTrend | None:
-        """The trend of a short run; None for other runs."""
-        return self._growth.trend()
-
-
-def _memory_signals(samples: Samples) -> dict[str, float]:
-    memory, allocator = samples.memory, samples.torch_memory
-    found = {
-        "training_bytes": None if memory is None else memory.training_bytes,
-        "cuda_bytes": None if allocator is None else allocator.allocated_bytes,
-    }
-    return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str, float]:
-    """The machine's gauges. What was not measured is missing."""
-    found: dict[str, float | None] = {}
-    if gpu is not None:
-        found["gpu_clock_hertz"] = gpu.sm_clock_hertz
-        found["gpu_temperature_celsius"] = gpu.temperature_celsius
-    if pressure is not None:
-        found |= {f"{name}_pressure_ratio": ratio for name, ratio in pressure.pressure_ratio.items()}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def change_line(change: StepChange, at: str) -> ChangeLine:
-    """The log line of a change. ``at``: when it happened, ISO-8601."""
-    return ChangeLine(
-        at=at,
-        first_step=change.step,
-        ratio=round(change.ratio, 4),
-        part=change.part,
-        step_before_seconds=change.before_seconds,
-        step_after_seconds=change.after_seconds,
-        figures=[ChangedFigure(each.what, rounded(each.before), rounded(each.after)) for each in change.companions],
-    )

@@ -1,0 +1,104 @@
+"""Follows the duration of the steps: lasting changes, growth within minutes, and the trend of a short run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from telemetry.diagnosis.changes import ChangeDetector
+from telemetry.diagnosis.growth import GrowthDetector, growth_finding
+from telemetry.diagnosis.lines import STEP, line_shares
+from telemetry.log_lines import ChangedFigure, ChangeLine
+from telemetry.records import rounded
+
+if TYPE_CHECKING:
+    from telemetry.agent.collectors import Samples
+    from telemetry.agent.findings import FindingLog
+    from telemetry.diagnosis.growth import StepGrowth, StepTrend
+    from telemetry.records import GpuSample, PressureSample, StepChange, Totals
+    from telemetry.sources.lines import StepSampler
+
+_DIGITS = 6
+
+
+_YOUNG_SECONDS: Final = 120.0
+"""Until so many seconds of training, the samples of the whole run are those of its newest steps."""
+
+
+class ChangeMonitor:
+    """Looks for changes of the step time once a tick: lasting ones, and growth within minutes.
+
+    Args:
+        sampler: has samples of the steps, for the line of code that grows.
+        findings: gets the growth.
+    """
+
+    def __init__(self, sampler: StepSampler, findings: FindingLog) -> None:
+        self._sampler = sampler
+        self._findings = findings
+        self._detector = ChangeDetector()
+        self._growth = GrowthDetector()
+        self._told: StepGrowth | None = None
+
+    def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
+        """Add a tick, and tell growth that is new or has gone on. Returns a lasting change that this tick confirms."""
+        signals = _signals(samples.nvml, samples.pressure)
+        self._growth.tick(totals, signals | _memory_signals(samples))
+        if self._growth.growth is not self._told:
+            if self._told is None and totals.loop_seconds >= _YOUNG_SECONDS:
+                self._sampler.follow()
+            self._tell(totals)
+        return self._detector.tick(totals, signals)
+
+    def end(self, totals: Totals) -> None:
+        """Tell the growth once more with what it has cost in the whole run."""
+        self._tell(totals)
+
+    @property
+    def ratio(self) -> float | None:
+        """Step time now divided by step time before a lasting slow-down, see `ChangeDetector`."""
+        return self._detector.ratio
+
+    @property
+    def step_trend(self) -> StepTrend | None:
+        """The trend of a short run; None for other runs."""
+        return self._growth.trend()
+
+    def _tell(self, totals: Totals) -> None:
+        growth, newest = self._growth.growth, self._sampler.newest
+        self._told = growth
+        if growth is not None:
+            lines = line_shares(self._sampler.steps if newest is None else newest, STEP)
+            self._findings.tell(growth_finding(growth, totals, lines))
+
+
+def _memory_signals(samples: Samples) -> dict[str, float]:
+    memory, allocator = samples.memory, samples.torch_memory
+    found = {
+        "training_bytes": None if memory is None else memory.training_bytes,
+        "cuda_bytes": None if allocator is None else allocator.allocated_bytes,
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str, float]:
+    """The machine's gauges. What was not measured is missing."""
+    found: dict[str, float | None] = {}
+    if gpu is not None:
+        found["gpu_clock_hertz"] = gpu.sm_clock_hertz
+        found["gpu_temperature_celsius"] = gpu.temperature_celsius
+    if pressure is not None:
+        found |= {f"{name}_pressure_ratio": ratio for name, ratio in pressure.pressure_ratio.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def change_line(change: StepChange, at: str) -> ChangeLine:
+    """The log line of a change. ``at``: when it happened, ISO-8601."""
+    return ChangeLine(
+        at=at,
+        first_step=change.step,
+        ratio=round(change.ratio, 4),
+        part=change.part,
+        step_before_seconds=change.before_seconds,
+        step_after_seconds=change.after_seconds,
+        figures=[ChangedFigure(each.what, rounded(each.before), rounded(each.after)) for each in change.companions],
+    )

@@ -1,0 +1,186 @@
+"""Evaluations and their own loader: waits and compute are told apart, and a finding has what another setting brings."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import telemetry
+from telemetry.agent.accounting import EvaluationWaits
+from telemetry.agent.evaluations import EvaluationMonitor
+from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding
+from telemetry.diagnosis.lines import LineShare
+from telemetry.hooks.loaders import BatchSource
+from telemetry.hooks.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
+from telemetry.records import Conditions, Tick, Totals
+from telemetry.util.sampling import StackProfile
+from tests.running_agent import log_lines
+
+ON_THREAD = {"num_workers": 0}
+RUN = Totals(ledger_seconds={"data_wait": 1.0, "compute": 17.0, "evaluation": 37.0})
+
+
+def times(**changed):
+    """Ten evaluations of 100 batches: 32 ms of waiting and 5 ms of compute for each."""
+    usual = {
+        "kind": "training_thread", "settings": ON_THREAD, "evaluations": 10, "batches": 1000, "seconds": 37.0,
+        "wait_seconds": 32.0, "cpu_ratio": 0.1, "cores": 2.0, "place": "train.py:49",
+    }  # fmt: skip
+    return EvaluationTimes(**usual | changed)
+
+
+# -- what is found -----------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_without_workers_is_found_with_its_line_and_prediction():
+    line = LineShare("/home/me/train.py", 23, "__getitem__", None, 0.97, 0.1)
+    finding = evaluation_finding(times(), RUN, [line])
+    assert "3.20 s are waits for its own loader (num_workers=0, read at train.py:49)" in finding.text
+    assert "500.0 ms compute" in finding.text
+    assert "67 % of the time" in finding.text
+    assert "97 % of each wait for a batch is __getitem__ at train.py:23" in finding.text
+    (advice,) = finding.advice
+    assert advice.setting == "num_workers"
+    assert int(advice.value) >= 4
+    assert "persistent_workers=True" in advice.action
+    assert advice.predicted_speedup == pytest.approx(55 / (18 + 6), rel=0.1)
+    assert finding.share_ratio == pytest.approx(1 - 1 / advice.predicted_speedup, abs=0.01)
+
+
+def test_fetches_that_compute_gain_what_the_cores_give():
+    on_two = evaluation_finding(times(cpu_ratio=1.0), RUN).advice[0].predicted_speedup
+    assert 1.2 < on_two < 1.6
+    assert evaluation_finding(times(cpu_ratio=1.0, cores=8.0), RUN).advice[0].predicted_speedup > 1.9
+    assert evaluation_finding(times(cpu_ratio=1.0, cores=1.0), RUN) is None, "there is no core for a worker"
+
+
+def test_without_the_cpu_time_there_is_advice_and_no_number():
+    (advice,) = evaluation_finding(times(cpu_ratio=None), RUN).advice
+    assert advice.predicted_speedup is None
+    assert advice.setting == "num_workers"
+
+
+def test_workers_that_start_in_each_evaluation_are_to_be_kept():
+    anew = {"num_workers": 4, "persistent_workers": False}
+    finding = evaluation_finding(times(kind="workers", settings=anew, wait_seconds=1.0, start_seconds=30.0), RUN)
+    (advice,) = finding.advice
+    assert advice.typed == "persistent_workers=True"
+    assert advice.predicted_speedup == pytest.approx(55 / 26, rel=0.1)
+    assert "num_workers=4" in finding.text
+    slow_first = times(kind="workers", settings=anew, batches=20, seconds=37.0, wait_seconds=1.0, start_seconds=30.0)
+    assert evaluation_finding(slow_first, RUN).advice[0].predicted_speedup is None, "or it is the fetch"
+
+
+def test_workers_that_are_too_few_are_told_without_a_number():
+    few = {"num_workers": 1, "persistent_workers": True}
+    (advice,) = evaluation_finding(times(kind="workers", settings=few), RUN).advice
+    assert (advice.setting, advice.predicted_speedup) == ("num_workers", None)
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        {"wait_seconds": 2.0},  # it computes
+        {"seconds": 3.7, "wait_seconds": 3.2},  # it is short
+        {"batches": 5},
+    ],
+)
+def test_a_validation_that_is_small_or_computes_is_no_finding(quiet):
+    run = Totals(ledger_seconds=RUN.ledger_seconds | {"evaluation": quiet.get("seconds", 37.0), "compute": 60.0})
+    assert evaluation_finding(times(**quiet), run) is None
+
+
+# -- how it is measured ------------------------------------------------------------------------------------------------
+
+IN_EVALUATION = code(S_EVALUATION, S_EVALUATION)
+
+
+def test_the_spans_of_an_evaluation_are_waits_starts_and_the_rest():
+    waits, own, workers = (
+        EvaluationWaits(),
+        BatchSource("training_thread", ON_THREAD),
+        BatchSource("workers", {"num_workers": 2}),
+    )
+    waits.fold([
+        (0, 10, STEP, None),
+        (20, 20, IN_EVALUATION, None),  # it begins
+        (20, 21, IN_EVALUATION, None),  # iter(loader)
+        (21, 31, IN_EVALUATION, own),
+        (33, 43, IN_EVALUATION, own),
+        (45, 46, code(S_EVALUATION, S_COMPUTE), None),  # its end
+        (50, 60, IN_EVALUATION | BEGINS, workers),
+        (60, 90, IN_EVALUATION, workers),
+        (95, 97, IN_EVALUATION, workers),
+        (99, 104, code(S_EVALUATION, S_COMPUTE), None),
+        (110, 200, code(S_DATA_WAIT, S_COMPUTE), own),
+    ])  # fmt: skip
+    first, second = waits.loaders.values()
+    assert (first.kind, first.batches, first.iterations, first.wait_ns, first.start_ns) == (
+        "training_thread",
+        2,
+        1,
+        21,
+        0,
+    )
+    assert (second.batches, second.iterations, second.wait_ns, second.start_ns) == (2, 1, 2, 45)
+    assert waits.costliest is second
+
+
+def test_one_evaluation_before_the_training_is_not_judged_until_the_end():
+    told = []
+    waits, sampler = EvaluationWaits(), SimpleNamespace(evaluation=StackProfile())
+    monitor = EvaluationMonitor(waits, sampler, SimpleNamespace(tell=told.append))
+    source = BatchSource("training_thread", ON_THREAD)
+    waits.fold([(n * 40_000_000, n * 40_000_000 + 32_000_000, IN_EVALUATION, source) for n in range(100)])
+    totals = Totals(wall_seconds=4.0, ledger_seconds={"evaluation": 4.0}, process_cpu_seconds=0.4)
+    monitor.tick(Tick(totals, Conditions(cores=2.0)), 1)
+    assert not told
+    monitor.tick(Tick(totals, Conditions(cores=2.0)), 2)
+    assert told[0].kind == "evaluation_loader"
+    monitor.end(totals)
+    assert len(told) == 2
+
+
+class Files(Dataset):
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return torch.full((4,), float(index))
+
+
+@pytest.mark.parametrize("quietly", [False, True])
+def test_a_real_validation(tmp_path, quietly):
+    """One reads slowly, the other has its rows in memory and computes."""
+    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    try:
+        for _ in range(3):
+            for batch in DataLoader(Files(0.0), batch_size=4):
+                loss = model(batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                time.sleep(0.01)
+            with torch.no_grad():
+                for batch in DataLoader(Files(0.0 if quietly else 0.01), batch_size=4):
+                    model(batch)
+                    time.sleep(0.02 if quietly else 0.002)
+    finally:
+        telemetry.stop()
+    found = [line for line in log_lines(agent) if line["event"] == "finding" and line["kind"] == "evaluation_loader"]
+    if quietly:
+        assert not found
+        return
+    assert "num_workers=0" in found[-1]["text"]
+    assert found[-1]["advice"][0]["setting"] == "num_workers"
+    assert found[-1]["advice"][0]["predicted_speedup"] > 1.2
