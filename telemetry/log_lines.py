@@ -21,7 +21,7 @@ from msgspec import Meta, Struct, structs
 
 from telemetry.diagnosis.findings import FindingKind
 from telemetry.diagnosis.growth import StepTrend
-from telemetry.records import COMPUTE, DATA_WAIT, Advice, HotLine, OtherCause
+from telemetry.records import COMPUTE, DATA_WAIT, Advice, Epochs, HotLine, OtherCause
 from telemetry.util.clock import iso_time
 from telemetry.util.files import read_small
 
@@ -117,6 +117,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
         stall_lost_total_seconds: seconds lost in stalls, by cause.
         child_processes: processes that the script has started with multiprocessing.
         samples_total, tokens_total: samples and tokens of the training; null if they are not known.
+        epochs: whole epochs; absent before the end of the first.
         gpu_energy_total_joules: energy of the whole GPU ``gpu_uuid``.
         cpu_total_seconds: CPU time in the training loop by user: ``used``, the process and its workers; ``others``, all
             others of the machine; ``known``, the wall clock over which these two were measured; ``thread`` and
@@ -137,6 +138,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
     unseen_steps_total: Count = 0
     samples_total: Count | None = None
     tokens_total: Count | None = None
+    epochs: Epochs | None = None
     gpu_energy_total_joules: dict[str, Number] | None = None
     gpu_uuid: str | None = None
     cpu_total_seconds: dict[str, Number] | None = None

@@ -507,6 +507,24 @@ class StepChange:
         return self.after_seconds / self.before_seconds
 
 
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+class Epochs(msgspec.Struct, frozen=True):
+    """The whole epochs of a rank: passes over its loader, each with the evaluations and checkpoints after it.
+
+    Attributes:
+        count: how many have ended. ``seconds``: mean duration of one.
+        samples: samples in one of them; None if torch's sampler does not tell.
+        distinct: whether each of them is another sample, because the sampler draws each index once; None if unknown.
+    """
+
+    count: int
+    seconds: float
+    samples: int | None = None
+    distinct: bool | None = None
+
+
 # -- the counters of one rank: `Totals`, which the agent makes once a tick ---------------------------------------------
 # The endpoint shows the newest `Totals`. The log writes the difference since its last window. The stall monitor
 # compares the newest with the oldest of its window. All three use ``newest - oldest``. Two others keep figures of

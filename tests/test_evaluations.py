@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import telemetry
 from telemetry.agent.accounting import EvaluationWaits
 from telemetry.agent.evaluations import EvaluationMonitor
+from telemetry.cli import main
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding
 from telemetry.diagnosis.lines import LineShare
 from telemetry.hooks.loaders import BatchSource
 from telemetry.hooks.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
 from telemetry.records import Conditions, Tick, Totals
 from telemetry.util.sampling import StackProfile
+from tests.report_logs import START, line, totals, write
 from tests.running_agent import log_lines
 
 ON_THREAD = {"num_workers": 0}
@@ -37,8 +40,8 @@ def times(**changed):
 
 
 def test_a_loader_without_workers_is_found_with_its_line_and_prediction():
-    line = LineShare("/home/me/train.py", 23, "__getitem__", None, 0.97, 0.1)
-    finding = evaluation_finding(times(), RUN, [line])
+    fetch = LineShare("/home/me/train.py", 23, "__getitem__", None, 0.97, 0.1)
+    finding = evaluation_finding(times(), RUN, [fetch])
     assert "3.20 s are waits for its own loader (num_workers=0, read at train.py:49)" in finding.text
     assert "500.0 ms compute" in finding.text
     assert "67 % of the time" in finding.text
@@ -177,6 +180,9 @@ def test_a_real_validation(tmp_path, quietly):
                     time.sleep(0.02 if quietly else 0.002)
     finally:
         telemetry.stop()
+    epochs = log_lines(agent)[-1]["epochs"]
+    assert (epochs["count"], epochs["samples"], epochs["distinct"]) == (3, 60, True)
+    assert epochs["seconds"] > (0.45 if quietly else 0.75), "an epoch has its evaluation"
     found = [line for line in log_lines(agent) if line["event"] == "finding" and line["kind"] == "evaluation_loader"]
     if quietly:
         assert not found
@@ -184,3 +190,42 @@ def test_a_real_validation(tmp_path, quietly):
     assert "num_workers=0" in found[-1]["text"]
     assert found[-1]["advice"][0]["setting"] == "num_workers"
     assert found[-1]["advice"][0]["predicted_speedup"] > 1.2
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "distinct"),
+    [
+        ({"shuffle": True}, 60, True),
+        ({"sampler": RandomSampler(Files(0.0), replacement=True, num_samples=40)}, 40, False),
+        ({"shuffle": True, "drop_last": True}, None, True),
+    ],
+)
+def test_the_samples_of_an_epoch(tmp_path, options, samples, distinct):
+    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
+    try:
+        for _ in range(2):
+            for _ in DataLoader(Files(0.0), batch_size=8, **options):
+                time.sleep(0.01)
+    finally:
+        telemetry.stop()
+    epochs = log_lines(agent)[-1]["epochs"]
+    assert (epochs["count"], epochs["samples"], epochs["distinct"]) == (2, samples, distinct)
+
+
+def test_the_report_says_how_long_an_epoch_takes_and_the_trend(tmp_path, capsys):
+    ended = totals(wait=1.0, compute=99.0, steps=1000) | {
+        "epochs": {"count": 9, "seconds": 5.5, "samples": 480, "distinct": True},
+        "step_trend": {"kind": "grows", "before_seconds": 0.02, "after_seconds": 0.024, "loop_seconds": 300.0},
+    }
+    write(tmp_path, 0, line("run_start", 0, **START, world_size=1), line("run_end", 0, **ended))
+    assert main(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "epochs: 9, of 5.50 s each and 480 samples, each of them once" in text
+    assert "steps: they became slower and slower in 5 min of training: 20.0 ms at first, 24.0 ms at last" in text
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    rank = json.loads(capsys.readouterr().out)["ranks"][0]
+    assert rank["epochs"] == ended["epochs"]
+    assert rank["step_trend"] == ended["step_trend"]

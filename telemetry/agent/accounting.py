@@ -21,6 +21,7 @@ from telemetry.records import (
     EVALUATION,
     STARTUP,
     DroppedSpans,
+    Epochs,
     Histogram,
     PhaseSpan,
     Step,
@@ -76,6 +77,7 @@ class Ledger:
         self.first_wait_ns = 0
         self.boundary_wait_ns = 0
         self.epoch_boundaries = 0
+        self._first_boundary_ns = self._newest_boundary_ns = 0
         self.iterations_left = 0
         self.evaluations = 0  # that have ended
         # How much longer the batches next to boundaries took to come than batches in mid-epoch.
@@ -198,6 +200,14 @@ class Ledger:
         return (booked + max(0, running)) / NS
 
     @property
+    def epoch_seconds(self) -> float | None:
+        """Mean duration of an epoch, with the evaluations between two; None before the end of the first."""
+        if self.epoch_boundaries > 1:
+            return (self._newest_boundary_ns - self._first_boundary_ns) / (self.epoch_boundaries - 1) / NS
+        begin = self.start_ns + self.ns[STARTUP]
+        return (self._first_boundary_ns - begin) / NS if self.epoch_boundaries else None
+
+    @property
     def at_epoch_boundary(self) -> bool:
         """Whether an iteration has ended or begun, and the next batch has not come yet."""
         return self._at_boundary
@@ -308,6 +318,8 @@ class Ledger:
         if self.batches and not batch and not self._at_boundary:
             self.boundary_wait_ns += waited  # this was not known before
             self.epoch_boundaries += 1
+            self._newest_boundary_ns = self.at_ns
+            self._first_boundary_ns = self._first_boundary_ns or self.at_ns
             self.near_boundary_wait_ns += self._epoch.extra_wait_ns()
             self._epoch = _Epoch()
         elif self.batches and batch and not self._at_boundary:
@@ -767,6 +779,14 @@ class Accounting:
         """Tokens that the training took; None if unknown. What the script reports counts more than its batches."""
         told = self._tracker.tokens_told
         return None if told is None and self.unseen_steps else self.batches.tokens(told)
+
+    def epochs(self) -> Epochs | None:
+        """The whole epochs so far; None before the end of the first."""
+        seconds, sizes = self.ledger.epoch_seconds, self.batches.sizes
+        if seconds is None:
+            return None
+        known = (None, None) if sizes is None else (sizes.total, sizes.distinct)
+        return Epochs(self.ledger.epoch_boundaries, round(seconds, 6), *known)
 
     @property
     def exposed_seconds(self) -> float | None:

@@ -292,6 +292,7 @@ class EventLog:
         """The fields of a `TotalsLine`. Every window has them, so the newest line alone shows the ledger."""
         totals, energy_of = self._builder.current(), self._builder.energy_sample
         kills, memory, resumption = self._attempt.oom_kills(), self._memory.line_field(), self._attempt.resumption()
+        epochs = self._accounting.epochs()
         return {
             "steps_total": totals.steps,
             "wall_seconds": totals.wall_seconds,
@@ -306,6 +307,7 @@ class EventLog:
             "unseen_steps_total": totals.unseen_steps,
             "samples_total": totals.samples,
             "tokens_total": totals.tokens,
+            "epochs": ABSENT if epochs is None else epochs,
             "gpu_energy_total_joules": totals.gpu_energy_joules,
             "gpu_uuid": energy_of.uuid if totals.gpu_energy_joules and energy_of is not None else None,
             "cpu_total_seconds": _cpu_seconds(totals),

@@ -351,10 +351,14 @@ def _counted(
 
 
 class BatchSizes(NamedTuple):
-    """What torch's sampler decides: the size of a full batch, and all samples; None if all batches are full."""
+    """What torch's sampler decides: the size of a full batch, and all samples; None if all batches are full.
+
+    ``distinct``: whether it draws each index once in an iteration; None if that is not known.
+    """
 
     size: int
     total: int | None
+    distinct: bool | None = None
 
     def of(self, number: int, batches: int) -> int | None:
         """Samples of ``batches`` from this number on; None if the sampler gives more batches than its length."""
@@ -409,10 +413,17 @@ def _sizes_of(iterator: Any) -> BatchSizes | None:
         return None
     sampler = own_value(iterator, "_index_sampler")
     try:
-        return BatchSizes(size, None if sampler.drop_last else len(sampler.sampler))
+        return BatchSizes(size, None if sampler.drop_last else len(sampler.sampler), _draws_once(sampler.sampler))
     except Exception as error:  # from the length of the user's data set
         let_pass(error)
         return None
+
+
+def _draws_once(sampler: Any) -> bool | None:
+    """Whether a sampler gives each index once. torch's own give some again only with replacement."""
+    if type(sampler) not in {_class(module, name) for module, name in _SAMPLERS}:
+        return None
+    return not getattr(sampler, "replacement", False)
 
 
 def _decided_by_torch(iterator: Any) -> bool:
@@ -564,6 +575,7 @@ class TrainedBatches:
     def __init__(self) -> None:
         self._source: BatchSource | None = None  # of the newest batches
         self._counts: BatchCounts | None = None
+        self._sizes: BatchSizes | None = None
         self._place: int | None = None  # of the next batch
         self._waits: dict[BatchSource, int] = {}
         self._own_counts = [0] * (len(FETCH_BUCKETS) + 1)
@@ -598,6 +610,11 @@ class TrainedBatches:
                 if source is self._source:
                     self._move(1)
 
+    @property
+    def sizes(self) -> BatchSizes | None:
+        """What the sampler of the newest iteration decides; None if it decides nothing."""
+        return self._sizes
+
     def _go_on(self, mark: BatchMark) -> None:
         """Begin an iteration, or go on with another one."""
         if mark.place is not None:
@@ -605,6 +622,8 @@ class TrainedBatches:
         elif mark.source is not self._source:
             self._place = None
         self._source, self._counts = mark.source, mark.counts
+        if mark.counts is not None:
+            self._sizes = mark.counts.sizes
         if isinstance(self._source, LoaderHandle):
             self._source.epoch = mark.epoch
         self._move(0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from telemetry.diagnosis.findings import Finding
+from telemetry.diagnosis.growth import StepTrend
 from telemetry.log_lines import ChangedFigure, Number, Suspect
-from telemetry.records import StallRecord
+from telemetry.records import Epochs, StallRecord
 from telemetry.trace.records import FlopsUsage, Suggestion
 
 
@@ -40,6 +41,8 @@ class Rank(msgspec.Struct, kw_only=True):
     steps: int
     samples: int | None
     tokens: int | None
+    epochs: Epochs | None
+    step_trend: StepTrend | None
     gpu_energy_joules: dict[str, float] | None
     wall_seconds: float
     ledger: dict[str, float]

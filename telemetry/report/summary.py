@@ -135,6 +135,8 @@ def _rank(process: ProcessLog, attempt: int | None) -> Rank:
         steps=totals.steps_total or 0,
         samples=totals.samples_total,
         tokens=totals.tokens_total,
+        epochs=totals.epochs,
+        step_trend=process.end.step_trend,
         gpu_energy_joules=totals.gpu_energy_total_joules,
         wall_seconds=float(totals.wall_seconds),
         ledger=ledger,

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY
 from telemetry.diagnosis.verdict import grows, trace_shows
 from telemetry.records import CATEGORIES, DATA_WAIT, REPLAY
 from telemetry.report.attempts import ASSUMED
@@ -333,6 +334,7 @@ def sum_lines(values: ReportValues) -> list[str]:
     ]
     if parts:
         lines.append(f"throughput: {'; '.join(parts)}")
+    lines += [_epochs(values.ranks), _step_trend(values.ranks)]
     total = sum(energy.values())
     if total > 0:
         kwh, share = plain_number(energy[DATA_WAIT] / KWH), rounded_percent(energy[DATA_WAIT] / total)
@@ -344,7 +346,39 @@ def sum_lines(values: ReportValues) -> list[str]:
         waiting = [] if cost.waiting is None else [f"{cost.waiting:.2f} waiting"]
         of_that = ", ".join([*waiting, f"{cost.stalls:.2f} stalls", f"{cost.restarts:.2f} restarts"])
         lines.append(f"cost: {cost.total:.2f} for {plain_number(cost.gpu_hours)} GPU-hours; of that {of_that}")
-    return lines
+    return [line for line in lines if line]
+
+
+def _epochs(ranks: Sequence[Rank]) -> str:
+    """How long an epoch takes, on the rank with the longest; empty before the end of the first."""
+    epochs = max(
+        (rank.epochs for rank in ranks if rank.epochs is not None), key=lambda each: each.seconds, default=None
+    )
+    if epochs is None:
+        return ""
+    text = f"epochs: {epochs.count}, of {duration(epochs.seconds)}" + (" each" if epochs.count > 1 else "")
+    if epochs.samples is not None:
+        again = {True: ", each of them once", False: ", drawn with replacement", None: ""}[epochs.distinct]
+        text += f" and {epochs.samples} samples{again}"
+    return text
+
+
+_TRENDS: Final = {
+    STEADY: "kept their pace",
+    GROWS: "became slower and slower",
+    SLOWER: "became slower",
+    FASTER: "became faster",
+}
+
+
+def _step_trend(ranks: Sequence[Rank]) -> str:
+    """How the steps of a short run have changed, on the rank that became slowest; empty for other runs."""
+    trends = [rank.step_trend for rank in ranks if rank.step_trend is not None and rank.step_trend.kind in _TRENDS]
+    trend = max(trends, key=lambda each: each.after_seconds / max(each.before_seconds, 1e-9), default=None)
+    if trend is None:
+        return ""
+    ends = f"{duration(trend.before_seconds)} at first, {duration(trend.after_seconds)} at last"
+    return f"steps: they {_TRENDS[trend.kind]} in {rough_duration(trend.loop_seconds)} of training: {ends}"
 
 
 def _attempts(goodput: Goodput) -> list[str]:
