@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from telemetry.agent.stuck import StuckRank
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
-    from telemetry.records import RankPace
+    from telemetry.records import RankPace, Totals
     from telemetry.sources.lines import LineSampler, StepSampler
 
 
@@ -612,9 +612,7 @@ class Agent:
             totals, end = self._builder.update(), self.attempt.end.settled
             timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
             self._stall_monitor.end(totals, timed_out=timed_out)
-            self._changes.end(totals)
-            self._evaluations.end(totals)
-            self.findings.end()
+            self._end_findings(totals)
             self.event_log.write_phases(last=True)
             self.event_log.window()
         with self.errors.contained("sinks"):
@@ -648,6 +646,12 @@ class Agent:
         with self.errors.contained("board"):
             if self._node is not None:
                 self._node.leave()
+
+    def _end_findings(self, totals: Totals) -> None:
+        """Tell what the whole run shows, and log what has changed."""
+        self._changes.end(totals)
+        self._evaluations.end(totals)
+        self.findings.end()
 
     def _stuck_at_end(self) -> StuckRank | None:
         """This rank, if it is stuck and no step has ended since."""
