@@ -260,6 +260,8 @@ def test_rows_in_memory_are_fetched_at_once_and_not_by_workers():
     assert "__getitems__" in advice.action
     assert advice.predicted_speedup is None
     assert advice.setting is None
+    no_core = dataclasses.replace(rows, timed_fetch_cpu=0.1, own_runnable=0.7)
+    assert "__getitems__" in advise("loader_on_training_thread", seen(no_core, ROWS))[0].action, "it waits for a core"
     decoded = structs.replace(ROWS, batch_size=16)  # 375 us each
     assert advise("loader_on_training_thread", seen(rows, decoded))[0].setting == "num_workers"
     whole = structs.replace(ROWS, one_by_one=False)

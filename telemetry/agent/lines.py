@@ -104,9 +104,18 @@ class LineFindings:
         }
 
 
+_MOSTLY: Final = 0.5
+
+
 def _work_of(stall: Stall) -> tuple[str, ...]:
-    """The work that is sampled during a stall. If a thread reads a loader ahead, the fetches show the slow line."""
+    """The work that is sampled during a stall.
+
+    If a thread reads a loader ahead, or first fetches take most of the time at epoch boundaries, the fetches show the
+    slow line.
+    """
     kinds, evidence = CAUSES[stall.cause].work, stall.evidence
+    if stall.cause == "worker_startup" and evidence.edges.first_fetch_ratio >= _MOSTLY:
+        return (work.FETCH,)
     return (work.FETCH,) if evidence.source == "watched" and evidence.read_by_thread and work.FETCH in kinds else kinds
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from threading import get_ident
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -26,6 +25,7 @@ from msgspec import Struct, field
 from telemetry.diagnosis.evidence import Evidence, aggregate
 from telemetry.hooks.checkpoints import SAVING
 from telemetry.hooks.device import device_in_use
+from telemetry.hooks.loaders import asks_for_its_worker, is_random
 from telemetry.hooks.patching import ImportWatch, Patches, WeakMap, unseen
 from telemetry.hooks.ring import S_EVALUATION
 from telemetry.util.clock import NS, monotonic, now_ns
@@ -382,7 +382,7 @@ def refused(arguments: Mapping[str, Any]) -> tuple[dict[str, str], int]:
     iterable: Any = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
     if isinstance(dataset, iterable):
         several = int(arguments.get("num_workers") or 0) > 1  # then the script handles several workers
-        if not several and not _asks_for_its_worker(type(dataset)):
+        if not several and not asks_for_its_worker(type(dataset)):
             max_workers = 1
             found["num_workers"] = (
                 "the IterableDataset does not call get_worker_info(), so each of several workers would give all items"
@@ -404,27 +404,11 @@ def _parts(values: Iterable[object], depth: int = 0) -> Iterator[object]:
 
 
 def _is_shuffled(arguments: Mapping[str, Any]) -> bool:
-    """Whether the batches come in random order. A sampler of the user's own may have a reason for its order."""
+    """Whether the batches come in random order."""
     if arguments.get("batch_sampler") is not None:
         return False
     sampler = arguments.get("sampler")
-    if sampler is None:
-        return bool(arguments.get("shuffle"))
-    name = type(sampler).__name__
-    return "Random" in name or (name == "DistributedSampler" and bool(getattr(sampler, "shuffle", False)))
-
-
-def _asks_for_its_worker(kind: type) -> bool:
-    """Whether a data set divides its items among the workers: one of its functions uses the name get_worker_info."""
-    values = [value for base in kind.__mro__ for value in vars(base).values()]
-    return any("get_worker_info" in names for value in values for names in _names(getattr(value, "__code__", None)))
-
-
-def _names(code: object) -> Iterator[tuple[str, ...]]:
-    if isinstance(code, CodeType):
-        yield code.co_names
-        for constant in code.co_consts:
-            yield from _names(constant)
+    return bool(arguments.get("shuffle")) if sampler is None else is_random(sampler)
 
 
 # -- the measurement ---------------------------------------------------------------------------------------------------

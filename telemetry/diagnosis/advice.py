@@ -122,8 +122,8 @@ def on_training_thread(evidence: Evidence) -> list[Advice]:
     if evidence.source == "workers":
         return _slow_sampler(evidence)
     share, batches = evidence.own_fetch_cpu_ratio, evidence.steps * evidence.batches_per_step
-    if share is not None and batches and share >= ON_CPU:
-        rows = _fetched_row_by_row(evidence, evidence.wait_seconds / batches)
+    if share is not None and batches and share + _run_queue_delay_ratio(evidence) >= ON_CPU:
+        rows = _fetched_row_by_row(evidence, evidence.wait_seconds / batches * share)
         if rows:
             return rows
     why = "the training thread fetches each batch itself"

@@ -442,6 +442,10 @@ class RecurringCostsWatch:
 _LONG_FETCH_SECONDS: Final = 1.0
 """A fetch that takes longer than this is recorded on its own, to decide whether it was stuck."""
 
+_ENOUGH_SAMPLED: Final = 0.5
+"""If fewer of the fetches fall into ticks in which the workers were sampled, the mean of all fetches is used. That
+includes those for evaluations."""
+
 _ENOUGH_FETCHES: Final = 3
 """Least fetches of a worker for a mean that shows how slow it is."""
 
@@ -602,7 +606,7 @@ def _workers(sampled: WorkerTotals, conditions: Sequence[Conditions], cores: flo
 def _fetches(added: Totals, sampled: WorkerTotals, ticks: Sequence[Tick], workers: Workers) -> Fetches:
     counted = sampled.counted_seconds > ROUNDING_SECONDS  # there are no figures before they have begun
     seconds = _each(sampled.fetch_busy_seconds, sampled.fetches) if counted else None
-    if seconds is None:  # no worker lived from one tick to the next
+    if sampled.fetches < _ENOUGH_SAMPLED * added.worker_fetches:  # few workers lived from one tick to the next
         seconds = _each(added.worker_fetch_seconds, added.worker_fetches)
     conditions = [tick.conditions for tick in ticks][1:]
     in_loop = [c for c in conditions if c.in_loop] or conditions
