@@ -103,7 +103,7 @@ REPORTED: Final = (
     ),
     Case("iterator_each_step", ("iterator_per_step",), _ONE_ITERATOR, "^(num_workers|prefetch_factor)", line=True),
     Case("rows_one_by_one", ("loader_on_training_thread",), _BATCHED, "^num_workers|smaller size", line=True),
-    Case("one_shard", ("empty_workers",), r"shard|files|num_workers=1", "faster storage|^num_workers.*more", line=False),
+    Case("one_shard", ("empty_workers",), r"shard|files|num_workers=1", "faster storage|^num_workers.*more", line=True),
     Case("collect_each_step", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     Case("metrics_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
     Case("shuffle_buffer", ("workers_io_bound",), _FIRST_FETCH, "^persistent_workers", line=True),
@@ -131,7 +131,7 @@ ALIKE: Final = (
     ),
     Case("batch_from_helper", ("iterator_per_step",), _ONE_ITERATOR, "^(num_workers|prefetch_factor)", line=True),
     Case("table_one_by_one", ("loader_on_training_thread",), _BATCHED, "^num_workers|smaller size", line=True),
-    Case("two_files", ("empty_workers",), r"shard|files|num_workers=2", "faster storage", line=False),
+    Case("two_files", ("empty_workers",), r"shard|files|num_workers=2", "faster storage", line=True),
     Case("collect_in_callback", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     Case(
         "collect_in_worker", ("own_gc_collect", "workers_cpu_bound"), _NO_COLLECT, line=True,

@@ -11,7 +11,7 @@ class Shards(IterableDataset):
     def __init__(self, count):
         self.shards = list(range(count))
 
-    def __iter__(self):
+    def __iter__(self):  # <- slow
         worker = get_worker_info()
         mine = self.shards[worker.id :: worker.num_workers] if worker else self.shards
         for shard in mine:

@@ -13,7 +13,7 @@ class TextFiles(IterableDataset):
     def __init__(self, paths):
         self.paths = paths
 
-    def __iter__(self):
+    def __iter__(self):  # <- slow
         worker = get_worker_info()
         for path in self.paths[worker.id :: worker.num_workers]:
             with path.open() as file:

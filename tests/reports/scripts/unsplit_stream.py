@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
 class Records(IterableDataset):
-    def __iter__(self):
+    def __iter__(self):  # <- slow
         worker = get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker and common.FIXED else (0, 1)
         for number in range(first, 400, every):

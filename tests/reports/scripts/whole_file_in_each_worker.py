@@ -16,7 +16,7 @@ class RecordFile(IterableDataset):
     def __init__(self, path):
         self.path = path
 
-    def __iter__(self):
+    def __iter__(self):  # <- slow
         worker = get_worker_info()
         with open(self.path, "rb") as file:
             for number, start in enumerate(range(0, os.path.getsize(self.path), RECORD.size)):
