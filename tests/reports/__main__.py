@@ -44,7 +44,7 @@ def main() -> int:
     paces = runner.Paces(options.paces)
     results: dict[str, Judged] = {}
     for case in cases:
-        results[case.name] = runner.run(case, paces, speedups=options.speedups, keep=options.keep)
+        results[case.name] = runner.run(case, paces, speedups=options.speedups, keep=options.keep, again=options.again)
         print(_line(case, results[case.name]), flush=True)
     about = (
         f"{described['date']}: {described['cpu']}, {described['cores']} cores, {described['memory_gib']} GiB; "
@@ -69,11 +69,15 @@ def _options() -> argparse.Namespace:
         help="which real speed-ups to measure (default: %(default)s)",
     )
     parser.add_argument("--paces", type=Path, metavar="FILE", help="keep paces without the agent, to measure them once")
+    parser.add_argument("--again", action="store_true", help="judge the reports kept in --keep, and run no script anew")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each report, as text and JSON")
     parser.add_argument(
         "--results", type=Path, metavar="DIR", help=f"write the table there ({RESULTS.name}: published)"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.again and options.keep is None:
+        parser.error("--again needs --keep")
+    return options
 
 
 def _line(case: Case, result: Judged) -> str:

@@ -64,7 +64,9 @@ class Paces:
         return self._known[key]
 
 
-def run(case: Case, paces: Paces, *, speedups: str = "predicted", keep: Path | None = None) -> Judged:
+def run(
+    case: Case, paces: Paces, *, speedups: str = "predicted", keep: Path | None = None, again: bool = False
+) -> Judged:
     """Run a case under the agent, and without it where a speed-up was predicted.
 
     Args:
@@ -72,12 +74,13 @@ def run(case: Case, paces: Paces, *, speedups: str = "predicted", keep: Path | N
         paces: the paces without the agent.
         speedups: which real speed-ups to measure: ``none``, those ``predicted``, or ``all``.
         keep: a folder for the report, as text and JSON.
+        again: judge the report that is kept there, instead of a new one.
     """
-    load = Load()
     try:
-        result = dataclasses.replace(judge(case, _report(case, keep)), load=load.since())
+        report, load = _kept(case, keep) if again and keep is not None else _report(case, keep)
     except RunError as error:
-        return Judged(case.name, load=load.since(), error=str(error))
+        return Judged(case.name, error=str(error))
+    result = dataclasses.replace(judge(case, report), load=load)
     wanted = {"none": False, "predicted": result.predicted is not None, "all": True}[speedups]
     if case.healthy or case.end or not wanted:
         return result
@@ -95,7 +98,17 @@ def _speedup(case: Case, workers: int | None, paces: Paces) -> float:
     return paces.of(case, "fixed", case.environment) / base
 
 
-def _report(case: Case, keep: Path | None) -> dict[str, Any]:
+def _kept(case: Case, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    try:
+        kept = json.loads((folder / f"{case.name}.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise RunError("no report is kept") from None
+    return kept, kept["load"]
+
+
+def _report(case: Case, keep: Path | None) -> tuple[dict[str, Any], dict[str, float]]:
+    """The report, and the load of the machine during the run."""
+    load = Load()
     with tempfile.TemporaryDirectory(prefix=f"reports-{case.name}-") as name:
         folder = Path(name)
         agent = ["-m", "telemetry", "run", "--run-dir", str(folder / "run"), "--port", "0"]
@@ -104,22 +117,29 @@ def _report(case: Case, keep: Path | None) -> dict[str, Any]:
             raise RunError(f"ended with {code}: {_last_line(output)}")
         if case.end and not code:
             raise RunError("has ended as if nothing had happened")
-        told = {}
-        for form in ("--json", "--text"):
-            command = [sys.executable, "-m", "telemetry", "report", str(folder / "run")]
-            done = subprocess.run(
-                command + ["--json"] * (form == "--json"),
-                capture_output=True, text=True, timeout=60, check=False, env=_environment({}),
-            )  # fmt: skip
-            if done.returncode:
-                raise RunError(f"no report: {_last_line(done.stderr)}")
-            told[form] = done.stdout
+        seen = load.since()
+        as_text = _told(folder / "run")
+        report: dict[str, Any] = json.loads(_told(folder / "run", "--json"))
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-        (keep / f"{case.name}.json").write_text(told["--json"], encoding="utf-8")
-        (keep / f"{case.name}.txt").write_text(f"{told['--text']}\n-- output --\n{output}", encoding="utf-8")
-    report: dict[str, Any] = json.loads(told["--json"])
-    return report
+        (keep / f"{case.name}.json").write_text(json.dumps(report | {"load": seen}, indent=1), encoding="utf-8")
+        (keep / f"{case.name}.txt").write_text(f"{as_text}\n-- output --\n{output}", encoding="utf-8")
+    return report, seen
+
+
+def _told(run: Path, *form: str) -> str:
+    """What ``telemetry report`` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "telemetry", "report", str(run), *form],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=_environment({}),
+    )
+    if done.returncode:
+        raise RunError(f"no report: {_last_line(done.stderr)}")
+    return done.stdout
 
 
 def _bare_pace(case: Case, variant: str, environment: Mapping[str, str]) -> float:
