@@ -42,14 +42,14 @@ class Judged:
     """What a report said of a script. None: the question does not apply.
 
     Attributes:
-        named: what was said first; "nothing" if there is nothing.
+        named: what was said first, a stall or a finding; "nothing" if there is nothing.
         others: what was said besides.
         cause: whether that, or how the run ended, is right; of a control, whether nothing was said.
         line, advice: whether these are right.
         line_named, advice_given: the first line and the first advice.
         harmful: advice that must not be given; empty without any.
         predicted, low: the speed-up by the first advice.
-        workers: their number if the first advice is about that.
+        workers: their number if the first advice has one. ``only_workers``: whether it has nothing else.
         speedup: the real speed-up of the advised change, or of ``fixed`` without a prediction.
         load: load of the machine by others during the run under the agent.
         error: why there is no report.
@@ -67,6 +67,7 @@ class Judged:
     predicted: float | None = None
     low: float | None = None
     workers: int | None = None
+    only_workers: bool = False
     speedup: float | None = None
     verdict: str = ""
     load: Mapping[str, float] = field(default_factory=dict)
@@ -82,10 +83,8 @@ class Judged:
 
     @property
     def prediction(self) -> bool | None:
-        """Whether the prediction is near the real speed-up; None without a prediction."""
-        if self.predicted is None:
-            return None
-        return self.off is not None and self.off <= MAX_OFF
+        """Whether the prediction is near the real speed-up; None without both."""
+        return None if self.off is None else self.off <= MAX_OFF
 
     @property
     def right(self) -> bool:
@@ -104,13 +103,14 @@ def judge(case: Case, report: dict[str, Any]) -> Judged:
     if case.healthy:
         calm = not said and not _other_alarm(report) and not verdict.startswith("Starved")
         return Judged(case.name, named, others, calm, verdict=verdict)
-    lines = said[0].lines[:1] if said else ()
+    main = _main(case, report, said)
+    lines = () if main is None else main.lines[:1]
     advice = next((advice for each in said for advice in each.advice), None)
     return Judged(
         case.name,
         named,
         others,
-        cause=named in case.found,
+        cause=main is not None and main.kind in case.found,
         line=_has_marked(case, lines) if case.line else None,
         line_named=lines[0] if lines else "",
         advice=advice is not None and _matches(case.advice, advice) if case.advice else None,
@@ -119,8 +119,19 @@ def judge(case: Case, report: dict[str, Any]) -> Judged:
         predicted=None if advice is None else advice.get("predicted_speedup"),
         low=None if advice is None else advice.get("predicted_low"),
         workers=_workers(advice),
+        only_workers=advice is not None and advice.get("setting") == "num_workers",
         verdict=verdict,
     )
+
+
+def _main(case: Case, report: dict[str, Any], said: list[Said]) -> Said | None:
+    """The first entry or the first finding, if one of them is right; else the first entry.
+
+    A stall says what the training waits for, a finding why: iterators made in each step make workers start.
+    """
+    first_finding = [_of_finding(finding) for finding in report.get("findings", [])[:1]]
+    right = [each for each in (*first_finding, *said[:1]) if each.kind in case.found]
+    return next(iter(right), next(iter(said), None))
 
 
 def _judge_end(case: Case, report: dict[str, Any]) -> Judged:
@@ -191,9 +202,9 @@ def _matches(pattern: str, advice: dict[str, Any]) -> bool:
 
 
 def _workers(advice: dict[str, Any] | None) -> int | None:
-    if advice is None or advice.get("setting") != "num_workers" or not advice.get("value"):
-        return None
-    return int(advice["value"])
+    """The advised number of workers, also if it is only the last step of the advice."""
+    found = None if advice is None else re.search(r"num_workers=(\d+)", _text(advice))
+    return None if found is None else int(found[1])
 
 
 def _harmful(case: Case, report: dict[str, Any]) -> str:

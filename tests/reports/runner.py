@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROOT: Final = SCRIPTS.parents[2]
 _PATIENCE_SECONDS: Final = 90.0
 _BARE: Final = 0.6
-"""Runs without the agent last this part of the run under it."""
+"""Runs without the agent last this part of the run under it. Those of steps that grow last as long."""
 _SMALL_SHM: Final = 'mount -t tmpfs -o size="$0" tmpfs /dev/shm && exec "$@"'
 _PACE: Final = re.compile(r"^PACE (.*)$", re.MULTILINE)
 
@@ -85,17 +85,18 @@ def run(
     if case.healthy or case.end or not wanted:
         return result
     try:
-        return dataclasses.replace(result, speedup=_speedup(case, result.workers if result.predicted else None, paces))
+        return dataclasses.replace(result, speedup=_speedup(case, result, paces))
     except RunError as error:
         return dataclasses.replace(result, error=f"without the agent: {error}")
 
 
-def _speedup(case: Case, workers: int | None, paces: Paces) -> float:
-    """The speed-up of the advised workers, else that of the fix."""
-    base = paces.of(case, case.variant, case.environment)
-    if workers is not None:
-        return paces.of(case, case.variant, dict(case.environment) | {"WORKERS": str(workers)}) / base
-    return paces.of(case, "fixed", case.environment) / base
+def _speedup(case: Case, result: Judged, paces: Paces) -> float:
+    """The speed-up of the advised change: that of the fix, of a number of workers, or of both."""
+    variant, environment = "fixed", dict(case.environment)
+    if result.workers is not None and result.predicted is not None:
+        variant = case.variant if result.only_workers else "fixed"
+        environment["WORKERS"] = str(result.workers)
+    return paces.of(case, variant, environment) / paces.of(case, case.variant, case.environment)
 
 
 def _kept(case: Case, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
@@ -143,7 +144,8 @@ def _told(run: Path, *form: str) -> str:
 
 
 def _bare_pace(case: Case, variant: str, environment: Mapping[str, str]) -> float:
-    code, output = _finish(case, [str(case.path), variant], environment, _BARE * case.seconds)
+    seconds = case.seconds if "step_growth" in case.found else _BARE * case.seconds
+    code, output = _finish(case, [str(case.path), variant], environment, seconds)
     found = _PACE.search(output)
     if code or found is None:
         raise RunError(f"{variant} ended with {code}: {_last_line(output)}")

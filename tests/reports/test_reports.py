@@ -84,6 +84,15 @@ def test_all_is_right():
     assert (judged.cause, judged.line, judged.advice, judged.harmful, judged.right) == (True, True, True, "", True)
 
 
+def test_the_first_finding_may_say_why_there_is_a_stall():
+    reason = finding("empty_workers", 0.1, line=MARKED)
+    waits = stall("workers_io_bound", 12.0, advice("make more shards"), line=MARKED - 1)
+    judged = judge(ONE_SHARD, report(stalls=[waits], findings=[reason, finding("gil_held", 0.05)]))
+    assert (judged.named, judged.cause, judged.line, judged.advice) == ("workers_io_bound", True, True, True)
+    judged = judge(ONE_SHARD, report(stalls=[waits], findings=[finding("gil_held", 0.2), reason]))
+    assert (judged.cause, judged.line) == (False, False)
+
+
 @pytest.mark.parametrize(
     ("said", "wrong"),
     [
@@ -134,7 +143,7 @@ def test_a_prediction_is_right_within_a_fifth_or_in_its_range(predicted, low, re
     given = advice("make more shards", "num_workers", "2", predicted) | {"predicted_low": low}
     case = dataclasses.replace(ONE_SHARD, harmful="")
     judged = judge(case, report(findings=[finding("empty_workers", 0.5, given, line=MARKED)]))
-    assert judged.workers == 2
+    assert (judged.workers, judged.only_workers, judged.prediction) == (2, True, None)
     judged = dataclasses.replace(judged, speedup=real)
     assert (judged.prediction, judged.right) == (right, right)
 
