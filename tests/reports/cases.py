@@ -139,7 +139,7 @@ ALIKE: Final = (
     ),
     Case("json_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
     Case("tokenising_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("index_each_epoch", ("worker_startup",), _FIRST_FETCH, "^persistent_workers", line=True),
+    Case("index_each_epoch", ("worker_startup", "workers_io_bound"), _FIRST_FETCH, "^persistent_workers", line=True),
     Case(
         "threads_of_environment", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers",
         script="threads_beyond_cores", variant="environment", environment={"OMP_NUM_THREADS": "16"},

@@ -17,7 +17,8 @@ class Records(IterableDataset):
 
 
 def main():
-    loader = DataLoader(Records(), batch_size=8, num_workers=common.workers(3 if common.FIXED else 0))
+    count = common.workers(3 if common.FIXED else 0)
+    loader = DataLoader(Records(), batch_size=8, num_workers=count, persistent_workers=common.FIXED)
     trainer, pace = common.Trainer(seconds=0.015), common.Pace()
     while not pace.over:
         seen = set()
