@@ -18,9 +18,9 @@ def accuracy(scores):
         return (scores > 0).float().mean().item()
     right = 0
     for row in scores:
-        for score in row[:16]:  # <- slow
+        for score in row:  # <- slow
             right += score.item() > 0  # <- slow
-    return right / (16 * len(scores))
+    return right / scores.numel()
 
 
 def main():

@@ -17,7 +17,7 @@ class Shards(IterableDataset):
         for shard in mine:
             for number in range(1_000_000):
                 time.sleep(0.006)  # read and decode elsewhere  # <- slow
-                yield torch.full((64,), float(shard + number % 97))
+                yield torch.full((64,), float(shard + number % 97))  # <- slow
 
 
 def main():

@@ -19,7 +19,7 @@ class TextFiles(IterableDataset):
             with path.open() as file:
                 for line in file:
                     time.sleep(0.008)  # a look-up of the words elsewhere  # <- slow
-                    yield torch.tensor([float(word) for word in line.split()])
+                    yield torch.tensor([float(word) for word in line.split()])  # <- slow
 
 
 def main():
