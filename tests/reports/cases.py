@@ -119,7 +119,7 @@ REPORTED: Final = (
     Case("background_reader", ("workers_io_bound", "source_slow"), _READ, "background thread|ahead", line=True),
     Case("whole_file_in_each_worker", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True),
     Case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
-    Case("validation_one_by_one", ("evaluation_loader",), r"batch_size|batch", line=True),
+    Case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
     Case("threads_in_workers", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers.*more"),
 )  # fmt: skip
 """The scripts after public reports."""
