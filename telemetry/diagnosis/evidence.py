@@ -333,6 +333,8 @@ def evidence_field(evidence: Evidence) -> dict[str, Any]:
     if evidence.earlier_paces:
         told["earlier_paces"] = [_pace_fields(pace) for pace in evidence.earlier_paces]
     told = {name: round(value, 6) if isinstance(value, float) else value for name, value in told.items()}
+    # Lists, as the log has them: the user's callback gets the same.
+    told = {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
     told = {name: value for name, value in told.items() if value is not None}
     if evidence.workers.cpu_ratio is not None and evidence.workers.runnable_ratio is None:
         told["worker_runnable_ratio"] = None  # no schedstat: blocked time may be run-queue delay
