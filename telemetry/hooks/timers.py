@@ -53,6 +53,8 @@ _MIN_READING_SECONDS: Final = 0.5
 """After a shorter time, the rate of collections is not known."""
 
 _SMOOTHING: Final = 0.1
+_MAX_CALL_NS: Final = 20_000
+"""If a call takes longer, the kernel has stopped the thread in it."""
 
 _STATE: Final = attrgetter("category", "waiting_since", "batch_seen", "thread")
 _AT_BOUNDARY: Final = attrgetter("at_boundary")
@@ -231,7 +233,7 @@ class GarbageTimer:
             self._probe = self._noting_in(deque(maxlen=1))
         start = now_ns()
         self._probe("start", {"generation": 0, "collected": 0, "uncollectable": 0})
-        took = now_ns() - start
+        took = min(now_ns() - start, _MAX_CALL_NS)
         self._call_ns += (took - self._call_ns) * (_SMOOTHING if self._call_ns else 1.0)
         return self._call_ns
 
