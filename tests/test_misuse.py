@@ -132,6 +132,9 @@ def test_the_same_samples_are_a_finding_and_no_workers_are_advised():
     (finding,) = misuse(evidence)
     assert (finding.kind, finding.share_ratio) == ("duplicate_samples", pytest.approx(2 / 3))
     assert (finding.lines[0].file, finding.lines[0].line) == ("train.py", 7)
+    starved = dataclasses.replace(slow, wait=0.9, exposed=0.9, compute=0.1)
+    (finding,) = misuse(seen(starved, STREAM, same_batches=True))
+    assert finding.share_ratio == pytest.approx(0.9), "it comes before the stall that it causes"
     (advice,) = advise("workers_io_bound", evidence)
     assert advice == finding.advice[0]
     assert "get_worker_info()" in advice.action

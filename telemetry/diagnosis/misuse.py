@@ -40,7 +40,7 @@ def misuse(evidence: Evidence) -> list[Finding]:
     workers, loop = evidence.workers, evidence.loop_seconds
     waiting = min(1.0, (evidence.exposed_seconds or 0.0) / loop) if loop > 0 else 0.0
     if workers.same_batches and workers.configured > 1:
-        share = 1 - 1 / workers.configured
+        share = max(waiting, 1 - 1 / workers.configured)  # the waits are for samples that come several times
         advice = _split(evidence)
         found.append(_finding("duplicate_samples", share, advice, evidence.traits.code))
     if evidence.steps_per_iterator is not None and evidence.edges.wait_seconds >= _MIN_SHARE * loop:
