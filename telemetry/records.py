@@ -71,17 +71,7 @@ SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
 """Why a run takes no more snapshots: the values of the ``reason`` label. ``slower``: steps stayed slower after one."""
 
 
-# -- distributions: percentiles and histograms -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Seconds; ``max`` is exact, the others within 1 % of the true value."""
-
-    p50: float
-    p95: float
-    p99: float
-    max: float
+# -- distributions -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -814,15 +804,6 @@ class Totals:
         return self.ledger_seconds.get(STARTUP, 0.0) + self.first_wait_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class LogWindow:
-    """The newest window of the log: its totals, and durations and waits of its steps in seconds (None without any)."""
-
-    added: Totals
-    step: Percentiles | None
-    wait: Percentiles | None
-
-
 @cache
 def _getter(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*(spec.name for spec in fields(cast("Any", kind))))
@@ -1011,46 +992,7 @@ class Tick:
     conditions: Conditions = Conditions()
 
 
-# -- what the agent hands to the sinks ---------------------------------------------------------------------------------
-
-NAMESPACE: Final = "telemetry"
-"""Every key begins with it, so that it cannot be one of the user's."""
-
-
-@dataclass(frozen=True, slots=True)
-class SinkItem:
-    """An item for the sinks: the figures of a rank at the end of one window, or a stall that has opened, in words.
-
-    Attributes:
-        step: number of training steps so far, over all attempts of the run.
-        unix_seconds: Unix time.
-        rank: the rank. ``several``: whether other ranks write as well.
-        figures: the values by name, see `telemetry.agent.figures`; empty for a stall.
-        stall: the stall; empty for figures.
-    """
-
-    step: int
-    unix_seconds: float
-    rank: int
-    several: bool
-    figures: dict[str, float] = field(default_factory=dict)
-    stall: str = ""
-
-    def key(self, name: str) -> str:
-        """The key of a figure. It contains the rank if several ranks may write into the same run."""
-        return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"
-
-
-# -- what the log and the reports tell: figures, advice, lines of code, stalls -----------------------------------------
-
-
-def rounded(value: Any) -> Any:
-    """Round floats to microseconds. More digits are noise, and would make the log of a long run larger."""
-    if isinstance(value, float):
-        return round(value, 6)
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return value
+# -- what the log and the reports tell: advice, lines of code, stalls --------------------------------------------------
 
 
 class Advice(msgspec.Struct, frozen=True):

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES, figures
+from telemetry.agent.log import LogWindow
 from telemetry.node.metrics import RunView
-from telemetry.records import CATEGORIES, Histogram, LogWindow, Totals
+from telemetry.records import CATEGORIES, Histogram, Totals
 from tests.full_views import page
 from tests.running_agent import log_lines, wait_for
 

@@ -19,8 +19,7 @@ import pytest
 import telemetry
 from telemetry.agent.figures import FigureOutput
 from telemetry.config import Config
-from telemetry.records import SinkItem
-from telemetry.sinks import make
+from telemetry.sinks import SinkItem, make
 from telemetry.sinks import thread as sink_thread
 from telemetry.sinks.thread import MAX_ITEMS, SinkThread, SinkWaits
 from telemetry.sinks.trackers import MlflowSink, WandbSink

@@ -8,7 +8,6 @@ from telemetry.diagnosis.changes import ChangeDetector
 from telemetry.diagnosis.growth import GrowthDetector, growth_finding
 from telemetry.diagnosis.lines import STEP, line_shares
 from telemetry.log_lines import ChangedFigure, ChangeLine
-from telemetry.records import rounded
 
 if TYPE_CHECKING:
     from telemetry.agent.collectors import Samples
@@ -100,5 +99,5 @@ def change_line(change: StepChange, at: str) -> ChangeLine:
         part=change.part,
         step_before_seconds=change.before_seconds,
         step_after_seconds=change.after_seconds,
-        figures=[ChangedFigure(each.what, rounded(each.before), rounded(each.after)) for each in change.companions],
+        figures=[ChangedFigure(each.what, each.before, each.after) for each in change.companions],
     )

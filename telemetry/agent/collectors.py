@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.device import CUDA
-from telemetry.records import LOG_KIND, rounded
+from telemetry.records import LOG_KIND
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
 from telemetry.sources.memory import MemorySource, TorchMemorySource, cuda
@@ -189,12 +189,12 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
         if kind == "skip":
             continue
         if hasattr(last, "log_fields"):
-            merged |= rounded(last.log_fields())
+            merged |= last.log_fields()
         elif kind != "newest" and values and all(map(_is_number, values)):
             mean = sum(values) / len(values)
-            merged[spec.name] = round(mean) if isinstance(values[-1], int) else rounded(mean)
+            merged[spec.name] = round(mean) if isinstance(values[-1], int) else mean
         else:
-            merged[spec.name] = list(last) if isinstance(last, tuple) else rounded(last)
+            merged[spec.name] = list(last) if isinstance(last, tuple) else last
     for name, older in _OLDER_NAMES.items():
         if name in merged:
             merged[older] = merged.pop(name)

@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.node.metrics import GROUPS
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, SinkItem
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from telemetry.agent.log import LogWindow
     from telemetry.agent.run_so_far import RunSoFar
     from telemetry.config import Config
     from telemetry.node.metrics import Metric, RunView
-    from telemetry.records import LogWindow, Percentiles, StallRecord
+    from telemetry.records import StallRecord
     from telemetry.sinks.thread import SinkThread
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
+    from telemetry.util.sketch import Percentiles
 
 
 # -- the table of figures: `telemetry.metrics()`, the callbacks and the sinks give it to a logger ----------------------
@@ -276,6 +278,9 @@ class FigureOutput:
         rank, several = self._identity.rank, self._config.sink_ranks == "all"
         if self._sinks is None or (rank and not several):
             return
+
+        from telemetry.sinks import SinkItem  # a rank without sinks does not load them
+
         self._sinks.offer(
             SinkItem(
                 step=self._run_so_far.steps_before + int(self.newest.get("steps_total", 0)),

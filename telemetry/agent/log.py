@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +14,7 @@ from msgspec import structs
 from telemetry._version import __version__
 from telemetry.agent.log_file import JsonLog
 from telemetry.log_lines import ABSENT, MemoryForecast, Resumption, WindowLine, fields_of
-from telemetry.records import COMPUTE, DATA_WAIT, LogWindow, Totals, rounded
+from telemetry.records import COMPUTE, DATA_WAIT, Totals
 from telemetry.sources import proc
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.log_lines import Line, RunStartLine
     from telemetry.node.endpoint import NodeService
-    from telemetry.records import Percentiles
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
-    from telemetry.util.sketch import Sketch
+    from telemetry.util.sketch import Percentiles, Sketch
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _FIRST_CORE_BYTES: Final = 2048
@@ -58,6 +57,15 @@ loop one more tick in each window."""
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
 """The first window's length. Each later one is twice as long, up to the log interval. So a young run shows early."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogWindow:
+    """The newest window of the log: its totals, and durations and waits of its steps in seconds (None without any)."""
+
+    added: Totals
+    step: Percentiles | None
+    wait: Percentiles | None
 
 
 class EventLog:
@@ -104,7 +112,7 @@ class EventLog:
             identity,
             timestamp=wall.iso,
             step=lambda: accounting.steps_total,
-            head=lambda: _fields(self.head()),
+            head=lambda: _rounded(fields_of(self.head())),
             max_bytes=config.log_max_bytes,
             max_files=config.log_max_files,
         )
@@ -125,7 +133,7 @@ class EventLog:
     def emit(self, event: str, values: Mapping[str, Any]) -> bool:
         """Write a line, and count an error if that fails. Returns whether the file has it."""
         try:
-            if self.log.emit(event, values):
+            if self.log.emit(event, _rounded(values)):
                 return True
             self._errors.note("jsonl", self.log.file.last_error or "the log cannot be written")
         except Exception as error:
@@ -134,7 +142,7 @@ class EventLog:
 
     def write(self, line: Line) -> bool:
         """Write a record, as `emit` does."""
-        return self.emit(str(line.__struct_config__.tag), _fields(line))
+        return self.emit(str(line.__struct_config__.tag), fields_of(line))
 
     def start(self) -> bool:
         """Write the first line of the run."""
@@ -318,9 +326,13 @@ class EventLog:
         }
 
 
-def _fields(line: Line) -> dict[str, Any]:
-    fields: dict[str, Any] = rounded(fields_of(line))
-    return fields
+def _rounded(value: Any) -> Any:
+    """Round floats to microseconds. More digits are noise, and would make the log of a long run larger."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [*map(_rounded, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _buckets(sketch: Sketch) -> dict[int, int]:

@@ -14,7 +14,7 @@ from telemetry.util.threads import OwnThread, Wake
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from telemetry.records import SinkItem
+    from telemetry.sinks import SinkItem
 
 
 class SinkWaits(Exception):  # noqa: N818 - no error: the sink has nothing to write into yet

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from telemetry.node.metrics import SnapshotsView
-from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS, rounded
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
 from telemetry.snapshot import agree
 from telemetry.snapshot.agree import Agreement, Plan, Request, Result
 from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
@@ -458,7 +458,7 @@ class SnapshotControl:
             "first_step": outcome.first_step if result == RECORDED else None,
             "last_step": outcome.last_step if result == RECORDED else None,
             "path": path,
-            "pause_seconds": rounded(outcome.pauses),
+            "pause_seconds": outcome.pauses,
         }
         if stored is not None:
             line |= {
@@ -466,7 +466,7 @@ class SnapshotControl:
                 "ended": self._wall.iso(outcome.ended_ns),
                 "size_bytes": stored.size,
                 "trace_bytes": stored.raw_bytes,
-                "held_seconds": rounded(stored.held),
+                "held_seconds": stored.held,
             }
         self._event_log.emit("snapshot", line)
         self._agreement.report(
@@ -509,7 +509,7 @@ class SnapshotControl:
             started=self._wall.iso(outcome.started_ns),
             ended=self._wall.iso(outcome.ended_ns),
             log=f"../../../logs/{self._event_log.log.file.path.name}",
-            pause_seconds=rounded(outcome.pauses),
-            held_seconds=rounded(stored.held),
+            pause_seconds={name: round(seconds, 6) for name, seconds in outcome.pauses.items()},
+            held_seconds={name: round(seconds, 6) for name, seconds in stored.held.items()},
         )
         add_to_manifest(self._folder, outcome.plan, part)
