@@ -156,7 +156,8 @@ class Files(Dataset):
         return 60
 
     def __getitem__(self, index):
-        time.sleep(self.seconds)
+        if self.seconds:  # to sleep for no time would give the core to others
+            time.sleep(self.seconds)
         return torch.full((4,), float(index))
 
 
@@ -177,7 +178,7 @@ def test_a_real_validation(tmp_path, quietly):
             with torch.no_grad():
                 for batch in DataLoader(Files(0.0 if quietly else 0.01), batch_size=4):
                     model(batch)
-                    time.sleep(0.02 if quietly else 0.002)
+                    time.sleep(0.05 if quietly else 0.002)
     finally:
         telemetry.stop()
     epochs = log_lines(agent)[-1]["epochs"]
@@ -190,6 +191,31 @@ def test_a_real_validation(tmp_path, quietly):
     assert "num_workers=0" in found[-1]["text"]
     assert found[-1]["advice"][0]["setting"] == "num_workers"
     assert found[-1]["advice"][0]["predicted_speedup"] > 1.2
+
+
+def slow_start(_worker):
+    time.sleep(0.4)
+
+
+def test_a_real_validation_whose_workers_start_anew(tmp_path):
+    """The wait for the first batch is seen, although it is the first of its reading of the ring."""
+    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
+    model = torch.nn.Linear(4, 1)
+    try:
+        for _ in range(2):
+            for batch in DataLoader(Files(0.0), batch_size=4):
+                model(batch).sum().backward()
+                time.sleep(0.01)
+            with torch.no_grad():
+                for batch in DataLoader(Files(0.0), batch_size=4, num_workers=1, worker_init_fn=slow_start):
+                    model(batch)
+    finally:
+        telemetry.stop()
+    waits = agent.accounting.evaluations.costliest
+    assert (waits.iterations, waits.batches) == (2, 30)
+    assert waits.start_ns >= 0.7e9
+    found = [line for line in log_lines(agent) if line["event"] == "finding" and line["kind"] == "evaluation_loader"]
+    assert found[-1]["advice"][0]["setting"] == "persistent_workers"
 
 
 # -- epochs ------------------------------------------------------------------------------------------------------------

@@ -722,7 +722,7 @@ class Accounting:
             ledger.fold(spans(taken[:1]))
             booked = 1 + ledger.fold_steps(taken[1:ordinary])
         ledger.fold(spans(taken[booked:]))
-        self.evaluations.fold(taken[booked:])
+        self.evaluations.fold(taken[ordinary:])
 
     def take_steps(self) -> list[Step]:
         """The steps closed since the last call."""

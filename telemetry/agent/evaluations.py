@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from telemetry.sources.lines import StepSampler
 
 
-_ONLY_EVALUATION: Final = 0.95
-"""If evaluations took so much of a tick, its CPU time is theirs."""
+_MIN_APART: Final = 0.05
+"""The CPU time of evaluations is known if some ticks have so much less evaluation than others."""
 
 _ENOUGH: Final = 2
 """The first evaluation is not judged before the end of the run: a check before the training may be the only one."""
@@ -38,7 +38,7 @@ class EvaluationMonitor:
         self._findings = findings
         self._before = Totals()
         self._ended = 0  # evaluations
-        self._cpu_seconds = self._cpu_known_seconds = 0.0
+        self._cpu = _CpuSplit()
         self._cores = 1.0
 
     def tick(self, tick: Tick, evaluations: int) -> None:
@@ -48,8 +48,8 @@ class EvaluationMonitor:
         passed = totals.wall_seconds - before.wall_seconds
         evaluated = _evaluation(totals) - _evaluation(before)
         used = difference(totals.process_cpu_seconds, before.process_cpu_seconds)
-        if used is not None and evaluated >= _ONLY_EVALUATION * passed > 0:
-            self._cpu_seconds, self._cpu_known_seconds = self._cpu_seconds + used, self._cpu_known_seconds + passed
+        if used is not None and before.process_cpu_seconds and passed > 0:
+            self._cpu.add(evaluated, passed - evaluated, used)
         if evaluations > self._ended:
             self._ended = evaluations
             if evaluations >= _ENOUGH:
@@ -71,13 +71,39 @@ class EvaluationMonitor:
             seconds=_evaluation(totals),
             wait_seconds=waits.wait_ns / NS,
             start_seconds=waits.start_ns / NS,
-            cpu_ratio=self._cpu_seconds / self._cpu_known_seconds if self._cpu_known_seconds else None,
+            cpu_ratio=self._cpu.of_evaluation(),
             cores=self._cores,
             place=reading_place(profile),
         )
         found = evaluation_finding(times, totals, line_shares(profile, WAIT))
         if found is not None:
             self._findings.tell(found)
+
+
+class _CpuSplit:
+    """Splits the CPU time of ticks into that of evaluations and that of the rest, by least squares."""
+
+    def __init__(self) -> None:
+        self._evaluated = self._both = self._rest = self._used_evaluated = self._used_rest = 0.0
+
+    def add(self, evaluated: float, rest: float, used: float) -> None:
+        """Add a tick: its seconds in evaluations and in all else, and the CPU seconds."""
+        self._evaluated += evaluated * evaluated
+        self._both += evaluated * rest
+        self._rest += rest * rest
+        self._used_evaluated += used * evaluated
+        self._used_rest += used * rest
+
+    def of_evaluation(self) -> float | None:
+        """CPU seconds for each second of evaluation; None if all ticks are alike."""
+        if not self._evaluated:
+            return None
+        if not self._rest:
+            return self._used_evaluated / self._evaluated
+        apart = self._evaluated * self._rest - self._both * self._both
+        if apart < _MIN_APART * self._evaluated * self._rest:
+            return None
+        return max(0.0, (self._used_evaluated * self._rest - self._used_rest * self._both) / apart)
 
 
 def _evaluation(totals: Totals) -> float:
