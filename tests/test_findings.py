@@ -14,7 +14,7 @@ from telemetry.cli import main
 from telemetry.diagnosis.findings import FINDINGS, Finding, FindingKind, by_weight
 from telemetry.records import Advice, HotLine
 from telemetry.report.logs import load
-from tests.report_logs import START, line, summarize, text_of, window, write
+from tests.report_logs import START, line, summarize, text_of, totals, window, write
 from tests.running_agent import log_lines
 
 THREADS = Finding(
@@ -99,3 +99,28 @@ def test_the_finding_that_costs_most_is_first():
 def test_each_kind_is_documented():
     assert set(FINDINGS) == set(get_args(FindingKind))
     assert all(text.endswith(".") for text in FINDINGS.values())
+
+
+def test_all_advice_stands_in_one_list_the_largest_gain_first_and_once_for_each_setting(tmp_path):
+    def advice(setting, value, gain):
+        return dict(action=f"set {setting}", setting=setting, value=value, predicted_speedup=gain, because="why")
+
+    lost = [dict(evidence={"lost_seconds": {"workers_cpu_bound": seconds}}) for seconds in (5.0, 50.0)]
+    stalls = [
+        line("stall_close", cause="workers_cpu_bound", opened=f"t{n}", closed=f"u{n}", advice=[advice("num_workers", n, 1.5)], **more)
+        for n, more in zip("37", lost, strict=True)
+    ]  # fmt: skip
+    found = line("finding", kind="threads_oversubscribed", text="t", advice=[advice("OMP_NUM_THREADS", "2", 7.8)])
+    sums = dict(wait=50.0, compute=50.0, steps=100)
+    ended = line("run_end", **totals(**sums))
+    write(tmp_path, 0, line("run_start", **START), window(**sums), *stalls, found, ended)
+    told = summarize(load(tmp_path))["advice"]
+    assert [(each["setting"], each["value"], each["about"]) for each in told] == [
+        ("OMP_NUM_THREADS", "2", "for threads_oversubscribed on rank 0"),
+        ("num_workers", "7", "for workers_cpu_bound on rank 0"),
+    ]
+    text = text_of(load(tmp_path))
+    assert (
+        text.index("  try OMP_NUM_THREADS=2: set") < text.index("  try num_workers=7: set") < text.index("\nrank  node")
+    )
+    assert "num_workers=3" not in text

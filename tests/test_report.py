@@ -38,7 +38,7 @@ def test_the_json_is_that_of_the_contract(tmp_path):
     )  # fmt: skip
     summary = summarize(load(tmp_path))
     assert set(summary) == {
-        "run", "verdict", "ranks", "stalls", "findings", "hang", "changes", "snapshots", "job", "throughput", "gpu_energy_joules",
+        "run", "verdict", "ranks", "stalls", "findings", "advice", "hang", "changes", "snapshots", "job", "throughput", "gpu_energy_joules",
         "cost",
     }  # fmt: skip
     (rank,) = summary["ranks"]

@@ -10,7 +10,7 @@ import msgspec
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.growth import StepTrend
 from telemetry.log_lines import ChangedFigure, Number, Suspect
-from telemetry.records import Epochs, StallRecord
+from telemetry.records import Advice, Epochs, StallRecord
 from telemetry.trace.records import FlopsUsage, Suggestion
 
 
@@ -170,6 +170,12 @@ class Cost(msgspec.Struct, kw_only=True):
     restarts: float
 
 
+class RankedAdvice(Advice, frozen=True):
+    """An advice in the list of the whole report. ``about``: for which cause, or where it is from."""
+
+    about: str = ""
+
+
 class ReportValues(msgspec.Struct, kw_only=True):
     """The whole document."""
 
@@ -178,6 +184,7 @@ class ReportValues(msgspec.Struct, kw_only=True):
     ranks: list[Rank]
     stalls: list[StallRecord]
     findings: list[Finding]
+    advice: list[RankedAdvice]
     hang: Hang | None
     changes: list[Change]
     snapshots: list[Snapshot]

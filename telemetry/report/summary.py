@@ -23,6 +23,7 @@ from telemetry.diagnosis.verdict import (
     trace_shows,
 )
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, LOST
+from telemetry.report.advice import ranked_advice
 from telemetry.report.attempts import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
     Change,
@@ -110,6 +111,7 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
         ranks=ranks,
         stalls=stalls,
         findings=findings_of(processes),
+        advice=ranked_advice(current, goodput, snapshots),
         hang=hang_of(current),
         changes=_changes(processes),
         snapshots=snapshots,

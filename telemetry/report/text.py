@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY
 from telemetry.diagnosis.verdict import grows, trace_shows
-from telemetry.records import CATEGORIES, DATA_WAIT, REPLAY
+from telemetry.records import CATEGORIES, DATA_WAIT
 from telemetry.report.attempts import ASSUMED
 from telemetry.report.process_log import unix
 from telemetry.report.summary import growing_memory
@@ -55,12 +55,6 @@ _MIN_LOST_SECONDS: Final = 1.8
 _TOGETHER_SECONDS: Final = 120.0
 """Changes of several ranks within this time are one. A rank measures the moment to a block of 30 s."""
 
-_REPLAY_WORTH: Final = 0.01
-"""From this share of the wall clock on, replay is worth an advice."""
-
-_INTERVAL_WORTH: Final = 0.01
-"""With a smaller gain in productive time, no interval is advised."""
-
 
 def as_text(found: Report) -> str:
     """The verdict, a table of steps and a ledger by rank, the stalls, the changes, the snapshots, and the notes."""
@@ -68,13 +62,17 @@ def as_text(found: Report) -> str:
     shown = ranks
     if len(ranks) > _MAX_ROWS:
         shown = sorted(ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0))[:_MAX_ROWS]
-    lines = [f"run {values.run}", "", values.verdict, "", *table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])]
+    lines = [f"run {values.run}", "", values.verdict, ""]
+    if values.advice:
+        told = [f"  {line.strip()}, {each.about}" for each in values.advice for line in advice_lines([each])]
+        lines += ["what to do, the largest predicted gain first:", *told, ""]
+    lines += [*table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])]
     headings = ["rank", "wall", *(c.replace("_", " ") for c in CATEGORIES)]
     lines += ["", *table(headings, [_ledger_row(rank) for rank in shown])]
     if len(shown) < len(ranks):
         lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
     for stall in values.stalls:
-        lines += ["", *stall_section(stall)]
+        lines += ["", *stall_section(stall, with_advice=False)]
     for finding in values.findings:
         lines += ["", *_finding(finding)]
     for process in found.now[:_MAX_STEP_LINES]:
@@ -128,15 +126,15 @@ def _ledger_row(rank: Rank) -> list[str]:
 # -- stalls --------------------------------------------------------------------------------------------------------
 
 
-def stall_section(stall: StallRecord) -> list[str]:
-    """The lines on a stall: its cause, advice, lines of code and stacks."""
+def stall_section(stall: StallRecord, *, with_advice: bool = True) -> list[str]:
+    """The lines on a stall: its cause, advice unless it stands elsewhere, lines of code and stacks."""
     until = f"until {stall.closed}" if stall.closed else "still open"
     share = f" ({percent(stall.share_ratio, 0)} of the time)" if stall.also else ""
     lines = [f"stall on rank {stall.rank}: {stall.cause}{share}, since {stall.opened}, {until}"]
-    lines += advice_lines(stall.advice)
+    lines += advice_lines(stall.advice) if with_advice else []
     for other in stall.also:
         lines.append(f"  at the same time {other.cause} ({percent(other.share_ratio, 0)} of the time)")
-        lines += advice_lines(other.advice)
+        lines += advice_lines(other.advice) if with_advice else []
     lines += _lines_of_code(stall.lines, stall.lines_of, stall.opened or "")
     most = _MAX_TRAINING_FRAMES  # the first stack is that of the training thread
     for stack in stall.stacks:
@@ -161,7 +159,7 @@ def advice_lines(advices: Sequence[Advice]) -> list[str]:
 
 def _finding(finding: Finding) -> list[str]:
     share = "" if finding.share_ratio is None else f" ({percent(finding.share_ratio, 0)} of the time)"
-    lines = [f"found on rank {finding.rank}: {finding.kind}{share}", f"  {finding.text}", *advice_lines(finding.advice)]
+    lines = [f"found on rank {finding.rank}: {finding.kind}{share}", f"  {finding.text}"]
     return lines + [f"  {percent(line.share_ratio, 0)} in {line.named}" for line in finding.lines]
 
 
@@ -389,7 +387,7 @@ def _attempts(goodput: Goodput) -> list[str]:
     lines = ["", "attempts:"]
     if len(shown) < len(courses):
         lines.append(f"the newest {len(shown)} of {len(courses)} attempts; --json has all")
-    return [*lines, *map(_attempt, shown), *(f"  {text}" for text in goodput_advice(goodput))]
+    return [*lines, *map(_attempt, shown)]
 
 
 def _attempt(course: Course) -> str:
@@ -401,32 +399,3 @@ def _attempt(course: Course) -> str:
     if course.lost_steps:
         text += f", {course.lost_steps} steps lost"
     return text if attempt.reason is None else f"{text} ({attempt.reason})"
-
-
-def goodput_advice(goodput: Goodput) -> list[str]:
-    """Advice on checkpoints and replays, with the predicted gain."""
-    found, told, replay = [], goodput.experience, goodput.seconds[REPLAY]
-    advised = told.advised()
-    if advised is not None and told.gain(advised) >= _INTERVAL_WORTH:
-        found.append(
-            f"write a checkpoint every {_rounded(advised.best_interval_seconds)} instead of every "
-            f"{_rounded(advised.interval_seconds)}: predicted effective training time "
-            f"{rounded_percent(advised.predicted_ettr_ratio)} (a checkpoint stops the training for "
-            f"{_rounded(told.checkpoint_seconds)}, and the run fails once in {_rounded(advised.failure_seconds)})"
-        )
-    elif told.failures and not told.checkpoints:
-        found.append("write checkpoints: the run has written none, so each restart begins from nothing")
-    if goodput.wall_seconds > 0 and replay / goodput.wall_seconds >= _REPLAY_WORTH:
-        found.append(
-            "resume the data without drawing batches again: a stateful loader (torchdata's StatefulDataLoader), or a "
-            f"sampler that skips; {_rounded(replay)} went into batches that were thrown away"
-        )
-    return found
-
-
-def _rounded(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1e3 * seconds:.0f} ms"
-    if seconds < 120:
-        return f"{plain_number(seconds)} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -19,16 +19,15 @@ from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import charts as specs
 from telemetry.report.html import drawing, palette
 from telemetry.report.html.charts import MAX_TABLE_ROWS, BarChart, Curve, MarkChart, Sums, Table, TimeAxis
-from telemetry.report.process_log import findings_of, stalls_of, unix
-from telemetry.report.text import KWH, goodput_advice, memory_lines, sum_lines
+from telemetry.report.process_log import unix
+from telemetry.report.text import KWH, memory_lines, sum_lines
 from telemetry.util.text import duration, percent, plain_number, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.diagnosis.verdict import RunFinding
-    from telemetry.records import Advice
-    from telemetry.report.contract import ReportValues
+    from telemetry.report.contract import RankedAdvice, ReportValues
     from telemetry.report.html.charts import Chart
     from telemetry.report.html.recorder import RunRecorder
     from telemetry.report.summary import Report
@@ -79,7 +78,6 @@ class _Card:
     action: str
     because: str
     about: str
-    speedup: float = 0.0
     gain: str = ""
 
 
@@ -116,7 +114,7 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
         chart.key: drawing.drawing(chart, axis or TimeAxis((0.0,), 1.0), marks) | chart.read_out() for chart in charts
     }
     state, kind = _state_of(found)
-    cards = _advice_cards(found)
+    cards = [_card(advice) for advice in found.values.advice]
     page = {
         "run": found.values.run,
         "state": state,
@@ -165,36 +163,8 @@ def _state_of(found: Report) -> tuple[str, str]:
     return words, kind
 
 
-def _advice_cards(found: Report) -> list[_Card]:
-    """Each advice once, the largest predicted speed-up first, then by the cost of the stall.
-
-    The verdict is about the processes that no later one has replaced, so only advice for their stalls is shown.
-    """
-    cards: dict[tuple[str, str], _Card] = {}
-
-    def add(advices: Sequence[Advice], about: str) -> None:
-        for each in advices:
-            card = _Card(
-                each.typed or each.setting or "", each.action, each.because, about,
-                each.predicted_speedup or 0.0, each.gain,
-            )  # fmt: skip
-            cards.setdefault((each.setting or "", card.action), card)
-
-    stalls = [stall for process in found.now for stall in stalls_of(process)]
-    for stall in sorted(stalls, key=lambda stall: -stall.lost_seconds):
-        add(stall.advice, f"for {stall.cause} on rank {stall.rank}")
-        for other in stall.also:
-            add(other.advice, f"for {other.cause} on rank {stall.rank}")
-    for finding in findings_of(found.now):
-        add(finding.advice, f"{finding.text} (rank {finding.rank})")
-    for text in goodput_advice(found.goodput):
-        change, _, because = text.partition(": ")
-        cards.setdefault(("", text), _Card("", change, because, "for restarts"))
-    for snapshot in found.values.snapshots:
-        for each in snapshot.suggestions[:1]:
-            share = f" (up to {percent(each.share_ratio, 0)} of the step)" if each.share_ratio else ""
-            cards.setdefault(("", each.action), _Card("", each.action, f"{each.because}{share}", "from a trace"))
-    return sorted(cards.values(), key=lambda card: -card.speedup)
+def _card(advice: RankedAdvice) -> _Card:
+    return _Card(advice.typed or advice.setting or "", advice.action, advice.because, advice.about, advice.gain)
 
 
 def _tiles(found: Report) -> list[_Tile]:
