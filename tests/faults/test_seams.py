@@ -296,7 +296,7 @@ AGENT_SEAMS = {
     "attempt.tick": "heartbeat",
     "attempt.beat": "heartbeat",
     "attempt.resumption": "jsonl",
-    "attempt.phase_lines": "jsonl",
+    "attempt.phases.lines": "jsonl",
     "_run_so_far.tick": "attempts",
     "_run_so_far.view": "exposition",
     "job_hang.tick": "diagnose",
