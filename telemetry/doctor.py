@@ -384,6 +384,17 @@ def check_workers(_place: CheckContext) -> Results:
     yield OK, f"DataLoader workers are started by {method}; this process may use {cores} of {os.cpu_count()} cores"
 
 
+def check_threads(_place: CheckContext) -> Results:
+    """Whether torch computes with more threads than there are cores."""
+    from telemetry.sources.proc import planned_threads
+
+    planned = planned_threads()
+    if planned.too_many:
+        yield PROBLEM, f"{planned.too_many}, or call torch.set_num_threads"
+    else:
+        yield OK, f"torch computes with at most {planned.threads} threads, and may use {planned.cores:g} cores"
+
+
 def check_schedstat(_place: CheckContext) -> Results:
     """Whether the kernel reports run-queue delay."""
     from telemetry.sources.proc import read_schedule
@@ -455,6 +466,7 @@ CHECKS: Final[tuple[Callable[[CheckContext], Results], ...]] = (
     check_run_folder,
     check_board,
     check_workers,
+    check_threads,
     check_schedstat,
     check_pressure,
     check_cgroup,

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import nvml as fake
 from fakes.nvml import Gpu, State
 
@@ -53,7 +54,7 @@ def test_a_machine_that_is_well(tmp_path, capsys):
 def test_every_check_finds_something():
     names = {finding.name for finding in examine(None)}
     expected = {"enabled", "settings", "versions", "packages", "gpu", "cuda events", "endpoint", "run folder"}
-    assert names == expected | {"board", "workers", "schedstat", "pressure", "cgroup", "memory"}
+    assert names == expected | {"board", "workers", "threads", "schedstat", "pressure", "cgroup", "memory"}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,16 @@ def test_settings_from_the_environment(monkeypatch, capsys, tmp_path, variable, 
     monkeypatch.setattr(module, "examine", lambda run_dir: findings)
     assert doctor(None) == int(problems > 0)
     assert ("1 problem, see the lines with !!" in capsys.readouterr().out) == (problems == 1)
+
+
+@pytest.mark.parametrize(("cores", "status"), [(range(64), OK), (range(2), PROBLEM)])
+def test_more_threads_than_cores(monkeypatch, cores, status):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
+    finding = found("threads")
+    assert finding.status == status
+    assert "32 threads" in finding.text
+    assert ("OMP_NUM_THREADS=2" in finding.text) == (status == PROBLEM)
 
 
 def test_a_run_folder_without_a_name():

@@ -44,6 +44,7 @@ from telemetry.node.prometheus import TargetFile
 from telemetry.records import COMPUTE, DATA_WAIT, LOADER_TIMEOUT
 from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.lines import ThreadSampler
+from telemetry.sources.proc import planned_threads
 from telemetry.util.clock import NS, WallClock, now_ns
 from telemetry.util.errors import ErrorLog, let_pass, say
 from telemetry.util.files import StandardStreams
@@ -805,6 +806,9 @@ class Agent:
         where += f" ({trouble})" if trouble and not self.metrics_url else ""
         logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.log.file.last_error})"
         run, rank = self.identity.run, self.identity.rank
+        with self.errors.contained("start_line"):
+            too_many = planned_threads().too_many
+            logs += f"; {too_many}" if too_many else ""
         if not say(f"telemetry: run {run}, rank {rank}: {where}, {logs}{self.figures.said}"):
             self.errors.note("start_line", "stderr cannot be written")
 

@@ -68,8 +68,8 @@ def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> lis
 
 # -- work on the host between operators --------------------------------------------------------------------------------
 
-_CLUSTERED: Final = 1.5
-"""Samples of one burst see the same step. So the error of a share is larger than that of independent samples."""
+_OF_A_BURST: Final = 2
+"""The samples of a burst see the same step, or a few. So a burst counts as much as two independent samples."""
 
 
 def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
@@ -83,7 +83,7 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
         by_call[line.calls or line.named].append(line)
     call, worst = max(by_call.items(), key=lambda item: sum(line.share for line in item[1]))
     share = min(1.0, sum(line.share for line in worst))
-    error = _CLUSTERED * math.sqrt(max(share * (1 - share), 0.01) / sampled.steps.samples)
+    error = math.sqrt(max(share * (1 - share), 0.01) / (_OF_A_BURST * max(1, sampled.bursts)))
     if (share - _ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
         return None
     idle = evidence.gpu.idle_seconds / evidence.loop_seconds if evidence.gpu.idle_seconds is not None else None
@@ -133,6 +133,10 @@ _QUEUED: Final = 0.5
 """And if so many of them for each core wait for it at any time. Idle threads are no problem."""
 
 
+_THREADS_OF_WORKER: Final = 3
+"""A worker has two threads of its own: one fetches, and one pickles."""
+
+
 def _too_many(active: int, queued: float, cores: float) -> bool:
     return active >= _BEYOND * cores + 0.5 and queued >= _QUEUED * cores
 
@@ -162,7 +166,7 @@ def _in_workers(time: StepTime) -> Finding | None:
     active = sum(load.active for load in loads)
     queued = sum(load.queued for load in loads)
     most = max((load.active for load in loads), default=0)
-    if most < 2 or not _too_many(active, queued, cores):
+    if most < _THREADS_OF_WORKER or not _too_many(active, queued, cores):
         return None
     return Finding(
         kind="threads_oversubscribed",

@@ -114,13 +114,12 @@ class LineSampler:
 # A run without a stall is sampled, too, but seldom: the samples say what its steps spend their time in. They come in
 # short bursts, because the short switch interval costs something, and without it Python code would not be seen.
 
-_BURST_SAMPLES: Final = 12
+_BURST_SAMPLES: Final = 4
 _BURST_GAP_SECONDS: Final = 0.012
 
-_FIRST_SECONDS: Final = 120.0
-_FIRST_EVERY_SECONDS: Final = 5.0
-_EVERY_SECONDS: Final = 60.0
-"""Mean time from one burst to the next: in the first two minutes of training, and later."""
+_EVERY_SECONDS: Final = ((60.0, 1.7), (300.0, 5.0), (float("inf"), 20.0))
+"""Mean time from one burst to the next, up to so many seconds of training. Later it is 12 samples a minute. If the time
+grew at once, one burst would count as much as all before it."""
 
 _NOT_YET_NS: Final = NS // 2
 
@@ -165,6 +164,7 @@ class StepSampler:
     Attributes:
         steps: the stacks of the training thread in its steps. Of the times of a stack, the time on a core includes
             run-queue delay. The time with the GIL is that of samples that had to wait for it, but for no collection.
+        bursts: how many bursts there have been.
         wait_ns: time in waits for batches, by the same samples.
         evaluation: the stacks of the training thread in waits of evaluations for their loaders.
         newest: like ``steps``, since `follow` was called; None before.
@@ -184,6 +184,7 @@ class StepSampler:
         self._ran: dict[int, int] = {}  # time on a core by native id
         self._looked_ns = 0
         self._watched: dict[int, int] = {}  # the ident of each busy thread by native id
+        self.bursts = 0
         self.steps = StackProfile()
         self.evaluation = StackProfile()
         self.newest: StackProfile | None = None
@@ -226,10 +227,12 @@ class StepSampler:
             self._next_ns = now + _NOT_YET_NS
             return
         self._first_ns = self._first_ns or now
-        seconds = _FIRST_EVERY_SECONDS if now - self._first_ns < _FIRST_SECONDS * NS else _EVERY_SECONDS
+        passed = (now - self._first_ns) / NS
+        seconds = next(every for until, every in _EVERY_SECONDS if passed < until)
         self._next_ns = now + int(seconds * (0.5 + self._random.random()) * NS)
         self._times.part = _BURST_SAMPLES * _BURST_GAP_SECONDS / seconds
         self._left = _BURST_SAMPLES
+        self.bursts += 1
         self._look_for_busy_threads(now)
         self._not_blocked(now)
         self._collections = _collections()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import HostSample, ProcessSample
+from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.files import read_small
@@ -115,6 +116,38 @@ class ThreadLoads:
             if known:
                 found[pid] = ThreadLoad(active, running / passed, queued / passed)
         return found
+
+
+_CLEARLY: Final = 2.0
+"""So many times the cores are clearly too many threads. Fewer may be meant: some of them wait for one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedThreads:
+    """With how many threads torch will compute, and how many cores this process may use, by affinity and quota."""
+
+    threads: int
+    cores: float
+
+    @property
+    def too_many(self) -> str:
+        """What is wrong and what to do, in words; empty if the threads are not clearly too many."""
+        if self.threads < _CLEARLY * max(self.cores, 1.0):
+            return ""
+        wanted = max(1, int(self.cores))
+        return f"torch computes with {self.threads} threads on {self.cores:g} cores: set OMP_NUM_THREADS={wanted}"
+
+
+def planned_threads() -> PlannedThreads:
+    """The threads as torch tells if it is imported. Otherwise as the environment sets them, or one for each core."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota = PressureSource().read().cgroup_cpu_limit
+    except CollectorError:
+        quota = None
+    torch, wanted = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
+    threads = torch.get_num_threads() if torch is not None else int(wanted) if wanted.isdecimal() else allowed
+    return PlannedThreads(threads, float(allowed) if quota is None else min(float(allowed), quota))
 
 
 def _threads(pid: int) -> list[int]:
