@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import sys
@@ -18,6 +19,7 @@ from telemetry.diagnosis.lines import STEP, line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
 from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
+from telemetry.records import GarbageTotals
 from telemetry.sources import lines
 from telemetry.sources.lines import BusyThread, StepSampler
 from telemetry.sources.proc import ThreadLoad, ThreadLoads
@@ -209,6 +211,24 @@ def test_a_thread_that_holds_the_gil(thread, blocked, share):
         assert "thread metrics" in finding.text
         assert "metrics.py:5" in finding.text
         assert finding.advice[0].predicted_speedup == pytest.approx(1 / (1 - share), abs=0.01)
+
+
+# -- collections -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("garbage", "own_ratio", "share"),
+    [
+        (GarbageTotals(4.0, collections=40), 1.0, 0.4),
+        (GarbageTotals(4.0, collections=3), 0.0, None),  # Python's own
+        (GarbageTotals(0.1, collections=40), 1.0, None),  # cheap
+        (GarbageTotals(4.0, collections=0), None, None),  # of younger objects
+    ],
+)
+def test_collections_that_the_script_has_called_for(garbage, own_ratio, share):
+    evidence = dataclasses.replace(COMPUTE, garbage=dataclasses.replace(COMPUTE.garbage, own_ratio=own_ratio))
+    told = findings_of(StepTime(10.0, garbage=garbage), sampled(*MODEL), evidence)
+    assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share, abs=0.01)])
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

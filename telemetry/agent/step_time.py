@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.lines import STEP, line_shares
@@ -40,15 +38,6 @@ _FIRST_STEPS: Final = 10
 """The first steps are not judged: they compile, allocate and warm up."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """The totals at one moment, and the numbers of collections: all, and those that Python has started itself."""
-
-    totals: Totals
-    collections: int
-    of_python: float
-
-
 class StepMonitor:
     """Finds what costs the steps of one rank time without a stall. Used on the agent thread.
 
@@ -63,7 +52,7 @@ class StepMonitor:
         self._findings = findings
         self._event_log = event_log
         self._logged = 0  # samples in the lines that were logged last
-        self._marks: deque[_Mark] = deque()
+        self._marks: deque[Totals] = deque()
         self._loads = ThreadLoads()
         self.looks = 0
 
@@ -73,13 +62,13 @@ class StepMonitor:
         if totals.steps < _FIRST_STEPS or evidence is None or evidence.loop_seconds <= 0:
             return
         every = _EVERY_SECONDS if totals.wall_seconds < _FIRST_SECONDS else _LATER_SECONDS
-        if marks and totals.wall_seconds - marks[-1].totals.wall_seconds < every:
+        if marks and totals.wall_seconds - marks[-1].wall_seconds < every:
             return
         self.looks += 1
-        marks.append(_Mark(totals, *_collections()))
+        marks.append(totals)
         load, worker_loads = self._thread_loads(samples, tick.conditions.cores)
         if len(marks) > _INTERVALS:
-            time = self._time(marks.popleft(), marks[-1], tick.conditions.cores, load, worker_loads)
+            time = self._time(totals - marks.popleft(), tick.conditions.cores, load, worker_loads)
             for finding in findings_of(time, self.sampler, evidence) if time.seconds > 0 else ():
                 self._findings.tell(finding)
         if self.sampler.steps.samples >= _MORE * self._logged:
@@ -101,21 +90,15 @@ class StepMonitor:
             self._logged = self.sampler.steps.samples
             self._event_log.emit("step_lines", {"lines": lines, "samples": self._logged})
 
-    def _time(
-        self, before: _Mark, now: _Mark, cores: float, load: ThreadLoad | None, worker_loads: list[ThreadLoad]
-    ) -> StepTime:
-        added = now.totals - before.totals
-        collections = now.collections - before.collections
+    def _time(self, added: Totals, cores: float, load: ThreadLoad | None, worker_loads: list[ThreadLoad]) -> StepTime:
         return StepTime(
             seconds=added.loop_seconds,
             blocked_ratio=_blocked_ratio(added),
-            own_collections=max(0, int(collections - (now.of_python - before.of_python))),
-            collections=collections,
-            garbage_seconds=added.garbage.seconds,
+            garbage=added.garbage,
             cores=cores,
             load=load,
             worker_loads=worker_loads,
-            torch_threads=torch_threads() if load is not None else None,
+            torch_threads=torch_threads() if load is not None and load.active > cores else None,
         )
 
     def _thread_loads(self, samples: Samples, cores: float) -> tuple[ThreadLoad | None, list[ThreadLoad]]:
@@ -140,17 +123,6 @@ def _blocked_ratio(added: Totals) -> float | None:
     fetch, transfer = added.deliveries.fetch_wait_seconds, added.deliveries.transfer_wait_seconds
     waited = added.wait_seconds * (fetch / (fetch + transfer) if fetch + transfer > 0 else 1.0)
     return min(1.0, max(0.0, (added.loop_seconds - ran - wanted - waited) / added.loop_seconds))
-
-
-def _collections() -> tuple[int, float]:
-    """Collections of all objects so far: all, and at most how many of them Python has started itself.
-
-    Python starts one after so many collections of younger objects. From 3.14 on it never collects all objects at once.
-    """
-    *_, younger, oldest = gc.get_stats()
-    threshold = gc.get_threshold()[2]
-    of_python = 0.0 if sys.version_info >= (3, 14) else younger["collections"] / (threshold + 1)
-    return oldest["collections"], of_python
 
 
 def torch_threads() -> int | None:

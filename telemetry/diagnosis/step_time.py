@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.lines import STEP, line_shares, top_line
 from telemetry.diagnosis.model import gain_of
-from telemetry.records import Advice
+from telemetry.records import Advice, GarbageTotals
 from telemetry.util.text import milliseconds as ms
 from telemetry.util.text import rounded_percent
 
@@ -37,7 +37,6 @@ class StepTime:
     Attributes:
         blocked_ratio: share of the loop in which the training thread had nothing to run: it was neither on a core, nor
             did it want one, nor did it wait for a batch that was not fetched yet.
-        own_collections: collections of all objects that the script has started itself.
         cores: cores that the process may use.
         load: the threads with which the training thread computes, and itself. ``worker_loads``: the threads of each
             worker.
@@ -46,9 +45,7 @@ class StepTime:
 
     seconds: float
     blocked_ratio: float | None = None
-    own_collections: int = 0
-    collections: int = 0
-    garbage_seconds: float = 0.0
+    garbage: GarbageTotals = GarbageTotals()
     cores: float = 1.0
     load: ThreadLoad | None = None
     worker_loads: Sequence[ThreadLoad] = ()
@@ -222,19 +219,20 @@ def _gil_held(time: StepTime, threads: Sequence[BusyThread]) -> Finding | None:
 
 
 def _own_collections(time: StepTime, sampled: StepSampler, evidence: Evidence) -> Finding | None:
-    if not time.own_collections or not evidence.steps:
+    garbage = time.garbage
+    own = round(garbage.collections * (evidence.garbage.own_ratio or 0.0))
+    if not own or not evidence.steps:
         return None
-    share = min(0.98, time.garbage_seconds / time.seconds * time.own_collections / max(1, time.collections))
+    share = min(0.98, garbage.seconds / time.seconds * own / garbage.collections)
     if share < _MIN_SHARE:
         return None
     line = top_line(sampled.collecting)
     at = f" at {line.place}" if line is not None else ""
-    each = ms(time.garbage_seconds / max(1, time.collections))
     return Finding(
         kind="own_gc_collect",
         share_ratio=round(share, 4),
-        text=f"the script calls gc.collect(){at} itself, {time.own_collections} times in {time.seconds:.0f} s; each "
-        f"call takes {each}",
+        text=f"the script calls gc.collect(){at} itself, {own} times in {time.seconds:.0f} s; each call takes "
+        f"{ms(garbage.seconds / garbage.collections)}",
         lines=() if line is None else (line.told(),),
         advice=(
             Advice(
