@@ -83,6 +83,12 @@ def test_a_logger_in_each_step_is_named_with_its_lines():
     assert advice.predicted_speedup == pytest.approx(1 / 0.6, abs=0.01)
 
 
+def test_a_function_of_a_private_module_is_named_with_its_package():
+    spot = Spot(f"{SITE}numpy/lib/_function_base_impl.py", 4510, "percentile", "numpy.lib._function_base_impl")
+    (finding,) = line_shares(sampled(((spot, LOOP), 50)).steps, STEP)
+    assert finding.calls == "numpy.percentile"
+
+
 def test_a_method_is_named_with_its_class():
     """As far as its class is loaded in this process."""
     code = DataLoader.check_worker_number_rationality.__code__
@@ -102,6 +108,7 @@ def test_a_method_is_named_with_its_class():
         ((TENSOR_TEXT, LOOP), 0.0, 1.0, True),
         ((LOCK, QUEUE, LOOP), 0.0, 0.0, False),  # it may wait for batches
         ((BERT, CALL, BERT, LOOP), 0.9, 1.0, False),
+        ((Spot("/tmp/torchinductor_me/ab/cabc.py", 9, "call", "torch._inductor.cabc"), LOOP), 0.9, 1.0, False),
         ((BACKWARD, Spot(f"{SITE}accelerate/accelerator.py", 9, "backward", "accelerate"), LOOP), 0.9, 1.0, False),
     ],
 )
@@ -111,6 +118,13 @@ def test_what_is_work_on_the_host(stack, gil, on_core, found):
         for _ in range(samples):
             sampler.steps.add(model, 1_000_000, 1_000_000)
     assert kinds(CALM, sampler) == ["host_work"] * found
+
+
+def test_a_library_that_runs_the_training_loop_is_none():
+    """A part of its own time is work on the host, but most of it is that of operators."""
+    fit = Spot(f"{SITE}lightning/trainer.py", 50, "fit", "lightning.trainer")
+    assert kinds(CALM, sampled(((JSON, fit, LOOP), 60), ((BACKWARD, fit, LOOP), 90))) == []
+    assert kinds(CALM, sampled(((JSON, fit, LOOP), 90), ((BACKWARD, fit, LOOP), 60))) == ["host_work"]
 
 
 def test_a_logger_that_is_seldom_and_cheap_is_none():
@@ -190,6 +204,15 @@ def a_thread(cpu: float, *, free: int = 20, without_gil: int = 0) -> BusyThread:
     for _ in range(40):
         thread.profile.add((HELPER,), 1_000_000, 1_000_000)
     return thread
+
+
+def test_a_training_thread_that_sleeps_anyway_does_not_wait_for_the_gil():
+    """As in a wait for a device: it sleeps as often while the GIL is free."""
+    sampler = sampled(*MODEL)
+    sampler.threads[7] = a_thread(0.4)
+    sampler.free, sampler.idle = 30, 14
+    assert kinds(StepTime(10.0, blocked_ratio=0.5), sampler) == []
+    assert kinds(StepTime(10.0, blocked_ratio=0.9), sampler) == ["gil_held"]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ class StepMonitor:
     def _time(self, added: Totals, cores: float, load: ThreadLoad | None, worker_loads: list[ThreadLoad]) -> StepTime:
         return StepTime(
             seconds=added.loop_seconds,
+            wait_ratio=added.wait_seconds / added.loop_seconds if added.loop_seconds > 0 else 0.0,
             blocked_ratio=_blocked_ratio(added),
             garbage=added.garbage,
             cores=cores,

@@ -122,14 +122,13 @@ def line_shares(
     none = StackTime(0, 0)
     total = none if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
     times: dict[tuple[str, int, str | None], StackTime] = {}
+    on_host: dict[tuple[str, int, str | None], StackTime] = {}
     functions: dict[tuple[str, int], str] = {}
     for stack, time in profile.times.items():
         inside = _inside(stack, work)
         if not inside:
             continue
         total = total.plus(time)
-        if host_work and not _is_host_work(stack, time):
-            continue
         blamed = _blamed(inside, stack)
         if blamed is not None:
             spot, calls = blamed
@@ -139,10 +138,14 @@ def line_shares(
                 functions.setdefault((spot.file, spot.line), spot.function)
             named = spot.file, spot.line, calls
             times[named] = time.plus(times.get(named, none))
+            if host_work and _is_host_work(stack, time):
+                on_host[named] = time.plus(on_host.get(named, none))
     wall, cpu, gil = total
     samples = profile.samples * wall / max(1, profile.wall_ns)  # few samples of a wait are in the sampler
     if profile.samples < least or samples < min(least, _MIN_SAMPLES_OF_WORK):
         return ()
+    if host_work:  # a line that also calls operators, as that of a trainer does, is none
+        times = {each: time for each, time in on_host.items() if time.wall_ns >= _GREATER_PART * times[each].wall_ns}
     longest = sorted(times.items(), key=lambda item: -item[1].wall_ns)[:MAX_LINES]
     found = []
     for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in longest:
@@ -226,8 +229,8 @@ def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
 # called a function of a library, that shows which it is. If not, the line computes in Python or called a function in C:
 # then it counts as Python if most samples of it had to wait for the GIL, which the operators of torch release.
 
-_OPERATORS: Final = re.compile(r"/(site|dist)-packages/torch/")
-_TORCH_ON_HOST: Final = re.compile(r"/torch/(utils/tensorboard/|_tensor_str\.py|serialization\.py)")
+_OPERATORS: Final = re.compile(r"torch\b")
+_TORCH_ON_HOST: Final = re.compile(r"torch\.(utils\.tensorboard|_tensor_str|serialization)\b")
 _WAITS: Final = re.compile(
     rf"{re.escape(STANDARD_LIBRARY)}(threading|queue|selectors|socket|ssl|subprocess|multiprocessing|concurrent|asyncio)\b"
 )
@@ -239,12 +242,15 @@ _ON_CORE: Final = 0.5
 
 def _is_host_work(stack: Stack, time: StackTime) -> bool:
     """Whether the samples of a stack are of work on the host, and not of an operator."""
-    called = [spot for spot in stack[: _first(stack, _is_users)] if _OURS not in spot.file]
+    at = _first(stack, _is_users)
+    called = [spot for spot in stack[:at] if _OURS not in spot.file]
+    if at == 0 and _OPERATORS.match(stack[0].module):  # code that torch.compile has written
+        return False
     if not called:
         return time.gil_ns >= _HOLDS_IT * time.wall_ns and time.cpu_ns >= _ON_CORE * time.wall_ns
-    if any(_TORCH_ON_HOST.search(spot.file) for spot in called):
+    if any(_TORCH_ON_HOST.match(spot.module) for spot in called):
         return True
-    operators = any(_OPERATORS.search(spot.file) for spot in called)
+    operators = any(_OPERATORS.match(spot.module) for spot in called)
     return not operators and _WAITS.match(called[-1].file) is None
 
 
@@ -272,7 +278,9 @@ def _called(callees: Stack) -> str | None:
         return None
     plain = (s for s in outermost_first if not s.function.startswith(("_", "<")) and s.function not in _PASSED_ON)
     spot = next(plain, outermost_first[-1])
-    owner = class_of(spot) or spot.module.rpartition(".")[2].strip("_")
+    package, _, module = spot.module.rpartition(".")
+    # A private module is none that the user has named: `numpy.percentile` is in `numpy.lib._function_base_impl`.
+    owner = class_of(spot) or (package.partition(".")[0] if package and module.startswith("_") else module.strip("_"))
     return f"{owner}.{spot.function}" if owner and owner != "main" else spot.function
 
 

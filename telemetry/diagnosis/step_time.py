@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.lines import LineShare
-    from telemetry.sources.lines import BusyThread, StepSampler
+    from telemetry.sources.lines import StepSampler
     from telemetry.sources.proc import ThreadLoad
 
 _MIN_SHARE: Final = 0.1
@@ -35,6 +35,7 @@ class StepTime:
     """The training process over some time in the loop. None: not known.
 
     Attributes:
+        wait_ratio: share of the loop in waits for batches.
         blocked_ratio: share of the loop in which the training thread had nothing to run: it was neither on a core, nor
             did it want one, nor did it wait for a batch that was not fetched yet.
         cores: cores that the process may use.
@@ -44,6 +45,7 @@ class StepTime:
     """
 
     seconds: float
+    wait_ratio: float = 0.0
     blocked_ratio: float | None = None
     garbage: GarbageTotals = GarbageTotals()
     cores: float = 1.0
@@ -57,7 +59,7 @@ def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> lis
     found = (
         _host_work(sampled, evidence),
         _in_training(time) or _in_workers(time),
-        _gil_held(time, [*sampled.threads.values()]),
+        _gil_held(time, sampled),
         _own_collections(time, sampled, evidence),
     )
     return [each for each in found if each is not None]
@@ -98,7 +100,7 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     return Finding(
         kind="host_work",
         share_ratio=round(lost, 4),
-        text=f"{rounded_percent(share)} of each step is {named}: work on the host, and no operator",
+        text=f"{rounded_percent(share)} of each step is {named}: work on the host, and no operator of torch",
         lines=tuple(line.told() for line in lines if line.share >= _MIN_SHARE / 2),
         advice=(
             Advice(
@@ -188,12 +190,15 @@ def _cores(cores: float) -> str:
 # -- another thread that holds the GIL ---------------------------------------------------------------------------------
 
 
-def _gil_held(time: StepTime, threads: Sequence[BusyThread]) -> Finding | None:
+def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
     """The thread that keeps the GIL from the training thread, which cannot lose more time than it is blocked."""
+    threads = [*sampled.threads.values()]
     worst = max(threads, key=lambda thread: thread.gil_share, default=None)
     if worst is None or time.blocked_ratio is None:
         return None
-    lost = min(time.blocked_ratio, sum(thread.gil_share for thread in threads))
+    # Whatever else the training thread sleeps for, it also does while the GIL is free.
+    blocked = time.blocked_ratio - sampled.idle / max(1, sampled.free) * (1 - time.wait_ratio)
+    lost = min(blocked, sum(thread.gil_share for thread in threads))
     line = top_line(worst.profile)
     if lost < _MIN_SHARE or worst.gil_share < _MIN_SHARE:
         return None
@@ -208,8 +213,8 @@ def _gil_held(time: StepTime, threads: Sequence[BusyThread]) -> Finding | None:
             Advice(
                 f"move the work of thread {worst.name}{at} to a process of its own, or let it release the GIL",
                 predicted_speedup=round(1 / (1 - min(lost, 0.95)), 2),
-                because=f"the training thread is blocked for {rounded_percent(time.blocked_ratio)} of the loop, and a "
-                "thread that computes in Python keeps the GIL for the switch interval",
+                because=f"the training thread is blocked for {rounded_percent(blocked)} of the loop, and a thread that "
+                "computes in Python keeps the GIL for the switch interval",
             ),
         ),
     )

@@ -168,6 +168,8 @@ class StepSampler:
         wait_ns: time in waits for batches, by the same samples.
         evaluation: the stacks of the training thread in waits of evaluations for their loaders.
         newest: like ``steps``, since `follow` was called; None before.
+        free: samples of steps that found the GIL free. ``idle``: those of them in which the training thread had nothing
+            to run: it slept, or waited for a device or for storage, but not for the GIL.
         collecting: stacks in which a sample waited for the end of a garbage collection.
         threads: other Python threads that are often on a core, by their native id.
     """
@@ -189,6 +191,7 @@ class StepSampler:
         self.evaluation = StackProfile()
         self.newest: StackProfile | None = None
         self.wait_ns = 0
+        self.free = self.idle = 0
         self.collecting = StackProfile()
         self.threads: dict[int, BusyThread] = {}
 
@@ -268,6 +271,9 @@ class StepSampler:
             for profile in (self.steps, self.newest):
                 if profile is not None:
                     profile.add(stack, wall, int(wall * not_blocked), gil_ns=gil)
+            if waits <= 0:
+                self.free += 1
+                self.idle += not is_running(tracker.native_thread)
         for native, ident in self._watched.items():
             thread = self.threads[native]
             if waits <= 0:  # otherwise it may only be about to wait for the GIL again
