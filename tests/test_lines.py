@@ -226,6 +226,26 @@ def test_the_text_of_a_file_that_has_changed_is_not_shown(tmp_path):
     assert "something_else" not in text_of(a_stalled_run(tmp_path, source))
 
 
+def test_the_report_of_a_healthy_run_has_the_lines_of_its_steps(tmp_path):
+    found = [
+        {"file": "/gone/train.py", "line": 28, "function": "main", "calls": "Tensor.backward", "share_ratio": 0.46},
+        {"file": "/gone/train.py", "line": 26, "function": "main", "calls": "Linear.forward", "share_ratio": 0.31},
+        {"file": "/gone/train.py", "line": 29, "function": "main", "calls": None, "share_ratio": 0.08},
+    ]
+    write(
+        tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 9, wait=0.1, compute=9, steps=90),
+        line("step_lines", lines=found[:1], samples=40), line("step_lines", lines=found, samples=80),
+        line("run_end", **totals(wait=0.1, compute=9, steps=90)),
+    )  # fmt: skip
+    processes = load(tmp_path)
+    summary = summarize(processes)
+    assert summary["ranks"][0]["step_lines"] == found
+    said = "Its steps spend 46 % in Tensor.backward at train.py:28 and 31 % in Linear.forward at train.py:26."
+    assert summary["verdict"].startswith("Healthy: ")
+    assert summary["verdict"].endswith(said)
+    assert "train.py:29" in text_of(processes)
+
+
 # -- what a line is predicted to cost: the two what-ifs, and the sentence of the verdict -------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import sys
@@ -11,6 +10,7 @@ import time
 
 import pytest
 import torch
+from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
@@ -249,7 +249,7 @@ def test_a_thread_that_holds_the_gil(thread, blocked, share):
     ],
 )
 def test_collections_that_the_script_has_called_for(garbage, own_ratio, share):
-    evidence = dataclasses.replace(COMPUTE, garbage=dataclasses.replace(COMPUTE.garbage, own_ratio=own_ratio))
+    evidence = structs.replace(COMPUTE, garbage=structs.replace(COMPUTE.garbage, own_ratio=own_ratio))
     told = findings_of(StepTime(10.0, garbage=garbage), sampled(*MODEL), evidence)
     assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share, abs=0.01)])
 
