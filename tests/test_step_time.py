@@ -284,6 +284,24 @@ def test_a_burst_of_samples_names_a_busy_thread_and_ends(monkeypatch):
     assert sys.getswitchinterval() == interval
 
 
+def test_a_burst_that_waits_for_a_long_call_counts_for_it():
+    """All its samples would come after the call."""
+    tracker, due = StepTracker(Ring()), now_ns()
+    tracker.category = S_COMPUTE
+    sampler = StepSampler(tracker)
+    sampler._next_ns = due
+    tracker.garbage._stamps.append((False, due + NS // 10, 0, 0, (), False))
+    sampler.sample(due - NS // 10, 9)
+    assert sampler.steps.samples == sampler.collecting.samples == 1
+    assert sampler.gap() > 0.1, "the burst is over"
+    sampler._next_ns = now_ns()
+    sampler.sample(now_ns(), 0)
+    sampler.sample(now_ns() - 20 * NS, 0)
+    sampler.end()
+    first, second = (time.wall_ns for time in sampler.steps.times.values())
+    assert second < first
+
+
 def test_outside_of_the_training_loop_no_sample_is_taken():
     sampler = StepSampler(StepTracker(Ring()))
     for _ in range(30):

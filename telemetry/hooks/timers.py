@@ -170,6 +170,12 @@ class GarbageTimer:
         newest = [*self._stamps][-1:]
         return [(stamp[0], stamp[2]) for stamp in newest] == [(True, get_ident())]
 
+    @property
+    def ended_ns(self) -> int:
+        """When the newest collection ended, monotonic; 0 before the first, and while one goes on."""
+        begins, at_ns, *_ = self._stamps[-1] if self._stamps else (True, 0)
+        return 0 if begins else at_ns
+
     def read(self, *, workers: bool) -> None:
         """Add up the collections that have ended since the last call. The agent thread calls this.
 

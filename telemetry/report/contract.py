@@ -10,7 +10,7 @@ import msgspec
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.growth import StepTrend
 from telemetry.log_lines import ChangedFigure, Number, Suspect
-from telemetry.records import Advice, Epochs, StallRecord
+from telemetry.records import Advice, Epochs, HotLine, StallRecord
 from telemetry.trace.records import FlopsUsage, Suggestion
 
 
@@ -32,7 +32,10 @@ class Growth(msgspec.Struct):
 
 
 class Rank(msgspec.Struct, kw_only=True):
-    """One process of the run. A rank that was restarted has several, the newest last."""
+    """One process of the run. A rank that was restarted has several, the newest last.
+
+    ``step_lines``: the lines of code in which its steps spend their time; empty if they are not known.
+    """
 
     rank: int
     local_rank: int | None
@@ -52,6 +55,7 @@ class Rank(msgspec.Struct, kw_only=True):
     overhead_seconds: dict[str, float]
     memory: Growth
     attempt: int | None
+    step_lines: list[HotLine]
 
     @property
     def loop_seconds(self) -> float:

@@ -148,6 +148,7 @@ def _rank(process: ProcessLog, attempt: int | None) -> Rank:
         overhead_seconds={name: overhead.get(name, 0.0) for name in ("training", "agent")},
         memory=Growth(memory.growth_bytes_per_hour, memory.where, memory.exhausted_in_seconds),
         attempt=attempt,
+        step_lines=process.step_lines,
     )
 
 

@@ -5,7 +5,6 @@ The agent thread takes the samples. A sample of the training thread only costs 2
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 from collections import Counter
@@ -123,8 +122,11 @@ grew at once, one burst would count as much as all before it."""
 
 _NOT_YET_NS: Final = NS // 2
 
+_LATE_BURST_NS: Final = 6 * NS // 1000
+"""A burst that begins so late has waited for a long call that holds the GIL: more than the usual switch interval."""
+
 _COLLECTED_NS: Final = NS // 1000
-"""A sample that was at least so late, with a collection meanwhile, waited for the end of the collection."""
+"""A sample that was due so long before the end of a collection has waited for that end."""
 
 _BUSY_THREAD: Final = 0.1
 """A thread that is on a core for a smaller share of the time cannot hold the GIL for long."""
@@ -182,7 +184,6 @@ class StepSampler:
         self._left = 0  # samples of the burst in progress
         self._before: tuple[int, int] | None = None  # stamp, and time that the training thread was not blocked
         self._first_ns = 0
-        self._collections = 0
         self._ran: dict[int, int] = {}  # time on a core by native id
         self._looked_ns = 0
         self._watched: dict[int, int] = {}  # the ident of each busy thread by native id
@@ -207,12 +208,16 @@ class StepSampler:
             waits: how often this thread has waited for the GIL since then.
         """
         now = now_ns()
-        if not self._left:
-            if now >= self._next_ns:
-                self._begin(now)
-            return
-        self._take(now, due_ns, waits)
-        self._left -= 1
+        delay = self._times.delay_ns(due_ns, now)
+        if self._left:
+            # With its whole delay, one sample of a short burst could count as much as all others.
+            self._take(due_ns, waits, self._times.weight_ns(due_ns, due_ns + min(delay, _LATE_BURST_NS)))
+            self._left -= 1
+        elif now >= self._next_ns and self._begin(now) and delay >= _LATE_BURST_NS:
+            # The burst was due during the call, and all its samples will come after it. So they count for the call.
+            self._before = None  # the call had a core
+            self._take(due_ns, waits, _BURST_SAMPLES * self._times.weight_ns(now, now))
+            self._left = 0
         if not self._left:
             self.end()
 
@@ -225,10 +230,11 @@ class StepSampler:
         self._left = 0
         restore_switch_interval(_STEPS)
 
-    def _begin(self, now: int) -> None:
+    def _begin(self, now: int) -> bool:
+        """Begin a burst. Returns whether there is something to sample."""
         if not self._trains() and not self._evaluates():
             self._next_ns = now + _NOT_YET_NS
-            return
+            return False
         self._first_ns = self._first_ns or now
         passed = (now - self._first_ns) / NS
         seconds = next(every for until, every in _EVERY_SECONDS if passed < until)
@@ -238,8 +244,8 @@ class StepSampler:
         self.bursts += 1
         self._look_for_busy_threads(now)
         self._not_blocked(now)
-        self._collections = _collections()
         shorten_switch_interval(_STEPS)
+        return True
 
     def _trains(self) -> bool:
         tracker = self._tracker
@@ -248,19 +254,15 @@ class StepSampler:
     def _evaluates(self) -> bool:
         return self._tracker.category == S_EVALUATION and self._tracker.waiting_since < 0
 
-    def _take(self, now: int, due_ns: int, waits: int) -> None:
-        tracker, times = self._tracker, self._times
-        collections, before = _collections(), self._collections
-        self._collections = collections
+    def _take(self, due_ns: int, waits: int, wall: int) -> None:
+        tracker = self._tracker
         if self._evaluates() and (stack := stack_of(tracker.thread)):
-            wall = times.weight_ns(due_ns, now)
             self.evaluation.add(stack, wall, wall)
         if not self._trains():
             return
-        wall = times.weight_ns(due_ns, now)
-        not_blocked = self._not_blocked(now)
+        not_blocked = self._not_blocked(now_ns())
         waiting = tracker.waiting_since > 0
-        collected = collections != before and times.delay_ns(due_ns, now) >= _COLLECTED_NS
+        collected = waits > 1 and tracker.garbage.ended_ns - due_ns >= _COLLECTED_NS
         stack = () if waiting and not collected else stack_of(tracker.thread)
         if collected and stack:
             self.collecting.add(stack, wall, wall)
@@ -316,11 +318,6 @@ class StepSampler:
         for ran_ns, native, _ in busy:
             if native not in self.threads:
                 self.threads[native] = BusyThread(names[native], ran_ns, now - looked)
-
-
-def _collections() -> int:
-    """How many collections of the oldest generation there have been."""
-    return int(gc.get_stats()[-1]["collections"])
 
 
 # -- the training thread in a job of several ranks ---------------------------------------------------------------------
