@@ -64,7 +64,7 @@ class Case:
     @property
     def truth(self) -> str:
         """What is true of it, for a table."""
-        return " or ".join(self.found) or self.end and "an end of its own" or "healthy"
+        return " or ".join(self.found) or self.end or "healthy"
 
     @property
     def public(self) -> tuple[str, ...]:
@@ -87,8 +87,8 @@ _ONE_ITERATOR: Final = (
 _BATCHED: Final = r"__getitems__|BatchSampler|batch_size=None|whole batch|at once"
 _FEWER_THREADS: Final = r"set_num_threads|OMP_NUM_THREADS|torch\.set|threads"
 _OTHER_PROCESS: Final = r"process|less often|GIL|worker"
-_LOG_LESS: Final = r"less often|every|seldom|out of the step|once|vector|tensor|on the (device|GPU)|operators?"
-_GROWTH: Final = r"detach|graph|grow|list|history|keep|kept|item\(\)"
+_LOG_LESS: Final = r"less often|seldom|every \d+ steps|out of the step"
+_GROWTH: Final = r"detach|graph|earlier steps|each step adds|item\(\)"
 _SHARED_MEMORY: Final = r"/dev/shm|shared memory"
 _LARGER: Final = r"larger|shm-size|prefetch_factor|fewer"
 _NO_BATCH: Final = "a first fetch that never ends"
@@ -106,7 +106,7 @@ REPORTED: Final = (
     Case("one_shard", ("empty_workers",), r"shard|files|num_workers=1", "faster storage|^num_workers.*more", line=True),
     Case("collect_each_step", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     Case("metrics_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("shuffle_buffer", ("workers_io_bound",), _FIRST_FETCH, "^persistent_workers", line=True),
+    Case("shuffle_buffer", ("worker_startup", "workers_io_bound"), _FIRST_FETCH, "^persistent_workers", line=True),
     Case("threads_beyond_cores", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers"),
     Case("histograms_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True, needs="tensorboard"),
     Case("kept_graph", ("step_growth",), _GROWTH, "^num_workers", line=True),

@@ -148,7 +148,7 @@ def _judge_end(case: Case, report: dict[str, Any]) -> Judged:
         tuple(dict.fromkeys(each.kind for each in ranked(report))),
         cause=re.search(case.end_said, verdict) is not None and not verdict.startswith(_NOT_THE_END),
         line=_has_marked(case, places) if case.line else None,
-        line_named=places[0] if places else "",
+        line_named=next((place for place in places if _has_marked(case, [place])), next(iter(places), "")),
         advice=re.search(case.advice, verdict, re.IGNORECASE) is not None if case.advice else None,
         harmful=_harmful(case, report),
         verdict=verdict,

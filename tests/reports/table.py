@@ -45,7 +45,7 @@ def goals(cases: Sequence[Case], results: Mapping[str, Judged]) -> list[Goal]:
     def share(name: str, answers: Sequence[bool], least: float = MIN_RIGHT) -> Goal:
         return Goal(name, least, sum(answers), len(answers))
 
-    return [
+    all_goals = [
         share("cause and how the run ended are right in 95 %", [r.cause for r in faulty]),
         share("the line is right in 95 % of those that have one", [r.line for r in faulty if r.line is not None]),
         share("the first advice is right in 95 %", [r.advice for r in faulty if r.advice is not None]),
@@ -57,6 +57,7 @@ def goals(cases: Sequence[Case], results: Mapping[str, Judged]) -> list[Goal]:
         ),
         share("nothing is said of controls", [r.cause for r in controls], 1.0),
     ]
+    return [goal for goal in all_goals if goal.of]
 
 
 def text(about: str, cases: Sequence[Case], results: Mapping[str, Judged]) -> str:
