@@ -203,6 +203,9 @@ def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
     if lost < _MIN_SHARE or worst.gil_share < _MIN_SHARE:
         return None
     at = f" at {line.place} ({line.function})" if line is not None else ""
+    # It is estimated how much of its time on a core a thread needs no GIL. It holds the GIL for all of it at most.
+    on_core = sum(thread.cpu_ns / max(1, thread.wall_ns) for thread in threads)
+    gain, most = (1 / (1 - min(each, 0.95)) for each in (lost, min(blocked, on_core)))
     return Finding(
         kind="gil_held",
         share_ratio=round(lost, 4),
@@ -212,7 +215,8 @@ def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
         advice=(
             Advice(
                 f"move the work of thread {worst.name}{at} to a process of its own, or let it release the GIL",
-                predicted_speedup=round(1 / (1 - min(lost, 0.95)), 2),
+                predicted_speedup=round(max(gain, most), 2),
+                predicted_low=round(gain, 2) if most > _SURE * gain else None,
                 because=f"the training thread is blocked for {rounded_percent(blocked)} of the loop, and a thread that "
                 "computes in Python keeps the GIL for the switch interval",
             ),

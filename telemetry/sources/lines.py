@@ -131,6 +131,9 @@ _COLLECTED_NS: Final = NS // 1000
 _BUSY_THREAD: Final = 0.1
 """A thread that is on a core for a smaller share of the time cannot hold the GIL for long."""
 
+_LOOKS: Final = 8
+"""Looks at the state of a thread, which take 10 µs each."""
+
 _MAX_LOOKED_AT: Final = 64
 _MAX_BUSY: Final = 4
 
@@ -278,12 +281,13 @@ class StepSampler:
                 self.idle += not is_running(tracker.native_thread)
         for native, ident in self._watched.items():
             thread = self.threads[native]
-            if waits <= 0:  # otherwise it may only be about to wait for the GIL again
-                thread.free += 1
-                thread.without_gil += is_running(native)
             stack = stack_of(ident)
             if stack:
                 thread.profile.add(stack, wall, wall)
+            if waits <= 0:
+                thread.free += 1
+                # This thread holds the GIL. One that has only woken to take it soon sleeps again.
+                thread.without_gil += all(is_running(native) for _ in range(_LOOKS))
 
     def _not_blocked(self, now: int) -> float:
         """The share of the time since the sample before in which the training thread was on a core or wanted one."""
