@@ -105,7 +105,7 @@ def judge(case: Case, report: dict[str, Any]) -> Judged:
         return Judged(case.name, named, others, calm, verdict=verdict)
     main = _main(case, report, said)
     lines = () if main is None else main.lines[:1]
-    advice = next((advice for each in said for advice in each.advice), None)
+    advice = next(iter(_advice(report, said)), None)
     return Judged(
         case.name,
         named,
@@ -207,11 +207,16 @@ def _workers(advice: dict[str, Any] | None) -> int | None:
     return None if found is None else int(found[1])
 
 
+def _advice(report: dict[str, Any], said: list[Said]) -> list[dict[str, Any]]:
+    """All advice in the report's order; of a report without such a list, that of its entries."""
+    listed: list[dict[str, Any]] = report.get("advice") or []
+    return listed or [advice for each in said for advice in each.advice]
+
+
 def _harmful(case: Case, report: dict[str, Any]) -> str:
     """The first harmful advice, also of a smaller cause; empty without any."""
     also = [other for stall in report["stalls"] for other in stall["evidence"].get("also", [])]
-    given = [advice for each in ranked(report) for advice in each.advice]
-    given += [advice for other in also for advice in other.get("advice", [])]
+    given = _advice(report, ranked(report)) + [advice for other in also for advice in other.get("advice", [])]
     return next((_text(advice) for advice in given if case.harmful and _matches(case.harmful, advice)), "")
 
 

@@ -93,6 +93,12 @@ def test_the_first_finding_may_say_why_there_is_a_stall():
     assert (judged.cause, judged.line) == (False, False)
 
 
+def test_the_first_advice_is_that_of_the_one_list():
+    entry = finding("empty_workers", 0.5, advice("make more shards"), line=MARKED)
+    listed = report(findings=[entry]) | {"advice": [advice("buy disks"), advice("make more shards")]}
+    assert judge(ONE_SHARD, listed).advice is False
+
+
 @pytest.mark.parametrize(
     ("said", "wrong"),
     [
