@@ -124,3 +124,17 @@ def test_all_advice_stands_in_one_list_the_largest_gain_first_and_once_for_each_
         text.index("  try OMP_NUM_THREADS=2: set") < text.index("  try num_workers=7: set") < text.index("\nrank  node")
     )
     assert "num_workers=3" not in text
+
+
+def test_what_is_behind_a_wait_takes_the_place_of_the_advice_for_the_wait(tmp_path):
+    less = dict(action="send less data", setting=None, value=None, predicted_speedup=1.6, because="why")
+    stall = line("stall_open", cause="batch_transfer", opened="t", evidence={"lost_seconds": {"batch_transfer": 50.0}},
+                 advice=[less])  # fmt: skip
+    held = line("finding", kind="gil_held", text="The thread metrics holds the GIL", share_ratio=0.4,
+                advice=[less | dict(action="do it in a process", predicted_speedup=1.3)])  # fmt: skip
+    sums = dict(wait=50.0, compute=50.0, steps=100)
+    write(tmp_path, 0, line("run_start", **START), window(**sums), stall, held, line("run_end", **totals(**sums)))
+    report = summarize(load(tmp_path))
+    assert "Cause: batch_transfer. The thread metrics holds the GIL; do it in a process" in report["verdict"]
+    assert [each["action"] for each in report["advice"]] == ["do it in a process"]
+    assert [each["action"] for each in report["stalls"][0]["advice"]] == ["send less data"]

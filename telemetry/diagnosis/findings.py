@@ -10,7 +10,7 @@ import msgspec
 from telemetry.records import Advice, HotLine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 FindingKind = Literal[
     "threads_oversubscribed",
@@ -39,6 +39,14 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
 )
 """The kinds of findings, with their documentation. A finding is no stall: it may be there in a run that never waits."""
 
+_EXPLAINS: Final[Mapping[FindingKind, frozenset[str]]] = MappingProxyType(
+    {
+        "gil_held": frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"}),
+        "threads_oversubscribed": frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"}),
+    }
+)
+"""Causes of waits behind which a finding may be. Then the advice for the cause alone would miss it."""
+
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -65,3 +73,8 @@ def by_weight(finding: Finding) -> tuple[float, float]:
     """The order of findings, the most important first: by the predicted speed-up, and then by the share."""
     gain = max((advice.predicted_speedup or 1.0 for advice in finding.advice), default=1.0)
     return -max(gain, 1 / (1 - min(0.99, finding.share_ratio or 0.0))), -(finding.share_ratio or 0.0)
+
+
+def reason_of(cause: str | None, rank: int, findings: Iterable[Finding]) -> Finding | None:
+    """The finding that is behind a cause on this rank; None without one."""
+    return next((each for each in findings if each.rank == rank and cause in _EXPLAINS.get(each.kind, ())), None)

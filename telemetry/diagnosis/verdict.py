@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnosis.findings import reason_of
 from telemetry.records import (
     CHECKPOINT,
     COMPUTE,
@@ -339,7 +340,7 @@ def _loss(finding: RunFinding, facts: RunFacts) -> str:  # noqa: PLR0911, one re
     if finding.kind == VerdictKind.NO_STEPS:
         return _no_steps(facts)
     if finding.kind == VerdictKind.UNKNOWN or worst is None:
-        said = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts.stalls)}"
+        said = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
         unseen = _unseen(finding.unseen) or _NOTHING_SEEN
         return f"Not known whether this run waits for data.{unseen}{said}{other_time}"
     if finding.kind == VerdictKind.UNMEASURED:
@@ -349,9 +350,9 @@ def _loss(finding: RunFinding, facts: RunFacts) -> str:  # noqa: PLR0911, one re
         )
     if finding.kind == VerdictKind.STARVED:
         starved = _starved(worst, finding, all_known=len(facts.ranks) >= facts.world_size)
-        return starved + _why(worst.rank, facts.stalls) + _unseen(finding.unseen)
+        return starved + _why(worst.rank, facts) + _unseen(finding.unseen)
     if stalled is not None:
-        return f"Not starved, but rank {stalled.rank} stalled.{_why(stalled.rank, facts.stalls)}"
+        return f"Not starved, but rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
     if finding.slowed_by is not None:
         return f"Not starved, but slower than need be. {_found(finding.slowed_by)}{other_time}"
     ratio, after = healthy_share(worst)
@@ -466,11 +467,14 @@ def _starved(worst: RankWaits, finding: RunFinding, *, all_known: bool) -> str:
     return f"Starved: rank {worst.rank} spent {lost}{gain}; {others}."
 
 
-def _why(rank: int, stalls: Sequence[StallRecord]) -> str:
+def _why(rank: int, facts: RunFacts) -> str:
     """The cause and the first advice of a rank's costliest stall; empty without one."""
-    stall = costliest([stall for stall in stalls if stall.rank == rank])
+    stall = costliest([stall for stall in facts.stalls if stall.rank == rank])
     if stall is None:
         return ""
+    reason = reason_of(stall.cause, rank, facts.findings)
+    if reason is not None:
+        return f" Cause: {stall.cause}. {_found(reason)}"
     text = f" Cause: {stall.cause}{_advised(stall.advice, with_reason=stall.cause == 'straggler')}"
     for other in stall.also[:1]:
         text += f". At the same time {other.cause} takes {rounded_percent(other.share_ratio)} of the time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnosis.findings import reason_of
 from telemetry.records import REPLAY
 from telemetry.report.contract import RankedAdvice
 from telemetry.report.process_log import findings_of, stalls_of
@@ -44,11 +45,12 @@ def ranked_advice(
             found.setdefault(each.setting or each.action, told)
 
     stalls = [stall for process in processes for stall in stalls_of(process)]
+    findings = findings_of(processes)
     for stall in sorted(stalls, key=lambda stall: -stall.lost_seconds):
-        add(f"for {stall.cause} on rank {stall.rank}", stall.advice)
-        for other in stall.also:
-            add(f"for {other.cause} on rank {stall.rank}", other.advice)
-    for finding in findings_of(processes):
+        for cause, advice in ((stall.cause, stall.advice), *((other.cause, other.advice) for other in stall.also)):
+            if reason_of(cause, stall.rank, findings) is None:
+                add(f"for {cause} on rank {stall.rank}", advice)
+    for finding in findings:
         add(f"for {finding.kind} on rank {finding.rank}", finding.advice)
     for text in _on_attempts(goodput):
         action, _, because = text.partition(": ")
