@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import DataLoader
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.config import Config, SettingError
 from telemetry.hooks.worker_block import FETCH_BUCKETS, WorkerCounters
-from telemetry.records import GpuSample
+from telemetry.records import GpuSample, StallRecord
 from telemetry.report.logs import load
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError
@@ -346,6 +347,8 @@ def test_another_worker_in_the_same_place_takes_no_fetch_away():
     """Memory is used again, and so are pids: counters that are smaller than before are another worker's."""
 
     class Block:
+        head, workers = SimpleNamespace(iteration=0), 1
+
         def __init__(self) -> None:
             self.fetches = 0
 
@@ -491,7 +494,7 @@ def test_a_callback_that_hangs_holds_nothing_up(tmp_path):
         steps, before = agent.accounting.stats.steps, scrape(agent)["training_steps_total",]
         starve(agent, lambda: scrape(agent)["training_steps_total",] > max(steps, before))
         for _ in range(2):
-            agent._stall_monitor._callback.tell({"cause": "unknown"})
+            agent._stall_monitor._callback.tell(StallRecord(rank=0, cause="unknown"))
         assert agent.errors.counts["on_stall"] == 2
         telemetry.stop()
         assert not agent._thread.is_alive()

@@ -170,7 +170,7 @@ def test_the_kinds_of_fields_are_the_three_that_exist():
 
 # -- the simulated logs of the benchmarks ------------------------------------------------------------------------------
 
-IN_SOME_RUNS = {"environment", "loader", "memory", "resumption"}
+IN_SOME_RUNS = {"environment", "epochs", "loader", "memory", "resumption"}
 """Fields of few lines: what is new, and what happened."""
 
 

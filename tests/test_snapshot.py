@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -496,7 +497,7 @@ def test_a_stall_asks_for_none_on_a_gpu_unless_it_is_told_to(tmp_path, monkeypat
     monkeypatch.setattr(control, "on_gpu", lambda: gpu)
     quiet = {"port": "off", "interval_seconds": 30, "start_line": False}
     agent = telemetry.start(tmp_path, snapshot_settle_seconds=0, snapshot_on_stall=setting, **quiet)
-    agent.snapshots.tick("uneven_batches", lambda: None)
+    agent.snapshots.tick(SimpleNamespace(active_cause="uneven_batches", open_record=lambda: None))
     telemetry.stop()
     assert len(list(tmp_path.glob("snapshots/.meeting/*.request.json"))) == asked
 

@@ -301,7 +301,7 @@ def test_nor_does_more_of_what_else_a_cause_is_told_by(cause, pieces, more):
         if not lost or max(lost, key=lost.get) != cause:
             continue
         part, figure = GROWS[cause]
-        if cause == "batch_transfer" and not evidence.waits.transfer_seconds:
+        if part == "waits" and not getattr(evidence.waits, figure):
             continue  # it was named by other figures. A few matched waits leave the rest unknown
         seen = getattr(getattr(evidence, part), figure)
         then = (*seen, more) if isinstance(seen, tuple) else (seen or 0.0) + more

@@ -314,7 +314,9 @@ def nothing(*_args, **_kwargs):
 RECORDER = SimpleNamespace(boundary=nothing, interrupt=nothing)
 """A snapshot that waits for its steps."""
 
-CLOCK = SimpleNamespace(failed=False, epoch_boundary=nothing, step_ended=nothing, worked=nothing, batch_arrived=nothing)
+CLOCK = SimpleNamespace(
+    failed=False, iteration_begins=nothing, batch_requested=nothing, worked=nothing, batch_arrived=nothing
+)
 """A clock of the GPU that times nothing."""
 
 
