@@ -367,7 +367,7 @@ def test_a_run_without_a_stall_says_what_its_steps_do(tmp_path, kind):
     finally:
         telemetry.stop()
     (finding,) = agent.findings.newest
-    assert (finding.kind, finding.lines[0].line) == (found, line)
+    assert (finding.kind, finding.lines[0].line) == (found, line), agent.findings.newest
     assert len(heap)
 
 

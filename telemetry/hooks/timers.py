@@ -45,6 +45,10 @@ _MAX_STAMPS: Final = 1 << 12
 _MANY: Final = 250
 """Collections in a second, on average, that are timed."""
 
+_LONG_NS: Final = NS // 2000
+"""Collections that are longer on average are all timed: our two calls take little of them, and samplers of lines have
+to know when such a collection ended."""
+
 _MAX_IN_A_ROW: Final = 30
 """At most so many readings in a row are not timed. If a full collection was missed and none is known, as many are timed
 until there is one."""
@@ -131,6 +135,7 @@ class GarbageTimer:
         self._counted = _counted()
         self._rated = sum(self._counted), now_ns()
         self._young = self._full = _Lost()  # the newest timed ones
+        self._mean_ns = 0.0  # of the newest timed ones
         self._full_missed = False  # whether there was a full one, and none was timed
         self._probe: Callable[..., object] | None = None
         self._call_ns = 0.0
@@ -201,6 +206,7 @@ class GarbageTimer:
 
     def _add_timed(self, found: list[_Collection], young: int, full: int) -> None:
         self._add(_sum_of(found))
+        self._mean_ns = _sum_of(found).ns / (young + full) if young + full else 0.0
         if found:
             self._read_until_ns = found[-1].ended_ns
         found.sort(key=attrgetter("lost_ns"), reverse=True)  # the full ones take longest
@@ -222,7 +228,7 @@ class GarbageTimer:
             gc.callbacks.append(callback)
             if not self._attached:  # since `read` has looked
                 self._remove()
-        elif rate > _MANY and gc.callbacks[-1:] == [callback]:
+        elif rate > _MANY and self._mean_ns < _LONG_NS and gc.callbacks[-1:] == [callback]:
             # Only from the end of the list: a collection that goes through the list would leave one of the user's out.
             self.timing = False
             self._left = min(_MAX_IN_A_ROW, int(rate / _MANY))

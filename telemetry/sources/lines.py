@@ -32,7 +32,7 @@ _GAP_SECONDS: Final = 0.02
 _LATE_NS: Final = NS // 1000
 """After a shorter delay, no C call has held the GIL."""
 
-_MAX_SHARE: Final = 0.003
+_MAX_SHARE: Final = 0.005
 """The samples, with what it takes to wake the agent thread for them, take at most this share of a core."""
 
 _USER: Final = "lines"
@@ -211,15 +211,21 @@ class StepSampler:
             waits: how often this thread has waited for the GIL since then.
         """
         now = now_ns()
+        if not self._left and now < self._next_ns:
+            return
         delay = self._times.delay_ns(due_ns, now)
+        # First: whatever reads a file gives the GIL up, and then the thread goes on.
+        stack, collected_ns = stack_of(self._tracker.thread), self._tracker.garbage.ended_ns - due_ns
         if self._left:
             # With its whole delay, one sample of a short burst could count as much as all others.
-            self._take(due_ns, waits, self._times.weight_ns(due_ns, due_ns + min(delay, _LATE_BURST_NS)))
+            wall = self._times.weight_ns(due_ns, due_ns + min(delay, _LATE_BURST_NS))
+            self._take(stack, waits, wall, collected_ns, _COLLECTED_NS)
             self._left -= 1
-        elif now >= self._next_ns and self._begin(now) and delay >= _LATE_BURST_NS:
+        elif self._begin(now) and delay >= _LATE_BURST_NS:
             # The burst was due during the call, and all its samples will come after it. So they count for the call.
             self._before = None  # the call had a core
-            self._take(due_ns, waits, _BURST_SAMPLES * self._times.weight_ns(now, now))
+            wall = _BURST_SAMPLES * self._times.weight_ns(now, now)
+            self._take(stack, waits, wall, collected_ns, _LATE_BURST_NS)
             self._left = 0
         if not self._left:
             self.end()
@@ -257,16 +263,28 @@ class StepSampler:
     def _evaluates(self) -> bool:
         return self._tracker.category == S_EVALUATION and self._tracker.waiting_since < 0
 
-    def _take(self, due_ns: int, waits: int, wall: int) -> None:
+    def _take(self, stack: Stack, waits: int, wall: int, collected_ns: int, sure_ns: int) -> None:
+        """Take a sample.
+
+        Args:
+            stack: the stack of the training thread.
+            waits: how often this thread has waited for the GIL.
+            wall: the time that the sample stands for, ns.
+            collected_ns: time from when it was due to the end of the newest collection; below 0 if that had ended.
+            sure_ns: after so long a wait, the training thread gave the GIL up right at the end of the collection.
+                After a shorter one, it has gone on to another line.
+        """
         tracker = self._tracker
-        if self._evaluates() and (stack := stack_of(tracker.thread)):
+        if self._evaluates() and stack:
             self.evaluation.add(stack, wall, wall)
         if not self._trains():
             return
-        not_blocked = self._not_blocked(now_ns())
         waiting = tracker.waiting_since > 0
-        collected = waits > 1 and tracker.garbage.ended_ns - due_ns >= _COLLECTED_NS
-        stack = () if waiting and not collected else stack_of(tracker.thread)
+        not_blocked = self._not_blocked(now_ns())
+        collected = waits > 1 and collected_ns >= sure_ns
+        if waits > 0 and collected_ns > 0 and not collected:
+            return
+        stack = () if waiting and not collected else stack
         if collected and stack:
             self.collecting.add(stack, wall, wall)
         if waiting:
@@ -279,6 +297,9 @@ class StepSampler:
             if waits <= 0:
                 self.free += 1
                 self.idle += not is_running(tracker.native_thread)
+        self._take_busy_threads(waits, wall)
+
+    def _take_busy_threads(self, waits: int, wall: int) -> None:
         for native, ident in self._watched.items():
             thread = self.threads[native]
             stack = stack_of(ident)

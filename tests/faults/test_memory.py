@@ -112,7 +112,7 @@ def test_the_report_and_the_next_attempt_say_that_the_oom_killer_killed_it(attem
     killed = ("killed", "rank 0 killed by the OOM killer")
     assert ends(tmp_path) == [killed]
     text = report_text(tmp_path / "run")
-    assert "The run has ended: rank 0 killed by the OOM killer." in text
+    assert "Killed: rank 0 killed by the OOM killer." in text
     assert ") was killed by the OOM killer; newest line" in text
 
     assert attempt("") == 0

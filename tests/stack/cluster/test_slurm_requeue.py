@@ -28,6 +28,7 @@ class RequeuedJob:
             "sbatch", "--parsable", "--requeue", "--open-mode=append", "--gpus-per-node=1", "--cpus-per-task=1",
             f"--output={self.out}", "--chdir", shared, shipped.DEPLOY / "slurm" / "train.sbatch", SCRIPT,
             self.folder, SHARED_DIR=str(shared), TELEMETRY_INTERVAL_SECONDS="0.1", OMP_NUM_THREADS="1",
+            TELEMETRY_LOG_INTERVAL_SECONDS="1",  # attempts of some seconds: between windows, steps are taken as equal
             PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         ).strip()  # fmt: skip
         self.run = f"slurm-{self.number}"
@@ -53,7 +54,7 @@ class RequeuedJob:
 @pytest.fixture(scope="module")
 def job(slurm, monitoring):
     job = RequeuedJob(slurm, monitoring.folder)
-    job.trains(0, 50)
+    job.trains(0, 70)
     slurm.run("scontrol", "requeue", job.number)
     wait_for(f"{job.run} to wait\n{job.said()}", lambda: slurm.state(job.number) == "PENDING", 60, 0.2)
     slurm.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # it would be held for two minutes
