@@ -928,7 +928,8 @@ class LoaderTraits(msgspec.Struct, frozen=True):
         set_epoch: whether the data set has ``set_epoch()``, which workers that are kept do not see.
         one_by_one: whether each sample is fetched by a call of ``__getitem__`` of its own.
         batch_size: samples of a batch.
-        code: file, first line and name of the function that makes the samples, if it is the user's.
+        code: file, line and name of the function that makes the samples, if it is the user's: the line that yields or
+            returns one.
     """
 
     iterable: bool | None = msgspec.field(name="iterable_data", default=None)

@@ -379,7 +379,7 @@ def test_a_model_whose_operators_take_the_time_is_fine(tmp_path):
             compute()
             if number % 100 == 99:
                 loop_in_python()
-                if agent._step_monitor.sampler.steps.samples > 120 and agent._step_monitor.looks > 4:
+                if agent._step_monitor.sampler.steps.samples > 120 and agent._step_monitor.sampler.bursts > 40:
                     break
     finally:
         telemetry.stop()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
-    from telemetry.util.sketch import Percentiles, Sketch
+    from telemetry.util.sketch import Percentiles
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _FIRST_CORE_BYTES: Final = 2048
@@ -204,8 +204,8 @@ class EventLog:
                 exposed_wait_source=None if accounting.no_batch_seen else accounting.exposed_source,
                 step_seconds=_percentiles(self.newest_window.step),
                 data_wait_seconds=_percentiles(self.newest_window.wait),
-                step_sketch=_buckets(window.step),
-                data_wait_sketch=_buckets(window.wait),
+                step_sketch=window.step.as_log_field(),
+                data_wait_sketch=window.wait.as_log_field(),
                 **self._totals(),
                 **self._news(),
             )
@@ -241,9 +241,9 @@ class EventLog:
             python_version=platform.python_version(),
             cpu_count=os.cpu_count(),
             metrics_url=None if self._node is None else self._node.url,
-            step_sketch=_buckets(step) if step.total else ABSENT,
+            step_sketch=step.as_log_field() if step.total else ABSENT,
             step_max_seconds=step.largest if step.total else ABSENT,
-            data_wait_sketch=_buckets(wait) if wait.total else ABSENT,
+            data_wait_sketch=wait.as_log_field() if wait.total else ABSENT,
             data_wait_max_seconds=wait.largest if wait.total else ABSENT,
             settings=self._config.as_log_fields(),
             continued=ABSENT,
@@ -333,10 +333,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [*map(_rounded, value)] if isinstance(value, (list, tuple)) else value
-
-
-def _buckets(sketch: Sketch) -> dict[int, int]:
-    return dict(sorted(sketch.counts.items()))
 
 
 def _percentiles(value: Percentiles | None) -> dict[str, float] | None:

@@ -43,7 +43,6 @@ class StepMonitor:
 
     Attributes:
         sampler: samples the training thread now and then.
-        looks: how often this has looked at the process.
     """
 
     def __init__(self, tracker: StepTracker, findings: FindingLog, event_log: EventLog) -> None:
@@ -54,7 +53,6 @@ class StepMonitor:
         self._logged = 0  # samples in the lines that were logged last
         self._marks: deque[Totals] = deque()
         self._loads = ThreadLoads()
-        self.looks = 0
 
     def tick(self, tick: Tick, samples: Samples, evidence: Evidence | None) -> None:
         """Look at the process now and then. ``evidence``: the newest window."""
@@ -64,7 +62,6 @@ class StepMonitor:
         every = _EVERY_SECONDS if totals.wall_seconds < _FIRST_SECONDS else _LATER_SECONDS
         if marks and totals.wall_seconds - marks[-1].wall_seconds < every:
             return
-        self.looks += 1
         marks.append(totals)
         load, worker_loads = self._thread_loads(samples, tick.conditions.cores)
         if len(marks) > _INTERVALS:

@@ -274,7 +274,7 @@ def growth_finding(growth: StepGrowth, totals: Totals, lines: Sequence[LineShare
     if line is not None:
         text += f", and {rounded_percent(line.share)} of each step is {line.named} now"
     if growth.memory is not None:
-        text += f", and {_OF_MEMORY[growth.memory]} has grown by {byte_size(growth.memory_bytes)} with it"
+        text += f"; {_OF_MEMORY[growth.memory]} has grown by {byte_size(growth.memory_bytes)} with it"
     lost = growth.lost_ratio(totals)
     return Finding(
         kind="step_growth",

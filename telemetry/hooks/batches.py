@@ -133,7 +133,8 @@ def _class(module: str, name: str) -> Any:
 def fingerprint(batch: object) -> int:
     """A number that equal batches share; 0 if it is unknown. It comes from the first plain value in the batch.
 
-    No code of the user's class is called, and at most 256 values of a tensor are read.
+    No code of the user's class is called, and at most 256 values of a tensor are read. One that is not contiguous is
+    unknown, because all of it would be copied.
     """
     for _ in range(_MAX_PARTS):
         fields = _fields_of(batch)
@@ -143,12 +144,14 @@ def fingerprint(batch: object) -> int:
     values: object = None
     if type(batch) is _class("torch", "Tensor"):
         tensor: Any = batch
-        if tensor.device.type == "cpu" and tensor.layout is sys.modules["torch"].strided and tensor.numel():
-            flat = tensor.detach().reshape(-1)
+        strided = tensor.layout is sys.modules["torch"].strided
+        if tensor.device.type == "cpu" and strided and tensor.numel() and tensor.is_contiguous():
+            flat = tensor.detach().view(-1)
             values = flat[:: max(1, tensor.numel() // _COMPARED)].tolist()
     elif type(batch) is _class("numpy", "ndarray"):
-        array: Any = batch
-        values = array.reshape(-1)[:: max(1, array.size // _COMPARED)].tolist() if array.dtype.kind in "iufb" else None
+        held: Any = batch
+        if held.dtype.kind in "iufb" and held.flags.c_contiguous:
+            values = held.reshape(-1)[:: max(1, held.size // _COMPARED)].tolist()
     elif type(batch) in _PLAIN and batch is not None:
         values = batch
     return 0 if values is None else zlib.crc32(repr(values).encode()) + 1

@@ -10,6 +10,9 @@ from collections import deque
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from msgspec import structs
+
+from telemetry.hooks.patching import WeakMap
 from telemetry.records import LoaderTraits
 from telemetry.util.stacks import is_library
 
@@ -119,17 +122,31 @@ def traits_of(iterator: Any) -> LoaderTraits:
     while type(dataset) is getattr(sys.modules.get("torch.utils.data.dataset"), "Subset", None):
         dataset = vars(dataset).get("dataset")
     kind, sampler = type(dataset), own_value(iterator, "_index_sampler")
-    iterable = _is_a(dataset, "IterableDataset", "torch.utils.data.dataset")
+    known = _known_classes.get(kind)
+    if known is None:
+        known = _known_classes[kind] = _traits_of_class(kind)
     if _is_a(sampler, "BatchSampler", "torch.utils.data.sampler"):
         sampler = vars(sampler).get("sampler")
-    whole_batches = _of_class(kind, "__getitems__") is not None
+    return structs.replace(
+        known,
+        shuffled=None if known.iterable else is_random(sampler),
+        one_by_one=known.one_by_one and own_value(iterator, "_auto_collation") is True,
+        batch_size=batch_size_of(iterator),
+    )
+
+
+_known_classes: WeakMap[LoaderTraits] = WeakMap()
+"""What classes of data sets show. It takes 0.4 ms to read, and a script may make an iterator in each step."""
+
+
+def _traits_of_class(kind: type) -> LoaderTraits:
+    base = getattr(sys.modules.get("torch.utils.data.dataset"), "IterableDataset", None)
+    iterable = isinstance(base, type) and issubclass(kind, base)
     return LoaderTraits(
         iterable=iterable,
         asks_for_worker=asks_for_its_worker(kind) if iterable else None,
-        shuffled=None if iterable else is_random(sampler),
         set_epoch=callable(_of_class(kind, "set_epoch")),
-        one_by_one=not iterable and own_value(iterator, "_auto_collation") is True and not whole_batches,
-        batch_size=batch_size_of(iterator),
+        one_by_one=not iterable and _of_class(kind, "__getitems__") is None,
         code=_sample_code(_of_class(kind, "__iter__" if iterable else "__getitem__")),
     )
 

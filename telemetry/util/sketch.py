@@ -70,6 +70,6 @@ class Sketch:
             return None
         return Percentiles(p50, p95, p99, self.largest)
 
-    def as_log_field(self) -> dict[str, int]:
-        """The JSON form: bucket index to count."""
-        return {str(index): count for index, count in sorted(self.counts.items())}
+    def as_log_field(self) -> dict[int, int]:
+        """The form in a log line: bucket index to count."""
+        return dict(sorted(self.counts.items()))
