@@ -29,7 +29,7 @@ from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.util import threads
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.sampling import StackProfile
+from telemetry.util.profiles import StackProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

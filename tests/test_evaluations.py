@@ -19,7 +19,7 @@ from telemetry.diagnosis.lines import LineShare
 from telemetry.hooks.loaders import BatchSource
 from telemetry.hooks.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
 from telemetry.records import Conditions, Tick, Totals
-from telemetry.util.sampling import StackProfile
+from telemetry.util.profiles import StackProfile
 from tests.report_logs import START, line, totals, write
 from tests.running_agent import log_lines
 

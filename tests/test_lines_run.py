@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import telemetry
 from telemetry.agent.lines import LineMonitor
-from telemetry.diagnosis import lines as work
+from telemetry.diagnosis.lines import MIN_SAMPLES
 from telemetry.diagnosis.stalls import Stall
 from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import ErrorLog
-from telemetry.util.sampling import StackProfile
+from telemetry.util.profiles import STEP, StackProfile
 from tests.slice_cases import a_slice
 from tests.slices import evidence_over
 
@@ -124,7 +124,7 @@ def test_a_starved_run_names_its_line(tmp_path, kind):
         for number, _ in enumerate(batches()):
             IN_EACH_STEP.get(kind, int)()
             assert now_ns() < until, "hardly a sample was taken"
-            if number % 10 == 9 and samples_of(agent) > work.MIN_SAMPLES + 10:
+            if number % 10 == 9 and samples_of(agent) > MIN_SAMPLES + 10:
                 break
             assert agent._line_monitor.sampler.sampling or agent._stall_monitor.active_cause or not samples_of(agent)
     finally:
@@ -178,7 +178,7 @@ def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
         assert not monitor.tick(None, holds_others_up=True)
         assert monitor.sampler.sampling
         tracker.category = S_COMPUTE
-        for _ in range(2 * work.MIN_SAMPLES):
+        for _ in range(2 * MIN_SAMPLES):
             monitor.sampler.sample(now_ns())
         monitor._session -= 60 * NS  # it has gone on for a minute
         monitor.tick(None, holds_others_up=True)
@@ -207,18 +207,16 @@ def test_a_stall_with_few_samples_is_sampled_for_longer(tmp_path):
         assert not monitor.sampler.sampling
         monitor._session += 600 * NS
         monitor.tick(stall)
-        for _ in range(2 * work.MIN_SAMPLES):
+        for _ in range(2 * MIN_SAMPLES):
             monitor.sampler.sample(now_ns())
         assert monitor.tick(stall), "the line is logged as soon as it is known"
         assert not monitor.sampler.sampling
-        assert monitor.findings(stall).lines
+        assert monitor.lines_of(stall).lines
     finally:
         monitor.close()
 
 
-@pytest.mark.parametrize(
-    ("cause", "kinds", "asked"), [("host_bound", {work.STEP}, False), ("uneven_batches", set(), True)]
-)
+@pytest.mark.parametrize(("cause", "kinds", "asked"), [("host_bound", {STEP}, False), ("uneven_batches", set(), True)])
 def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds, asked):
     """The training thread's steps if the device waits for it, and the fetches of workers if these are uneven."""
     tracker, block = StepTracker(Ring()), WorkerBlock(1)

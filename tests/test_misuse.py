@@ -15,8 +15,8 @@ from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.lines import LineShare, with_measured_collation
 from telemetry.diagnosis.misuse import misuse
+from telemetry.hooks.batches import fingerprint
 from telemetry.hooks.loaders import traits_of
-from telemetry.hooks.worker import fingerprint
 from telemetry.records import LoaderTraits
 from telemetry.sources.workers import WorkersSource
 from tests.data_sets import Numbers

@@ -14,55 +14,39 @@ from torch.utils.data import DataLoader, Dataset
 
 import telemetry
 from telemetry.agent.agent import BetweenTicks
-from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import WorkerBlock
+from telemetry.sources import lines as sampling
 from telemetry.sources.lines import LineSampler, StepSampler, ThreadSampler
 from telemetry.sources.proc import is_running
-from telemetry.util import gil, sampling, threads
+from telemetry.util import gil, threads
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import ErrorLog
 from telemetry.util.gil import SWITCH_SECONDS, GilTurns, restore_switch_interval, shorten_switch_interval, thread_waits
-from telemetry.util.sampling import LATE_WAITS, AttributedSamples, StackProfile
+from telemetry.util.profiles import FETCH, LATE_WAITS, STEP, WAIT, AttributedSamples, StackProfile
 from telemetry.util.stacks import Spot
 from tests.running_agent import at_work, wait_for
-
-# -- when --------------------------------------------------------------------------------------------------------------
-
-# -- in the workers ----------------------------------------------------------------------------------------------
-
 
 NUMBERS = [(i * 7919) % 1000003 for i in range(400_000)]
 
 
 class Planted(Dataset):
-    """Each batch: a long C call that holds the GIL, a short wait, and the names of our threads in the worker."""
+    """Each batch: a long C call that holds the GIL, a short wait, the switch interval and the names of our threads."""
 
     def __len__(self) -> int:
         return 1_000_000
 
-    def __getitem__(self, index: int) -> tuple[str, ...]:
+    def __getitem__(self, index: int) -> tuple[float | str, ...]:
         sorted(NUMBERS)  # planted
         time.sleep(0.001)
-        return tuple(threads.running())
+        return (sys.getswitchinterval(), *threads.running())
 
 
-class Planted2(Planted):
-    """The same in another class, whose interval is told too."""
-
-    def __getitem__(self, index: int) -> float:
-        super().__getitem__(index)
-        return sys.getswitchinterval()
-
-
-class Short(Dataset):
+class Short(Planted):
     """Fetches of 2 ms, which tell the switch interval."""
-
-    def __len__(self) -> int:
-        return 1_000_000
 
     def __getitem__(self, index: int) -> float:
         time.sleep(0.002)  # planted
@@ -84,7 +68,8 @@ def loader_of(block: WorkerBlock, method: str, data: Dataset) -> DataLoader:
 def test_a_worker_that_is_asked_tells_its_line(method):
     block = WorkerBlock(1)
     batches = iter(loader_of(block, method, Planted()))
-    assert "telemetry-lines" not in next(batches)
+    usual, *running = next(batches)
+    assert "telemetry-lines" not in running
     assert block.sampled() == []
     session = now_ns()
     block.ask_samples(session, session + 600 * NS)
@@ -94,23 +79,16 @@ def test_a_worker_that_is_asked_tells_its_line(method):
         return [
             lines
             for found in block.sampled()
-            if found.session == session and (lines := line_shares(StackProfile.unpacked(found.content), work.FETCH))
+            if found.session == session and (lines := line_shares(StackProfile.unpacked(found.content), FETCH))
         ]
 
     ((first, *_),) = wait_for(enough, 60)
     assert (first.file, first.line, first.calls) == (__file__, PLANTED_LINE, None)
     assert first.share > 0.5
-    wait_for(lambda: "telemetry-lines" in next(batches))
+    wait_for(lambda: next(batches)[0] == pytest.approx(SWITCH_SECONDS))
+    assert "telemetry-lines" in next(batches)
     block.ask_samples(session, 1)
-    wait_for(lambda: "telemetry-lines" not in next(batches))
-
-
-def test_workers_that_are_not_asked_do_nothing():
-    block = WorkerBlock(2)
-    batches = iter(loader_of(block, "fork", Planted()))
-    seen = {name for _ in range(20) for name in next(batches)}
-    assert "telemetry-lines" not in seen
-    assert block.sampled() == []
+    wait_for(lambda: next(batches) == [usual, *running])
 
 
 def test_a_new_session_forgets_the_one_before():
@@ -129,16 +107,6 @@ def test_a_new_session_forgets_the_one_before():
     assert second.pid == first.pid
 
 
-def test_the_switch_interval_of_a_worker_is_restored():
-    block = WorkerBlock(1)
-    batches = iter(loader_of(block, "fork", Planted2()))
-    usual = next(batches)
-    block.ask_samples(1, now_ns() + 600 * NS)
-    wait_for(lambda: next(batches) == pytest.approx(SWITCH_SECONDS))
-    block.ask_samples(1, 1)
-    wait_for(lambda: next(batches) == usual)
-
-
 def test_a_worker_of_short_fetches_rests_most_of_the_time():
     """With the switch interval of the process, which costs least. Its line is told nevertheless."""
     block = WorkerBlock(1)
@@ -150,9 +118,7 @@ def test_a_worker_of_short_fetches_rests_most_of_the_time():
     def named():
         intervals.append(next(batches))
         return [
-            lines
-            for found in block.sampled()
-            if (lines := line_shares(StackProfile.unpacked(found.content), work.FETCH))
+            lines for found in block.sampled() if (lines := line_shares(StackProfile.unpacked(found.content), FETCH))
         ]
 
     ((first, *_),) = wait_for(named, 60)
@@ -267,13 +233,13 @@ def test_threads_that_fetch_are_sampled_as_workers():
     thread = threading.Thread(target=read_ahead)
     thread.start()
     sampler = LineSampler(at_work(stepping=False))
-    sampler.want(frozenset({work.FETCH}))
+    sampler.want(frozenset({FETCH}))
 
     def lines():
         due = now_ns()
         time.sleep(sampler.gap())
         sampler.sample(due)
-        return line_shares(sampler.profiles.get(work.FETCH, StackProfile()), work.FETCH)
+        return line_shares(sampler.profiles.get(FETCH, StackProfile()), FETCH)
 
     try:
         first = wait_for(lines, 60)[0]
@@ -282,16 +248,6 @@ def test_threads_that_fetch_are_sampled_as_workers():
         over.set()
         thread.join()
     assert (first.file, first.line) == (__file__, PLANTED_LINE)
-
-
-def test_nothing_is_sampled_that_is_not_wanted():
-    sampler = LineSampler(at_work())
-    assert sampler.gap() == float("inf")
-    sampler.want(frozenset({work.WAIT}))
-    sampler.sample(now_ns())
-    sampler.want(frozenset())
-    sampler.sample(now_ns())
-    assert sampler.profiles == {}
 
 
 # -- which line --------------------------------------------------------------------------------------------------------
@@ -476,8 +432,12 @@ def test_what_holds_up_another_wake_up_counts_as_well():
     """The agent thread has more to do than sample. What is due then may be as late as a sample."""
     sampler = LineSampler(at_work())
     sampler.late(now_ns() - NS)
-    assert sampler.profiles == {}
-    sampler.want(frozenset({"step"}))
+    sampler.sample(now_ns())
+    assert sampler.gap() == float("inf")
+    sampler.want(frozenset({WAIT}))
+    sampler.sample(now_ns())
+    assert sampler.profiles == {}, "nothing is sampled that is not wanted"
+    sampler.want(frozenset({STEP}))
     try:
         sampler.late(now_ns())
         assert sampler.profiles == {}
@@ -596,7 +556,7 @@ class Thread:
 
     @property
     def short(self):
-        return sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+        return abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6
 
 
 @pytest.fixture
@@ -609,46 +569,25 @@ def thread(monkeypatch):
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 
-def test_a_long_wait_for_the_gil_shortens_the_interval_for_a_while(thread):
-    thread.wait(0.1, wakes=30)
-    assert not thread.short, "other threads had their turns"
-    thread.wait(2, wakes=500)
-    assert thread.short
-    for _ in range(55):
-        thread.wait(1, wakes=10)
-        assert thread.short
-    for _ in range(10):
-        thread.wait(1, wakes=10)
-    assert not thread.short
+LATE_AGAIN = [(2, 500, True), (61, 10, False), (2, 500, True), (61, 10, True), (60, 10, False)]
+NO_HELP = [(2, 500, True), (2, 4000, False), *[(100, 4000, False)] * 30, (700, 10, False), (2, 500, True)]
 
 
-def test_who_needs_it_again_has_it_for_longer(thread):
-    thread.wait(2, wakes=500)
-    thread.wait(61, wakes=10)
-    assert not thread.short
-    thread.wait(2, wakes=500)
-    thread.wait(61, wakes=10)
-    assert thread.short
-    thread.wait(60, wakes=10)
-    assert not thread.short
-
-
-def test_a_hung_file_system_is_no_wait_for_the_gil(thread):
-    thread.wait(30, wakes=1)
-    assert not thread.short
-
-
-def test_where_it_does_not_help_it_is_not_tried_again_for_an_hour(thread):
-    """C calls of seconds hold the GIL."""
-    thread.wait(2, wakes=500)
-    thread.wait(2, wakes=4000)
-    assert not thread.short
-    for _ in range(30):
-        thread.wait(100, wakes=4000)
-        assert not thread.short
-    thread.wait(700, wakes=10)
-    thread.wait(2, wakes=500)
-    assert thread.short
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param([(0.1, 30, False)], id="other threads had their turns"),
+        pytest.param([(30, 1, False)], id="a hung file system is no wait for the GIL"),
+        pytest.param([(2, 500, True), *[(1, 10, True)] * 55, *[(1, 10, None)] * 9, (1, 10, False)], id="for a while"),
+        pytest.param(LATE_AGAIN, id="for longer if it is needed again"),
+        pytest.param(NO_HELP, id="C calls of seconds hold the GIL: not again for an hour"),
+    ],
+)
+def test_a_long_wait_for_the_gil_shortens_the_interval(thread, moments):
+    """Moments: how long a piece of work took, how often the thread woke meanwhile, and whether it is short then."""
+    for seconds, wakes, short in moments:
+        thread.wait(seconds, wakes=wakes)
+        assert short is None or thread.short is short, (seconds, wakes)
 
 
 def test_beside_many_threads_it_stays(thread):

@@ -14,8 +14,8 @@ from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent import step_time
-from telemetry.diagnosis.lines import STEP, line_shares
+from telemetry.agent import findings
+from telemetry.diagnosis.lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
 from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
@@ -24,6 +24,7 @@ from telemetry.sources import lines
 from telemetry.sources.lines import BusyThread, StepSampler
 from telemetry.sources.proc import ThreadLoad, ThreadLoads
 from telemetry.util.clock import NS, now_ns
+from telemetry.util.profiles import STEP
 from telemetry.util.stacks import STANDARD_LIBRARY, Spot
 from tests.slice_cases import a_slice
 from tests.slices import evidence_over
@@ -347,7 +348,7 @@ RUNS = {"loop": (loop_in_python, "host_work", LOOP_LINE), "gc": (collect, "own_g
 @pytest.fixture
 def quick(monkeypatch):
     """Looks at the process, and samples it, more often than a real run."""
-    monkeypatch.setattr(step_time, "_EVERY_SECONDS", 1.0)
+    monkeypatch.setattr(findings, "_EVERY_SECONDS", 1.0)
     monkeypatch.setattr(lines, "_EVERY_SECONDS", ((1e9, 0.2),))
 
 

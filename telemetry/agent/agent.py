@@ -21,14 +21,13 @@ from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.figures import FigureOutput
-from telemetry.agent.findings import FindingLog
+from telemetry.agent.findings import FindingLog, StepMonitor
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
 from telemetry.agent.memory import MemoryWatch
 from telemetry.agent.run_so_far import RunSoFar
 from telemetry.agent.stalls import StallMonitor
-from telemetry.agent.step_time import StepMonitor
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.hooks.attachment import Attachment

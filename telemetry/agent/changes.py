@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.changes import ChangeDetector
 from telemetry.diagnosis.growth import GrowthDetector, growth_finding
-from telemetry.diagnosis.lines import STEP, line_shares
+from telemetry.diagnosis.lines import line_shares
 from telemetry.log_lines import ChangedFigure, ChangeLine
+from telemetry.util.profiles import STEP
 
 if TYPE_CHECKING:
     from telemetry.agent.collectors import Samples

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding
-from telemetry.diagnosis.lines import WAIT, line_shares, reading_place
+from telemetry.diagnosis.lines import line_shares, reading_place
 from telemetry.records import EVALUATION, Totals, difference
 from telemetry.util.clock import NS
+from telemetry.util.profiles import WAIT
 
 if TYPE_CHECKING:
     from telemetry.agent.accounting import EvaluationWaits

@@ -7,13 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.diagnosis import lines as work
 from telemetry.diagnosis.causes import CAUSES
-from telemetry.diagnosis.lines import line_advice, line_verdict, verdict_part
+from telemetry.diagnosis.lines import line_advice, line_shares, line_verdict, verdict_part, with_measured_collation
 from telemetry.sources.lines import LineSampler
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import remove_file, replace_file
-from telemetry.util.sampling import StackProfile
+from telemetry.util.profiles import FETCH, SAMPLER, STEP, WAIT, StackProfile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,14 +25,30 @@ if TYPE_CHECKING:
     from telemetry.records import Advice
     from telemetry.util.errors import ErrorLog
 
-
-# -- profiles of stalls: folded stacks in the run folder, one file per stall and rank ----------------------------------
-
 MAX_BYTES: Final = 1 << 18
-"""Maximum size of a file."""
+"""Maximum size of a file of folded stacks. There is one for each stall and rank."""
 
 MAX_FILES: Final = 20
 """Maximum number of files of a rank, over all attempts of the run. The oldest are removed."""
+
+_AHEAD_NS: Final = 5 * NS
+"""Workers are asked to sample this far ahead, so that they stop soon after the agent ends."""
+
+_FIRST_SECONDS: Final = 60
+_EVERY_SECONDS: Final = 60
+_PART_SECONDS: Final = 10
+"""Samples are taken in the first minute of a stall, and then in ten seconds of each minute."""
+
+_MAX_FIRST_SECONDS: Final = 600
+"""The first minute grows to at most ten, until there are enough samples to name a line. Checkpoints may be rare, and
+the agent thread gets few turns while C calls hold the GIL."""
+
+_FIRST_LINES_SECONDS: Final = 10.0
+_MAX_BETWEEN_SECONDS: Final = 600.0
+"""The lines are logged 10 s after a stall has opened, or once there are enough samples, and then at intervals that
+double up to ten minutes."""
+
+_MOSTLY: Final = 0.5
 
 
 def write_profile(folder: Path, name: str, content: bytes) -> None:
@@ -56,29 +71,9 @@ def write_profile(folder: Path, name: str, content: bytes) -> None:
             remove_file(entry.path)
 
 
-# -- the lines of an open stall ----------------------------------------------------------------------------------------
-
-_AHEAD_NS: Final = 5 * NS
-"""Workers are asked to sample this far ahead, so that they stop soon after the agent ends."""
-
-_FIRST_SECONDS: Final = 60
-_EVERY_SECONDS: Final = 60
-_PART_SECONDS: Final = 10
-"""Samples are taken in the first minute of a stall, and then in ten seconds of each minute."""
-
-_MAX_FIRST_SECONDS: Final = 600
-"""The first minute grows to at most ten, until there are enough samples to name a line. Checkpoints may be rare, and
-the agent thread gets few turns while C calls hold the GIL."""
-
-_FIRST_LINES_SECONDS: Final = 10.0
-_MAX_BETWEEN_SECONDS: Final = 600.0
-"""The lines are logged 10 s after a stall has opened, or once there are enough samples, and then at intervals that
-double up to ten minutes."""
-
-
 @dataclass(frozen=True, slots=True)
-class LineFindings:
-    """The lines of a stall.
+class StallLines:
+    """The lines of a stall, or of a rank that the others wait for.
 
     Attributes:
         lines: the lines, largest share first.
@@ -92,7 +87,7 @@ class LineFindings:
     work: str
     samples: int
     verdict: str
-    advice: tuple[Advice, ...]
+    advice: tuple[Advice, ...] = ()
 
     def evidence(self) -> dict[str, Any]:
         """The lines as fields of the evidence in the log."""
@@ -104,9 +99,6 @@ class LineFindings:
         }
 
 
-_MOSTLY: Final = 0.5
-
-
 def _work_of(stall: Stall) -> tuple[str, ...]:
     """The work that is sampled during a stall.
 
@@ -115,12 +107,12 @@ def _work_of(stall: Stall) -> tuple[str, ...]:
     """
     kinds, evidence = CAUSES[stall.cause].work, stall.evidence
     if stall.cause == "worker_startup" and evidence.edges.first_fetch_ratio >= _MOSTLY:
-        return (work.FETCH,)
-    return (work.FETCH,) if evidence.source == "watched" and evidence.read_by_thread and work.FETCH in kinds else kinds
+        return (FETCH,)
+    return (FETCH,) if evidence.source == "watched" and evidence.read_by_thread and FETCH in kinds else kinds
 
 
 class LineMonitor:
-    """Follows the lines of one rank on the agent thread.
+    """Has the open stall of one rank sampled, and finds its lines. Used on the agent thread.
 
     Args:
         tracker: the state of the training thread, and its loaders.
@@ -134,11 +126,11 @@ class LineMonitor:
 
     def __init__(self, tracker: StepTracker, folder: Path, errors: ErrorLog, event_log: EventLog) -> None:
         self.sampler = LineSampler(tracker)
-        self._tracker = tracker
+        self._loaders = tracker.loaders
         self._folder = folder
         self._errors = errors
         self._event_log = event_log
-        self._session = 0
+        self._session = 0  # the stamp of its begin; 0 without a stall
         self._slow = False
         self._number = 0
         self._lines_due = _FIRST_LINES_SECONDS
@@ -155,7 +147,7 @@ class LineMonitor:
                 the log gets their lines. The report shows them with the stalls of the other ranks.
         """
         slow = holds_others_up and stall is None
-        kinds = work.SLOW_RANK if slow else ()
+        kinds: tuple[str, ...] = (STEP,) if slow else ()
         if stall is not None and not stall.is_stuck:
             kinds = _work_of(stall)
         elif not slow:
@@ -168,10 +160,7 @@ class LineMonitor:
             self._begin(slow=slow)
         passed = (now_ns() - self._session) / NS
         if self._samples_at(passed, stall, kinds):
-            evidence = None if stall is None else stall.evidence
-            self._sample(
-                kinds, ahead=evidence is not None and (evidence.source == "read_ahead" or evidence.read_by_thread)
-            )
+            self._sample(kinds, stall)
         else:
             self._pause()
         if passed < self._lines_due or not self._names_a_line(stall, kinds):
@@ -186,7 +175,7 @@ class LineMonitor:
         self._pause()
         self._forget()
 
-    def findings(self, stall: Stall) -> LineFindings | None:
+    def lines_of(self, stall: Stall) -> StallLines | None:
         """The lines of a stall so far, which are also written as folded stacks. None if there are too few samples."""
         if not self._session or stall.is_stuck or self._slow:
             return None
@@ -194,18 +183,32 @@ class LineMonitor:
         if profile is None:
             return None
         self._write(profile, kind, stall.cause)
-        lines = work.line_shares(profile, kind)
-        if kind == work.WAIT:
-            lines = work.with_measured_collation(lines, stall.evidence)
+        lines, evidence, cause = line_shares(profile, kind), stall.evidence, stall.cause
+        if kind == WAIT:
+            lines = with_measured_collation(lines, evidence)
         if not lines:
             return None
-        return LineFindings(
-            lines,
-            kind,
-            profile.samples,
-            line_verdict(stall.evidence, kind, lines[0], cause=stall.cause),
-            line_advice(stall.evidence, kind, lines[0], cause=stall.cause),
-        )
+        verdict = line_verdict(evidence, kind, lines[0], cause=cause)
+        return StallLines(lines, kind, profile.samples, verdict, line_advice(evidence, kind, lines[0], cause=cause))
+
+    def _log_slow_steps(self) -> None:
+        profile, _ = self._profile_of(None)
+        lines = line_shares(profile, STEP) if profile is not None else ()
+        if profile is not None and lines:
+            self._write(profile, STEP, "straggler")
+            text = f"{verdict_part(lines[0], STEP)} of rank {self._event_log.identity.rank} is {lines[0].named}"
+            self._event_log.emit(
+                "straggler_lines", {"evidence": StallLines(lines, STEP, profile.samples, text).evidence()}
+            )
+
+    def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
+        with self._errors.contained("profiles"):
+            identity = self._event_log.identity
+            content = profile.folded(f"rank {identity.rank} {kind}", MAX_BYTES)
+            name = f"rank-{identity.rank}.{identity.pid}.stall-{self._number}.{cause}.folded"
+            write_profile(self._folder, name, content)
+
+    # -- when
 
     def _samples_at(self, passed: float, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
         if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
@@ -214,30 +217,10 @@ class LineMonitor:
 
     def _names_a_line(self, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
         if self._named != kinds:
-            profile, kind = self._slow_steps() if stall is None else self._profile_of(stall)
-            if profile is not None and work.line_shares(profile, kind):
+            profile, kind = self._profile_of(stall)
+            if profile is not None and line_shares(profile, kind):
                 self._named = kinds
         return self._named == kinds
-
-    def _slow_steps(self) -> tuple[StackProfile | None, str]:
-        return self.sampler.profiles.get(work.STEP), work.STEP
-
-    def _log_slow_steps(self) -> None:
-        profile, _ = self._slow_steps()
-        lines = work.line_shares(profile, work.STEP) if profile is not None else ()
-        if profile is None or not lines:
-            return
-        self._write(profile, work.STEP, "straggler")
-        text = f"{verdict_part(lines[0], work.STEP)} of rank {self._event_log.identity.rank} is {lines[0].named}"
-        found = LineFindings(lines, work.STEP, profile.samples, text, ())
-        self._event_log.emit("straggler_lines", {"evidence": found.evidence()})
-
-    def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
-        with self._errors.contained("profiles"):
-            identity = self._event_log.identity
-            content = profile.folded(f"rank {identity.rank} {kind}", MAX_BYTES)
-            name = f"rank-{identity.rank}.{identity.pid}.stall-{self._number}.{cause}.folded"
-            write_profile(self._folder, name, content)
 
     def _begin(self, *, slow: bool) -> None:
         self._forget()
@@ -256,26 +239,27 @@ class LineMonitor:
             self._session = 0
             self._asked = {}
             self._ended_workers = StackProfile()
-            self.sampler.begin()
+            self.sampler.profiles = {}
 
-    def _sample(self, wanted: tuple[str, ...], *, ahead: bool) -> None:
-        """Sample this work. ``ahead``: whether threads of this process fetch."""
-        kinds = frozenset(wanted)
-        loaders = self._tracker.loaders
-        live = loaders.live()
-        if wanted[0] == work.FETCH:
-            loaders.sampling = self._session, now_ns() + _AHEAD_NS
+    def _sample(self, wanted: tuple[str, ...], stall: Stall | None) -> None:
+        """Have this work sampled. Fetches may be in workers, in workers that are threads, or ahead, on a thread."""
+        kinds, live = frozenset(wanted), self._loaders.live()
+        if wanted[0] == FETCH:
+            self._loaders.sampling = self._session, now_ns() + _AHEAD_NS
             self._ask(live)
-        threads = any(handle.threads for handle in live) or ahead
-        self.sampler.want(kinds if threads else kinds - {work.FETCH})
+        ahead = stall is not None and (stall.evidence.source == "read_ahead" or stall.evidence.read_by_thread)
+        threads = ahead or any(handle.threads for handle in live)
+        self.sampler.want(kinds if threads else kinds - {FETCH})
 
     def _pause(self) -> None:
-        self._tracker.loaders.sampling = (0, 0)
-        self._tracker.loaders.asked.clear()
+        self._loaders.sampling = (0, 0)
+        self._loaders.asked.clear()
         self.sampler.want(frozenset())
 
+    # -- the workers
+
     def _ask(self, live: list[LoaderHandle]) -> None:
-        loaders = self._tracker.loaders
+        loaders = self._loaders
         while loaders.asked:
             handle = loaders.asked.popleft()
             self._asked[id(handle)] = handle
@@ -287,7 +271,7 @@ class LineMonitor:
 
     def _keep_ended(self) -> None:
         """Keep the profiles of workers whose loader has ended, but not the loader."""
-        alive = set(map(id, self._tracker.loaders.live()))
+        alive = set(map(id, self._loaders.live()))
         for key in [key for key in self._asked if key not in alive]:
             self._ended_workers.merge(self._sampled_by(self._asked.pop(key)))
 
@@ -306,19 +290,21 @@ class LineMonitor:
                 sleep(0)  # the training thread gets its turn
         return profile
 
-    def _profile_of(self, stall: Stall) -> tuple[StackProfile | None, str]:
-        """The samples that count for a stall, if any, and the kind of work in them."""
-        kinds, profiles = _work_of(stall), self.sampler.profiles
-        if kinds[:1] == (work.WAIT,) and stall.evidence.source != "read_ahead":
-            kind = work.SAMPLER if stall.evidence.source == "workers" else work.WAIT
-            return profiles.get(work.WAIT), kind
+    def _profile_of(self, stall: Stall | None) -> tuple[StackProfile | None, str]:
+        """The samples that count for a stall, or for a slow rank without one, and the kind of work in them."""
+        profiles = self.sampler.profiles
+        if stall is None:
+            return profiles.get(STEP), STEP
+        kinds = _work_of(stall)
+        if kinds[:1] == (WAIT,) and stall.evidence.source != "read_ahead":
+            return profiles.get(WAIT), SAMPLER if stall.evidence.source == "workers" else WAIT
         profile = StackProfile()
         for each in kinds:
             if each in profiles:
                 profile.merge(profiles[each])
-        if work.FETCH in kinds:
+        if FETCH in kinds:
             profile.merge(self._ended_workers)
             for handle in self._asked.values():
                 profile.merge(self._sampled_by(handle))
-        kind = work.FETCH if work.FETCH in kinds else kinds[0] if kinds else ""
+        kind = FETCH if FETCH in kinds else kinds[0] if kinds else ""
         return (profile if profile.samples else None), kind

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.figures import FigureOutput
     from telemetry.agent.findings import FindingLog
-    from telemetry.agent.lines import LineFindings, LineMonitor
+    from telemetry.agent.lines import LineMonitor, StallLines
     from telemetry.agent.log import EventLog
     from telemetry.agent.stuck import StuckRank
     from telemetry.agent.totals import StallCounts
@@ -113,7 +113,7 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
 
 
 def stall_record(
-    stall: Stall, stuck: StuckRank | None, identity: Identity, opened: str, lines: LineFindings | None = None
+    stall: Stall, stuck: StuckRank | None, identity: Identity, opened: str, lines: StallLines | None = None
 ) -> StallRecord:
     """The cause, evidence and advice of a stall.
 
@@ -454,7 +454,7 @@ class StallMonitor:
             self._event_log.emit("stall_lines", record.log_fields())
 
     def _record(self, stall: Stall) -> StallRecord:
-        lines = None if self._lines is None else self._lines.findings(stall)
+        lines = None if self._lines is None else self._lines.lines_of(stall)
         return stall_record(stall, self._stuck, self._event_log.identity, self._opened, lines)
 
     def _count_lost(self, stall: Stall, before: Stall | None) -> None:

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from telemetry.diagnosis import advice
 from telemetry.diagnosis.costs import costs, without_own_time
-from telemetry.diagnosis.lines import CHECKPOINT, FETCH, STEP, WAIT
 from telemetry.diagnosis.misuse import mended_first
+from telemetry.util.profiles import CHECKPOINT, FETCH, STEP, WAIT
 from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from msgspec import structs
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.evidence import Cpu, Edges, Evidence
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.lines import WAIT, LineShare, verdict_part
+from telemetry.diagnosis.lines import LineShare, verdict_part
 from telemetry.records import EVALUATION, Advice, RankPace
+from telemetry.util.profiles import WAIT
 from telemetry.util.text import duration, rounded_percent
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -12,8 +13,8 @@ from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.costs import own_time
 from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step
 from telemetry.records import Advice, HotLine, factor_text
-from telemetry.util.sampling import LOADER_CODE, StackTime, is_fetcher
-from telemetry.util.stacks import STANDARD_LIBRARY, class_of, is_library
+from telemetry.util.profiles import CHECKPOINT, FETCH, SAMPLER, STEP, WAIT, StackProfile, StackTime
+from telemetry.util.stacks import LOADER_CODE, STANDARD_LIBRARY, class_of, is_fetcher, is_library
 from telemetry.util.text import milliseconds as ms
 from telemetry.util.text import rounded_percent
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.util.sampling import StackProfile
     from telemetry.util.stacks import Spot, Stack
 
 
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 # A line is named together with the library function that it called, if the time was spent in one. The innermost line of
 # the user's code counts, so a helper is named and not its caller. If a library makes the batch without the user's code,
 # the library's line is named: the outermost one outside of the DataLoader.
-
-FETCH: Final = "fetch"
-SAMPLER: Final = "sampler"
-WAIT: Final = "wait"
-STEP: Final = "step"
-CHECKPOINT: Final = "checkpoint"
 
 MAX_LINES: Final = 10
 MIN_SAMPLES: Final = 40
@@ -57,9 +51,6 @@ _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
 _PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
 """Functions that only call another one. ``_call_impl`` and ``__call__`` begin with an underscore."""
-
-SLOW_RANK: Final[tuple[str, ...]] = (STEP,)
-"""The work that is sampled on a rank that the others wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +110,13 @@ def line_shares(
         host_work: only lines that work on the host between the operators; the shares are still those of all the time.
         least: least number of samples.
     """
-    none = StackTime(0, 0)
-    total = none if work == SAMPLER else StackTime(profile.other_ns, profile.other_cpu_ns)
-    times: dict[tuple[str, int, str | None], StackTime] = {}
-    on_host: dict[tuple[str, int, str | None], StackTime] = {}
+    total = StackTime()
+    times: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
+    on_host: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
     functions: dict[tuple[str, int], str] = {}
     for stack, time in profile.times.items():
         inside = _inside(stack, work)
-        if not inside:
+        if work == SAMPLER and not inside:
             continue
         total = total.plus(time)
         blamed = _blamed(inside, stack)
@@ -137,9 +127,9 @@ def line_shares(
             else:
                 functions.setdefault((spot.file, spot.line), spot.function)
             named = spot.file, spot.line, calls
-            times[named] = time.plus(times.get(named, none))
+            times[named] = time.plus(times[named])
             if host_work and _is_host_work(stack, time):
-                on_host[named] = time.plus(on_host.get(named, none))
+                on_host[named] = time.plus(on_host[named])
     wall, cpu, gil = total
     samples = profile.samples * wall / max(1, profile.wall_ns)  # few samples of a wait are in the sampler
     if profile.samples < least or samples < min(least, _MIN_SAMPLES_OF_WORK):
@@ -290,8 +280,8 @@ def _called(callees: Stack) -> str | None:
 _MIN_ADVISED_SHARE: Final = 0.1
 """Least share of a line with advice."""
 
-_ERRORS: Final = 2
-_SURE: Final = 1.2
+ERRORS: Final = 2
+SURE: Final = 1.2
 """A prediction is a range if twice the standard error of the share changes the speed-up by this factor.
 
 If a line has 96 % of a step, 150 samples cannot show whether the step would be 14 or 60 times as fast without it.
@@ -365,21 +355,21 @@ def _gain_or_range(
     evidence: Evidence, kind: str, line: LineShare, part: float, *, cause: str
 ) -> tuple[float | None, float | None]:
     """The factor of `_gain`, and None; or the most and the least if the samples and the model are not exact enough."""
-    least = _with_share(line, line.share - _ERRORS * line.error)
-    most = _with_share(line, line.share + _ERRORS * line.error)
+    least = _with_share(line, line.share - ERRORS * line.error)
+    most = _with_share(line, line.share + ERRORS * line.error)
     gain, low, high = (
         _gain(evidence, kind, each, part, cause=cause) for each in (_with_share(line, line.share), least, most)
     )
     if gain is None or low is None or high is None:
         return gain, None
-    sampled = gain <= _SURE * low and high <= _SURE * gain
+    sampled = gain <= SURE * low and high <= SURE * gain
     if kind == FETCH and part == 1.0 and line.gil_ratio < _HOLDS_THE_GIL <= line.rest_gil_ratio:
         # Sending batches may make the fetches longer once the line is gone. A thread of the worker sends each batch
         # while the next one is fetched. A line that releases the GIL leaves it to that thread. If the rest of the
         # fetch holds the GIL, the two take turns. Each batch of one worker then took 2.6 to 4.9 ms longer
         # (`c_releases_gil` and `read` of `tests.lines`).
         slowed = _gain(evidence, kind, line if sampled else least, part, cause=cause, longer=_TURNS_SECONDS)
-        if slowed is not None and (not sampled or gain > _SURE * slowed):
+        if slowed is not None and (not sampled or gain > SURE * slowed):
             return (gain if sampled else high), slowed
     return (gain, None) if sampled else (high, low)
 

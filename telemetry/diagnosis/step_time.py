@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.lines import STEP, line_shares, top_line
+from telemetry.diagnosis.lines import ERRORS, SURE, line_shares, top_line
 from telemetry.diagnosis.model import gain_of
 from telemetry.records import Advice, GarbageTotals
+from telemetry.util.profiles import STEP
 from telemetry.util.text import milliseconds as ms
 from telemetry.util.text import rounded_percent
 
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 
 _MIN_SHARE: Final = 0.1
 """Least share of the training loop that is worth a person's time."""
-
-_ERRORS: Final = 2
-_SURE: Final = 1.2
-"""A prediction is a range if twice the standard error of the share changes the speed-up by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> lis
     """What was found. ``sampled``: the samples of the run so far. ``evidence``: the newest window."""
     found = (
         _host_work(sampled, evidence),
-        _in_training(time) or _in_workers(time),
+        _threads(time),
         _gil_held(time, sampled),
         _own_collections(time, sampled, evidence),
     )
@@ -83,20 +80,20 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     call, worst = max(by_call.items(), key=lambda item: sum(line.share for line in item[1]))
     share = min(1.0, sum(line.share for line in worst))
     error = math.sqrt(max(share * (1 - share), 0.01) / (_OF_A_BURST * max(1, sampled.bursts)))
-    if (share - _ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
+    if (share - ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
         return None
     idle = evidence.gpu.idle_seconds / evidence.loop_seconds if evidence.gpu.idle_seconds is not None else None
     if evidence.on_gpu and (idle is None or idle < _MIN_SHARE):
         return None
     low, gain, high = (
         _gain_without(evidence, min(each * in_steps, 1.0 if idle is None else idle))
-        for each in (share - _ERRORS * error, share, min(0.98, share + _ERRORS * error))
+        for each in (share - ERRORS * error, share, min(0.98, share + ERRORS * error))
     )
     places = _and([line.place for line in worst][:3])
     lost = min(share * in_steps, 1.0 if idle is None else idle)
     of_step = ms(share * evidence.step_compute_seconds)
     named = f"{call} at {places}" if worst[0].calls else worst[0].named
-    exact = low is not None and high is not None and gain is not None and gain <= _SURE * low and high <= _SURE * gain
+    exact = low is not None and high is not None and gain is not None and gain <= SURE * low and high <= SURE * gain
     return Finding(
         kind="host_work",
         share_ratio=round(lost, 4),
@@ -126,65 +123,46 @@ def _and(parts: list[str]) -> str:
 # -- threads beyond the cores ------------------------------------------------------------------------------------------
 
 _BEYOND: Final = 1.5
-"""There are too many threads if so many times the cores want to run."""
-
 _QUEUED: Final = 0.5
-"""And if so many of them for each core wait for it at any time. Idle threads are no problem."""
-
+"""There are too many threads if so many times the cores want to run, and so many of them for each core wait for it at
+any time. Idle threads are no problem."""
 
 _THREADS_OF_WORKER: Final = 3
 """A worker has two threads of its own: one fetches, and one pickles."""
 
 
+def _threads(time: StepTime) -> Finding | None:
+    """Threads of the training process beyond its cores, or else those of its workers."""
+    load, loads, cores = time.load, time.worker_loads, time.cores
+    on_cores = "1 core" if cores == 1 else f"{cores:g} cores"
+    if load is not None and _too_many(load.active, load.queued, cores):
+        threads, wanted = max(load.active, time.torch_threads or 0), max(1, int(cores))
+        text = (
+            f"{threads} threads of the training process compute on {on_cores}, and {load.queued:.1f} of them wait for "
+            "a core at any time"
+        )
+        action = f"compute with as many threads as cores: OMP_NUM_THREADS={wanted}, or torch.set_num_threads({wanted})"
+        because = "the threads of an operator wait for one another, and the last of them waits for a core"
+    else:
+        active, queued = sum(each.active for each in loads), sum(each.queued for each in loads)
+        most, wanted = max((each.active for each in loads), default=0), 1
+        if most < _THREADS_OF_WORKER or not _too_many(active, queued, cores):
+            return None
+        text = (
+            f"{len(loads)} worker{'s' * (len(loads) > 1)} compute with {active} threads on {on_cores}, and "
+            f"{queued:.1f} of them wait for a core at any time"
+        )
+        action = (
+            "let each worker compute with one thread: torch.set_num_threads(1), cv2.setNumThreads(0) in its "
+            "worker_init_fn, or OMP_NUM_THREADS=1"
+        )
+        because = f"{most} threads of a worker want to run at the same time"
+    advice = Advice(action, "OMP_NUM_THREADS", str(wanted), because=because)
+    return Finding(kind="threads_oversubscribed", text=text, advice=(advice,))
+
+
 def _too_many(active: int, queued: float, cores: float) -> bool:
     return active >= _BEYOND * cores + 0.5 and queued >= _QUEUED * cores
-
-
-def _in_training(time: StepTime) -> Finding | None:
-    load, cores = time.load, time.cores
-    if load is None or not _too_many(load.active, load.queued, cores):
-        return None
-    threads, wanted = max(load.active, time.torch_threads or 0), max(1, int(cores))
-    return Finding(
-        kind="threads_oversubscribed",
-        text=f"{threads} threads of the training process compute on {_cores(cores)}, and {load.queued:.1f} of them "
-        "wait for a core at any time",
-        advice=(
-            Advice(
-                f"compute with as many threads as cores: OMP_NUM_THREADS={wanted}, or torch.set_num_threads({wanted})",
-                "OMP_NUM_THREADS",
-                str(wanted),
-                because="the threads of an operator wait for one another, and the last of them waits for a core",
-            ),
-        ),
-    )
-
-
-def _in_workers(time: StepTime) -> Finding | None:
-    loads, cores = time.worker_loads, time.cores
-    active = sum(load.active for load in loads)
-    queued = sum(load.queued for load in loads)
-    most = max((load.active for load in loads), default=0)
-    if most < _THREADS_OF_WORKER or not _too_many(active, queued, cores):
-        return None
-    return Finding(
-        kind="threads_oversubscribed",
-        text=f"{len(loads)} worker{'s' * (len(loads) > 1)} compute with {active} threads on {_cores(cores)}, and "
-        f"{queued:.1f} of them wait for a core at any time",
-        advice=(
-            Advice(
-                "let each worker compute with one thread: torch.set_num_threads(1), cv2.setNumThreads(0) in its "
-                "worker_init_fn, or OMP_NUM_THREADS=1",
-                "OMP_NUM_THREADS",
-                "1",
-                because=f"{most} threads of a worker want to run at the same time",
-            ),
-        ),
-    )
-
-
-def _cores(cores: float) -> str:
-    return "1 core" if cores == 1 else f"{cores:g} cores"
 
 
 # -- another thread that holds the GIL ---------------------------------------------------------------------------------
@@ -216,7 +194,7 @@ def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
             Advice(
                 f"move the work of thread {worst.name}{at} to a process of its own, or let it release the GIL",
                 predicted_speedup=round(max(gain, most), 2),
-                predicted_low=round(gain, 2) if most > _SURE * gain else None,
+                predicted_low=round(gain, 2) if most > SURE * gain else None,
                 because=f"the training thread is blocked for {rounded_percent(blocked)} of the loop, and a thread that "
                 "computes in Python keeps the GIL for the switch interval",
             ),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import struct
 import sys
 import threading
 import weakref
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.batches import BatchCounter, fingerprint
 from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
-from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, RECENT, SharedArea, WorkerBlock
+from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, RECENT, STACK_REQUEST, SharedArea, WorkerBlock
+from telemetry.sources.lines import WorkerSampler
 from telemetry.util import threads as fork_warning
 from telemetry.util.clock import now_ns
 from telemetry.util.errors import let_pass
 from telemetry.util.files import Descriptor, raised
-from telemetry.util.sampling import WorkerSampler
 from telemetry.util.stacks import python_threads, stack_text
 from telemetry.util.threads import OwnThread, rest, work
 
@@ -248,9 +247,6 @@ def timed_fetch(
     _wrappers[fetch] = None
     return fetch
 
-
-STACK_REQUEST: Final = struct.Struct("=q")
-"""The agent writes this into a worker's pipe: the number of its request, which the answer repeats."""
 
 _MAX_THREADS: Final = 32
 _MAX_REQUESTS_BYTES: Final = 4096

@@ -38,6 +38,9 @@ _BATCH: Final = struct.Struct("=3q")
 """number of its fetch plus 1, samples, tokens"""
 _HEAD_BYTES: Final = 64
 
+STACK_REQUEST: Final = struct.Struct("=q")
+"""The agent writes this into a worker's pipe: the number of its request, which the answer repeats."""
+
 UNKNOWN: Final = -1
 """Stands for a batch's samples or tokens if they are unknown, or not wanted."""
 RAISED: Final = -2

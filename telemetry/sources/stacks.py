@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.hooks.worker import STACK_REQUEST
+from telemetry.hooks.worker_block import STACK_REQUEST
 from telemetry.sources.proc import is_worker_of_ours, read_schedule, read_stat, thread_state
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import raised

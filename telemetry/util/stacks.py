@@ -27,6 +27,8 @@ MAX_FRAMES: Final = 100
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - strings to compare
 STANDARD_LIBRARY: Final = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
+LOADER_CODE: Final = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
+_FETCHER: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"
 _LIBRARIES: Final = (STANDARD_LIBRARY, _PACKAGE + os.sep, "<")
 _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
@@ -120,6 +122,19 @@ def _at_once(make: Any) -> list[Any]:
 def is_library(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to telemetry, and not to the user."""
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
+
+
+def is_fetcher(spot: Spot) -> bool:
+    """Whether a DataLoader makes a batch in this frame."""
+    return spot.function == "fetch" and spot.file.endswith(_FETCHER)
+
+
+def fetch_part(stack: Stack) -> Stack:
+    """The frames of the fetch, the fetcher's own last; empty if the thread is in no fetch."""
+    for number in range(len(stack) - 1, -1, -1):
+        if is_fetcher(stack[number]):
+            return stack[: number + 1]
+    return ()
 
 
 def class_of(spot: Spot) -> str | None:
