@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from telemetry.agent import agent, stuck
-from telemetry.agent.lines import LineFindings
+from telemetry.agent.lines import StallLines
 from telemetry.agent.stuck import StuckRank
 from telemetry.config import Config
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.costs import THRESHOLDS, Thresholds
+from tests.lines.__main__ import Outcome
+from tests.lines.__main__ import table as planted
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -106,7 +108,7 @@ def test_the_reference_is_up_to_date(name):
 
 
 OF_SOME_STALLS = (
-    StuckRank("opened", "unknown", "compute", 1.0, "").evidence() | LineFindings((), "", 0, "", ()).evidence()
+    StuckRank("opened", "unknown", "compute", 1.0, "").evidence() | StallLines((), "", 0, "", ()).evidence()
 )
 
 
@@ -231,11 +233,11 @@ def test_accuracy_of_restarts():
 
 
 def test_accuracy_of_lines():
-    found = result("lines")["summary"]
-    runs, page = found["runs"], said("docs/accuracy.md")
-    assert f"the planted one in {found['first_line_right']} of {runs} runs" in page
-    assert f"the script's own timers in {found['share_within_5_points']} of {runs}." in page
-    assert f"the predicted range, in {found['gain_within_20_percent']} of {found['predictions']}." in page
+    first, share, gain = planted({}, [Outcome(**outcome) for outcome in result("lines")["outcomes"]]).goals
+    page = said("docs/accuracy.md")
+    assert f"the planted one in {first.told}" in page
+    assert f"the script's own timers in {share.reached} of {share.of}." in page
+    assert f"the predicted range, in {gain.reached} of {gain.of}." in page
 
 
 def test_accuracy_of_memory():

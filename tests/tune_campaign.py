@@ -20,7 +20,7 @@ from pathlib import Path
 
 from telemetry.tune.command import settings_text
 from tests.faults.memory_group import limited_group
-from tests.zoo.processes import SCRIPTS
+from tests.zoo.runner import SCRIPTS
 from tests.zoo.specimens import chosen
 
 ROOT = Path(__file__).resolve().parents[1]

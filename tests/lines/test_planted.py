@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.lines.__main__ import Outcome, missed, planted, summary
+from tests.lines.__main__ import Outcome, planted, table
 from tests.lines.planted_kinds import KINDS
 
 GOOD = Outcome("split", "workers_io_bound", "train.py:1", True, 0.7, 0.71, 1.5, 1.6, 100, 0.3, 0.29)
@@ -21,19 +21,21 @@ def test_each_kind_has_a_planted_line(kind):
 
 
 @pytest.mark.parametrize(
-    ("changed", "miss"),
+    ("changed", "missed"),
     [
-        ({}, False),
-        ({"right": False}, True),
-        ({"share": 0.6}, True),
-        ({"second_share": 0.2}, True),
-        ({"second_share": None, "own_second_share": None}, False),
-        ({"predicted": 2.0}, True),
-        ({"predicted": None}, False),
-        ({"predicted": 2.0, "predicted_low": 1.5}, False),
-        ({"predicted": 3.0, "predicted_low": 2.0}, True),
-        ({"predicted": 1.2, "predicted_low": 1.1}, True),
+        ({}, ""),
+        ({"right": False}, "0"),
+        ({"share": 0.6}, "1"),
+        ({"share": None}, "1"),
+        ({"second_share": 0.2}, "1"),
+        ({"second_share": None, "own_second_share": None}, ""),
+        ({"predicted": 2.0}, "2"),
+        ({"predicted": None}, ""),
+        ({"predicted": 2.0, "predicted_low": 1.5}, ""),
+        ({"predicted": 3.0, "predicted_low": 2.0}, "2"),
+        ({"predicted": 1.2, "predicted_low": 1.1}, "2"),
     ],
 )
-def test_the_campaign_fails_if_a_goal_is_missed(changed, miss):
-    assert missed(summary([replace(GOOD, **changed)])) == miss
+def test_the_campaign_fails_if_a_goal_is_missed(changed, missed):
+    goals = table({}, [replace(GOOD, **changed)]).goals
+    assert "".join(str(number) for number, goal in enumerate(goals) if not goal.met) == missed

@@ -7,24 +7,20 @@ speed-up near the real one, in samples of new data per second without the agent.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from benchmarks import machine
+from tests.campaign import RESULTS, Journal, end_on_sigterm
 
-from . import runner, table
-from .cases import ALL, SCRIPTS
+from . import runner
+from .cases import ALL
+from .judgement import published, table
 
 if TYPE_CHECKING:
     from .cases import Case
     from .judgement import Judged
-
-RESULTS: Final = SCRIPTS.parents[2] / "benchmarks" / "results"
-
-_TERMINATED: Final = 143
-"""The exit status that a shell reports for a command that SIGTERM ended."""
 
 
 def main() -> int:
@@ -39,23 +35,18 @@ def main() -> int:
         for case in cases:
             print(f"{case.name:32}{case.truth:44}{', '.join(case.public)}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended, too
+    end_on_sigterm()
     described = machine.describe()
-    paces = runner.Paces(options.paces)
+    paces = Journal(options.paces)
     results: dict[str, Judged] = {}
     for case in cases:
         results[case.name] = runner.run(case, paces, speedups=options.speedups, keep=options.keep, again=options.again)
         print(_line(case, results[case.name]), flush=True)
-    about = (
-        f"{described['date']}: {described['cpu']}, {described['cores']} cores, {described['memory_gib']} GiB; "
-        f"Python {described['python']}, torch {described['torch']}; load "
-        f"{' '.join(str(load) for load in described['load_average'])} at the start."
-    )
-    print("\n" + table.text(about, cases, results))
+    shown = table(described, cases, results)
+    print("\n" + shown.text())
     if options.results is not None:
-        written = table.write(options.results, described, about, cases, results)
-        print(f"\nwritten: {', '.join(map(str, written))}")
-    return 0 if all(goal.met for goal in table.goals(cases, results)) else 1
+        shown.write(options.results, "reports", {"scripts": [published(case, results[case.name]) for case in cases]})
+    return 0 if all(goal.met for goal in shown.goals) else 1
 
 
 def _options() -> argparse.Namespace:
@@ -81,7 +72,7 @@ def _options() -> argparse.Namespace:
 
 
 def _line(case: Case, result: Judged) -> str:
-    if result.error and not result.verdict:
+    if result.failed:
         return f"{case.name:32} FAILED: {result.error}"
     parts = [f"{case.name:32} {'right' if result.right else 'WRONG'}: {result.named}"]
     if result.others:

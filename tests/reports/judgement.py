@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+
+from tests.campaign import Goal, Table, alarms, error_of, lost_seconds, named_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,7 +18,8 @@ if TYPE_CHECKING:
 MAX_OFF: Final = 0.2
 """How far a predicted speed-up, or the nearer end of its range, may be from the real one, as a share of it."""
 
-_CAUSE: Final = re.compile(r"Cause: (\w+)")
+MIN_RIGHT: Final = 0.95
+_HEADINGS: Final = ("script", "after", "is", "named first", "cause", "line", "advice", "predicted", "real")
 _NOT_THE_END: Final = ("Healthy", "No training step has ended yet")
 _FIRST_WORDS: Final = re.compile(r"[^:.]+")
 
@@ -78,13 +82,17 @@ class Judged:
         """How far the prediction is off, as a share of the real speed-up; None without both. In its range it is not."""
         if self.predicted is None or not self.speedup:
             return None
-        nearest = min(max(self.speedup, self.predicted if self.low is None else self.low), self.predicted)
-        return abs(nearest / self.speedup - 1)
+        return error_of(self.predicted, self.low, self.speedup)
 
     @property
     def prediction(self) -> bool | None:
         """Whether the prediction is near the real speed-up; None without both."""
         return None if self.off is None else self.off <= MAX_OFF
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is nothing to judge."""
+        return bool(self.error) and not self.verdict
 
     @property
     def right(self) -> bool:
@@ -101,7 +109,7 @@ def judge(case: Case, report: dict[str, Any]) -> Judged:
     named = said[0].kind if said else "nothing"
     others = tuple(dict.fromkeys(each.kind for each in said[1:] if each.kind != named))
     if case.healthy:
-        calm = not said and not _other_alarm(report) and not verdict.startswith("Starved")
+        calm = not said and not alarms(report)
         return Judged(case.name, named, others, calm, verdict=verdict)
     main = _main(case, report, said)
     lines = () if main is None else main.lines[:1]
@@ -161,9 +169,9 @@ def ranked(report: dict[str, Any]) -> list[Said]:
     said = [_of_finding(finding) for finding in report.get("findings", [])]
     said += [_of_stall(stall, loop.get(stall["rank"], 0.0)) for stall in report["stalls"]]
     verdict: str = report["verdict"]
-    cause = _CAUSE.search(verdict)
+    cause = named_in(verdict)
     if cause:
-        first = {cause[1]}
+        first = {cause}
     else:
         first = {finding["kind"] for finding in report.get("findings", []) if finding["text"] in verdict}
     return sorted(said, key=lambda each: (each.kind not in first, -each.share))
@@ -176,10 +184,8 @@ def _of_finding(finding: dict[str, Any]) -> Said:
 
 
 def _of_stall(stall: dict[str, Any], loop_seconds: float) -> Said:
-    evidence = stall["evidence"]
-    lost = (evidence.get("lost_seconds") or {}).get(stall["cause"], 0.0)
-    share = min(1.0, lost / loop_seconds) if loop_seconds else 0.0
-    return Said(stall["cause"], share, _lines(evidence.get("lines")), tuple(stall["advice"]))
+    share = min(1.0, lost_seconds(stall) / loop_seconds) if loop_seconds else 0.0
+    return Said(stall["cause"], share, _lines(stall["evidence"].get("lines")), tuple(stall["advice"]))
 
 
 def _lines(lines: list[dict[str, Any]] | None) -> tuple[str, ...]:
@@ -220,7 +226,55 @@ def _harmful(case: Case, report: dict[str, Any]) -> str:
     return next((_text(advice) for advice in given if case.harmful and _matches(case.harmful, advice)), "")
 
 
-def _other_alarm(report: dict[str, Any]) -> bool:
-    """Whether the report says that the steps changed, or that memory runs out."""
-    memory = [rank["memory"] or {} for rank in report["ranks"]]
-    return bool(report["changes"]) or any(each.get("exhausted_in_seconds") is not None for each in memory)
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def goals(cases: Sequence[Case], results: Mapping[str, Judged]) -> list[Goal]:
+    """The goals, for the scripts that were run."""
+    faulty = [results[case.name] for case in cases if not case.healthy]
+    controls = [results[case.name] for case in cases if case.healthy]
+    asked: list[tuple[str, list[bool | None], float]] = [
+        ("cause and how the run ended are right in 95 %", [r.cause for r in faulty], MIN_RIGHT),
+        ("the line is right in 95 % of those that have one", [r.line for r in faulty], MIN_RIGHT),
+        ("the first advice is right in 95 %", [r.advice for r in faulty], MIN_RIGHT),
+        ("no advice is harmful", [not r.harmful for r in faulty], 1.0),
+        (f"predictions are within {100 * MAX_OFF:.0f} % of the real speed-up", [r.prediction for r in faulty], 1.0),
+        ("nothing is said of controls", [r.cause for r in controls], 1.0),
+    ]
+    found = [
+        Goal(name, answers.count(True), len(answers) - answers.count(None), "scripts", least)
+        for name, answers, least in asked
+    ]
+    return [goal for goal in found if goal.of]
+
+
+def table(machine: Mapping[str, Any], cases: Sequence[Case], results: Mapping[str, Judged]) -> Table:
+    """The results as they are shown."""
+    rows = [_row(case, results[case.name]) for case in cases]
+    title = "What the agent says of scripts after public reports"
+    return Table(title, machine, goals(cases, results), _HEADINGS, rows)
+
+
+def published(case: Case, result: Judged) -> dict[str, Any]:
+    """A result as it is written."""
+    return {"public": case.public, "is": case.found, "right": result.right} | dataclasses.asdict(result)
+
+
+def _row(case: Case, result: Judged) -> list[str]:
+    low = "" if result.low is None else f"{result.low:.2f} to "
+    off = "" if result.off is None else f" ({100 * result.off:.0f} % off)"
+    return [
+        case.name,
+        ", ".join(case.public),
+        case.truth,
+        "FAILED" if result.failed else result.named,
+        _mark(result.cause),
+        _mark(result.line),
+        "HARMFUL" if result.harmful else _mark(result.advice),
+        "" if result.predicted is None else f"{low}{result.predicted:.2f}",
+        "" if result.speedup is None else f"{result.speedup:.2f}{off}",
+    ]
+
+
+def _mark(answer: bool | None) -> str:
+    return "" if answer is None else "right" if answer else "wrong"

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from benchmarks import machine
+from benchmarks import traceml as benchmarked
+from tests.campaign import RESULTS, Journal, end_on_sigterm
 
-from . import runner, score, table, traceml
-from .journal import Journal
+from . import judgement, runner, traceml
+from .judgement import Result
 from .specimens import ALL, Specimen, chosen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from .judgement import Result
-
-RESULTS: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-
-_TERMINATED: Final = 143
-"""The exit status that a shell reports for a command that SIGTERM ended."""
 
 
 def main() -> int:
@@ -39,38 +36,26 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that the run in progress is ended, too
-    settings = dict(setting.split("=", 1) for setting in options.setting)
+    end_on_sigterm()
     about_machine = machine.describe() | {"repetitions": options.repeat}
     journal = Journal(options.journal)
     results: list[Result] = []
     for repetition in range(options.repeat):
         for specimen in specimens:
-            result = journal.known(specimen, repetition)
-            if result is None:
-                result = runner.run(
-                    specimen,
-                    settings,
-                    follow=not options.no_advice,
-                    most_others=options.most_others,
-                    steady=options.steady,
-                )
-                journal.keep(specimen, repetition, result)
+            result = result_of(specimen, repetition, options, journal)
             results.append(result)
             print(f"{repetition + 1}/{options.repeat}  {_line(specimen, result)}", flush=True)
             if options.evidence is not None:
                 _keep_evidence(options.evidence, specimen, result, repetition)
-    verdicts = {} if options.no_rival else _ask_traceml(specimens, journal)
-    scored = score.scores(specimens, results)
-    reached = score.goals(scored)
-    about = _about(about_machine)
-    print("\n" + table.text(about, scored, reached, verdicts))
+    rivals = {} if options.no_rival else _ask_traceml(specimens, journal)
+    scored = judgement.scores(specimens, results)
+    shown = judgement.table(about_machine, scored, rivals)
+    print("\n" + shown.text())
     folder = options.results or (RESULTS if not options.only else None)
     if folder is not None:
         name = "jobs-zoo" if all(specimen.nodes > 1 for specimen in specimens) else "zoo"
-        paths = table.write(folder, machine.slug(about_machine), about_machine, about, scored, reached, verdicts, name)
-        print(f"\nwritten: {', '.join(map(str, paths))}")
-    return 0 if all(goal.met for goal in reached) else 1
+        judgement.write(folder, f"{name}-{machine.slug(about_machine)}", shown, scored, rivals)
+    return 0 if all(goal.met for goal in shown.goals) else 1
 
 
 def _options() -> argparse.Namespace:
@@ -103,9 +88,22 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def result_of(specimen: Specimen, repetition: int, options: argparse.Namespace, journal: Journal) -> Result:
+    """The result in the journal, if the specimen and the agent's code have not changed; else that of a run."""
+    key = f"{specimen.name} {runner.version_of(specimen, runner.agents_version())} {repetition}"
+    kept = journal.known(key)
+    if kept is not None:
+        return msgspec.convert(kept, Result)
+    settings = dict(setting.split("=", 1) for setting in options.setting)
+    follow, quiet, steady = not options.no_advice, options.most_others, options.steady
+    result = runner.run(specimen, settings, follow=follow, most_others=quiet, steady=steady)
+    journal.keep(key, dataclasses.asdict(result))
+    return result
+
+
 def _line(specimen: Specimen, result: Result) -> str:
     truth = specimen.truth
-    if result.error and not result.verdict:
+    if result.failed:
         return f"{specimen.name:22} {truth}: FAILED, {result.error}"
     good = result.right if not specimen.healthy else not result.accused
     text = f"{specimen.name:22} {truth}: {result.named or 'nothing'} {'' if good else '  <-- WRONG'}"
@@ -131,10 +129,11 @@ def _ask_traceml(specimens: Sequence[Specimen], journal: Journal) -> dict[str, s
     for specimen in specimens:
         if specimen.nodes > 1:
             continue  # TraceML judges one node
-        verdict = journal.known_verdict(specimen)
+        key = f"TraceML {specimen.name} {runner.version_of(specimen, benchmarked.VERSION)}"
+        verdict = journal.known(key)
         if verdict is None:
             verdict = traceml.verdict(interpreter, specimen)
-            journal.keep_verdict(specimen, verdict)
+            journal.keep(key, verdict)
         verdicts[specimen.name] = verdict
         print(f"TraceML  {specimen.name:22} {verdict}", flush=True)
     return verdicts
@@ -144,7 +143,6 @@ def _keep_evidence(folder: Path, specimen: Specimen, result: Result, repetition:
     """Write one small file for each stall: its evidence, the cause that was named, and the true causes."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, stall in enumerate(result.stalls):
-        name = f"{specimen.name}.{repetition}.{number}.json"
         content = {
             "specimen": specimen.name,
             "causes": specimen.causes,
@@ -152,16 +150,8 @@ def _keep_evidence(folder: Path, specimen: Specimen, result: Result, repetition:
             "named": stall["cause"],
             "evidence": stall["evidence"],
         }
-        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _about(described: dict[str, Any]) -> str:
-    return (
-        f"{described['date']}: {described['cpu']}, {described['cores']} cores, {described['memory_gib']} GiB; "
-        f"{described['kernel']}, Python {described['python']}, torch {described['torch']}; load "
-        f"{' '.join(str(load) for load in described['load_average'])} at the start; "
-        f"{described['repetitions']} repetition(s)."
-    )
+        path = folder / f"{specimen.name}.{repetition}.{number}.json"
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

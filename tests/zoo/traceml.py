@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import traceml as benchmarked
 from benchmarks.tool_environment import ToolError
+from tests.campaign import RunError, environment
 
-from . import processes
+from . import runner
 
 if TYPE_CHECKING:
     from .specimens import Specimen
-
-__all__ = ["ToolError", "python", "rewritten", "verdict"]
 
 _INSTALL_SECONDS: Final = 300.0
 _NEEDED: Final = {"PIL": "pillow", "numpy": "numpy"}
@@ -62,20 +61,18 @@ def verdict(interpreter: Path, specimen: Specimen) -> str:
         folder = Path(name)
         script = folder / f"{specimen.script}.py"
         for name in (script.name, "common.py"):
-            source = (processes.SCRIPTS / name).read_text(encoding="utf-8")
+            source = (runner.SCRIPTS / name).read_text(encoding="utf-8")
             (folder / name).write_text(rewritten(source), encoding="utf-8")
         (folder / "telemetry.py").write_text(_INSTEAD_OF_TELEMETRY, encoding="utf-8")
         ports = ["--aggregator-port", str(benchmarked._free_port()), "--master-port", str(benchmarked._free_port())]
         command = [str(interpreter), "-m", "traceml_ai.launcher.cli", "run", str(script), "--logs-dir", "logs"]
         command += ["--run-name", "zoo", "--nproc-per-node", str(specimen.ranks), *ports, "--args"]
-        arguments = processes.script_arguments(specimen, folder / "pace.json")
-        variables = processes.environment() | {
-            "PYTHONPATH": os.pathsep.join((str(folder), str(processes.SCRIPTS))),
-            "TRACEML_ON_MISSING_AGGREGATOR": "raise",
-        }
+        arguments = runner.arguments_of(specimen, folder / "pace.json")
+        paths = os.pathsep.join((str(folder), str(runner.SCRIPTS)))
+        variables = environment(PYTHONPATH=paths, TRACEML_ON_MISSING_AGGREGATOR="raise")
         try:
-            processes.finish([*command, *arguments], folder, specimen, variables)
-        except processes.RunError as error:
+            runner.to_its_end(specimen, [*command, *arguments], folder, variables)
+        except RunError as error:
             return f"did not run: {error}"
         try:
             said = json.loads((folder / "logs" / "zoo" / "final_summary.json").read_text(encoding="utf-8"))
