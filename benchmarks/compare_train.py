@@ -1,4 +1,4 @@
-"""A small training whose work per step is known. `benchmarks.compare_pairs` runs it.
+"""A small training whose work per step is known. `benchmarks.compare` runs it.
 
     python -m telemetry run benchmarks/compare_train.py [--seconds 20] [--slower 1.0] [--loader thread|worker|busy]
 

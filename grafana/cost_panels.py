@@ -1,12 +1,12 @@
-"""What GPU-hours cost, and what was lost of them, in the currency of the setting ``gpu_hour_price``."""
+"""What runs cost: money, in the currency of the setting ``gpu_hour_price``, energy, and GPU-hours lost to restarts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
 from grafana import frame
-from grafana.energy_panels import energy_in_range, kilowatt_hours
-from grafana.panels import Query, figure
+from grafana.colours import CATEGORIES, LOST
+from grafana.panels import Query, bars, figure
 from grafana.tables import Column, rows
 
 if TYPE_CHECKING:
@@ -119,4 +119,56 @@ def _by_run(runs: str, money: _Money) -> table.Panel:
         )
         .height(8)
         .span(18)
+    )
+
+
+def kilowatt_hours(runs: str, more: str = "") -> str:
+    """Kilowatt-hours of each run and category of the ledger, in the time range of the dashboard.
+
+    Args:
+        runs: matchers of the runs that are shown.
+        more: further matchers.
+    """
+    matchers = f"{runs}, {more}" if more else runs
+    # Watts, read once a minute and summed, give watt-minutes.
+    return f"sum_over_time(run_category:training_gpu_energy_joules:rate5m{{{matchers}}}[$__range:1m]) / 60 / 1000"
+
+
+def energy_in_range(runs: str) -> bargauge.Panel:
+    """Kilowatt-hours by category of the ledger, in the time range of the dashboard.
+
+    Args:
+        runs: matchers of the runs that are shown.
+    """
+    return bars(
+        "Energy of the GPUs",
+        "Kilowatt-hours in the time range of the dashboard, from the GPUs' own counters. A GPU that ranks share counts "
+        "once, with everything that runs on it; if runs share it, each gets an equal part. The split by what the rank "
+        "did is an estimate by time.",
+        "short",
+        Query(f"sort_desc(sum by (category) ({kilowatt_hours(runs)}) > 0.0005)", "{{category}}"),
+        colours=CATEGORIES,
+        no_value="Not measured",
+    )
+
+
+def lost_in_range(runs: str) -> bargauge.Panel:
+    """GPU-hours that restarts and hangs cost in the time range of the dashboard.
+
+    Args:
+        runs: matchers of the runs that are shown.
+    """
+    return bars(
+        "GPU-hours lost to restarts",
+        "Lost to restarts and hangs in the time range of the dashboard, over all ranks. Redone: steps after the newest "
+        "checkpoint. Down: no process was there. `telemetry report` has the attempts and how often to save.",
+        "short",
+        Query(
+            f"sort_desc(sum by (category) (increase(run_category:training_run_lost_seconds:max{{{runs}}}[$__range]) "
+            f"* on (run) group_left () sum by (run) (max_over_time(run:training_ranks_alive:sum{{{runs}}}[$__range]))) "
+            "/ 3600 > 0.005)",
+            "{{category}}",
+        ),
+        colours=LOST,
+        no_value="Nothing is lost",
     )

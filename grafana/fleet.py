@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 from grafana_foundation_sdk.builders.dashboard import Row
 
-from grafana import frame, shared_columns
-from grafana.attempt_panels import lost_in_range
+from grafana import frame
 from grafana.colours import BAD, CAUSES, FAIR
-from grafana.cost_panels import costs
+from grafana.cost_panels import costs, lost_in_range
 from grafana.panels import Query, bars, fair_bad, figure, graph, half
-from grafana.tables import Column, rows
-from grafana.throughput_panels import throughput_by_run
+from grafana.tables import Column, exposed_wait, lost_share, rows, sm_activity, steps_a_second
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +52,7 @@ def fleet() -> dashboard.Dashboard:
     board = board.with_row(Row("Runs that make no progress")).with_panel(_no_progress().span(18))
     board = board.with_panel(lost_in_range(_RUNS).height(6))
     board = board.with_row(Row("What is trained"))
-    for each in throughput_by_run(_RUNS):
+    for each in _throughput_by_run():
         board = board.with_panel(each)
     board = board.with_row(Row("GPUs that are busy but starved")).with_panel(_starved_gpus())
     for each in _gpus():
@@ -174,9 +172,9 @@ def _worst_runs() -> table.Panel:
             steps=fair_bad(0.2, 1),
             decimals=2,
         ),
-        shared_columns.exposed_wait(f"avg by (run) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})", 200),
+        exposed_wait(f"avg by (run) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})", 200),
         Column("ranks", "short", f"sum by (run) (run:training_ranks_alive:sum{{{_RUNS}}})", width=90),
-        shared_columns.steps("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate5m{{{_RUNS}}})"),
+        steps_a_second("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate5m{{{_RUNS}}})"),
         keys={"run": 0, "cause": 240},
         links={"run": frame.TO_RUN},
         sort=["GPU-hours lost"],
@@ -190,14 +188,10 @@ def _worst_ranks() -> table.Panel:
         "Worst ranks",
         "The 25 ranks that lose most now. If a rank starves, the cause names what the loader lacks. With the cause "
         "`straggler` this rank waits for another one, which the Run dashboard names.",
-        shared_columns.lost("lost now", f"{selection} {_NODE} {_CAUSE}", 200),
-        shared_columns.exposed_wait(
-            f"max by (run, rank) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst})", 200
-        ),
-        shared_columns.steps("steps/s", f"max by (run, rank) (run_rank:training_steps:rate5m{{{_RUNS}}} {worst})"),
-        shared_columns.sm_activity(
-            f"max by (run, rank) (run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}}) {worst}", 160
-        ),
+        lost_share("lost now", f"{selection} {_NODE} {_CAUSE}", 200),
+        exposed_wait(f"max by (run, rank) (run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}} {worst})", 200),
+        steps_a_second("steps/s", f"max by (run, rank) (run_rank:training_steps:rate5m{{{_RUNS}}} {worst})"),
+        sm_activity(f"max by (run, rank) (run_rank_gpu:training_gpu_sm_active:ratio{{{_RUNS}}}) {worst}", 160),
         keys={"run": 0, "rank": 80, "node": 220, "cause": 240},
         links={"run": frame.TO_RUN, "rank": frame.TO_RANK, "node": frame.TO_NODE},
         sort=["lost now"],
@@ -237,7 +231,7 @@ def _no_progress() -> table.Panel:
             f"max by (run) (training_run_attempts_without_progress{{{_RUNS}}})",
             steps=((1, FAIR), (2, BAD)),
         ),
-        shared_columns.steps("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})"),
+        steps_a_second("steps/s a rank", f"avg by (run) (run_rank:training_steps:rate1m{{{_RUNS}}})"),
         keys={"run": 0},
         links={"run": frame.TO_RUN},
         sort=["ranks gone", "since the last step"],
@@ -263,8 +257,8 @@ def _starved_gpus() -> table.Panel:
             bar=1,
             width=200,
         ),
-        shared_columns.sm_activity(f"max by (run, rank, gpu) ({activity} {shown})", 200),
-        shared_columns.exposed_wait(
+        sm_activity(f"max by (run, rank, gpu) ({activity} {shown})", 200),
+        exposed_wait(
             f"max by (run, rank, gpu) ((run_rank_gpu:training_gpu_info:max {shown}) * on (run, rank) group_left () "
             f"run_rank:training_exposed_wait:ratio_rate5m{{{_RUNS}}})",
             200,
@@ -300,3 +294,21 @@ def _gpus() -> Iterator[timeseries.Panel]:
             no_value="No GPU is held back",
         )
     )
+
+
+def _throughput_by_run() -> Iterator[timeseries.Panel]:
+    """Samples and tokens a second, by run."""
+    for name, absent in (
+        ("samples", "the size of a batch is not known"),
+        ("tokens", "no batch has input_ids, and the script tells no tokens"),
+    ):
+        yield half(
+            graph(
+                f"{name.capitalize()} a second, by run",
+                "Of all ranks together, in the last five minutes: the ten runs with most. Evaluations, checkpoints "
+                f"and restarts make it lower. A run is absent where {absent}.",
+                "short",
+                Query(f"topk(10, run:training_{name}:rate5m{{{_RUNS}}})", "{{run}}"),
+                no_value="Not known",
+            )
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from grafana import frame, shared_columns
+from grafana import frame
 from grafana.colours import BAD, CATEGORIES, CAUSES, NO_STALL, WAITS
 from grafana.panels import Query, fair_bad, figure, graph, half, heat_map, timeline
 from grafana.selection import (
@@ -20,7 +20,7 @@ from grafana.selection import (
     summed_rate,
     summed_time,
 )
-from grafana.tables import Column, rows
+from grafana.tables import Column, exposed_wait, lost_share, rows, sm_activity, steps_a_second
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -311,10 +311,8 @@ def _table() -> table.Panel:
         "The chosen ranks over the last five minutes, those that lose most first. If one rank has much wait and "
         "little compute, and all others have the opposite, it is the straggler. `held up by it` is what the ranks of "
         "its node lose to it.",
-        shared_columns.lost(
-            "lost", f"topk(100, {of('run_rank:training_stall_lost_seconds:rate5m')}) {node} {cause}", 150
-        ),
-        shared_columns.exposed_wait(f"max by (run, rank) ({of('run_rank:training_exposed_wait:ratio_rate5m')})", 150),
+        lost_share("lost", f"topk(100, {of('run_rank:training_stall_lost_seconds:rate5m')}) {node} {cause}", 150),
+        exposed_wait(f"max by (run, rank) ({of('run_rank:training_exposed_wait:ratio_rate5m')})", 150),
         Column(
             "waiting",
             "percentunit",
@@ -336,8 +334,8 @@ def _table() -> table.Panel:
             steps=fair_bad(0.05, 0.15),
             width=130,
         ),
-        shared_columns.steps("steps/s", f"max by (run, rank) ({of('run_rank:training_steps:rate5m')})", 90),
-        shared_columns.sm_activity(f"max by (run, rank) ({of('run_rank_gpu:training_gpu_sm_active:ratio')})", 140),
+        steps_a_second("steps/s", f"max by (run, rank) ({of('run_rank:training_steps:rate5m')})", 90),
+        sm_activity(f"max by (run, rank) ({of('run_rank_gpu:training_gpu_sm_active:ratio')})", 140),
         keys={"rank": 80, "node": 0, "cause": 240},
         links={"rank": frame.TO_RANK_OF_RUN, "node": frame.TO_NODE},
         sort=["lost"],

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from grafana_foundation_sdk.builders.dashboard import Row
 
-from grafana import frame, shared_columns, shared_panels
+from grafana import frame, shared_panels
 from grafana.colours import BAD
 from grafana.panels import Query, fair_bad, figure, graph, half
 from grafana.shared_panels import Scope
-from grafana.tables import Column, rows
+from grafana.tables import Column, exposed_wait, lost_share, rows, steps_a_second
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,9 +132,9 @@ def _ranks() -> Iterator[Any]:
         "Ranks",
         "The ranks on this machine over the last five minutes, those that lose most first. If all of them starve, "
         "look at the machine or its storage. If only one starves, look at that rank's data.",
-        shared_columns.lost("lost", f"({_of('run_rank:training_stall_lost_seconds:rate5m')}) {cause}", 160),
-        shared_columns.exposed_wait(f"max by (run, rank) ({_of('run_rank:training_exposed_wait:ratio_rate5m')})", 160),
-        shared_columns.steps("steps/s", f"max by (run, rank) ({_of('run_rank:training_steps:rate5m')})", 90),
+        lost_share("lost", f"({_of('run_rank:training_stall_lost_seconds:rate5m')}) {cause}", 160),
+        exposed_wait(f"max by (run, rank) ({_of('run_rank:training_exposed_wait:ratio_rate5m')})", 160),
+        steps_a_second("steps/s", f"max by (run, rank) ({_of('run_rank:training_steps:rate5m')})", 90),
         Column(
             "since the last step",
             "s",

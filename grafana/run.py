@@ -8,9 +8,8 @@ from grafana_foundation_sdk.builders.dashboard import Row
 
 from grafana import frame
 from grafana.agent_panels import agent
-from grafana.attempt_panels import lost_in_range
 from grafana.colours import BAD, FAIR, NEUTRAL
-from grafana.energy_panels import energy_in_range
+from grafana.cost_panels import energy_in_range, lost_in_range
 from grafana.gpu_panels import gpus
 from grafana.loader_panels import loader
 from grafana.loop_panels import ledger, ranks, throughput, verdict

@@ -9,7 +9,7 @@ from grafana_foundation_sdk.builders import common as look
 from grafana_foundation_sdk.builders import table
 from grafana_foundation_sdk.models import dashboard
 
-from grafana.panels import DATA_SOURCE, Query, Steps, targets, thresholds
+from grafana.panels import DATA_SOURCE, Query, Steps, fair_bad, targets, thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,3 +123,26 @@ def _transformations(order: Sequence[str], renamed: Mapping[str, str]) -> list[d
 
 def _override(properties: Mapping[str, Any]) -> list[dashboard.DynamicConfigValue]:
     return [dashboard.DynamicConfigValue(id_val=name, value=value) for name, value in properties.items()]
+
+
+# -- columns that several dashboards share -------------------------------------------------------------------------
+
+
+def exposed_wait(expr: str, width: int) -> Column:
+    """The exposed wait, as a share of the training loop."""
+    return Column("exposed wait", "percentunit", expr, steps=fair_bad(0.1, 0.2), bar=1, width=width)
+
+
+def lost_share(name: str, expr: str, width: int) -> Column:
+    """The share of its time that a rank loses to stalls."""
+    return Column(name, "percentunit", expr, steps=fair_bad(0.1, 0.2), bar=1, width=width)
+
+
+def sm_activity(expr: str, width: int) -> Column:
+    """How much of the GPU worked."""
+    return Column("SM activity", "percentunit", expr, bar=1, width=width)
+
+
+def steps_a_second(name: str, expr: str, width: int = 130) -> Column:
+    """Steps per second."""
+    return Column(name, "short", expr, decimals=2, width=width)
