@@ -1072,7 +1072,7 @@ class OtherCause(msgspec.Struct, frozen=True):
 
 
 class StallRecord(msgspec.Struct, kw_only=True):
-    """A stall of a rank as it is told: in the log, to the user's callback, in the manifest of a trace, in the reports.
+    """A stall of a rank as it is told: in the log, to the user's callback, in a trace, in the reports.
 
     Attributes:
         opened, closed: times, ISO-8601 in UTC; None if it is not known, and while the stall is open.

@@ -151,21 +151,15 @@ def test_the_first_plan_that_is_written_is_valid(make, monkeypatch):
     assert ranks.tick(0)[0] == plans[1]
 
 
-def test_requests_of_several_ranks_at_once_become_one(make):
+def test_requests_of_several_ranks_at_once_become_one_and_those_of_persons_do_not(make):
     ranks = make(3)
     for rank in range(3):
         ranks.ask(rank, agree.API)
     plans = [plan for _ in range(8) for plan in ranks.tick().values()]
-    assert len(plans) == 3
-    assert len(set(plans)) == 1
+    assert (len(plans), len(set(plans))) == (3, 1)
     assert ranks.names().count("request.json") == 1
-
-
-def test_what_persons_request_is_taken_one_after_the_other(make):
-    ranks = make(1)
     ranks.ask(), ranks.ask()
-    first, second = ranks.tick()[0], ranks.tick()[0]
-    assert first.request.id < second.request.id
+    assert len({plan for _ in range(8) for plan in ranks.tick().values()}) == 2
 
 
 def test_one_rank_alone(make):
@@ -213,7 +207,7 @@ def test_the_last_result_removes_request_and_answers(make):
     assert ranks.names() == ["plan.json", "result-0.json", "result-1.json"]
 
 
-BAD = [b"", b"{", b"[]", b'{"kind": "stall"}', b"\xff\xfe", b"9" * 2_000_000, b'{"stall":' + b"[" * 100_000]
+BAD = [b"", b'{"kind": "stall"}', b"\xff\xfe", b"9" * 2_000_000, b'{"stall":' + b"[" * 100_000]
 
 
 @pytest.mark.parametrize("content", BAD)
@@ -243,15 +237,6 @@ def test_a_plan_does_not_name_another_folder(folder):
     assert msgspec.json.decode(content, type=Plan) == plan
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(content.replace(b"request-step1", folder.encode()), type=Plan)
-
-
-def test_names_that_are_no_ids_are_no_requests(make):
-    ranks = make(1)
-    ranks.ask()
-    ranks.tick()
-    for name in ("..evil.request.json", "x.request.json", "1-a.plan.json", "1700000000000-a.answer-x.json"):
-        (ranks.folder / ".meeting" / name).write_text("{}")
-    assert ranks.tick() == {}
 
 
 # -- nodes that see files late -------------------------------------------------------------------------------------
@@ -291,17 +276,12 @@ def exchange(one, other) -> None:
                 (target / file.name).write_bytes(file.read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("kind", "caches"), [("nfs4", True), ("cifs", True), ("fuse.sshfs", True), ("ext4", False), ("lustre", False)]
-)
+@pytest.mark.parametrize(("kind", "caches"), [("nfs4", True), ("fuse.sshfs", True), ("ext4", False)])
 def test_file_systems_that_show_a_folder_late(kind, caches, tmp_path, monkeypatch):
     device = tmp_path.stat().st_dev
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        f"21 1 0:1 / / rw - overlay overlay rw\n36 21 {os.major(device)}:{os.minor(device)} / /data rw"
-        f" shared:1 - {kind} server:/export rw,vers=4.2\n"
-    )
-    monkeypatch.setattr(files, "MOUNTS", mounts)
+    mount = f"36 21 {os.major(device)}:{os.minor(device)} / /data rw shared:1 - {kind} server:/export rw"
+    (tmp_path / "mountinfo").write_text(f"21 1 0:1 / / rw - overlay overlay rw\n{mount}\n")
+    monkeypatch.setattr(files, "MOUNTS", tmp_path / "mountinfo")
     assert files.caches_folders(tmp_path) is caches
     assert files.caches_folders(tmp_path / "missing") is False
 
@@ -391,12 +371,7 @@ def test_a_person_waits_for_no_cooldown_but_there_is_a_maximum():
     for kind in (agree.STALL, agree.API, agree.COMMAND):
         assert "max_snapshots = 2" in one.refuses(1000, kind)
     assert fired(trigger(most=0), 100) == []
-
-
-def test_switched_off():
-    one = trigger()
     one.off = "slower"
-    assert fired(one, 100) == []
     assert one.refuses(0, agree.COMMAND) == "slower"
 
 
@@ -411,8 +386,8 @@ def test_switched_off():
         ([0.1] * 100, [0.3] * 5, [[0.15] * 100, [0.1] * 100], False),
         ([0.1] * 100, [0.3] * 5, [([0.1] * 9 + [5.0]) * 10], False),
         ([0.05] * 5000, [0.2] * 60, [[0.2] * 400], True),
-        ([0.1] * 5, [0.1] * 5, [[9.0] * 1000], None),
-        ([0.001] * 5000, [0.001] * 5, [[0.002] * 900], None),
+        ([0.1] * 5, [0.1] * 5, [[9.0] * 1000], False),
+        ([0.001] * 5000, [0.001] * 5, [[0.002] * 900], False),
         ([0.001] * 5000, [0.001] * 5, [[0.002] * 900, [0.002] * 3000], True),
     ],
     ids=["as fast", "slower", "slower for a while", "some slow steps", "only those before it count",
@@ -424,8 +399,8 @@ def test_whether_steps_stay_slower_after_a_snapshot(before, during, after, slowe
     watch.add(during)
     watch.compare(len(before) + 1, len(before) + len(during))
     found = [each for steps in after if (each := watch.add(steps))]
-    assert [each.slower for each in found[:1]] == ([] if slower is None else [slower])
-    assert all(each.before == before[0] for each in found)
+    assert len(found) == slower
+    assert all(f"({1e3 * before[0]:.2f} ms before" in each for each in found)
 
 
 def test_the_pace_is_the_fastest_of_late_and_no_single_step():
@@ -469,12 +444,7 @@ def agent(tmp_path):
     return telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False)
 
 
-def test_a_whole_run_takes_one_when_it_is_asked(agent, capfd):
-    recorded(agent, DataLoader(Numbers(100_000)), 2)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_fetches_of_the_workers_are_in_the_trace(agent):
+def test_a_whole_run_with_the_fetches_of_its_workers(agent, capfd):
     iterator = iter(DataLoader(Numbers(100_000, seconds=0.02), num_workers=2, prefetch_factor=1))
     pids = [worker.pid for worker in iterator._workers]
     events = recorded(agent, iterator, 6)
@@ -488,6 +458,7 @@ def test_the_fetches_of_the_workers_are_in_the_trace(agent):
     for fetch in fetches:  # on the trace's own clock: those in progress at some time of the recording
         assert begin - 1e6 < fetch["ts"] + fetch["dur"]
         assert fetch["ts"] < end + 1e6
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

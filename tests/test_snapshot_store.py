@@ -1,4 +1,4 @@
-"""A trace is published whole or not at all, only where there is room for it, and with its manifest."""
+"""A trace is published whole or not at all, and only where there is room for it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from telemetry.config import Config
+from telemetry.hooks.worker_block import WorkerCounters
 from telemetry.snapshot import agree, store
 from telemetry.snapshot.agree import Plan, Request
-from telemetry.snapshot.store import MIN_FREE_BYTES, RankPart, StoreError, TraceStore, add_to_manifest, trace_name
+from telemetry.snapshot.store import MIN_FREE_BYTES, StoreError, TraceStore, WorkerFetches, trace_name
 from telemetry.util.processes import pid_namespace, start_ticks
 
 CONTENT = b'{"baseTimeNanoseconds": 1700000000000000000, "traceEvents": [' + b"1," * 100_000 + b"1]}"
@@ -20,8 +21,8 @@ NAME = trace_name(0, "node", 7, 1700000000000)
 MIB = 1 << 20
 
 
-def plan_of(ranks: int = 1, stall: dict | None = None) -> Plan:
-    request = Request("1700000000000-a", agree.STALL, "checkpoint", None, 5, "rank 1", stall)
+def plan_of(ranks: int = 1) -> Plan:
+    request = Request("1700000000000-a", agree.STALL, "checkpoint", None, 5, "rank 1")
     return Plan(request, None, 3, 7, tuple(range(ranks)), "request-step5", 1)
 
 
@@ -50,9 +51,10 @@ def snapshots(tmp_path):
 
 @pytest.fixture
 def publish(snapshots):
-    def published(trace, ranks=1, disk_bytes=MIB, **more):
+    def published(trace, ranks=1, disk_bytes=MIB, workers=()):
         one = TraceStore(snapshots, "node", Config(snapshot_max_bytes=MIB, snapshot_disk_bytes=disk_bytes))
-        return one.publish(trace, plan_of(ranks), NAME, most_bytes=MIB, **more)
+        fetches = WorkerFetches([*workers], 0, 1 << 62)
+        return one.publish(trace, plan_of(ranks), NAME, most_bytes=MIB, fetches=fetches)
 
     return published
 
@@ -72,7 +74,7 @@ def test_it_is_there_and_nothing_else(publish, snapshots, content):
     stored = publish(trace)
     path = snapshots / "request-step5" / NAME
     assert content() == CONTENT
-    assert (stored.raw_bytes, stored.size, stored.zero_ns) == (len(CONTENT), path.stat().st_size, 1700000000 * 10**9)
+    assert (stored.raw_bytes, stored.size) == (len(CONTENT), path.stat().st_size)
     assert stored.held == {"save": 0.001, "free": 0.001}
     assert trace.freed
     assert trace.saved_to.is_relative_to(snapshots), "not in memory, which others need"
@@ -80,14 +82,22 @@ def test_it_is_there_and_nothing_else(publish, snapshots, content):
     assert {folder.stat().st_mode & 0o777 for folder in (snapshots, path.parent)} == {0o700}
 
 
-def test_more_events_come_first_where_there_is_a_place_for_them(publish, content):
+def test_the_fetches_of_the_workers_come_first_where_there_is_a_place_for_them(publish, content):
+    worker = WorkerCounters(pid=7, tid=8, worker=1, ended=1)
+    worker.recent_started_ns[0], worker.recent_finished_ns[0] = 1000, 3000
     events = [{"name": f"number {n}"} for n in range(10_000)]  # more than is read in one go
     whole = b'{"baseTimeNanoseconds": 7, "traceEvents": [\n  ' + json.dumps(events)[1:].encode() + b"}"
-    stored = publish(Trace(whole), extra_events=lambda zero: b'{"name": "at %d"},\n' % zero)
-    assert json.loads(content())["traceEvents"] == [{"name": "at 7"}, *events]
+    stored = publish(Trace(whole), workers=[worker])
+    name, fetch, *others = json.loads(content())["traceEvents"]
+    assert (name["args"], fetch["dur"], fetch["args"]) == (
+        {"name": "DataLoader worker 1"},
+        2,
+        {"worker": 1, "number": 0},
+    )
+    assert others == events
     assert stored.raw_bytes == len(content())
     for other in (b'{"traceEvents": [{}]}', b'{"baseTimeNanoseconds": 7, "traceEvents": []}'):
-        publish(Trace(other), extra_events=lambda _: b"{},")
+        publish(Trace(other), workers=[worker])
         assert content() == other
 
 
@@ -143,9 +153,7 @@ def test_there_must_be_room_for_the_traces_of_all_ranks(publish, monkeypatch):
     publish(Trace(), ranks=4)
     with pytest.raises(StoreError, match="1 MiB, and so may those of 4 other ranks, 1024 MiB must stay free"):
         publish(Trace(), ranks=5)
-
-
-def test_a_folder_in_memory_has_no_more_than_the_machine_has_to_give(publish, monkeypatch):
+    monkeypatch.undo()
     monkeypatch.setattr(store, "free_memory", lambda: 1234)
     monkeypatch.setattr(store, "file_system_of", lambda _: "tmpfs")
     with pytest.raises(StoreError, match="and 0 MiB are free"):
@@ -166,9 +174,8 @@ def test_a_copy_of_the_raw_trace_in_a_forked_worker_holds_no_disk_space(publish,
 
 def old(snapshots: Path, name: str, age: int, size: int = 400_000) -> Path:
     folder = snapshots / name
-    (folder / "about").mkdir(parents=True)
+    folder.mkdir(parents=True)
     (folder / "x.gz").write_bytes(b"x" * size)
-    (folder / "about" / "snapshot.json").write_text("{}")
     os.utime(folder, (1.7e9 - age, 1.7e9 - age))
     return folder
 
@@ -212,32 +219,3 @@ def test_what_ended_processes_of_the_run_have_left_is_removed(snapshots):
     (snapshots / "kept").mkdir()
     TraceStore(snapshots, "node", Config()).sweep()
     assert sorted(os.listdir(snapshots)) == sorted([f".partial-{owner}" for owner in kept] + ["kept"])
-
-
-# -- the manifest --------------------------------------------------------------------------------------------------
-
-
-def part(rank: int, started: int) -> RankPart:
-    return RankPart(
-        rank=rank, local_rank=rank, node="node", pid=7, tid=7, file="x.gz", size_bytes=1, trace_bytes=2,
-        trace_zero_unix_seconds=None, first_step=3, last_step=7, why=None,
-        started=f"2026-01-01T00:00:{started:02}.000Z", ended=f"2026-01-01T00:00:{started + 10:02}.000Z",
-        log="../x", pause_seconds={}, held_seconds={},
-    )  # fmt: skip
-
-
-def test_a_manifest_has_the_parts_of_all_ranks(snapshots):
-    plan = plan_of(3, {"cause": "checkpoint"})
-    folder = snapshots / plan.folder
-    folder.mkdir(parents=True)
-    for rank, second in ((2, 0), (0, 1), (1, 9)):
-        add_to_manifest(snapshots, plan, part(rank, second))
-    (folder / "about" / "rank-9.json").write_text("{torn")
-    add_to_manifest(snapshots, plan, part(1, 30))
-    about = json.loads((folder / "about" / "snapshot.json").read_text())
-    assert [each["rank"] for each in about["ranks"]] == [0, 1, 2]
-    assert (about["reason"], about["stall"]) == ("checkpoint", {"cause": "checkpoint"})
-    assert about["ranks_expected"] == [0, 1, 2]
-    assert (about["log_from"], about["log_until"]) == ("2026-01-01T00:00:00.000Z", "2026-01-01T00:00:40.000Z")
-    assert about["together"] is False
-    assert not [*folder.glob("*.json")], "Holistic Trace Analysis would take it for the trace of rank 0"

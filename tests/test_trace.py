@@ -77,68 +77,12 @@ def test_a_torn_last_step_is_left_out(tmp_path):
     assert len(read_trace(write(tmp_path, events)).steps) == 2
 
 
-def test_idle_time_by_reason(tmp_path):
-    """Stream 7: gaps of 20 (launched after the device ran dry), 10 and 70 (launched before)."""
-    events = [launch(0, 1), kernel(10, 10, 1)]  # until 20
-    events += [launch(25, 2), kernel(40, 10, 2)]  # host wait 20
-    events += [launch(28, 3), kernel(60, 10, 3)]  # kernel wait 10
-    events += [launch(30, 4), kernel(140, 10, 4)]  # other 70
-    events += [launch(140, 5), kernel(20, 100, 5, stream=9, name="ncclKernel_AllReduce")]
-    trace = read_trace(write(tmp_path, events))
-    seven, nine = trace.idle
-    assert (seven.stream, nine.stream) == (7, 9)
-    assert (seven.host_wait_ratio, seven.kernel_wait_ratio, seven.other_ratio) == pytest.approx((0.2, 0.1, 0.7))
-    assert nine.host_wait_ratio is None
-    # First 10, last 150; covered 10-120 and 140-150; compute 40; NCCL 20-120, of it 20 beside compute.
-    assert trace.temporal.idle_ratio == pytest.approx(20 / 140)
-    assert trace.temporal.compute_ratio == pytest.approx(40 / 140)
-    assert trace.temporal.non_compute_ratio == pytest.approx(80 / 140)
-    assert trace.overlap_ratio == pytest.approx(0.2)
-    assert trace.notes == ("no step is marked (ProfilerStep#…): all of the trace is taken as one step",)
-
-
 def test_fractions_of_a_microsecond_are_rounded_as_hta_does(tmp_path):
     """Starts up, ends down: 10.2-20.9 is 11-20, 30.5-30.9 is 31-30 and counts negative."""
     events = [launch(0, 1), kernel(10.2, 10.7, 1), launch(1, 2), kernel(30.5, 0.4, 2), launch(2, 3), kernel(40.0, 5, 3)]
     temporal = read_trace(write(tmp_path, events)).temporal
     assert temporal.compute_ratio == pytest.approx((9 - 1 + 5) / (45 - 11))
     assert temporal.idle_ratio == pytest.approx(1 - (9 - 1 + 5) / (45 - 11))
-
-
-def test_sm_efficiency_and_occupancy(tmp_path):
-    events = [
-        step(1, 0, 100),
-        launch(0, 1, dur=1),
-        kernel(0, 40, 1, blocks=0.25, occupancy=10),
-        kernel(20, 40, 1, stream=8, blocks=2.0, occupancy=50),
-    ]
-    gpu = read_trace(write(tmp_path, events)).gpu
-    assert gpu.utilization_ratio == pytest.approx(0.6)
-    assert gpu.sm_efficiency_ratio == pytest.approx((20 * 0.25 + 40) / 100)
-    assert gpu.occupancy_ratio == pytest.approx((40 * 0.10 + 40 * 0.50) / 80)
-
-
-def test_old_names_and_new_names_give_the_same(tmp_path):
-    """Categories, field names, threads as text, and times with a base of the epoch or of none."""
-    new = [
-        step(1, 0, 50), step(2, 50, 50),
-        x("cpu_op", "aten::mm", 0, 9, external=5), launch(1, 1, external=5), kernel(10, 20, 1, external=5, blocks=1.5),
-        launch(51, 2), kernel(60, 20, 2),
-    ]  # fmt: skip
-    renamed = {"cpu_op": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel", "user_annotation": "Operator"}
-    old = []
-    for event in json.loads(json.dumps(new)):
-        event["cat"] = renamed[event["cat"]]
-        event["ts"] += 1623142623460111
-        event["tid"] = str(event["tid"])
-        if "External id" in event["args"] and event["cat"] != "Operator":
-            event["args"]["external id"] = event["args"].pop("External id")
-        old.append(event)
-    one, other = (read_trace(write(tmp_path, each, displayTimeUnit="ns")) for each in (new, old))
-    assert one.steps == other.steps
-    assert one.operators == other.operators
-    assert one.operators[0].device_seconds == pytest.approx(20e-6)
-    assert (one.temporal, one.idle, one.gpu) == (other.temporal, other.idle, other.gpu)
 
 
 def test_operators_are_found_by_time_where_ids_do_not_match(tmp_path):
@@ -345,30 +289,3 @@ def test_the_streams_are_those_of_holistic_trace_analysis(real):
         ratios = (each.host_wait_ratio, each.kernel_wait_ratio, each.other_ratio)
         shares = theirs["idle"][str(each.stream)]
         assert ratios == ((None,) * 3 if shares is None else pytest.approx([s / 100 for s in shares], abs=0.0051))
-
-
-def test_communication_is_counted_where_tensorboard_misses_it():
-    """It knows a collective's kernel by an external id that newer traces do not give, and no cuda_runtime call."""
-    categories = read_trace(TRACES / "nccl_rank0.json.gz").average.categories
-    assert categories["Communication"] == pytest.approx(0.274, abs=0.001)
-    assert categories["Kernel"] == pytest.approx(0.171, abs=0.001)
-    assert categories["Runtime"] > 0.004
-
-
-def test_what_to_change_in_the_real_ones():
-    """The goldens have their other figures."""
-    loading, fed, nccl = (
-        read_trace(TRACES / f"{name}.json.gz")
-        for name in ("v100_resnet50_workers0", "v100_resnet50_workers4", "nccl_rank0")
-    )
-    first = loading.advice[0]
-    assert "num_workers=" in first.action
-    assert first.share_ratio == pytest.approx(loading.average.categories["DataLoader"])
-    assert not any("workers" in each.action for each in (*fed.advice, *nccl.advice))
-    for trace in (loading, fed):
-        actions = " ".join(each.action for each in trace.advice)
-        for word in ("autocast", "compile", "set_to_none", "pin_memory", "uint8"):
-            assert word in actions
-        for word in ("channels_last", "larger batch", "synchronisation"):
-            assert word not in actions  # the trace does not show the reason
-        assert [a.share_ratio for a in trace.advice] == sorted((a.share_ratio for a in trace.advice), reverse=True)

@@ -109,7 +109,7 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
     return found
 
 
-# -- the record of a stall: for the log, the user's callback and the manifest of a snapshot ----------------------------
+# -- the record of a stall: for the log, the user's callback and the trace of a snapshot ------------------------------
 
 
 def stall_record(

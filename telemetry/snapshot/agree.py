@@ -13,8 +13,8 @@ far ahead of the furthest rank as the fastest rank can get in three ticks. So al
 that reads it too late skips the snapshot, and the others record.
 
 All ranks count their steps alike, because each counts the training batches since its start. If they do not (one started
-earlier, or gets more batches), each records the steps with these numbers at another time. Then the manifest says that
-the recordings do not overlap. If nodes do not share the run folder, the ranks of each node agree among themselves.
+earlier, or gets more batches), each records the steps with these numbers at another time, which the log shows. If nodes
+do not share the run folder, the ranks of each node agree among themselves.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
 from telemetry.snapshot.budget import drop_unexpanded, on_gpu
 from telemetry.util.clock import NS, now_ns
@@ -83,7 +85,6 @@ class Outcome:
         result: one of `SNAPSHOT_RESULTS`.
         why: the reason in words, if there is no recording or it was cut short.
         first_step, last_step: the steps that were recorded in full; None without a recording.
-        thread: native id of the training thread.
         started_ns, ended_ns: monotonic start and end of the recording.
         pauses: seconds that the training thread spent on ``prepare``, ``start`` and ``stop``.
         trace: the recording; None without one.
@@ -94,7 +95,6 @@ class Outcome:
     why: str | None = None
     first_step: int | None = None
     last_step: int | None = None
-    thread: int = 0
     started_ns: int = 0
     ended_ns: int = 0
     pauses: dict[str, float] = field(default_factory=dict)
@@ -130,8 +130,9 @@ class Session:
             ranks = {"backend": "none", "rank": identity.rank, "world_size": identity.world_size}
             self._profiler.preset_metadata_json("distributedInfo", json.dumps(ranks))
         about = {"run": identity.run, "rank": identity.rank, "world_size": identity.world_size}
-        steps = {"reason": plan.request.reason, "first_step": plan.first_step, "last_step": plan.last_step}
-        self._profiler.preset_metadata_json("telemetry", json.dumps(about | steps))
+        about |= {"first_step": plan.first_step, "last_step": plan.last_step}
+        about |= {"request": msgspec.to_builtins(plan.request)}
+        self._profiler.preset_metadata_json("telemetry", json.dumps(about))
 
     def prepare(self) -> None:
         """Do the slow part of a start. It is slowest on a GPU, where tracing has to warm up."""
@@ -469,7 +470,6 @@ class Capture:
             why,
             first_step=plan.first_step,
             last_step=self._ended,
-            thread=self._thread,
             started_ns=self._started_ns,
             ended_ns=ended_ns,
             pauses=self._pauses,

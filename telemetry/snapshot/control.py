@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from telemetry.node.metrics import SnapshotsView
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
@@ -19,16 +19,8 @@ from telemetry.snapshot import agree
 from telemetry.snapshot.agree import Agreement, Plan, Request, Result
 from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
 from telemetry.snapshot.capture import Capture, Outcome
-from telemetry.snapshot.store import (
-    RankPart,
-    StoredTrace,
-    StoreError,
-    TraceStore,
-    add_to_manifest,
-    trace_name,
-    worker_tracks,
-)
-from telemetry.util.clock import NS, now_ns, unix_ns, unix_time
+from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, WorkerFetches, trace_name
+from telemetry.util.clock import NS, now_ns, unix_time
 from telemetry.util.files import caches_folders
 from telemetry.util.processes import slug
 from telemetry.util.threads import OwnThread, Wake
@@ -136,14 +128,6 @@ class Trigger:
         self._last = now
 
 
-class Comparison(NamedTuple):
-    """Median step seconds before and after a snapshot; ``slower`` if that is a lasting slowdown."""
-
-    before: float
-    after: float
-    slower: bool
-
-
 class StepWatch:
     """Compares step times before and after a snapshot."""
 
@@ -157,8 +141,8 @@ class StepWatch:
         self._window_seconds = 0.0
         self._slow = 0
 
-    def add(self, seconds: Iterable[float]) -> Comparison | None:
-        """Add the seconds of steps that have ended. Returns a comparison once one is complete."""
+    def add(self, seconds: Iterable[float]) -> str | None:
+        """Add the seconds of steps that have ended. Returns once in words that they stayed slower after a snapshot."""
         found, added = None, [*seconds]
         self._recent.extend(added)
         for step in added:
@@ -180,22 +164,24 @@ class StepWatch:
                 total += seconds
                 if len(before) >= _WINDOW_STEPS and total >= _WINDOW_SECONDS:
                     break
-        if len(before) < _MIN_STEPS:
-            return
-        self._before, self._window, self._window_seconds, self._slow = median(before), [], 0.0, 0
-        self._from = last + 1 + _SETTLING_STEPS
+        if len(before) >= _MIN_STEPS:
+            self._before, self._window, self._window_seconds, self._slow = median(before), [], 0.0, 0
+            self._from = last + 1 + _SETTLING_STEPS
 
-    def _after(self, step: float) -> Comparison | None:
+    def _after(self, step: float) -> str | None:
         self._window.append(step)
         self._window_seconds += step
         if len(self._window) < _WINDOW_STEPS or self._window_seconds < _WINDOW_SECONDS:
             return None
-        after, self._window, self._window_seconds = median(self._window), [], 0.0
-        self._slow = self._slow + 1 if after > _SLOW_RATIO * self._before else 0
+        before, after, self._window, self._window_seconds = self._before, median(self._window), [], 0.0
+        self._slow = self._slow + 1 if after > _SLOW_RATIO * before else 0
         if 0 < self._slow < _SLOW_WINDOWS:
             return None
         self._from = None
-        return Comparison(self._before, after, slower=self._slow > 0)
+        if not self._slow:
+            return None
+        times = f"{1e3 * before:.2f} ms before, {1e3 * after:.2f} ms after"
+        return f"steps stayed {100 * (after / before - 1):.0f} % slower after a snapshot ({times}); no more are taken"
 
     @property
     def step_seconds(self) -> float | None:
@@ -214,7 +200,7 @@ class _Export:
 
     Attributes:
         outcome: outcome of the plan on the training thread; None before that.
-        stored: the saved trace; ``error``: why there is none, or no manifest of it.
+        stored: the saved trace; ``error``: why there is none.
         finished: whether the trace was saved, or could not be.
 
     Raises:
@@ -245,7 +231,6 @@ class _Export:
         if outcome is not None and outcome.trace is not None:
             try:
                 self.stored = self._control.save(outcome, outcome.trace, self._watch.budget.trace_bytes)
-                self._control.describe(outcome, self.stored)
             except (StoreError, OSError) as error:
                 self.error = str(error)
             except Exception as error:
@@ -261,7 +246,7 @@ class SnapshotControl:
 
     Args:
         accounting: has the number of steps that have ended.
-        event_log: gets a line for each snapshot. The manifest names the log file.
+        event_log: gets a line for each snapshot.
         job: knows whether the job has ranks on other nodes; None without a board.
         board: has the number of ranks on the node that may record at the same time; None without one.
 
@@ -375,12 +360,10 @@ class SnapshotControl:
 
     def add_steps(self, steps: Iterable[Step]) -> None:
         """Count steps that have closed."""
-        found = self._watch.add(step.seconds for step in steps)
-        if found is not None and found.slower:
-            slower = f"{100 * (found.after / found.before - 1):.0f} % slower"
-            times = f"{1e3 * found.before:.2f} ms before, {1e3 * found.after:.2f} ms after"
-            self._trigger.off = f"steps stayed {slower} after a snapshot ({times}); no more are taken"
-            self._errors.tell("snapshot", self._trigger.off)
+        slower = self._watch.add(step.seconds for step in steps)
+        if slower is not None:
+            self._trigger.off = slower
+            self._errors.tell("snapshot", slower)
 
     def tick(self, stalls: StallMonitor | None) -> None:
         """Agree with the other ranks, and handle recordings. ``stalls``: None if the tick is skipped."""
@@ -444,19 +427,25 @@ class SnapshotControl:
 
     def _conclude(self, outcome: Outcome, stored: StoredTrace | None = None, error: str | None = None) -> None:
         """Count the outcome, log it, and report it to the other ranks. ``error``: see `_Export`."""
-        plan = outcome.plan
-        result = FAILED if error is not None and stored is None else outcome.result
-        why = error or outcome.why
+        plan, identity = outcome.plan, self._identity
         path = None if stored is None else f"snapshots/{plan.folder}/{stored.name}"
-        self.counts[result] += 1
+        result = Result(
+            identity.rank,
+            FAILED if error is not None else outcome.result,
+            error or outcome.why,
+            path,
+            outcome.first_step,
+            outcome.last_step,
+        )
+        self.counts[result.result] += 1
         line: dict[str, Any] = {
-            "result": result,
-            "why": why,
+            "result": result.result,
+            "why": result.why,
             "id": plan.request.id,
             "reason": plan.request.reason,
             "asked_by": plan.request.asked_by,
-            "first_step": outcome.first_step if result == RECORDED else None,
-            "last_step": outcome.last_step if result == RECORDED else None,
+            "first_step": result.first_step if result.result == RECORDED else None,
+            "last_step": result.last_step if result.result == RECORDED else None,
             "path": path,
             "pause_seconds": outcome.pauses,
         }
@@ -469,9 +458,7 @@ class SnapshotControl:
                 "held_seconds": stored.held,
             }
         self._event_log.emit("snapshot", line)
-        self._agreement.report(
-            plan, Result(self._identity.rank, result, why, path, outcome.first_step, outcome.last_step)
-        )
+        self._agreement.report(plan, result)
 
     # -- the export thread -------------------------------------------------------------------------------------
 
@@ -480,36 +467,7 @@ class SnapshotControl:
         identity, plan = self._identity, outcome.plan
         # Read now, because workers keep only their newest fetches.
         blocks = [loader.block for loader in self._tracker.loaders.live() if loader.block is not None]
-        counters = [worker for block in blocks for worker in block.read()]
-        monotonic = now_ns() - unix_ns()
-        return self._store.publish(
-            trace,
-            plan,
-            trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms),
-            most_bytes=most_bytes,
-            extra_events=lambda zero: worker_tracks(counters, outcome.started_ns, outcome.ended_ns, zero + monotonic),
-        )
-
-    def describe(self, outcome: Outcome, stored: StoredTrace) -> None:
-        """Add this rank's part to the manifest. Raises as `add_to_manifest`."""
-        identity = self._identity
-        part = RankPart(
-            rank=identity.rank,
-            local_rank=identity.local_rank,
-            node=identity.node,
-            pid=identity.pid,
-            tid=outcome.thread,
-            file=stored.name,
-            size_bytes=stored.size,
-            trace_bytes=stored.raw_bytes,
-            trace_zero_unix_seconds=None if stored.zero_ns is None else stored.zero_ns / NS,
-            first_step=outcome.first_step,
-            last_step=outcome.last_step,
-            why=outcome.why,
-            started=self._wall.iso(outcome.started_ns),
-            ended=self._wall.iso(outcome.ended_ns),
-            log=f"../../../logs/{self._event_log.log.file.path.name}",
-            pause_seconds={name: round(seconds, 6) for name, seconds in outcome.pauses.items()},
-            held_seconds={name: round(seconds, 6) for name, seconds in stored.held.items()},
-        )
-        add_to_manifest(self._folder, outcome.plan, part)
+        workers = [worker for block in blocks for worker in block.read()]
+        name = trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms)
+        fetches = WorkerFetches(workers, outcome.started_ns, outcome.ended_ns)
+        return self._store.publish(trace, plan, name, most_bytes=most_bytes, fetches=fetches)

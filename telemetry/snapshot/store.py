@@ -1,11 +1,9 @@
-"""Turns a recording into a trace file, and writes the manifest of the snapshot.
+"""Turns a recording into a trace file.
 
     snapshots/REASON-stepN/rank-R.HOST_PID.MS.pt.trace.json.gz     one per rank, named as TensorBoard's plugin needs it
-    snapshots/REASON-stepN/about/snapshot.json, rank-R.json        the manifest: why, which steps, and when
     snapshots/.partial-OWNER/                                      an unfinished export
 
-A trace gets its name only after it was compressed and read back. Holistic Trace Analysis takes every ``.json`` in a
-folder for a trace (and one without a rank for that of rank 0). So the manifest has a folder of its own.
+A trace gets its name only after it was compressed and read back. Its key ``telemetry`` says why it was recorded.
 
 An unfinished trace is on the same disk, never in memory: /dev/shm is small, and all trainings of the machine pass
 their batches through it. torch writes a whole trace before its size is known, and holds the GIL meanwhile. So the disk
@@ -15,8 +13,6 @@ one mebibyte, it would block the training.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import gzip
 import os
 import re
@@ -24,19 +20,17 @@ import shutil
 import stat
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import msgspec
 
-from telemetry.records import StallRecord
 from telemetry.snapshot.agree import FOLDER
 from telemetry.snapshot.budget import free_memory
-from telemetry.util.clock import NS, now_ns, unix_time
-from telemetry.util.files import file_system_of, opened, read_small, replace_file
+from telemetry.util.clock import NS, now_ns, unix_ns, unix_time
+from telemetry.util.files import file_system_of, opened
 from telemetry.util.processes import pid_namespace, start_ticks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from telemetry.config import Config
@@ -63,12 +57,6 @@ _PROBE_SECONDS: Final = 2.0
 _HEAD: Final = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 _EVENTS: Final = re.compile(rb'"traceEvents": \[\s*(\{)')
 
-_MAX_MANIFESTS: Final = 8
-_MAX_PART_BYTES: Final = 1 << 16
-
-WORKER_CATEGORY: Final = "dataloader_worker"
-"""Category of our events. The profiler has no such category, so no reader takes them for the training process's."""
-
 
 class StoreError(Exception):
     """The trace is not published; the text has the reason."""
@@ -80,20 +68,55 @@ class StoredTrace:
 
     Attributes:
         size: bytes of the file; ``raw_bytes``: uncompressed.
-        zero_ns: Unix time in nanoseconds from which the trace's microseconds count; None if the trace lacks it.
         held: seconds for which the GIL was held, by activity: ``save``, ``free``.
     """
 
     name: str
     size: int
     raw_bytes: int
-    zero_ns: int | None
     held: dict[str, float]
 
 
 def trace_name(rank: int, host: str, pid: int, stamp_ms: int) -> str:
     """Name of a rank's trace file. TensorBoard's plugin reads the worker and the span from it."""
     return f"rank-{rank}.{host}_{pid}.{stamp_ms}.pt.trace.json.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFetches:
+    """The newest fetches of the DataLoader workers, for those that were in progress during a recording.
+
+    The profiler records the training process only. ``first_ns, last_ns``: start and end of the recording, monotonic.
+    """
+
+    workers: list[WorkerCounters]
+    first_ns: int
+    last_ns: int
+
+    def events(self, base_unix_ns: int) -> bytes:
+        """The fetches as events of a Chrome trace, on tracks of their own: JSON objects, a comma after each.
+
+        Args:
+            base_unix_ns: Unix time from which the trace's microseconds count.
+        """
+        zero_ns = base_unix_ns + now_ns() - unix_ns()
+        events: list[dict[str, Any]] = []
+        for worker in self.workers:
+            where = {"pid": worker.pid, "tid": worker.tid}
+            kept = len(worker.recent_finished_ns)
+            fetches = []
+            for number in range(max(0, worker.ended - kept), worker.ended):
+                began, ended = worker.recent_started_ns[number % kept], worker.recent_finished_ns[number % kept]
+                if self.first_ns <= ended and began <= min(self.last_ns, ended):
+                    times = {"ts": (began - zero_ns) / 1e3, "dur": (ended - began) / 1e3}
+                    args = {"worker": worker.worker, "number": number}
+                    # A category that no reader takes for the training process's.
+                    event = {"ph": "X", "cat": "dataloader_worker", "name": "fetch", "args": args}
+                    fetches.append(event | where | times)
+            if fetches:
+                name = {"name": f"DataLoader worker {worker.worker}"}
+                events += {"ph": "M", "name": "process_name", "ts": 0, **where, "args": name}, *fetches
+        return b"".join(msgspec.json.encode(event) + b",\n" for event in events)
 
 
 class TraceStore:
@@ -120,13 +143,7 @@ class TraceStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def publish(
-        self,
-        trace: RecordedTrace,
-        plan: Plan,
-        name: str,
-        *,
-        most_bytes: int,
-        extra_events: Callable[[int], bytes] = lambda _: b"",
+        self, trace: RecordedTrace, plan: Plan, name: str, *, most_bytes: int, fetches: WorkerFetches
     ) -> StoredTrace:
         """Save a trace and make it visible once it is complete. It is freed in any case.
 
@@ -135,7 +152,7 @@ class TraceStore:
             plan: it has the folder, and all ranks that export at the same time.
             name: name of the file.
             most_bytes: the most bytes that it may take, uncompressed.
-            extra_events: given `StoredTrace.zero_ns`, events to insert first: JSON objects, a comma after each.
+            fetches: what the workers did, which is added to it.
 
         Raises:
             StoreError: there is no space, or the trace is too large or incomplete.
@@ -150,11 +167,11 @@ class TraceStore:
             self._probe_disk()
             raw = self._save(trace, held)
             try:
-                packed, size, zero_ns = self._compress(raw, extra_events)
+                packed, size = self._compress(raw, fetches)
             finally:
                 os.ftruncate(raw, 0)  # a worker that was forked meanwhile has the file open, too
                 os.close(raw)
-            stored = StoredTrace(name, packed.stat().st_size, size, zero_ns, held)
+            stored = StoredTrace(name, packed.stat().st_size, size, held)
             self._remove_oldest(plan.folder, stored.size)
             folder = self._snapshots / plan.folder
             folder.mkdir(0o700, exist_ok=True)
@@ -176,14 +193,11 @@ class TraceStore:
 
     def _probe_disk(self) -> None:
         start = now_ns()
-        path = self._work / "probe"
-        file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            _write(file, bytes(_PROBE_BYTES))
-            os.fsync(file)
-        finally:
-            os.close(file)
-            path.unlink()
+        with _new_file(self._work / "probe") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        (self._work / "probe").unlink()
         seconds = (now_ns() - start) / NS
         if seconds > _PROBE_SECONDS:
             size = f"{_PROBE_BYTES >> 20} MiB"
@@ -200,8 +214,8 @@ class TraceStore:
         path.unlink()
         return raw
 
-    def _compress(self, raw: int, extra_events: Callable[[int], bytes]) -> tuple[Path, int, int | None]:
-        """Compress the trace and read it back. Returns the file, its uncompressed size and `StoredTrace.zero_ns`.
+    def _compress(self, raw: int, fetches: WorkerFetches) -> tuple[Path, int]:
+        """Compress the trace and read it back. Returns the file and its uncompressed size.
 
         zlib releases the GIL while it works.
         """
@@ -211,24 +225,21 @@ class TraceStore:
         if os.pread(raw, 64, max(0, size - 64)).rstrip()[-1:] != b"}":
             raise StoreError("torch did not write it to its end")
         head, begin = os.pread(raw, _CHUNK, 0), b""
-        zero, events = _HEAD.search(head), _EVENTS.search(head)
-        if zero is not None and events is not None:
-            begin = os.read(raw, events.start(1)) + extra_events(int(zero[1]))
+        base, events = _HEAD.search(head), _EVENTS.search(head)
+        if base is not None and events is not None:
+            begin = os.read(raw, events.start(1)) + fetches.events(int(base[1]))
             size += len(begin) - events.start(1)
         packed = self._work / "packed"  # not a name that a reader of traces would look for
-        file = opened(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-            _write(file, compressor.compress(begin))
-            while chunk := os.read(raw, _CHUNK):
-                _write(file, compressor.compress(chunk))
-            _write(file, compressor.flush())
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with _new_file(packed) as file:
+            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=_LEVEL) as stream:
+                stream.write(begin)
+                while chunk := os.read(raw, _CHUNK):
+                    stream.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
         if _unpacked_size(packed) != size:
             raise StoreError("what was read back is not what was written")
-        return packed, size, None if zero is None else int(zero[1])
+        return packed, size
 
     def _remove_oldest(self, current: str, added: int) -> None:
         """Remove the oldest snapshots until ``added`` bytes fit the limit. The current one stays, on all ranks."""
@@ -276,124 +287,5 @@ def _unpacked_size(packed: Path) -> int:
     return size
 
 
-def _write(file: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.write(file, view)
-        if written <= 0:
-            raise OSError(errno.ENOSPC, "no room for the trace")
-        view = view[written:]
-
-
-# -- the fetches of the DataLoader workers -------------------------------------------------------------------------
-
-
-def worker_tracks(counters: Iterable[WorkerCounters], first_ns: int, last_ns: int, zero_ns: int) -> bytes:
-    """The fetches that were in progress during a recording, as events of a Chrome trace: tracks of their own.
-
-    The profiler records the training process only, and each worker remembers only its newest fetches. All times are
-    monotonic: start and end of the recording, and the zero of the trace's microseconds. Returns JSON objects, a comma
-    after each.
-    """
-    events: list[dict[str, Any]] = []
-    for worker in counters:
-        where = {"pid": worker.pid, "tid": worker.tid}
-        kept = len(worker.recent_finished_ns)
-        fetches = []
-        for number in range(max(0, worker.ended - kept), worker.ended):
-            began, ended = worker.recent_started_ns[number % kept], worker.recent_finished_ns[number % kept]
-            if first_ns <= ended and began <= min(last_ns, ended):
-                times = {"ts": (began - zero_ns) / 1e3, "dur": (ended - began) / 1e3}
-                about = {"worker": worker.worker, "number": number}
-                fetches.append({"ph": "X", "cat": WORKER_CATEGORY, "name": "fetch", **where, **times, "args": about})
-        if fetches:
-            name = {"name": f"DataLoader worker {worker.worker}"}
-            events += {"ph": "M", "name": "process_name", "ts": 0, **where, "args": name}, *fetches
-    return b"".join(msgspec.json.encode(event) + b",\n" for event in events)
-
-
-# -- the manifest --------------------------------------------------------------------------------------------------
-
-
-class RankPart(msgspec.Struct):
-    """A rank's part of the manifest, with its trace and its log lines. Times are ISO-8601, in UTC."""
-
-    rank: int
-    local_rank: int
-    node: str
-    pid: int
-    tid: int
-    file: str
-    size_bytes: int
-    trace_bytes: int
-    trace_zero_unix_seconds: float | None
-    first_step: int | None
-    last_step: int | None
-    why: str | None
-    started: str
-    ended: str
-    log: str
-    pause_seconds: dict[str, float]
-    held_seconds: dict[str, float]
-
-
-class Manifest(msgspec.Struct):
-    """The manifest of a snapshot: its reason, its steps, and their places in the logs.
-
-    ``together``: whether the recordings of all ranks overlap: not if they count their steps differently.
-    """
-
-    id: str
-    reason: str
-    kind: str
-    asked_by: str
-    stall: StallRecord | None
-    first_step: int
-    last_step: int
-    ranks_expected: tuple[int, ...]
-    log_from: str
-    log_until: str
-    together: bool
-    ranks: list[RankPart]
-
-
-def add_to_manifest(snapshots: Path, plan: Plan, part: RankPart) -> None:
-    """Add a rank's part to the manifest of a snapshot.
-
-    Each rank writes its part to a file of its own. Then it combines all parts that are there into the manifest, and
-    checks afterwards for parts that were added meanwhile. So the manifest is complete whichever rank writes it last.
-    """
-    folder = snapshots / plan.folder / "about"
-    folder.mkdir(0o700, exist_ok=True)
-    _write_json(folder / f"rank-{part.rank}.json", part)
-    written: list[Path] = []
-    for _ in range(_MAX_MANIFESTS):
-        paths = sorted(folder.glob("rank-*.json"))
-        if paths == written:
-            return
-        parts = {part.rank: part}
-        for path in paths:
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                other = msgspec.json.decode(read_small(path, _MAX_PART_BYTES), type=RankPart)
-                parts[other.rank] = other
-        started, ended = [each.started for each in parts.values()], [each.ended for each in parts.values()]
-        manifest = Manifest(
-            id=plan.request.id,
-            reason=plan.request.reason,
-            kind=plan.request.kind,
-            asked_by=plan.request.asked_by,
-            stall=plan.request.stall,
-            first_step=plan.first_step,
-            last_step=plan.last_step,
-            ranks_expected=plan.ranks,
-            log_from=min(started),
-            log_until=max(ended),
-            together=max(started) <= min(ended),  # ISO-8601 in one form sorts as text
-            ranks=[parts[rank] for rank in sorted(parts)],
-        )
-        _write_json(folder / "snapshot.json", manifest)
-        written = paths
-
-
-def _write_json(path: Path, record: msgspec.Struct) -> None:
-    replace_file(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+def _new_file(path: Path) -> BinaryIO:
+    return os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")

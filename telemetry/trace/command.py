@@ -6,7 +6,6 @@ The text of one trace is one screen with the main figures and the advice, and th
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from telemetry.trace.records import Trace
 
 _ENDINGS: Final = (".json", ".json.gz")
-_MAX_FILES: Final = 10_000
-_DEEPEST: Final = 5
 _MAX_SHOWN: Final = 4
 _WIDTH: Final = 110
 _INDENT: Final = 10 * " "
@@ -61,16 +58,14 @@ def trace(path: str, *, as_json: bool, max_bytes: int | None) -> int:
 def _folder(path: str, limits: ReadLimits, *, as_json: bool) -> int:
     traces: list[Trace] = []
     problems: list[str] = []
-    for file in _files(Path(path), _DEEPEST):
+    paths = (Path(folder, name) for folder, _, names in os.walk(path) for name in names if name.endswith(_ENDINGS))
+    for file in sorted(file for file in paths if file.is_file() and not file.is_symlink()):
         try:
             traces.append(read_trace(file, limits, follow=False))
         except NoTraceError:
             continue
         except TraceError as error:
             problems.append(str(error))
-        if len(traces) + len(problems) >= _MAX_FILES:
-            problems.append(f"only the first {_MAX_FILES} files in {path} were read")
-            break
     if not traces and not problems:
         problems.append(f"there is no trace in {path}: no file that ends in .json or .json.gz is one")
     for problem in problems:
@@ -80,23 +75,6 @@ def _folder(path: str, limits: ReadLimits, *, as_json: bool) -> int:
     traces.sort(key=lambda each: (each.rank is None, each.rank or 0, each.file))
     written = _dump(traces) if as_json else show(_several(traces))
     return 1 if problems else written
-
-
-def _files(folder: Path, depth: int) -> Iterator[Path]:
-    """Files that may be traces, sorted by name. Symbolic links are not followed."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        try:
-            mode = entry.stat(follow_symlinks=False).st_mode
-        except OSError:
-            continue
-        if stat.S_ISDIR(mode) and depth > 1:
-            yield from _files(Path(entry.path), depth - 1)
-        elif stat.S_ISREG(mode) and entry.name.endswith(_ENDINGS):
-            yield Path(entry.path)
 
 
 def _dump(value: Trace | list[Trace]) -> int:

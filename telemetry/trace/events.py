@@ -28,10 +28,6 @@ _KINDS: Final = {
     "python_function": FRAME, "cpu_instant_event": MEMORY,
 }  # fmt: skip
 _RUNTIME: Final = re.compile(r".+_(runtime|driver)")  # cuda_runtime, cuda_driver, xpu_runtime, mtia_runtime ...
-_MAX_CATEGORIES: Final = 4096
-_MAX_KEPT: Final = 100_000
-_MAX_SIGNATURES: Final = 20_000
-_MAX_SIGNATURE: Final = 4000
 _LATEST_US: Final = 1e17
 """Valid timestamps are below this (the year 5138)."""
 
@@ -230,7 +226,7 @@ class TraceEvents:
         operators: operators; in old traces annotations too, but not those of steps.
         marks: steps, waits for a batch, collectives and clearing of gradients, as operators or annotations.
         frames: Python functions of the user's own code.
-        products: matrix operators. Here ``external`` is the number in ``signatures``, or -1 if there were too many.
+        products: matrix operators. Here ``external`` is the number in ``signatures``.
         signatures: the distinct signatures of ``products``.
         malformed: number of events that were skipped because a field is invalid.
     """
@@ -250,7 +246,6 @@ class TraceEvents:
         self.frames, self.products = _host_rows(), _host_rows()
         self._limits = limits
         self._numbers: dict[str, int] = {}
-        self._name_bytes = 0
         self._kinds: dict[Any, int] = {None: MEMORY}
         self._threads: dict[Any, int] = {}
         self._signature_numbers: dict[str, int] = {}
@@ -267,7 +262,7 @@ class TraceEvents:
         """Keep the needed rows of some events. Invalid events are counted and skipped.
 
         Raises:
-            TraceError: there are more events, or longer names, than the limits allow.
+            TraceError: there are more events than the limits allow.
         """
         left = iter(batch)
         while True:
@@ -373,18 +368,12 @@ class TraceEvents:
             self.frames.packed += self.frames.pack(start, duration, NOTHING, NOTHING, number, thread)
 
     def _name(self, name: Any) -> int:
-        """The number of a name. A new name is kept, unless all names together are longer than the limit."""
+        """The number of a name. A new name is kept."""
         number = self._numbers.get(name)
         if number is not None:
             return number
         if not isinstance(name, str):
             raise TypeError
-        self._name_bytes += len(name) + 100  # about what the objects for one name take
-        if self._name_bytes > self._limits.max_name_bytes:
-            raise TraceError(
-                f"its names are longer than {self._limits.max_name_bytes} bytes together: that is no trace of a "
-                "training"
-            )
         number = self._numbers[name] = len(self.names)
         self.names.append(name if name.isascii() else name.encode("utf-8", "replace").decode())
         self.traits.append(_traits(name))
@@ -395,8 +384,7 @@ class TraceEvents:
         kind = _KINDS.get(lower)
         if kind is None:
             kind = RUNTIME if _RUNTIME.fullmatch(lower) else OTHER
-        if len(self._kinds) < _MAX_CATEGORIES:
-            self._kinds[category] = kind
+        self._kinds[category] = kind
         return kind
 
     def _thread(self, raw: Any) -> int:
@@ -406,8 +394,7 @@ class TraceEvents:
             plain = _number(raw)
             key = raw if plain == NOTHING else plain
             number = self._threads.get(key, len(self._threads))
-            if len(self._threads) < _MAX_KEPT:
-                self._threads[raw] = self._threads[key] = number
+            self._threads[raw] = self._threads[key] = number
         return number
 
     def _signature(self, name: str, args: dict[str, Any]) -> int:
@@ -418,17 +405,15 @@ class TraceEvents:
         text = f"{name} {shapes} {kind} {values}"
         number = self._signature_numbers.get(text)
         if number is None:
-            if len(text) > _MAX_SIGNATURE or len(self.signatures) >= _MAX_SIGNATURES:
-                return NOTHING
             number = self._signature_numbers[text] = len(self.signatures)
             self.signatures.append(Signature(name, shapes, kind, values))
         return number
 
     def _keep_details(self, external: int, args: dict[str, Any]) -> None:
         types, stack = args.get("Input type"), args.get("Call stack")
-        if types and len(self.input_types) < _MAX_KEPT:
+        if types:
             self.input_types[external] = str(types)[:200]
-        if isinstance(stack, str) and len(self.call_sites) < _MAX_KEPT:
+        if isinstance(stack, str):
             frames = stack.split(";", 64)
             site = next(filter(_user_frame, frames), frames[-1])[:300]
             self.call_sites[external] = site.encode("utf-8", "replace").decode()

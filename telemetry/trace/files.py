@@ -2,12 +2,12 @@
 
 The events are one JSON array. A batch is cut where the text looks like the border between two events, and then parsed.
 If that succeeds, it was a border, because the parsed text begins at one and consists of complete values. If it fails,
-the events of that stretch are found one by one, by a scanner that knows strings and brackets.
+the events of that stretch are read one by one.
 """
 
 from __future__ import annotations
 
-import contextlib
+import codecs
 import gzip
 import json
 import os
@@ -32,17 +32,16 @@ _RATIO_COUNTS_FROM: Final = 16 * _MIB
 """Uncompressed bytes from which `ReadLimits.max_ratio` applies. Short files may compress better."""
 
 _WANTED: Final = frozenset({"deviceProperties", "distributedInfo"})
-_BORDER: Final = re.compile(rb"\}\s*,\s*\{")
+_BORDER: Final = re.compile(r"\}\s*,\s*\{")
 _BORDERS_TRIED: Final = 64
-_BLANK: Final = re.compile(rb"\s*")
-_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_STRUCTURE: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
-_SCALAR: Final = re.compile(rb'[^\s,:"{}\[\]]+')
-_NO_NUMBER: Final = re.compile(
-    rb'("[^"\\]*(?:\\.[^"\\]*)*")|[-+]?(?:inf(?:inity)?|nan|N/A)\b', re.DOTALL | re.IGNORECASE
+_BLANK: Final = re.compile(r"\s*")
+_BARE_WORD: Final = re.compile(
+    r'("[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|[-+]?(?:inf(?:inity)?|nan|N/A)(?=[\s,\]}])', re.DOTALL | re.IGNORECASE
 )
-_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-_NO_JSON: Final = (msgspec.DecodeError, ValueError, RecursionError)
+"""A string, or a word that stands for a number that is none. Torch writes such words, which are no JSON."""
+
+_BEHIND_A_VALUE: Final = frozenset(" \t\r\n,:]}")
+_DECODER: Final = json.JSONDecoder(strict=False, parse_constant=lambda _: None)
 
 
 class TraceError(Exception):
@@ -55,23 +54,19 @@ class NoTraceError(TraceError):
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Limits for one file. They bound the memory that a hostile file can take.
+    """Limits for one file. They bound the memory that it can take.
 
     Attributes:
         max_bytes: size of the file, uncompressed.
         max_ratio: uncompressed bytes per compressed byte. Real traces reach 30, a gzip bomb 1,000.
-        max_depth: nesting of brackets, when events are read one by one. Otherwise the parser's own limit holds.
         max_event_bytes: size of one event, and of one value beside the events.
         max_events: number of kept events. A trace of 540,000 events took 130 MiB to analyse.
-        max_name_bytes: size of all distinct names together.
     """
 
     max_bytes: int = 4096 * _MIB
     max_ratio: float = 250.0
-    max_depth: int = 64
     max_event_bytes: int = 16 * _MIB
     max_events: int = 5_000_000
-    max_name_bytes: int = 64 * _MIB
 
 
 class FileStream:
@@ -120,14 +115,8 @@ class FileStream:
                 packed = self._file.peek(len(_GZIP)).startswith(_GZIP)
                 self._plain = gzip.GzipFile(fileobj=self._file, mode="rb") if packed else self._file
             chunk = self._plain.read(CHUNK)
-        except EOFError:
-            raise TraceError(
-                f"{path} is cut off after {self._file.tell()} compressed bytes: it was not written to its end, or not "
-                "copied whole"
-            ) from None
-        except (zlib.error, gzip.BadGzipFile) as error:
-            where = f"near byte {self._file.tell()} of the compressed file"
-            raise TraceError(f"{path} is damaged {where} ({error}): record the trace again") from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise broken(path, f"near byte {self._file.tell()} of the compressed file ({error})") from None
         except OSError as error:
             raise TraceError(f"{path} cannot be read: {error.strerror}") from None
         if not chunk and not self.produced:
@@ -151,15 +140,16 @@ class Scanner:
 
     Attributes:
         metadata: the values in `_WANTED`, complete after the last batch.
-        repaired: number of events that were no valid JSON (a bare ``nan``, bytes that are not UTF-8) but could be read.
+        repaired: whether there were bare words, such as ``nan``, which are no JSON. They are read as null.
     """
 
     def __init__(self, source: FileStream, limits: ReadLimits) -> None:
         self.metadata: dict[str, Any] = {}
-        self.repaired = 0
+        self.repaired = False
         self._source = source
         self._limits = limits
-        self._buffer = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
+        self._text = ""
         self._at = 0
         self._one_by_one_to = 0  # the place in the file up to which no batch is tried again
 
@@ -170,153 +160,112 @@ class Scanner:
             TraceError: the file is no JSON, cut off, damaged or beyond the limits.
             NoTraceError: it is JSON without events.
         """
-        if self._peek() == _BYTE_ORDER_MARK[:1] and self._buffer.startswith(_BYTE_ORDER_MARK, self._at):
-            self._at += len(_BYTE_ORDER_MARK)
-        first = self._peek()
-        if first == b"[":  # the other form of the Trace Event Format, which has only the events
+        first, found = self._peek(), False
+        if first == "[":  # the other form of the Trace Event Format, which has only the events
             yield from self._array()
-        elif first == b"{":
-            yield from self._object()
-        else:
+            return
+        if first != "{":
             raise TraceError(
                 f"{self._source.path} is no JSON: it begins with {first!r}; name a trace of torch.profiler"
             )
-
-    def _object(self) -> Iterator[list[Any]]:
         self._at += 1
-        found = False
-        while (mark := self._peek()) != b"}":
-            if mark == b",":
+        while (mark := self._peek()) != "}":
+            if mark == ",":
                 self._at += 1
                 continue
-            if mark != b'"':
-                raise self._damaged("a name is expected")
-            key = self._parse(self._value())
-            if self._peek() != b":":
-                raise self._damaged("a colon is expected")
+            key = self._value()
+            if not isinstance(key, str) or self._peek() != ":":
+                raise self._broken()
             self._at += 1
-            mark = self._peek()
-            if key == "traceEvents":
-                if mark != b"[":
-                    raise self._damaged("traceEvents is no list")
+            if self._peek() == "[" and key == "traceEvents":
                 found = True
                 yield from self._array()
             else:
                 value = self._value()
                 if key in _WANTED:
-                    self.metadata[key] = self._parse(value)
+                    self.metadata[key] = value
         if not found:
             raise NoTraceError(f"{self._source.path} is no trace of torch.profiler: it has no traceEvents")
 
     def _array(self) -> Iterator[list[Any]]:
         self._at += 1
-        while (mark := self._peek()) != b"]":
-            if mark == b",":
+        while (mark := self._peek()) != "]":
+            if mark == ",":
                 self._at += 1
                 continue
-            while len(self._buffer) - self._at < CHUNK and self._more():
+            while len(self._text) - self._at < CHUNK and self._more():
                 pass
-            yield self._batch() or [self._parse(self._value())]
+            yield self._batch() or [self._value()]
         self._at += 1
 
     def _batch(self) -> list[Any]:
-        """All events up to the last border in the buffer; none if they have to be found one by one."""
-        buffer, end = self._buffer, len(self._buffer)
+        """All events up to the last border in the buffer; none if they have to be read one by one."""
+        text, end = self._text, len(self._text)
         if self._offset() < self._one_by_one_to:
             return []
         self._one_by_one_to = self._source.produced
         for _ in range(_BORDERS_TRIED):
-            end = buffer.rfind(b"}", self._at, end)
+            end = text.rfind("}", self._at, end)
             if end < 0:
                 return []
-            if _BORDER.match(buffer, end):
+            if _BORDER.match(text, end):
                 break
         else:
             return []
         try:
-            batch: list[Any] = msgspec.json.decode(b"[" + memoryview(buffer)[self._at : end + 1] + b"]")
-        except _NO_JSON:
+            batch: list[Any] = msgspec.json.decode(f"[{text[self._at : end + 1]}]")
+        except (msgspec.DecodeError, ValueError, RecursionError):
             return []
         self._at = end + 1
         self._one_by_one_to = 0
         return batch
 
-    def _value(self) -> bytes:
-        """The bytes of the value at the current place. The place moves behind it."""
-        while (end := self._end_of_value()) < 0:
-            held = len(self._buffer) - self._at
-            if held > self._limits.max_event_bytes:
-                raise self._damaged(f"one event or value is longer than {self._limits.max_event_bytes} bytes")
-            while len(self._buffer) - self._at < 2 * held and self._more():
-                pass  # read twice as much each time: a long value would otherwise be scanned again and again
-            if len(self._buffer) - self._at == held:
-                raise self._cut_off()
-        value = self._buffer[self._at : end]
-        self._at = end
-        return value
-
-    def _end_of_value(self) -> int:
-        """The end of the value at the current place in the buffer; -1 if it does not end there."""
-        buffer, at = self._buffer, self._at
-        first = buffer[at : at + 1]
-        if first not in (b"{", b"["):
-            match = (_STRING if first == b'"' else _SCALAR).match(buffer, at)
-            if match is None:
-                if first == b'"':
-                    return -1
-                raise self._damaged(f"{first!r} is not expected")
-            return -1 if first != b'"' and match.end() == len(buffer) else match.end()
-        depth = 0
-        for match in _STRUCTURE.finditer(buffer, at):
-            mark = buffer[match.start()]
-            if mark in b"{[":
-                depth += 1
-                if depth > self._limits.max_depth:
-                    raise self._damaged(f"brackets are nested more than {self._limits.max_depth} deep")
-            elif mark != 0x22:
-                depth -= 1
-                if not depth:
-                    return match.end()
-            elif match.end() - match.start() == 1:  # a string that does not end in the buffer
-                return -1
-        return -1
-
-    def _parse(self, value: bytes) -> Any:
-        with contextlib.suppress(*_NO_JSON):
-            return msgspec.json.decode(value)
-        try:
-            text = _NO_NUMBER.sub(lambda found: found[1] or b"null", value).decode("utf-8", "replace")
-            parsed = json.loads(text, strict=False)
-        except _NO_JSON:
-            raise self._damaged("an event is no JSON", len(value)) from None
-        self.repaired += 1
-        return parsed
-
-    def _peek(self) -> bytes:
-        """The next byte that is not whitespace. The place moves to it."""
+    def _value(self) -> Any:
+        """The value at the current place. The place moves behind it. More is read until the value is complete."""
         while True:
-            match = _BLANK.match(self._buffer, self._at)
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except RecursionError:
+                raise self._broken() from None
+            except ValueError:
+                end = len(self._text)
+            if self._text[end : end + 1] in _BEHIND_A_VALUE:  # else a number may go on
+                self._at = end
+                return value
+            held = self._text[self._at :]
+            repaired = _BARE_WORD.sub(lambda found: found[1] or "null", held)
+            if repaired != held:
+                self._text, self._at, self.repaired = repaired, 0, True
+                continue
+            if len(held) > self._limits.max_event_bytes or not self._more():
+                raise self._broken()
+            while len(self._text) < 2 * len(held) and self._more():
+                pass  # twice as much each time: a long value would otherwise be read again and again
+
+    def _peek(self) -> str:
+        """The next character that is not whitespace. The place moves to it."""
+        while True:
+            match = _BLANK.match(self._text, self._at)
             self._at = match.end() if match else self._at
-            if self._at < len(self._buffer):
-                return self._buffer[self._at : self._at + 1]
+            if self._at < len(self._text):
+                return self._text[self._at]
             if not self._more():
-                raise self._cut_off()
+                raise self._broken()
 
     def _more(self) -> bool:
         chunk = self._source.read()
-        self._buffer = self._buffer[self._at :] + chunk
+        self._text = self._text[self._at :] + self._decoder.decode(chunk, final=not chunk)
         self._at = 0
         return bool(chunk)
 
-    def _offset(self, back: int = 0) -> int:
-        return self._source.produced - len(self._buffer) + self._at - back
+    def _offset(self) -> int:
+        """The current place in the uncompressed file. It is exact if all before it is ASCII."""
+        return self._source.produced - len(self._text) + self._at
 
-    def _damaged(self, what: str, back: int = 0) -> TraceError:
-        where = f"at byte {self._offset(back)} of its JSON"
-        return TraceError(f"{self._source.path} is no sound trace: {what} {where}; record the trace again")
+    def _broken(self) -> TraceError:
+        return broken(self._source.path, f"near byte {self._offset()} of its JSON")
 
-    def _cut_off(self) -> TraceError:
-        return TraceError(
-            f"{self._source.path} is cut off after {self._source.produced} bytes of JSON: it was not written to its "
-            "end, or not copied whole"
-        )
+
+def broken(path: Path, where: str) -> TraceError:
+    """The error of a file that is no complete trace."""
+    return TraceError(f"{path} is cut off or damaged {where}: record the trace again, or copy it whole")

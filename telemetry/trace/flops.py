@@ -11,7 +11,7 @@ import re
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.trace.events import KERNEL, NOTHING
+from telemetry.trace.events import KERNEL
 from telemetry.trace.records import FlopsUsage, listed
 from telemetry.trace.steps import SECONDS_PER_US, holds, union
 from telemetry.util.text import shortened
@@ -115,7 +115,7 @@ def _count(events: TraceEvents, steps: TraceSteps) -> tuple[dict[str, float], tu
     flops: dict[str, float] = {}
     unknown: list[tuple[int, float, float, int]] = []
     for thread, start, minus_end, name, signature in reversed(calls):
-        spans, found = counted[thread], None if signature == NOTHING else per_call[signature]
+        spans, found = counted[thread], per_call[signature]
         if spans and spans[-1][0] < -minus_end:
             continue  # a counted call is inside
         if found is None:

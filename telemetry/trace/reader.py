@@ -129,7 +129,7 @@ def _notes(events: TraceEvents, scanner: Scanner, steps: TraceSteps) -> list[str
     if events.malformed:
         notes.append(f"{events.malformed} event(s) with invalid fields were skipped")
     if scanner.repaired:
-        notes.append(f"{scanner.repaired} event(s) were not valid JSON and could be read nevertheless")
+        notes.append("words that are no JSON, such as nan, were read as null")
     return notes
 
 

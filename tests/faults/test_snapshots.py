@@ -43,17 +43,16 @@ from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.util import threads as own_threads
-from telemetry.util.processes import Identity
-from telemetry.snapshot import agree
 from telemetry.snapshot.budget import Budget, BudgetWatch
 from telemetry.snapshot.capture import Capture
-from telemetry.snapshot.store import TraceStore
+from telemetry.snapshot.store import TraceStore, WorkerFetches
+from tests.snapshot_recording import ME, plan
 
 tracker = StepTracker(Ring())
 attachment = Attachment(tracker, print)
 attachment.attach()
 config = Config(snapshot_disk_bytes=1 << 18)
-capture = Capture(tracker, attachment.profilers, config, Identity("r", 0, 0, 1, "n", 1, "plain"))
+capture = Capture(tracker, attachment.profilers, config, ME)
 trace_store = TraceStore(Path("run/snapshots"), "node", config)
 layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
 iterator = iter(DataLoader(Ones(), batch_size=4))
@@ -71,15 +70,13 @@ def threads_now():
 grown, before = [], threads_now()
 for cycle in range(100):
     now = tracker.ring.closed
-    request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, 3, "a test")
-    watch = BudgetWatch(Budget.now(config, 1))
-    capture.arm(agree.Plan(request, None, now + 4, now + 6, (0,), f"request-step{now + 4}", 1), watch)
+    capture.arm(plan(now + 4, now + 6), BudgetWatch(Budget.now(config, 1)))
     for _ in range(8):
         layers(next(iterator)).sum().backward()
     tracker.ring.drain(1 << 20)
     outcome = capture.take()
     assert outcome.result == "recorded", outcome
-    trace_store.publish(outcome.trace, outcome.plan, "rank-0.gz", most_bytes=1 << 20)
+    trace_store.publish(outcome.trace, outcome.plan, "rank-0.gz", most_bytes=1 << 20, fetches=WorkerFetches([], 0, 0))
     del outcome
     if cycle >= 19:
         grown.append(resident())
@@ -481,8 +478,9 @@ FULL = """
 import os, shutil
 from pathlib import Path
 from telemetry.config import Config
-from telemetry.snapshot import agree, store
+from telemetry.snapshot import store
 from tests.faults.inside import tell
+from tests.snapshot_recording import plan
 
 store.MIN_FREE_BYTES = -(1 << 40)  # not to be stopped by the look at the free space beforehand
 store._PROBE_BYTES = 1
@@ -512,13 +510,11 @@ def fill(pages):
 
 filler = Path("full/filler")
 outcomes = []
-request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, 5, "a test")
-plan = agree.Plan(request, None, 5, 9, (0,), "request-step5", 1)
 for pages in range(40):
     fill(pages)
     trace_store = store.TraceStore(here, "node", Config(snapshot_max_bytes=1 << 20, snapshot_disk_bytes=1 << 20))
     try:
-        trace_store.publish(Trace(), plan, "rank-0.gz", most_bytes=1 << 20)
+        trace_store.publish(Trace(), plan(5, 9), "rank-0.gz", most_bytes=1 << 20, fetches=store.WorkerFetches([], 0, 0))
         outcomes.append("kept")
     except (OSError, store.StoreError) as error:
         outcomes.append(type(error).__name__)

@@ -134,26 +134,9 @@ def run(python: str, torch: str, tests: list[str]) -> Result:
     report = environment_of(python, torch) / "junit.xml"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
     began, commit = time.monotonic(), checked_out()
-    subprocess.run(
-        [
-            *inside,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "2",
-            "--dist",
-            "loadfile",
-            "-m",
-            "not stack and not gpu",
-            f"--junitxml={report}",
-            *tests,
-        ],
-        cwd=ROOT,
-        env=environment,
-        check=False,
-        stdout=sys.stderr,
-    )
+    pytest = [*inside, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "not stack and not gpu"]
+    command = [*pytest, f"--junitxml={report}", *tests]
+    subprocess.run(command, cwd=ROOT, env=environment, check=False, stdout=sys.stderr)
     cases = list(ET.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
