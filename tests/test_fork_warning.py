@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 
@@ -106,12 +105,6 @@ def test_a_fork_in_a_worker_does_not_warn(tmp_path, context):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "deadlocks in the child" not in done.stderr
-
-
-def test_a_filter_that_is_sent_elsewhere_matches_nothing():
-    from telemetry.util import threads
-
-    assert pickle.loads(pickle.dumps(threads._FILTER))[1].match("This process (pid=1) is multi-threaded") is None
 
 
 def test_forks_do_not_raise_where_warnings_are_errors(tmp_path):

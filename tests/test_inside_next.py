@@ -20,7 +20,6 @@ import pytest
 import torch
 from faults.processes import wait_for
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data import dataloader as torch_loader
 
 from telemetry.hooks import timers
 from telemetry.hooks.ring import STEP, Ring
@@ -137,18 +136,6 @@ def test_what_the_sampler_raises_arrives_as_it_would(observed, timed):
     observed.read()
 
 
-def test_another_thread_that_reads_the_loader_is_not_timed(observed):
-    sampler = Slow()
-    iterator = begin(loader(sampler), sampler)
-    observed.tracker.time_next_batch(2)
-    thread = threading.Thread(target=lambda: [next(iterator) for _ in range(3)])
-    thread.start()
-    thread.join()
-    assert observed.tracker.sampler_timer.batches == 0
-    next(iterator)
-    assert observed.tracker.sampler_timer.batches == 1
-
-
 def test_a_timed_iterator_is_freed_when_it_is_released(observed):
     sampler = Slow()
     iterator = begin(loader(sampler), sampler)
@@ -178,44 +165,6 @@ def test_collections_in_the_sampler_are_no_time_of_the_sampler(observed, small_h
     assert 0 < garbage.wait_ns <= garbage.ns - before
     assert garbage.boundary_wait_ns == 0
     assert inside.sampler_ns + garbage.wait_ns <= took
-
-
-def test_collections_where_an_epoch_begins_are_counted(observed, small_heap):
-    sampler = Slow(6, collects=True)
-    batches = loader(sampler)
-    list(batches)
-    first = observed.garbage
-    assert first.boundary_wait_ns == 0
-    before, in_first = first.ns, first.wait_ns
-    assert before >= in_first > 0
-    list(batches)
-    both = observed.garbage
-    assert both.boundary_wait_ns > 0
-    assert both.ns - before >= both.boundary_wait_ns + both.wait_ns - in_first
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_stateful_loader_is_timed_too_and_keeps_its_state(observed):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    sampler = Slow()
-    batches = StatefulDataLoader(Numbers(100), batch_sampler=sampler, num_workers=1, multiprocessing_context="fork")
-    iterator = begin(batches, sampler)
-    observed.tracker.time_next_batch(2)
-    assert [next(iterator).tolist() for _ in range(3)] == [[1], [2], [3]]
-    assert observed.tracker.sampler_timer.batches == 2
-    state = batches.state_dict()
-    again = StatefulDataLoader(Numbers(100), batch_sampler=Slow(), num_workers=1, multiprocessing_context="fork")
-    again.load_state_dict(state)
-    assert next(iter(again)).tolist() == [4]
-
-
-def test_detaching_puts_the_iterators_back(observed):
-    base, workers = torch_loader._BaseDataLoaderIter, torch_loader._MultiProcessingDataLoaderIter
-    places = [(base, "__init__"), (base, "_reset"), (workers, "_reset")]
-    assert all(hasattr(vars(owner)[name], "__wrapped__") for owner, name in places)
-    observed.attachment.detach()
-    assert not any(hasattr(vars(owner)[name], "__wrapped__") for owner, name in places)
 
 
 # -- garbage collection is timed where it delays a step ----------------------------------------------------------------
@@ -383,12 +332,6 @@ def test_a_callback_of_the_script_s_is_never_left_out(observed, many_collections
     assert len(theirs[0]) == len(theirs[-1])
 
 
-def test_detaching_removes_the_callback(observed):
-    callbacks = list(gc.callbacks)
-    observed.attachment.detach()
-    assert len(gc.callbacks) == len(callbacks) - 1
-
-
 # -- how long it takes to free a batch when the next one takes its place -----------------------------------------------
 
 
@@ -408,10 +351,6 @@ def in_the_middle(samples):
 
 def in_a_dict(samples):
     return UserDict(first=torch.zeros(1), slow=SlowToFree(), last=(torch.zeros(1), torch.zeros(1)))
-
-
-def large(samples):
-    return torch.zeros(100)
 
 
 def train(tracker, batches):
@@ -441,15 +380,6 @@ def test_freeing_a_batch_is_timed(observed, collate, around):
     assert release.freed >= 3  # enumerate keeps every other one for a step more
     assert release.ns >= release.freed * TOOK * 1e9
     assert observed.errors == []
-
-
-@pytest.mark.parametrize("around", [iter, enumerate])
-def test_a_batch_of_one_tensor_is_freed_at_once(observed, around):
-    """Batches that enumerate keeps for a step are freed later, and are not counted."""
-    train(observed.tracker, around(collated(large)))
-    release = also_the_newest(observed.tracker)
-    assert release.freed >= 3
-    assert release.ns < release.freed * TOOK * 1e9 / 4
 
 
 def kept(tracker, batches):
@@ -525,12 +455,6 @@ def test_a_batch_that_outlives_the_interpreter_is_not_counted(tmp_path):
     )
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_batches_of_the_training_thread_s_own_are_not_followed(observed):
-    train(observed.tracker, DataLoader(Numbers(8), batch_size=1, collate_fn=in_the_middle))
-    assert not observed.tracker.batch_release.wanted
-    assert also_the_newest(observed.tracker).freed == 0
 
 
 class Interrupted(Exception):

@@ -39,12 +39,6 @@ def test_a_trace_shows_steps_phases_and_waits_for_a_watched_iterable(taken, obse
     assert observed.tracker.profiler_ranges.makers == ()
 
 
-def test_a_name_with_special_characters_leaves_the_trace_readable(taken, observed):
-    taken.arm(3, 3)
-    iterate_with_phases(observed, 'a "b"\n\\c', 4)
-    assert "a 'b' /c" in ranges(taken, taken.outcome())
-
-
 def test_a_wait_for_a_data_loader_is_marked_once_by_torch(taken):
     taken.arm(3, 4)
     for _ in DataLoader(Numbers(6)):

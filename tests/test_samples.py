@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 import warnings
@@ -161,13 +160,6 @@ def test_counts_are_those_that_the_script_trained_on(counted, workers, kept, kin
     assert counted() == trainer.counts
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_of_other_start_methods_count_too(counted, method):
-    trainer = Trainer()
-    trainer.train(loader_of(Stream(), workers=2, multiprocessing_context=method), epochs=2)
-    assert counted() == trainer.counts
-
-
 @pytest.mark.parametrize(("stop_after", "known"), [(9, True), (None, False)])
 def test_a_stream_whose_workers_end_at_different_times_is_unknown_from_then_on(counted, stop_after, known):
     """Nothing tells which worker has made the batches after the first end. Before it, all is known."""
@@ -212,30 +204,6 @@ def test_evaluation_batches_do_not_count(counted, workers, data):
     assert counted() == trainer.counts
 
 
-@pytest.mark.parametrize("data", [Texts(), Stream()], ids=["items", "stream"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_phase_do_not_count(counted, workers, data):
-    trainer, batches = Trainer(), iter(loader_of(data, 2, workers))
-    for number, batch in enumerate(batches):
-        trainer.step(batch)
-        if number % 7 == 3:
-            with telemetry.phase("evaluation"):
-                next(batches)
-    assert counted() == trainer.counts
-    assert trainer.samples < 60
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_steps_that_become_longer_were_trained_from_the_first_on(counted, workers):
-    """The short ones look like batches that are thrown away on the way to where a checkpoint was written."""
-    trainer = Trainer()
-    for number, batch in enumerate(loader_of(Texts(50), 4, workers)):
-        trainer.step(batch)
-        if number > 4:
-            time.sleep(0.02)
-    assert counted() == trainer.counts
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_are_thrown_away_after_a_restart_do_not_count(counted, workers):
     trainer = Trainer()
@@ -244,16 +212,6 @@ def test_batches_that_are_thrown_away_after_a_restart_do_not_count(counted, work
             continue
         trainer.step(batch)
         time.sleep(0.05)  # much longer than a busy machine holds up a batch that is thrown away
-    assert counted() == trainer.counts
-
-
-def test_a_step_of_two_loaders_throws_both_batches_away(counted):
-    trainer, data = Trainer(), Texts(400)
-    for number, batches in enumerate(zip(loader_of(data), loader_of(data), strict=True)):
-        if number < 60:
-            continue
-        trainer.step(*batches)
-        time.sleep(0.05)
     assert counted() == trainer.counts
 
 
@@ -277,46 +235,6 @@ def test_a_loader_that_goes_on_from_a_state(counted, workers, stop_after):
     second.load_state_dict(state)
     trainer.train(second, epochs=2)
     assert counted() == trainer.counts
-
-
-def test_more_batches_than_the_workers_keep(counted):
-    trainer = Trainer()
-    for number, batch in enumerate(DataLoader(Texts(5000), 1, num_workers=2, collate_fn=as_arrays)):
-        trainer.step({"input_ids": torch.from_numpy(batch["input_ids"]), "count": batch["count"]})
-        if number % 1000 == 0:
-            time.sleep(0.25)  # so that no steps are dropped from the ring
-    assert counted() == trainer.counts
-
-
-def as_arrays(items):
-    """A batch that is sent as bytes. A tensor is sent as a descriptor of its own, which costs more."""
-    return packed(items) | {"input_ids": packed(items)["input_ids"].numpy()}
-
-
-class Nested(IterableDataset):
-    """Its items are the batches of two other streams in turn."""
-
-    def __iter__(self):
-        inner = [DataLoader(Stream(6600), batch_size=6, collate_fn=len) for _ in range(2)]
-        for sizes in zip(*inner, strict=True):
-            yield torch.arange(sum(sizes))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_reads_other_loaders(counted, workers):
-    """A wrapper around ``collate_fn`` for each batch would end the training after a thousand."""
-    trainer = Trainer()
-    trainer.train(loader_of(Nested(), 1, workers))
-    assert counted() == trainer.counts
-    assert trainer.samples == 1100
-
-
-def test_the_last_line_of_the_log_has_the_samples(counted, tmp_path):
-    Trainer().train(loader_of(Texts(50), 8), epochs=2)
-    assert counted()[0] == 100
-    (path,) = (tmp_path / "run" / "logs").iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["samples_total"] for line in lines if line["event"] == "run_end"] == [100]
 
 
 # -- what is not known is absent -----------------------------------------------------------------------------------
@@ -560,7 +478,3 @@ def test_tokens_that_the_script_tells_count_instead_of_those_of_its_batches(coun
 def test_tokens_are_a_whole_number(counted, wrong, kind):
     with pytest.raises(kind, match="tokens are"):
         telemetry.tokens(wrong)
-
-
-def test_tokens_may_be_told_without_an_agent():
-    telemetry.tokens(5)

@@ -106,19 +106,6 @@ def test_two_loaders_zipped_are_one_step(observed):
     assert all(step.wait_seconds >= 0.004 for step in observed.steps)  # both waits belong to it
 
 
-def test_a_short_second_loader_may_end_and_begin_again_inside_a_step(observed):
-    second = DataLoader(Numbers(2), batch_size=1)
-    iterator = iter(second)
-    for _ in DataLoader(Numbers(5), batch_size=1):
-        try:
-            next(iterator)
-        except StopIteration:
-            iterator = iter(second)
-            next(iterator)
-    observed.read()
-    assert len(observed.steps) == 5
-
-
 def test_alternating_loaders_with_optimizer_steps_are_separate_steps(observed):
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -264,33 +251,6 @@ def test_each_first_batch_asked_for_alone_is_an_epoch_boundary(observed):
     assert all(step.wait_seconds > 0.9 * step.seconds for step in observed.steps)
 
 
-def test_the_end_of_the_workers_of_an_evaluation_is_evaluation(observed):
-    loader = DataLoader(Numbers(64, seconds=0.1), batch_size=1, num_workers=1)
-    with torch.no_grad():
-        for _ in loader:
-            break
-    next(iter(DataLoader(Numbers(8))))
-    observed.read()
-    assert observed.ledger.ns[EVALUATION] > 0.1e9
-    assert observed.ledger.ns[DATA_WAIT] < 0.05e9
-    assert (observed.ledger.epoch_boundaries, observed.ledger.iterations_left) == (0, 0)
-
-
-def test_one_batch_of_another_loader_is_an_epoch_boundary_of_its_own(observed):
-    iterator = iter(DataLoader(Numbers(64, seconds=0.05), batch_size=1))
-    other = DataLoader(Numbers(4), batch_size=1, num_workers=1)
-    for _ in range(3):
-        next(iterator)
-        began = time.perf_counter_ns()
-        next(iter(other))
-        took = time.perf_counter_ns() - began
-    next(iterator)
-    observed.read()
-    assert (observed.ledger.epoch_boundaries, observed.ledger.iterations_left) == (3, 3)
-    assert observed.ledger.boundary_wait_ns > 0.5 * took
-    assert observed.ledger.ns[DATA_WAIT] - observed.ledger.boundary_wait_ns > 4 * 0.05e9  # the ordinary ones
-
-
 def test_stopping_workers_in_a_garbage_collection_counts_as_collection(observed):
     loader = DataLoader(Numbers(64, seconds=0.1), batch_size=1, num_workers=1)
     held = [iter(loader)]
@@ -314,9 +274,7 @@ def nothing(*_args, **_kwargs):
 RECORDER = SimpleNamespace(boundary=nothing, interrupt=nothing)
 """A snapshot that waits for its steps."""
 
-CLOCK = SimpleNamespace(
-    failed=False, iteration_begins=nothing, batch_requested=nothing, worked=nothing, batch_arrived=nothing
-)
+CLOCK = SimpleNamespace(failed=False, requested=nothing, worked=nothing, batch_arrived=nothing)
 """A clock of the GPU that times nothing."""
 
 
@@ -355,15 +313,6 @@ def test_a_timed_batch_switches_it_off_for_one_batch(tracker, loop):
     assert tracker.fast_path_iterator_id == id(loop)
 
 
-def test_it_stays_off_until_all_wanted_waits_are_timed(tracker, loop):
-    tracker.sampler_timer.wanted = 3
-    tracker.slow_path()
-    next(loop), next(loop)
-    assert tracker.fast_path_iterator_id == 0
-    next(loop)
-    assert tracker.fast_path_iterator_id == id(loop)
-
-
 def test_the_loop_that_a_phase_interrupted_goes_on_with_it(tracker, loop):
     before = tracker.enter_phase("checkpoint")
     assert tracker.fast_path_iterator_id == 0
@@ -385,10 +334,3 @@ def test_a_change_of_the_loop_switches_it_off(tracker, loop, change):
     else:
         next(iter(DataLoader(Numbers(2))))
     assert tracker.fast_path_iterator_id == tracker.steady_iterator_id == 0
-
-
-def test_batches_that_come_back_switch_it_on_again(tracker, loop):
-    tracker.follow_optimizer()
-    assert tracker.fast_path_iterator_id == 0
-    next(loop)
-    assert tracker.fast_path_iterator_id == id(loop)

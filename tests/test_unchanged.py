@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import sys
-import threading
 import warnings
-from importlib.abc import MetaPathFinder
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torch.utils.data import dataloader as torch_dataloader
+from torchdata.stateful_dataloader import stateful_dataloader
 
 import telemetry
-from telemetry.hooks.patching import ImportWatch
 from tests.data_sets import Numbers
 from tests.tracebacks import traceback_of
 
@@ -65,17 +61,6 @@ def test_tracebacks_stay_as_they_were(observed, what):
     assert attached == plain
 
 
-def test_a_failing_fetch_off_the_training_thread_has_its_own_traceback(observed):
-    traces = []
-    for attached in (True, False):
-        if not attached:
-            observed.attachment.detach()
-        thread = threading.Thread(target=lambda: traces.append(traceback_of(FAILING["dataset"])))
-        thread.start()
-        thread.join()
-    assert traces[0] == traces[1]
-
-
 def test_detach_puts_everything_back():
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -83,8 +68,14 @@ def test_detach_puts_everything_back():
         import torch.distributed.checkpoint as dcp
 
         return (
-            torch_dataloader._BaseDataLoaderIter.__next__,
-            DataLoader.__iter__,
+            *(vars(torch_dataloader._BaseDataLoaderIter)[name] for name in ("__next__", "__init__", "_reset")),
+            *(
+                vars(torch_dataloader._MultiProcessingDataLoaderIter)[name]
+                for name in ("__init__", "_reset", "_shutdown_workers")
+            ),
+            *(vars(owner)["__iter__"] for owner in (DataLoader, stateful_dataloader.StatefulDataLoader)),
+            stateful_dataloader._StatefulMultiProcessingDataLoaderIter.__init__,
+            [*gc.callbacks],
             torch.save,
             torch.serialization.save,
             dcp.save,
@@ -136,15 +127,6 @@ def test_a_warning_of_the_iterator_names_no_file_of_ours(observed, workers):
     assert {warning.filename for warning in caught if "pin_memory" in str(warning.message)} == {dataloader.__file__}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with an accelerator there is no such warning")
-def test_a_filter_for_torchs_module_still_fits(observed):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", message=".*pin_memory", module="torch.utils.data")
-        list(DataLoader(torch.arange(4), pin_memory=True))
-    assert [str(warning.message) for warning in caught if "pin_memory" in str(warning.message)] == []
-
-
 # -- the agent leaves iterators as Python laid them out: one with a dictionary of its own makes each ``next()`` slower -
 
 
@@ -173,58 +155,3 @@ def test_an_iterator_has_no_dictionary_because_of_the_agent(kind, request):
     bare = has_dictionary(LOADERS[kind]())
     request.getfixturevalue("agent")
     assert has_dictionary(LOADERS[kind]()) == bare
-
-
-# -- a module that is watched is patched when it is imported, whoever searches for it meanwhile ------------------------
-
-
-NAME = "a_module_that_is_watched"
-
-
-class Slow(MetaPathFinder):
-    """Holds the first search for the module up."""
-
-    def __init__(self) -> None:
-        self.entered, self.go = threading.Event(), threading.Event()
-
-    def find_spec(self, name, path, target=None):
-        if name == NAME and not self.entered.is_set():
-            self.entered.set()
-            assert self.go.wait(60)
-
-
-@pytest.fixture
-def watch(tmp_path, monkeypatch):
-    (tmp_path / f"{NAME}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    errors: list = []
-    watch = ImportWatch(errors.append)
-    yield watch
-    watch.close()
-    sys.modules.pop(NAME, None)
-    assert errors == []
-
-
-def test_a_search_on_one_thread_hides_no_module_from_another(watch):
-    seen: list = []
-    watch.when_imported(NAME, seen.append)
-    slow = Slow()
-    sys.meta_path.insert(1, slow)
-    found: dict[str, object] = {}
-
-    def search(who: str) -> None:
-        found[who] = watch.find_spec(NAME, None)
-
-    threads = [threading.Thread(target=search, args=(who,)) for who in ("first", "second")]
-    threads[0].start()
-    assert slow.entered.wait(60)
-    threads[1].start()
-    threads[1].join(0.5)  # CPython lets it wait for the first
-    slow.go.set()
-    for thread in threads:
-        thread.join(60)
-    assert None not in found.values()
-    assert seen == []
-    module = importlib.import_module(NAME)
-    assert seen == [module]

@@ -257,7 +257,7 @@ class EventLog:
         known = self._environment | torch
         fields: dict[str, Any] = {"environment": {name: value for name, value in known.items() if value}}
         if self._builder.loader:
-            size = self._tracker.loaders.newest_batch_size()
+            size = self._tracker.loaders.batch_size
             fields["loader"] = self._builder.loader | ({} if size is None else {"batch_size": size})
         return fields
 

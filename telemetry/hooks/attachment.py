@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.hooks import checkpoints, watch
-from telemetry.hooks import dataloader as loader_hooks
+from telemetry.hooks import checkpoints, dataloader, watch
 from telemetry.hooks.device import CUDA, Captures, DeviceEvents, GpuClock, timed
 from telemetry.hooks.optimizer import OptimizerSteps
 from telemetry.hooks.patching import ImportWatch, Patches
@@ -43,10 +42,8 @@ class Attachment:
         gpu_events: bool = True,
         nvtx: bool = False,
     ) -> None:
-        self._gpu_events = gpu_events
         self._nvtx = nvtx
-        self._clock_absent: str | None = None
-        self._gpu_watched = False
+        self._clock_absent = None if gpu_events else "gpu_events is off"
         self._tracker = tracker
         self._on_error = on_error
         self._patches = Patches()
@@ -81,15 +78,12 @@ class Attachment:
         """
         tracker = self._tracker
         tracker.accelerator = name
-        if not self._gpu_watched:
-            self._gpu_watched = True  # a clock that failed is not tried again
+        if self.clock is None and self._clock_absent is None:
             torch = sys.modules["torch"]
-            if not self._gpu_events:
-                self._clock_absent = "gpu_events is off"
-            elif not timed(torch, name):
-                self._clock_absent = f"torch has no events that time the work of this device ({name})"
-            else:
+            if timed(torch, name):
                 self.clock = tracker.gpu = GpuClock(DeviceEvents(torch, name, self.captures, tracker))
+            else:
+                self._clock_absent = f"torch has no events that time the work of this device ({name})"
         if tracker.gpu is not None:
             tracker.slow_path()
         if self.clock is None:
@@ -125,8 +119,8 @@ class Attachment:
         tracker, patches, loaders = self._tracker, self._patches, sys.modules["torch.utils.data.dataloader"]
         optimizers, profiler = sys.modules["torch.optim.optimizer"], sys.modules["torch.autograd.profiler"]
         places: tuple[Callable[[], object], ...] = (
-            lambda: loader_hooks.patch_workers(loaders._MultiProcessingDataLoaderIter, tracker, patches),
-            lambda: loader_hooks.patch_loader(loaders, tracker, patches),
+            lambda: dataloader.patch_workers(loaders._MultiProcessingDataLoaderIter, tracker, patches),
+            lambda: dataloader.patch_loader(loaders, tracker, patches),
             lambda: self.optimizer.patch(optimizers, patches),
             lambda: checkpoints.patch_optimizer(optimizers.Optimizer, tracker, patches),
             lambda: self.profilers.patch(profiler, torch.autograd._profiler_enabled, patches),
@@ -144,9 +138,11 @@ class Attachment:
         tracker.use_torch(torch)
 
     def _stateful_loader(self, module: Any) -> None:
-        iterators = module._StatefulMultiProcessingDataLoaderIter
-        loader_hooks.patch_workers(iterators, self._tracker, self._patches)
-        loader_hooks.patch_epoch_boundaries(module.StatefulDataLoader, iterators, self._tracker, self._patches)
+        tracker, patches = self._tracker, self._patches
+        dataloader.patch_workers(module._StatefulMultiProcessingDataLoaderIter, tracker, patches)
+        patches.replace(
+            module.StatefulDataLoader, "__iter__", lambda original: dataloader.timed_iter(original, tracker)
+        )
 
     def _distributed_checkpoint(self, package: ModuleType) -> None:
         for name in ("", ".state_dict_saver", ".state_dict_loader"):

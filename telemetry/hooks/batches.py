@@ -263,7 +263,7 @@ class BatchCounter:
 class OwnCounts:
     """Samples and tokens of the batches that the training thread fetches itself, without workers.
 
-    The training thread adds them, the agent thread takes them. Before `begin`, only the newest batch's are kept.
+    The training thread adds them, the agent thread takes them.
 
     Args:
         sizes: counts the samples of each batch; None if they are not needed here.
@@ -271,10 +271,10 @@ class OwnCounts:
 
     def __init__(self, sizes: FetchedSamples | None) -> None:
         self._sizes = sizes
-        self._counts: deque[Counts] = deque()
-        self._begun = self._lost = False
+        self._counts: deque[tuple[int, int | None, int | None]] = deque(maxlen=_MAX_KEPT)  # with the fetch's number
+        self._fetches = 0
+        self._before: int | None = None  # batches of the iteration before the first fetch
         self._looking = True
-        self._next = 0
 
     def made(self, indices: object, batch: object) -> None:
         """Count the batch that a fetch has made. Never raises."""
@@ -284,40 +284,31 @@ class OwnCounts:
             tokens = tokens_in(batch) if self._looking else 0
         except Exception as error:
             let_pass(error)
-        if not self._begun:
-            self._counts.clear()
-        self._lost = self._lost or len(self._counts) >= _MAX_KEPT
-        if not self._lost:
-            self._counts.append((samples, tokens))
+        self._counts.append((self._fetches, samples, tokens))
+        self._fetches += 1
 
     def begin(self, number: int) -> None:
-        """Keep the counts of all batches from now on. ``number``: of the newest batch in its iteration."""
-        if not self._begun:
-            self._begun, self._next = True, number
-            self._looking = any(tokens != 0 for _, tokens in self._counts)  # other batches are like the first
+        """Take this as the number of the newest batch in its iteration."""
+        if self._before is None:
+            self._before = number - (self._fetches - 1)
+            self._looking = any(tokens != 0 for _, _, tokens in self._counts)  # other batches are like the first
 
     def of(self, number: int, batches: int) -> Counts:
         """Counts of ``batches`` from this number on. Numbers must not decrease."""
-        while self._next < number and self._counts:
+        first = number - (self._before or 0)
+        while self._counts and self._counts[0][0] < first:
             self._counts.popleft()
-            self._next += 1
-        if self._next != number or len(self._counts) < batches:
+        if len(self._counts) < batches or self._counts[0][0] != first:
             return None, None
-        self._next += batches
-        taken = [self._counts.popleft() for _ in range(batches)]
-        samples, tokens = zip(*taken, strict=True)
+        _, samples, tokens = zip(*(self._counts.popleft() for _ in range(batches)), strict=True)
         return (None if None in samples else sum(samples)), (None if None in tokens else sum(tokens))
 
 
 def _follow(iterator: Any, *, samples: bool) -> OwnCounts | None:
-    """Count the fetches of an iteration without workers.
+    """Count the fetches of a DataLoader's iterator without workers.
 
-    Args:
-        iterator: the DataLoader's iterator.
-        samples: whether to count samples. Then the iterator must not have fetched anything yet.
-
-    Returns:
-        None if the fetcher is not torch's, or other code has wrapped it.
+    ``samples``: whether to count samples, too. Then it must not have fetched anything yet. Returns None if the fetcher
+    is not torch's, or other code has wrapped it.
     """
     fetcher: Any = own_value(iterator, "_dataset_fetcher")
     if type(fetcher).__module__ != _FETCHERS or "fetch" in vars(fetcher):
@@ -389,13 +380,7 @@ class BatchCounts(NamedTuple):
     no_tokens: bool
 
     def of(self, source: BatchSource, place: int, batches: int) -> Counts:
-        """Counts of some batches. Ask in the order of the batches.
-
-        Args:
-            source: where they come from.
-            place: the place of the first in the iteration.
-            batches: how many.
-        """
+        """Counts of some batches, the first of which has this place in the iteration. Ask in their order."""
         samples = tokens = None
         if self.own is not None:
             samples, tokens = self.own.of(place, batches)
@@ -573,12 +558,15 @@ class TrainedBatches:
     """Follows the batches in the ring: their places, the waits for each source, samples and tokens.
 
     One batch of unknown size makes the whole sum unknown.
+
+    Attributes:
+        sizes: what the sampler of the newest iteration decides; None if it decides nothing.
     """
 
     def __init__(self) -> None:
         self._source: BatchSource | None = None  # of the newest batches
         self._counts: BatchCounts | None = None
-        self._sizes: BatchSizes | None = None
+        self.sizes: BatchSizes | None = None
         self._place: int | None = None  # of the next batch
         self._waits: dict[BatchSource, int] = {}
         self._own_counts = [0] * (len(FETCH_BUCKETS) + 1)
@@ -613,11 +601,6 @@ class TrainedBatches:
                 if source is self._source:
                     self._move(1)
 
-    @property
-    def sizes(self) -> BatchSizes | None:
-        """What the sampler of the newest iteration decides; None if it decides nothing."""
-        return self._sizes
-
     def _go_on(self, mark: BatchMark) -> None:
         """Begin an iteration, or go on with another one."""
         if mark.place is not None:
@@ -626,7 +609,7 @@ class TrainedBatches:
             self._place = None
         self._source, self._counts = mark.source, mark.counts
         if mark.counts is not None:
-            self._sizes = mark.counts.sizes
+            self.sizes = mark.counts.sizes
         if isinstance(self._source, LoaderHandle):
             self._source.epoch = mark.epoch
         self._move(0)

@@ -10,7 +10,7 @@ import functools
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.patching import forget_frame, unseen
+from telemetry.hooks.patching import FAILED, around
 from telemetry.hooks.resume import holds_optimizer
 from telemetry.records import CHECKPOINT
 from telemetry.util.clock import now_ns
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from telemetry.hooks.patching import Patches
-    from telemetry.hooks.tracker import StepTracker
+    from telemetry.hooks.tracker import Interrupted, StepTracker
+
+    _Save = tuple[int, Interrupted | None, tuple[int, int] | None]
+    """Its start; what `exit_phase` needs; on another thread, the steps of optimizers and of the loop"""
 
 _DISTRIBUTED: Final = "torch.distributed.checkpoint"
 
@@ -43,103 +46,71 @@ LOADING: Final = {
 
 def patch_module(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
     """Patch the functions of one module that save and load."""
-    for functions, wrap in ((SAVING, _timed_save), (LOADING, _timed_load)):
-        for name in functions.get(module.__name__, ()):
-            if callable(vars(module).get(name)):
-                patches.replace(module, name, functools.partial(wrap, tracker=tracker))
+
+    def after_load(counts: bool | None, *_: Any, **__: Any) -> None:  # noqa: FBT001
+        if counts:
+            tracker.resume.end_restore()
+
+    for name in SAVING.get(module.__name__, ()):
+        if callable(vars(module).get(name)):
+            _patch_saving(module, name, tracker, patches)
+    for name in LOADING.get(module.__name__, ()):
+        if callable(vars(module).get(name)):
+            begin = functools.partial(_begin_load, tracker)
+            patches.around(module, name, before=begin, after=after_load, on_error=tracker.note_error)
 
 
-def _timed_save(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
-    @functools.wraps(original)
-    @unseen
-    def save(*args: Any, **kwargs: Any) -> Any:
-        start, before, elsewhere = now_ns(), None, None
+def _begin_load(tracker: StepTracker, *_: Any, **__: Any) -> bool:
+    return tracker.resume.begin_restore(tracker)
+
+
+def _patch_saving(module: ModuleType, name: str, tracker: StepTracker, patches: Patches) -> None:
+    resume = tracker.resume
+    # torch.distributed.checkpoint is taken to save everything
+    everything = vars(module)[name].__module__.startswith(_DISTRIBUTED)
+
+    def whole(saved: object) -> bool:
+        return everything or holds_optimizer(saved)
+
+    def before(obj: object = None, /, *_: Any, **named: Any) -> _Save:
+        start, outer, elsewhere = now_ns(), None, None
+        if get_ident() == tracker.thread:
+            resume.saving(holds_optimizer=whole(named.get("obj", obj)))
+        elif tracker.active and not (tracker.checkpointing or resume.writing_elsewhere):
+            elsewhere = tracker.optimizer_steps, tracker.ring.closed
+        if not tracker.checkpointing:  # saving functions call each other: only the outermost counts
+            outer = tracker.enter_phase(CHECKPOINT)
+        return start, outer, elsewhere
+
+    def after(noted: _Save | None, result: object, obj: object = None, /, *_: Any, **named: Any) -> None:
+        start, outer, elsewhere = noted or (0, None, None)
         try:
-            if get_ident() == tracker.thread:
-                tracker.resume.saving(holds_optimizer=_holds_optimizer(original, args, kwargs))
-            elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
-                elsewhere = tracker.optimizer_steps, tracker.ring.closed
-            if not tracker.checkpointing:  # saving functions call each other: only the outermost counts
-                before = tracker.enter_phase(CHECKPOINT)
-        except Exception as error:
-            tracker.fault(error)
-        try:
-            result = original(*args, **kwargs)
-            if elsewhere is not None:
-                whole = _holds_optimizer(original, args, kwargs)
-                tracker.resume.saved_elsewhere(start, elsewhere, holds_optimizer=whole)
+            if result is FAILED:
+                if get_ident() == tracker.thread:
+                    resume.failed()
+            elif elsewhere is not None:
+                resume.saved_elsewhere(start, elsewhere, holds_optimizer=whole(named.get("obj", obj)))
             elif tracker.checkpointing:
-                _returned(tracker, result)
-        except BaseException as error:
-            if get_ident() == tracker.thread:
-                tracker.resume.failed()
-            forget_frame(error)
-            raise
+                resume.returned(result)
         finally:
-            if before is not None:
-                try:
-                    tracker.exit_phase(CHECKPOINT, before, start)
-                except Exception as error:
-                    tracker.fault(error)
-        return result
+            if outer is not None:
+                tracker.exit_phase(CHECKPOINT, outer, start)
 
-    return save
-
-
-def _returned(tracker: StepTracker, result: object) -> None:
-    try:
-        tracker.resume.returned(result)
-    except Exception as error:  # the result only looks like a future
-        tracker.note_error(error)
-
-
-def _holds_optimizer(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a saved object has an optimizer's state. torch.distributed.checkpoint is taken to save everything."""
-    return original.__module__.startswith(_DISTRIBUTED) or holds_optimizer(args[0] if args else kwargs.get("obj"))
-
-
-def _timed_load(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
-    @functools.wraps(original)
-    @unseen
-    def load(*args: Any, **kwargs: Any) -> Any:
-        counts = False
-        try:
-            counts = tracker.resume.begin_restore(tracker)
-        except Exception as error:
-            tracker.note_error(error)
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            forget_frame(error)
-            raise
-        finally:
-            if counts:
-                tracker.resume.end_restore()
-
-    return load
+    patches.around(module, name, before=before, after=after, on_error=tracker.fault)
 
 
 def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patches) -> None:
-    """Read an optimizer's position from the state that it loads."""
+    """Time the loading of an optimizer's state, and read its position from that state."""
+
+    def after(counts: bool | None, result: object, optimizer: Any, given: Any = None, /, **named: Any) -> None:  # noqa: FBT001
+        if counts:
+            tracker.resume.end_restore()
+        if result is not FAILED and tracker.active:
+            tracker.resume.loaded(tracker, optimizer, named.get("state_dict", given))
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        timed = _timed_load(original, tracker)
-
-        @functools.wraps(original)
-        @unseen
-        def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                result = timed(self, *args, **kwargs)
-            except BaseException as error:
-                forget_frame(error)
-                raise
-            try:
-                if tracker.active:
-                    tracker.resume.loaded(tracker, self, args[0] if args else kwargs.get("state_dict"))
-            except Exception as error:
-                tracker.note_error(error)
-            return result
-
+        begin = functools.partial(_begin_load, tracker)
+        load_state_dict = around(original, before=begin, after=after, on_error=tracker.note_error)
         # Torch marks the original in the same way, so that Dynamo does not trace it.
         load_state_dict._torchdynamo_disable = True  # type: ignore[attr-defined]
         return load_state_dict
@@ -150,22 +121,14 @@ def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patche
 def patch_state_creation(module: ModuleType, tracker: StepTracker, patches: Patches) -> None:
     """Do not count the step with which torch.distributed.checkpoint creates an optimizer's state: it trains nothing."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        @unseen
-        def create(*args: Any, **kwargs: Any) -> Any:
-            resume, before, outer = tracker.resume, tracker.optimizer_steps, tracker.resume.initializing
-            resume.initializing = True
-            try:
-                return original(*args, **kwargs)
-            except BaseException as error:
-                forget_frame(error)
-                raise
-            finally:
-                resume.initializing = outer
-                tracker.optimizer_steps = before
+    def before(*_: Any, **__: Any) -> tuple[int, bool]:
+        noted = tracker.optimizer_steps, tracker.resume.initializing
+        tracker.resume.initializing = True
+        return noted
 
-        return create
+    def after(noted: tuple[int, bool] | None, *_: Any, **__: Any) -> None:
+        if noted is not None:
+            tracker.optimizer_steps, tracker.resume.initializing = noted
 
     if callable(vars(module).get("_init_optim_state")):
-        patches.replace(module, "_init_optim_state", wrap)
+        patches.around(module, "_init_optim_state", before=before, after=after, on_error=tracker.fault)

@@ -7,7 +7,7 @@ import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
+from telemetry.hooks.patching import FAILED, WeakMap, around, forget_frame, unseen
 from telemetry.hooks.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.hooks.timers import Clocks, TimedFetch, TimedWait, timeable
 from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, OVERHEAD_PARTS, StepTracker
@@ -29,28 +29,19 @@ _MAX_PART_NS: Final = 20_000
 
 def patch_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch ``torch.utils.data.dataloader``."""
-    base, map_style = module._BaseDataLoaderIter, module._DatasetKind.Map
+    base, single = module._BaseDataLoaderIter, module._SingleProcessDataLoaderIter
     patches.replace(base, "__next__", lambda original: timed_next(original, tracker))
-    patch_epoch_boundaries(module.DataLoader, module._MultiProcessingDataLoaderIter, tracker, patches)
-    for name in ("__init__", "_reset"):  # the callers of ``iter(sampler)``
-        patches.replace(base, name, lambda original: _timed_start(original, tracker, map_style))
-    single = module._SingleProcessDataLoaderIter
-    patches.replace(single, "__init__", lambda original: _timed_constructor(original, tracker))
-
-
-def patch_epoch_boundaries(loader: Any, workers: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch the start and the end of an iteration.
-
-    Args:
-        loader: the class of loaders.
-        workers: the class of its iterators with workers.
-        tracker: gets the spans.
-        patches: can undo the patches.
-    """
-    patches.replace(loader, "__iter__", lambda original: timed_iter(original, tracker))
-    patches.replace(workers, "__init__", lambda original: _timed_constructor(original, tracker))
-    patches.replace(workers, "_shutdown_workers", lambda original: _timed_shutdown(original, tracker))
-    patches.replace(workers, "_reset", lambda original: _timed_reset(original, tracker))
+    patches.replace(module.DataLoader, "__iter__", lambda original: timed_iter(original, tracker))
+    _time_sampler_start(base, module._DatasetKind.Map, tracker, patches)
+    patches.around(
+        single,
+        "__init__",
+        before=lambda _iterator, loader, *_, **__: begin_boundary(tracker, loader),
+        after=lambda begun, result, iterator, *_, **__: end_boundary(
+            tracker, begun, None if result is FAILED else iterator
+        ),
+        on_error=tracker.fault,
+    )
 
 
 # -- requests for batches ------------------------------------------------------------------------------------------
@@ -200,7 +191,7 @@ def _end_parts(
     iterator: object,
     ranges: Sequence[Callable[[], object]],
     timed: TimedWait | None,
-    fetch: TimedFetch | None = None,
+    fetch: TimedFetch | None,
     *,
     batch: bool,
 ) -> None:
@@ -217,216 +208,139 @@ def _end_parts(
 # -- start and end of an iteration ---------------------------------------------------------------------------------
 
 
-def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
-    """Wrap ``DataLoader.__iter__``, so that the ring gets the start of the workers."""
-    timed = _timed_boundary(original, tracker, leaves=False)
-    timed._telemetry_timed = True  # type: ignore[attr-defined]
-    return timed
-
-
-def _timed_constructor(original: Callable[..., None], tracker: StepTracker) -> Callable[..., None]:
-    """Time an iterator's constructor as the start of an iteration. Inside ``__iter__`` it is part of that span."""
-
-    @functools.wraps(original)
-    @unseen
-    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        @unseen
-        def made(loader: Any) -> Any:
-            try:
-                original(self, loader, *args, **kwargs)
-            except BaseException as error:
-                forget_frame(error)
-                raise
-            return self
-
-        try:
-            at_boundary(made, tracker, loader)
-        except BaseException as error:
-            forget_frame(error)
-            raise
-
-    return __init__
-
-
-def _timed_shutdown(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
-    """Wrap ``_shutdown_workers``, so that the ring gets its time.
-
-    At the end of an epoch it is part of a request. But if an iterator is left (with ``break``, or after one batch), its
-    workers are stopped when it is freed. The training thread waits for that, because a fetch in progress is not
-    cancelled.
-    """
-    return _timed_boundary(original, tracker, leaves=True)
-
-
-def _timed_boundary(original: Callable[[Any], Any], tracker: StepTracker, *, leaves: bool) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    @unseen
-    def boundary(self: Any) -> Any:
-        try:
-            return at_boundary(original, tracker, self, leaves=leaves)
-        except BaseException as error:
-            forget_frame(error)
-            raise
-
-    return boundary
-
-
-@unseen
-def at_boundary(original: Callable[[Any], Any], tracker: StepTracker, subject: Any, *, leaves: bool = False) -> Any:
-    """Call what begins or ends an iteration, and write its span into the ring if the tracker has a code for it.
+def begin_boundary(tracker: StepTracker, subject: Any, *, leaves: bool = False) -> tuple[int, int] | None:
+    """Begin what begins or ends an iteration. Returns its start and its code, if it gets a span in the ring.
 
     Args:
-        original: makes an iterator of a loader, or stops the workers of an iterator.
         tracker: gets the span.
-        subject: the argument of ``original``.
-        leaves: whether ``original`` stops workers.
+        subject: the loader, or with ``leaves`` the iterator whose workers are about to be stopped.
+        leaves: whether workers are stopped. At the end of an epoch that is part of a request. But if an iterator is
+            left (with ``break``, or after one batch), its workers are stopped when it is freed. The training thread
+            waits for that, because a fetch in progress is not cancelled.
     """
-    entry = None
-    try:
-        if get_ident() == tracker.thread and not tracker.waiting_since:
-            entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
-            if not leaves:
-                tracker.loaders.note_caller(sys._getframe(1))
-        if entry is not None:
-            tracker.boundary_ahead(entry)
+    if get_ident() != tracker.thread or tracker.waiting_since:
+        return None
+    entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
+    if not leaves:
+        tracker.loaders.note_caller(sys._getframe(1))
+    if entry is None:
+        return None
+    tracker.boundary_ahead(entry)
+    if tracker.gpu is not None:
+        tracker.mark_request(None, entry)
+    start = now_ns()
+    tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
+    return start, entry
+
+
+def end_boundary(tracker: StepTracker, begun: tuple[int, int] | None, iterator: Any) -> None:
+    """End what `begin_boundary` began. ``iterator``: what an iteration has made; None if nothing was made."""
+    if begun is not None:
+        start, entry = begun
+        try:
+            end = now_ns()
+            tracker.iterated(start, end, entry, iterator)
             if tracker.gpu is not None:
-                tracker.mark_request(None, entry)
-            start = now_ns()
-            tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
-    except BaseException as error:
-        tracker.fault(error)
-        return original(subject)
-    result = None
-    try:
-        result = original(subject)
-    except BaseException as error:
-        forget_frame(error)
-        raise
-    finally:
-        if entry is not None:
-            try:
-                _boundary_passed(tracker, start, entry, result)
-            finally:
-                tracker.waiting_since = 0
-    try:
-        if not leaves and tracker.active:
-            tracker.loaders.begun(result)
-            if get_ident() == tracker.thread:
-                tracker.marks.made(result)
-    except Exception as error:
-        tracker.fault(error)
-    return result
+                tracker.mark_arrival(start, end)
+        finally:
+            tracker.waiting_since = 0
+    if iterator is not None and tracker.active:
+        tracker.loaders.begun(iterator)
+        if get_ident() == tracker.thread:
+            tracker.marks.made(iterator)
 
 
-def _boundary_passed(tracker: StepTracker, start: int, entry: int, iterator: object | None) -> None:
-    try:
-        end = now_ns()
-        tracker.iterated(start, end, entry, iterator)
-        if tracker.gpu is not None:
-            tracker.mark_arrival(start, end)
-    except BaseException as error:
-        tracker.fault(error)
+def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
+    """Wrap the ``__iter__`` of a loader, so that the ring gets the start of the workers."""
+    return around(
+        original,
+        before=lambda loader: begin_boundary(tracker, loader),
+        after=lambda begun, made, _loader: end_boundary(tracker, begun, None if made is FAILED else made),
+        on_error=tracker.fault,
+    )
 
 
-def _timed_start(original: Callable[..., Any], tracker: StepTracker, map_style: object) -> Callable[..., Any]:
+def _time_sampler_start(iterators: Any, map_style: object, tracker: StepTracker, patches: Patches) -> None:
     """Time what begins an iteration in the base class of all iterators, which calls ``iter(sampler)``."""
 
-    def before(_iterator: Any) -> Clocks | None:
-        return Clocks(tracker.garbage) if _at_boundary(tracker) else None
+    def before(_iterator: Any, *_: Any, **__: Any) -> Clocks | None:
+        return Clocks(tracker.garbage) if _in_boundary(tracker) else None
 
-    def after(iterator: Any, clocks: Clocks | None, failed: bool) -> None:  # noqa: FBT001
+    def after(clocks: Clocks | None, result: object, iterator: Any, *_: Any, **__: Any) -> None:
         # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
         map_in_workers = getattr(iterator, "_num_workers", 0) and getattr(iterator, "_dataset_kind", None) == map_style
-        if clocks is not None and not failed and map_in_workers:
+        if clocks is not None and result is not FAILED and map_in_workers:
             ns, cpu_ns = clocks.passed()
             tracker.sampler_timer.boundary_sampler_ns += ns
             tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
 
-    return around(original, before=before, after=after)
+    for name in ("__init__", "_reset"):
+        patches.around(iterators, name, before=before, after=after, on_error=tracker.fault)
 
 
-def _timed_reset(original: Callable[..., Any], tracker: StepTracker) -> Callable[..., Any]:
-    """Time ``_reset`` of an iterator with workers, which draws the indices of all prefetched batches."""
-
-    def before(iterator: Any) -> TimedWait | None:
-        try:
-            loader = tracker.loaders.known(iterator)
-            if loader is not None and loader.block is not None:
-                loader.block.begin_iteration()
-            if _at_boundary(tracker) and timeable(iterator):
-                return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
-        except Exception as error:
-            tracker.fault(error)
-        return None
-
-    def after(iterator: Any, timed: TimedWait | None, _failed: bool) -> None:  # noqa: FBT001
-        if timed is not None:
-            _end_parts(tracker, iterator, (), timed, batch=False)
-
-    return around(original, before=before, after=after)
-
-
-def _at_boundary(tracker: StepTracker) -> bool:
+def _in_boundary(tracker: StepTracker) -> bool:
     return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
 
 
-# -- how the probe gets into the workers, in the training process ------------------------------------------------------
-
-_NAME: Final = "_worker_init_fn"
+# -- iterators with workers: their constructor starts the workers, and the probe gets into these -----------------------
 
 
 def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch the constructor of iterators with workers, which starts the workers.
+    """Patch a class of iterators with workers.
 
     The constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and passes that to each
     worker. While it runs, the descriptor `_InitFunction` returns a probe instead. Nothing is set on the loader or kept
     in the iterator: loaders are shared between threads, copied, pickled and sealed, and their iterators are made inside
     one another.
-
-    Args:
-        iterators: the class of iterators.
-        tracker: its registry gets each iterator.
-        patches: can undo the patches.
-
-    Raises:
-        AttributeError: the class itself has a ``_worker_init_fn``, so this version of torch is unknown.
     """
-    for kind in iterators.__mro__:
-        if not isinstance(vars(kind).get(_NAME), _InitFunction | None):  # the parent's may still be there after a fork
-            raise AttributeError(f"{kind.__name__} has {_NAME} already")  # noqa: TRY004
     init_function = _InitFunction(tracker)
-    patches.put(iterators, _NAME, init_function)
-    patches.replace(iterators, "__init__", lambda original: _probed(original, init_function, tracker))
+    used: WeakMap[None] = WeakMap()  # loaders that have made an iterator
 
-
-def _probed(original: Callable[..., None], init_function: _InitFunction, tracker: StepTracker) -> Callable[..., None]:
-    begun: WeakMap[None] = WeakMap()  # loaders
-
-    @functools.wraps(original)
-    @unseen
-    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def making(iterator: Any, loader: Any, *_: Any, **__: Any) -> tuple[int, int] | None:
         if tracker.active:
-            init_function.making[id(self)] = []
+            init_function.making[id(iterator)] = []
+        return begin_boundary(tracker, loader)
+
+    def made(begun: tuple[int, int] | None, result: object, iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
+        blocks = init_function.making.pop(id(iterator), None)
         try:
-            original(self, loader, *args, **kwargs)
-        except BaseException as error:
-            init_function.making.pop(id(self), None)
-            forget_frame(error)
-            _forget_notes(error)
-            raise
-        making = init_function.making.pop(id(self), None)
-        if making is None or not tracker.active:
-            return
-        try:
-            tracker.loaders.register(self, making[0] if making else None, again=loader in begun)
-            begun[loader] = None
-        except Exception as error:
-            tracker.fault(error)
+            if result is FAILED:
+                _forget_notes(sys.exc_info()[1])
+            elif blocks is not None and tracker.active:
+                tracker.loaders.register(iterator, blocks[0] if blocks else None, again=loader in used)
+                used[loader] = None
+        finally:
+            end_boundary(tracker, begun, None if result is FAILED else iterator)
 
-    return __init__
+    def resetting(iterator: Any, *_: Any, **__: Any) -> TimedWait | None:
+        """``_reset`` draws the indices of all prefetched batches."""
+        loader = tracker.loaders.known(iterator)
+        if loader is not None and loader.block is not None:
+            loader.block.begin_iteration()
+        timed = _in_boundary(tracker) and timeable(iterator)
+        return TimedWait(tracker.sampler_timer, tracker.garbage, iterator) if timed else None
+
+    def reset(timed: TimedWait | None, _result: object, iterator: Any, *_: Any, **__: Any) -> None:
+        if timed is not None:
+            timed.end(iterator, batch=False)
+
+    iterators._worker_init_fn = init_function
+    patches.on_undo(lambda: delattr(iterators, _NAME))
+    patches.around(iterators, "__init__", before=making, after=made, on_error=tracker.fault)
+    patches.around(iterators, "_reset", before=resetting, after=reset, on_error=tracker.note_error)
+    patches.around(
+        iterators,
+        "_shutdown_workers",
+        before=lambda iterator: begin_boundary(tracker, iterator, leaves=True),
+        after=lambda begun, _result, _iterator: end_boundary(tracker, begun, None),
+        on_error=tracker.fault,
+    )
 
 
-def _forget_notes(error: BaseException) -> None:
+_NAME: Final = "_worker_init_fn"
+
+
+def _forget_notes(error: BaseException | None) -> None:
     """Remove the probe from Python 3.14's notes on a function of the user's that cannot be pickled for a worker.
 
     From the inside out, each note names an object that holds the object of the note before. Two of them are the probe's
@@ -439,7 +353,7 @@ def _forget_notes(error: BaseException) -> None:
         elif str(note).endswith(" state"):
             del kept[-1:]
     if kept:
-        error.__notes__ = kept  # type: ignore[attr-defined]
+        error.__notes__ = kept  # type: ignore[union-attr]
 
 
 class _InitFunction:
@@ -455,12 +369,9 @@ class _InitFunction:
         self._tracker = tracker
 
     def __get__(self, iterator: Any, kind: type) -> Any:
-        if iterator is None:
-            raise AttributeError(f"type object {kind.__name__!r} has no attribute {_NAME!r}")
-        try:
-            user = vars(iterator)[_NAME]
-        except KeyError:
-            raise AttributeError(f"{kind.__name__!r} object has no attribute {_NAME!r}") from None
+        if iterator is None or _NAME not in vars(iterator):  # as without us
+            raise AttributeError(f"{kind.__name__!r} has no attribute {_NAME!r}")
+        user = vars(iterator)[_NAME]
         making = self.making.get(id(iterator))
         if making is None:
             return user

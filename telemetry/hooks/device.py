@@ -34,8 +34,7 @@ _BATCHED: Final = frozenset({"xla", "hpu"})
 def device_in_use(trained_on: str | None) -> str | None:
     """The type of the asynchronous device that the training uses, such as ``cuda``; None if the host computes.
 
-    Args:
-        trained_on: the type of device that holds the optimizer's parameters; None until it is known.
+    ``trained_on``: the type of device that holds the optimizer's parameters; None until it is known.
     """
     if trained_on is not None and trained_on not in _HOST:
         return trained_on
@@ -117,15 +116,6 @@ class Captures:
         while self.touching not in {0, get_ident()} and now_ns() < deadline:
             sleep(0.0001)
 
-    def begun(self, graph: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
-        """Forget a capture whose beginning failed."""
-        if failed:
-            self.graphs.discard(graph)
-
-    def ended(self, graph: Any, _noted: None, _failed: bool) -> None:  # noqa: FBT001
-        """Forget a capture that has ended."""
-        self.graphs.discard(graph)
-
 
 # -- timing events -----------------------------------------------------------------------------------------------------
 
@@ -154,8 +144,7 @@ class DeviceEvents:
     def __init__(self, torch: ModuleType, name: str, captures: Captures, tracker: StepState) -> None:
         self._module: Any = vars(torch).get(name)
         self._generic: Any = vars(torch).get("accelerator")
-        self._torch = torch
-        self._name = name
+        self._torch, self._name = torch, name
         self._captures = captures
         self._tracker = tracker
         self._stream: Any = None
@@ -295,17 +284,18 @@ class GpuClock:
         finally:
             self._device.end()
 
-    def iteration_begins(self) -> None:
-        """Mark the start or the end of an iteration."""
-        self._begun.clear()
-        self.epoch_boundary()
+    def requested(self, iterator_id: int | None) -> None:
+        """Mark a request for a batch of an iterator; None for the start or the end of an iteration.
 
-    def batch_requested(self, iterator_id: int) -> None:
-        """Mark a request for a batch. The first one of an iterator is like the start of its iteration."""
+        The first request of an iterator is like the start of its iteration.
+        """
         if iterator_id in self._begun:
             self.step_ended()
+            return
+        self.epoch_boundary()
+        if iterator_id is None:
+            self._begun.clear()
         else:
-            self.epoch_boundary()
             self._begun.add(iterator_id)
 
     def step_ended(self) -> None:
@@ -342,12 +332,7 @@ class GpuClock:
             self._device.end()
 
     def batch_arrived(self, start: int, end: int) -> None:
-        """Mark the end of a wait, when the GPU can have work again.
-
-        Args:
-            start: start of the wait, monotonic ns.
-            end: end of the wait, monotonic ns.
-        """
+        """Mark the end of a wait (its stamps are monotonic ns), when the GPU can have work again."""
         pair, self._armed = self._armed, None
         if pair is None:
             return

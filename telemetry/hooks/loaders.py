@@ -42,20 +42,20 @@ class Arrival(NamedTuple):
 
 
 class Wrapper:
-    """A wrapper around a watched object (``_telemetry_object``), or around an iterator of ``_telemetry_source``."""
+    """A wrapper around a watched object (``_telemetry_object``), or around an iterator of ``_telemetry_source``.
 
-    __slots__ = ("__weakref__", "_telemetry_object", "_telemetry_source")
+    ``_telemetry_batches`` is the source of its batches; None until the first batch of a prefetcher has come.
+    """
 
+    __slots__ = ("__weakref__", "_telemetry_batches", "_telemetry_object", "_telemetry_source")
+
+    _telemetry_batches: BatchSource | None
     _telemetry_object: Any
     _telemetry_source: Any
 
 
 def origin(candidate: object) -> weakref.ref[Any] | None:
-    """A weak reference to the object that was passed to ``watch()``.
-
-    Args:
-        candidate: its wrapper, or an iterator of the wrapper. Anything else returns None.
-    """
+    """A weak reference to the object inside a wrapper, or inside the wrapper that this one iterates; else None."""
     if not issubclass(type(candidate), Wrapper):
         return None
     wrapper: Any = candidate
@@ -87,11 +87,6 @@ def own_value(candidate: Any, name: str, default: Any = None) -> Any:
 
     With a dictionary, Python takes longer for each attribute of the object: 0.15 us more for torch's own part of
     ``next()`` (`benchmarks/`, hot; Python 3.11).
-
-    Args:
-        candidate: the object.
-        name: the attribute.
-        default: the result if the object has no such attribute.
     """
     if any(name in vars(kind) for kind in type(candidate).__mro__):
         return vars(candidate).get(name, default)  # a property, or a default of the class
@@ -283,7 +278,7 @@ class LoaderRegistry:
         newest_begun: returns the handle of the iteration that began last, on any thread; None if it has no workers.
         iterated_at: file, line and function of the user's code that has made the newest iterator.
         own_traits: the traits of the newest loader without workers.
-        finding: whether a generator's first batch is being requested, which shows the source of its batches.
+        batch_size: how many samples a batch of the newest loader has; None if unknown.
         known_iterators: iterator classes of other libraries, each with a function from an iterator to its source.
         sampling: the request to new workers: the session, and the stamp until which they sample their fetches. The
             agent thread writes it.
@@ -296,25 +291,19 @@ class LoaderRegistry:
         self._retired: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
-        self.finding = False
         self.iterated_at: tuple[str, int, str] | None = None
         self.own_traits = LoaderTraits()
         self._own_id = 0
-        self._batch_size: int | None = None
+        self.batch_size: int | None = None
         self.known_iterators: list[tuple[type, Callable[[Any], BatchSource]]] = []
         self.sampling = (0, 0)
         self.asked: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
 
     def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
-        """Register the workers of an iterator, without keeping it alive.
+        """Register the workers of an iterator, if it has any, without keeping it alive.
 
         Only its pids and its queue are kept. With a strong reference, the agent thread could become the thread that
-        shuts the workers down.
-
-        Args:
-            iterator: the iterator. One without workers is ignored.
-            block: counters that its workers write, if there are any.
-            again: whether its loader has made an iterator before.
+        shuts the workers down. ``again``: whether its loader has made an iterator before.
         """
         iterator = unwrapped(iterator)
         self._retire()
@@ -355,16 +344,12 @@ class LoaderRegistry:
         source = self._of(iterator)
         if training:
             self.newest = weakref.ref(source)
-            self._batch_size = batch_size_of(unwrapped(iterator))
+            self.batch_size = batch_size_of(unwrapped(iterator))
             if isinstance(source, LoaderHandle):
                 source.training = True
             elif source is ON_THREAD and id(iterator) != self._own_id:
                 self.own_traits, self._own_id = traits_of(unwrapped(iterator)), id(iterator)
         return source
-
-    def newest_batch_size(self) -> int | None:
-        """How many samples a batch of the newest loader has; None if unknown."""
-        return self._batch_size
 
     def live(self) -> list[LoaderHandle]:
         """Handles of the live iterators with workers."""
@@ -391,7 +376,7 @@ class LoaderRegistry:
                 self._retired.append(entry[1])
 
     def _of(self, iterator: object) -> BatchSource:
-        iterator = unwrapped(iterator)
+        wrapper, iterator = iterator, unwrapped(iterator)
         if self.known(iterator) is None:
             self.register(iterator)  # it began before the agent
         handle = self.known(iterator)
@@ -401,6 +386,14 @@ class LoaderRegistry:
             if issubclass(type(iterator), kind):
                 return source_of(iterator)
         if not is_loader_iterator(iterator):
-            return WATCHED
+            return self._behind(wrapper) if issubclass(type(wrapper), Wrapper) else WATCHED
         workers = getattr(iterator, "_num_workers", 0)
         return BatchSource("workers", {"num_workers": workers}) if workers else ON_THREAD
+
+    def _behind(self, wrapper: Any) -> BatchSource:
+        """The source of a wrapper's batches: if it is a prefetcher, maybe the iteration that its first batch began."""
+        source: BatchSource | None = wrapper._telemetry_batches
+        if source is None:
+            source = self.newest_begun() or READ_AHEAD
+            object.__setattr__(wrapper, "_telemetry_batches", source)
+        return source

@@ -16,7 +16,7 @@ from threading import get_ident, get_native_id
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks import ring as r
-from telemetry.hooks.patching import WeakMap, around
+from telemetry.hooks.patching import FAILED, WeakMap
 from telemetry.hooks.state import NO_THREAD
 from telemetry.util.clock import now_ns
 from telemetry.util.errors import let_pass
@@ -86,13 +86,11 @@ class OptimizerSteps:
         """Patch a class of graphs, such as ``torch.cuda.CUDAGraph``, if it has the methods to patch."""
         if graph is None or not {"capture_begin", "capture_end"} <= vars(graph).keys():
             return
-        captures = self._captures
-        patches.replace(
-            graph, "capture_begin", lambda original: around(original, before=self._capture_begins, after=captures.begun)
-        )
-        patches.replace(graph, "capture_end", lambda original: around(original, after=captures.ended))
+        fault = self._tracker.fault
+        patches.around(graph, "capture_begin", before=self._capture_begins, after=self._capture_begun, on_error=fault)
+        patches.around(graph, "capture_end", after=self._capture_ended, on_error=fault)
         if "replay" in vars(graph):
-            patches.replace(graph, "replay", lambda original: around(original, after=self._replayed))
+            patches.around(graph, "replay", after=self._replayed, on_error=fault)
 
     def stepped(self, optimizer: object) -> None:
         """Handle a step of an optimizer that is not on the fast path."""
@@ -156,11 +154,18 @@ class OptimizerSteps:
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
-    def _capture_begins(self, graph: Any) -> None:
+    def _capture_begins(self, graph: Any, *_: Any, **__: Any) -> None:
         if self._tracker.here:
             self._tracker.loop_changed()  # the slow path must see the optimizers' steps
         self._in_graph.discard(graph)
         self._captures.begin(graph)
+
+    def _capture_begun(self, _noted: None, result: object, graph: Any, *_: Any, **__: Any) -> None:
+        if result is FAILED:
+            self._captures.graphs.discard(graph)
+
+    def _capture_ended(self, _noted: None, _result: object, graph: Any) -> None:
+        self._captures.graphs.discard(graph)
 
     def _only_captured(self, optimizer: object) -> bool:
         """Whether the step of an optimizer was only recorded in a graph, by this thread."""
@@ -170,16 +175,13 @@ class OptimizerSteps:
             self._in_graph[graph] = [*(self._in_graph.get(graph) or []), weakref.ref(optimizer)]
         return True
 
-    def _replayed(self, graph: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
-        try:
-            for reference in () if failed else self._in_graph.get(graph) or ():
-                optimizer = reference()
-                if optimizer is None:
-                    self._tracker.optimizer_steps += 1
-                else:
-                    self._count(optimizer)
-        except Exception as error:
-            self._tracker.fault(error)
+    def _replayed(self, _noted: None, result: object, graph: Any) -> None:
+        for reference in () if result is FAILED else self._in_graph.get(graph) or ():
+            optimizer = reference()
+            if optimizer is None:
+                self._tracker.optimizer_steps += 1
+            else:
+                self._count(optimizer)
 
 
 def _is_nested(step: FrameType) -> bool:

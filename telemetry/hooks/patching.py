@@ -10,8 +10,9 @@ import sys
 import weakref
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,38 +98,49 @@ class WeakMap(Generic[V]):
 
 _MISSING: Final = object()
 
+FAILED: Final = object()
+"""Stands for the result of a call that has raised."""
 
-def _nothing(_owner: object) -> None:
-    """Do nothing before the call."""
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing before or after the call."""
 
 
 def around(
     original: Callable[..., Any],
     *,
-    before: Callable[[Any], Any] = _nothing,
-    after: Callable[[Any, Any, bool], object],
+    before: Callable[..., Any] = _nothing,
+    after: Callable[..., object] = _nothing,
+    on_error: Callable[[BaseException], None] = let_pass,
 ) -> Callable[..., Any]:
-    """Wrap a method with a call before and a call after it. Its exceptions pass with their tracebacks unchanged.
+    """Wrap a function with a call before and a call after it. Its exceptions pass with their tracebacks unchanged.
 
     Args:
-        original: the method.
-        before: called with the object. If it raises, the caller gets the exception and the method is not called.
-        after: called with the object, the result of ``before``, and whether the method has raised. It must not raise.
+        original: the function.
+        before: called with the arguments.
+        after: called with what ``before`` has returned (None if it has raised), the result or `FAILED`, and the
+            arguments.
+        on_error: gets what ``before`` and ``after`` raise. It must raise what comes from the script.
     """
 
     @functools.wraps(original)
     @unseen
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        noted = before(self)
-        failed = True
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        noted, result = None, FAILED
         try:
-            result = original(self, *args, **kwargs)
-            failed = False
+            noted = before(*args, **kwargs)
+        except BaseException as error:
+            on_error(error)
+        try:
+            result = original(*args, **kwargs)
         except BaseException as error:
             forget_frame(error)
             raise
         finally:
-            after(self, noted, failed)
+            try:
+                after(noted, result, *args, **kwargs)
+            except BaseException as error:
+                on_error(error)
         return result
 
     return wrapper
@@ -160,20 +172,21 @@ class Patches:
         setattr(owner, name, replacement)
         self._undo.append((owner, name, original, replacement))
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of ``owner``. `undo` restores the previous attribute, if there was one."""
-        before = vars(owner).get(name, _MISSING)
-        setattr(owner, name, value)
+    def around(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., Any] = _nothing,
+        after: Callable[..., object] = _nothing,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Replace ``owner.name`` by the same with a call `around` it."""
+        self.replace(owner, name, lambda original: around(original, before=before, after=after, on_error=on_error))
 
-        def remove() -> None:
-            if vars(owner).get(name) is not value:
-                return
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self.on_undo(remove)
+    def hold(self, owner: Any, name: str) -> bool:
+        """Whether ``owner.name`` is one of these patches."""
+        return any(each is owner and named == name for each, named, _, _ in self._undo)
 
     def on_undo(self, remove: Callable[[], None]) -> None:
         """Call ``remove`` when the patches are undone, for hooks with another way to remove them."""
@@ -211,7 +224,7 @@ class ImportWatch(MetaPathFinder):
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._waiting: dict[str, Callable[[ModuleType], None]] = {}
         self._on_error = on_error
-        self._searching: set[tuple[int, str]] = set()  # each thread with the module that it looks for
+        self._searching: set[str] = set()
 
     def when_imported(self, name: str, then: Callable[[ModuleType], None]) -> None:
         """Call ``then(module)``. An exception in it goes to ``on_error`` and does not fail the import."""
@@ -234,17 +247,15 @@ class ImportWatch(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the other finders' spec for a watched module, with a loader that calls back; else None."""
         del path, target
-        # For this thread and this module only. CPython calls one finder at a time, but does not guarantee it.
-        search = (get_ident(), fullname)
-        if fullname not in self._waiting or search in self._searching:
+        if fullname not in self._waiting or fullname in self._searching:
             return None
-        self._searching.add(search)
+        self._searching.add(fullname)
         try:
             spec = importlib.util.find_spec(fullname)
         except (ImportError, AttributeError, ValueError):
             return None  # the other finders will raise the reason
         finally:
-            self._searching.discard(search)
+            self._searching.discard(fullname)
         if spec is None or spec.loader is None:
             return None
         # It stays watched: a caller that asks for a spec may not import the module.

@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.patching import WeakMap, around
+from telemetry.hooks.patching import FAILED, WeakMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -62,10 +62,8 @@ class ProfilerWatch:
             if owner is None:
                 continue
             for beginning in beginnings:
-                patches.replace(
-                    owner, beginning, lambda original: around(original, before=self._begin, after=self._begun)
-                )
-            patches.replace(owner, "__exit__", lambda original: around(original, after=self._ended))
+                patches.around(owner, beginning, before=self._begin, after=self._begun, on_error=self._on_error)
+            patches.around(owner, "__exit__", after=self._ended, on_error=self._on_error)
 
     def theirs(self) -> str | None:
         """Why our profiler must not begin on the calling thread; None if it may."""
@@ -88,21 +86,17 @@ class ProfilerWatch:
         finally:
             self._our_thread = 0
 
-    def _begin(self, profiler: Any) -> None:
-        if threading.get_ident() == self._our_thread:
-            return
-        try:
+    def _begin(self, profiler: Any, *_: Any, **__: Any) -> None:
+        if threading.get_ident() != self._our_thread:
             self._theirs[profiler] = None  # first: from here on ours does not begin
             if self.before_theirs is not None:
                 self.before_theirs()
-        except Exception as error:
-            self._on_error(error)
 
-    def _begun(self, profiler: Any, _noted: None, failed: bool) -> None:  # noqa: FBT001
-        if failed:
+    def _begun(self, _noted: None, result: object, profiler: Any, *_: Any, **__: Any) -> None:
+        if result is FAILED:
             self._theirs.discard(profiler)
 
-    def _ended(self, profiler: Any, _noted: None, _failed: bool) -> None:  # noqa: FBT001
+    def _ended(self, _noted: None, _result: object, profiler: Any, *_: Any, **__: Any) -> None:
         self._theirs.discard(profiler)
 
 

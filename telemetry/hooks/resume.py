@@ -104,11 +104,8 @@ class ResumeState:
 
     def saved_elsewhere(self, start: int, steps: tuple[int, int], *, holds_optimizer: bool) -> None:
         """Note a save on another thread. ``steps``: steps of optimizers and of the loop when it began."""
-        optimizer_steps, loop_steps = steps
         self.saves.append(
-            SavedCheckpoint(
-                start, now_ns(), optimizer_steps, loop_steps, True, holds_optimizer=holds_optimizer, background=True
-            )
+            SavedCheckpoint(start, now_ns(), *steps, True, holds_optimizer=holds_optimizer, background=True)
         )
 
     # -- restoring ---------------------------------------------------------------------------------------------

@@ -76,30 +76,11 @@ class StepState(HotState):
     """
 
     __slots__ = (
-        "accelerator",
-        "batch_seen",
-        "batch_since_step",
-        "batches_unseen",
-        "category",
-        "device",
-        "errors",
-        "explicit",
-        "grad_enabled",
-        "in_phase",
-        "iterator_gone",
-        "iterator_id",
-        "last_error",
-        "native_thread",
-        "overhead_ns",
-        "phases",
-        "recorder",
-        "requests_elsewhere",
-        "ring",
-        "step_iterators",
-        "step_open",
-        "trained_on",
+        "accelerator", "batch_seen", "batch_since_step", "batches_unseen", "category", "device", "errors", "explicit",
+        "grad_enabled", "in_phase", "iterator_gone", "iterator_id", "last_error", "native_thread", "overhead_ns",
+        "phases", "recorder", "requests_elsewhere", "ring", "step_iterators", "step_open", "trained_on",
         "unseen_steps",
-    )
+    )  # fmt: skip
 
     def __init__(self, ring: r.Ring) -> None:
         self.fast_path_iterator_id = 0

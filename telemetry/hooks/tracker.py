@@ -100,27 +100,11 @@ class StepTracker(StepState):
     """
 
     __slots__ = (
-        "_iterator_alive",
-        "_loader_id",
-        "_optimizer_steps_at_open",
-        "_steps_at_open_unknown",
-        "_torch",
-        "batch_release",
-        "detector",
-        "garbage",
-        "gpu",
-        "loaders",
-        "marks",
-        "profiler_ranges",
-        "resume",
-        "sampler_timer",
-        "steady_iterator_id",
-        "time_fetches",
-        "timed_collate_ns",
-        "timed_fetch_cpu_ns",
-        "timed_fetch_ns",
-        "tokens_told",
-    )
+        "_iterator_alive", "_loader_id", "_optimizer_steps_at_open", "_steps_at_open_unknown", "_torch",
+        "batch_release", "detector", "garbage", "gpu", "loaders", "marks", "profiler_ranges", "resume",
+        "sampler_timer", "steady_iterator_id", "time_fetches", "timed_collate_ns", "timed_fetch_cpu_ns",
+        "timed_fetch_ns", "tokens_told",
+    )  # fmt: skip
 
     def __init__(self, ring: r.Ring) -> None:
         super().__init__(ring)
@@ -226,13 +210,7 @@ class StepTracker(StepState):
         return before
 
     def exit_phase(self, name: str, before: Interrupted | None, start: int) -> None:
-        """End a phase, and return to the state before it.
-
-        Args:
-            name: name of the phase.
-            before: what `enter_phase` returned.
-            start: start of the phase, monotonic ns.
-        """
+        """End a phase that began at ``start`` (monotonic ns), and return to the state ``before`` it."""
         if before is not None:
             self.in_phase = before.in_phase  # first: a signal handler may interrupt the rest
         end = now_ns()
@@ -299,15 +277,7 @@ class StepTracker(StepState):
         return _SAME_STEP
 
     def delivered(self, iterator: object, start: int, end: int, entry: int, batch: object) -> None:
-        """Handle a batch that has come on the slow path.
-
-        Args:
-            iterator: the iterator that gave it.
-            start: start of the wait, monotonic ns.
-            end: end of the wait, monotonic ns.
-            entry: the code of its span.
-            batch: the batch.
-        """
+        """Handle a batch that has come on the slow path, after a wait with this code and stamps (monotonic ns)."""
         category = entry >> 3 & 7
         training = not self.in_phase and category != r.S_EVALUATION
         likely = training and (self.explicit or self.detector.likely(self.optimizer_steps))
@@ -412,10 +382,7 @@ class StepTracker(StepState):
         return r.code(r.S_DATA_WAIT, self.category, r.LEAVES)
 
     def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
-        """Pass an epoch boundary. The iterator is None if ``iter(loader)`` has raised, or workers were stopped.
-
-        See `delivered` for ``start``, ``end`` and ``entry``.
-        """
+        """Pass an epoch boundary. The iterator is None if ``iter(loader)`` has raised, or workers were stopped."""
         if iterator is not None:
             self.loaders.register(iterator)
         loader = self.loaders.known(iterator)
@@ -469,10 +436,7 @@ class StepTracker(StepState):
         if gpu is None or entry & 7 != r.S_DATA_WAIT:
             return
         try:
-            if iterator is None:
-                gpu.iteration_begins()
-            else:
-                gpu.batch_requested(id(iterator))
+            gpu.requested(None if iterator is None else id(iterator))
         except Exception as error:
             self.without_gpu(error)
 

@@ -5,22 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from functools import partial
 from inspect import isgeneratorfunction, unwrap
-from threading import get_ident
 from types import WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks import dataloader
-from telemetry.hooks import ring as r
-from telemetry.hooks.batches import iteration_begins
-from telemetry.hooks.dataloader import at_boundary, timed_next
-from telemetry.hooks.loaders import READ_AHEAD, WATCHED, BatchSource, LoaderHandle, Wrapper, unwrapped
-from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
+from telemetry.hooks.dataloader import timed_iter, timed_next
+from telemetry.hooks.loaders import READ_AHEAD, WATCHED, BatchSource, Wrapper, unwrapped
+from telemetry.hooks.patching import WeakMap, unseen
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from telemetry.hooks.patching import Patches
     from telemetry.hooks.tracker import StepTracker
@@ -40,8 +35,6 @@ _NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__",
 }
 """Special methods that wrappers define themselves, or that Python uses when it makes a class."""
 
-_MISSING: Final = object()
-
 
 class Watched(Wrapper):
     """Base class of all wrappers, which `wrap` makes. While no agent runs, a wrapper only forwards."""
@@ -58,7 +51,7 @@ class Watched(Wrapper):
         if tracker is None or _is_its_own_iterator(inside):
             iterator = iter(inside)
         else:
-            iterator = at_boundary(_begin, tracker, self)
+            iterator = timed_iter(_begin, tracker)(self)
         if iterator is inside:
             _bind(self, tracker)
             return self
@@ -120,22 +113,21 @@ class Watched(Wrapper):
         return wrap(copy.deepcopy(self._telemetry_object, memo), self._telemetry_tracker)
 
 
-def wrap(inside: Any, tracker: Tracker, source: Watched | None = None) -> Any:
-    """Watch an object.
+def wrap(inside: Any, tracker: Tracker, source: Watched | None = None, *, batches: BatchSource | None = WATCHED) -> Any:
+    """Make a wrapper that behaves like the iterable ``inside``.
 
     Args:
         inside: the iterable.
         tracker: returns the tracker of the running agent; None while no agent runs.
         source: the wrapper whose iterator ``inside`` is, if any.
-
-    Returns:
-        A wrapper that behaves like ``inside``.
+        batches: where its batches come from; None if that is to be found when the first one has come.
     """
     wrapper = object.__new__(_class_for(type(inside)))
     keep = object.__setattr__
     keep(wrapper, "_telemetry_object", inside)
     keep(wrapper, "_telemetry_tracker", tracker)
     keep(wrapper, "_telemetry_source", source)
+    keep(wrapper, "_telemetry_batches", batches)
     keep(wrapper, "_telemetry_bound", None)
     keep(wrapper, "_telemetry_next", _first_pull)
     return wrapper
@@ -221,22 +213,11 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
     def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
         inside = self._telemetry_object
-        result = _bound(inside, name)(*args, **kwargs)
+        result = getattr(type(inside), name)(inside, *args, **kwargs)
         return self if result is inside else result
 
     method.__name__ = name
     return method
-
-
-def _bound(inside: Any, name: str) -> Callable[..., Any]:
-    """Find a special method of an object as Python does: on the class."""
-    kind = type(inside)
-    for base in kind.__mro__:
-        value = vars(base).get(name, _MISSING)
-        if value is not _MISSING:
-            bind = getattr(type(value), "__get__", None)
-            return value if bind is None else bind(value, inside, kind)  # type: ignore[no-any-return]
-    raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
 
 
 # -- prefetchers: the training thread waits for the queue of a library that reads ahead on its own threads -------------
@@ -250,21 +231,19 @@ _MAX_DEPTH: Final = 64
 
 def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch MONAI: a thread iterates over the DataLoader, and a generator yields its batches."""
-    _know_feeds(tracker)
     for owner in (module.ThreadDataLoader, module.ThreadBuffer):
-        patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker))
+        patches.replace(owner, "__iter__", lambda original: watched_generator(original, tracker))
 
 
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch ``torchdata.nodes``: the loop asks the outermost node, which asks the others, here or on other threads."""
-    base = module.BaseNode
-    tracker.loaders.known_iterators.append((base, _source_of_node))
-    patches.replace(base, "__next__", lambda original: dataloader.timed_next(original, tracker))
+    tracker.loaders.known_iterators.append((module.BaseNode, _source_of_node))
+    patches.replace(module.BaseNode, "__next__", lambda original: timed_next(original, tracker))
 
 
 def patch_node_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch ``torchdata.nodes.Loader``: ``__iter__`` starts the threads, and in a loaded state takes a batch."""
-    patches.replace(module.Loader, "__iter__", lambda original: dataloader.timed_iter(original, tracker))
+    patches.replace(module.Loader, "__iter__", lambda original: timed_iter(original, tracker))
 
 
 def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
@@ -273,13 +252,13 @@ def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
     A constructor already takes the first batch, long before the loop requests it. That does not count as a request.
     """
 
-    def building(_iterator: Any) -> bool:
-        outermost = get_ident() == tracker.thread and not tracker.waiting_since
+    def building(*_: Any, **__: Any) -> bool:
+        outermost = tracker.here and not tracker.waiting_since
         if outermost:
             tracker.waiting_since = -now_ns()
         return outermost
 
-    def built(_iterator: Any, outermost: bool, _failed: bool) -> None:  # noqa: FBT001
+    def built(outermost: bool | None, *_: Any, **__: Any) -> None:  # noqa: FBT001
         if outermost:
             tracker.waiting_since = 0
 
@@ -288,8 +267,8 @@ def patch_dali(module: Any, tracker: StepTracker, patches: Patches) -> None:
         if iterator is None:
             continue  # a newer version has it
         tracker.loaders.known_iterators.append((iterator, lambda _: _DALI))
-        patches.replace(iterator, "__init__", lambda original: around(original, before=building, after=built))
-        patches.replace(iterator, "__next__", lambda original: dataloader.timed_next(original, tracker))
+        patches.around(iterator, "__init__", before=building, after=built, on_error=tracker.fault)
+        patches.replace(iterator, "__next__", lambda original: timed_next(original, tracker))
 
 
 PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
@@ -304,111 +283,37 @@ PATCHES: Final[Mapping[str, Callable[[Any, StepTracker, Patches], None]]] = {
 def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
     """Time the ``__iter__`` of a class of loaders, if it is a generator function.
 
-    Args:
-        cls: the class.
-        tracker: gets its batches.
-        patches: can undo the patch.
-
     Returns:
         Whether iterations of its instances are timed from now on.
     """
     owner = next(base for base in cls.__mro__ if "__iter__" in vars(base))
-    iterates = vars(owner)["__iter__"]
-    if hasattr(iterates, "_telemetry_timed"):
-        return True
-    if not isgeneratorfunction(unwrap(iterates)):
-        return False
-    _know_feeds(tracker)
-    patches.replace(owner, "__iter__", lambda original: timed_generator(original, tracker, numbered=False))
+    if not patches.hold(owner, "__iter__"):
+        if not isgeneratorfunction(unwrap(vars(owner)["__iter__"])):
+            return False
+        patches.replace(owner, "__iter__", lambda original: watched_generator(original, tracker))
     return True
 
 
-class Feed:
-    """One iteration by a generator. The tracker treats it as an iterator.
+def watched_generator(original: Callable[[Any], Iterator[Any]], tracker: StepTracker) -> Callable[[Any], Iterator[Any]]:
+    """Wrap a generator function, so that the training thread gets a watched generator.
 
-    Args:
-        iterator: the generator.
-        owner: the object that is iterated over. Its sampler and data set, if any, identify it.
-        numbered: whether its batches are those of the DataLoader inside, each once and in the same order.
-
-    Attributes:
-        source: where its batches come from; None until the first batch has come.
+    If an iteration with workers begins while its first batch is requested, its batches come from these workers.
     """
-
-    def __init__(self, iterator: Any, owner: Any, *, numbered: bool) -> None:
-        self.iterator = iterator
-        self.numbered = numbered
-        self.source: BatchSource | None = None
-        self._index_sampler = getattr(owner, "_index_sampler", None)
-        self._dataset = getattr(owner, "dataset", None)
-
-
-def timed_generator(
-    original: Callable[[Any], Generator[Any, Any, Any]], tracker: StepTracker, *, numbered: bool = True
-) -> Callable[[Any], Generator[Any, Any, Any]]:
-    """Time the batches of a generator function. The result is a generator function, too: it starts with a request."""
-
-    @unseen
-    def pull(feed: Feed) -> Any:
-        loaders = tracker.loaders
-        if feed.source is not None or loaders.finding or get_ident() != tracker.thread:
-            return next(feed.iterator)
-        loaders.finding, loaders.newest_begun = True, lambda: None
-        try:
-            batch = next(feed.iterator)
-        finally:
-            loaders.finding = False
-        try:
-            _find_source(feed, tracker)
-        except Exception as error:
-            tracker.fault(error)
-        return batch
-
-    begin = dataloader.timed_iter(original, tracker)
-    ask = dataloader.timed_next(pull, tracker)
+    begin = timed_iter(original, tracker)
 
     @functools.wraps(original)
     @unseen
-    def __iter__(self: Any) -> Generator[Any, Any, Any]:  # noqa: N807
-        iterator = begin(self)
-        feed = Feed(iterator, self, numbered=numbered and getattr(self, "repeats", 1) == 1)
-        following = advance = partial(ask, feed)
-        while True:
-            try:
-                batch = [advance()]
-            except StopIteration as end:
-                return end.value
-            except BaseException as error:
-                forget_frame(error)
-                raise
-            advance = following
-            try:
-                sent = yield batch.pop()  # while the batch is in use, no reference to it is kept here
-            except GeneratorExit:
-                iterator.close()
-                raise
-            except BaseException as error:  # thrown in: the generator inside may handle it
-                advance = partial(iterator.throw, error)
-            else:
-                if sent is not None:
-                    advance = partial(iterator.send, sent)
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
+        iterator: Iterator[Any] = begin(self)
+        try:
+            if tracker.here and not tracker.waiting_since:  # not inside another one
+                tracker.loaders.newest_begun = lambda: None
+                iterator = wrap(iterator, lambda: tracker if tracker.active else None, batches=None)
+        except Exception as error:
+            tracker.fault(error)
+        return iterator
 
-    __iter__._telemetry_timed = True  # type: ignore[attr-defined]
     return __iter__
-
-
-def _know_feeds(tracker: StepTracker) -> None:
-    if not any(kind is Feed for kind, _ in tracker.loaders.known_iterators):
-        tracker.loaders.known_iterators.append((Feed, lambda feed: feed.source or READ_AHEAD))
-
-
-def _find_source(feed: Feed, tracker: StepTracker) -> None:
-    """Find the source after the first batch: an iteration with workers that began meanwhile."""
-    handle = tracker.loaders.newest_begun()
-    feed.source = handle or READ_AHEAD
-    if isinstance(handle, LoaderHandle) and feed.numbered and tracker.waiting_since > 0:
-        stamp = tracker.waiting_since  # the iteration began with the request
-        tracker.ring.push(stamp, stamp, r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS), iteration_begins(handle))
 
 
 def _source_of_node(node: Any) -> BatchSource:

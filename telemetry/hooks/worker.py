@@ -116,7 +116,7 @@ def _ranges() -> Any:
 
 
 def _marked(original: Callable[[Any, Any], Any], nvtx: Any, name: str) -> Callable[[Any, Any], Any]:
-    marked = around(original, before=lambda _: nvtx.range_push(name), after=lambda *_: nvtx.range_pop())
+    marked = around(original, before=lambda *_: nvtx.range_push(name), after=lambda *_: nvtx.range_pop())
     _wrappers[marked] = None
     return marked
 

@@ -10,7 +10,6 @@ import pytest
 from tests.faults.processes import (
     Child,
     both,
-    end_of,
     fetch,
     log_lines,
     of_rank,
@@ -218,21 +217,6 @@ def test_structlog_and_what_it_would_load_are_the_script_s_own(tmp_path):
     assert lines[-1]["event"] == "run_end"
 
 
-def test_a_structlog_that_the_script_has_set_up_is_left_as_it_is(tmp_path):
-    source = """
-        import structlog, telemetry
-        structlog.configure(processors=[structlog.processors.KeyValueRenderer()], cache_logger_on_first_use=True)
-        before = structlog.get_config()
-        telemetry.start("run")
-        assert structlog.get_config() == before
-        structlog.get_logger().info("theirs")
-        telemetry.stop()
-        assert structlog.get_config() == before
-        """
-    run(tmp_path, source, out="event='theirs'\n")
-    assert end_of(tmp_path / "run")
-
-
 def test_the_script_s_own_prometheus_client_keeps_its_registry(tmp_path):
     source = """
         import telemetry
@@ -245,34 +229,6 @@ def test_the_script_s_own_prometheus_client_keeps_its_registry(tmp_path):
         assert "telemetry_" not in text and "training_time" not in text
         """
     run(tmp_path, source)
-
-
-def test_a_thread_that_imports_meanwhile_gets_the_real_thing(tmp_path):
-    """Another thread imports rich while the agent imports structlog without rich."""
-    write(tmp_path, "site/rich/__init__.py", "")
-    source = """
-        import builtins, threading, telemetry
-        errors, done = [], threading.Event()
-        def theirs():
-            try:
-                import rich
-            except ImportError as error:
-                errors.append(error)
-            done.set()
-        real = builtins.__import__
-        def spying(name, *arguments, **named):
-            if name == "rich" and not done.is_set() and threading.current_thread() is threading.main_thread():
-                thread = threading.Thread(target=theirs)
-                thread.start()
-                thread.join()
-            return real(name, *arguments, **named)
-        builtins.__import__ = spying
-        telemetry.start("run")
-        builtins.__import__ = real
-        assert done.is_set(), "structlog does not ask for rich any more"
-        assert not errors, errors
-        """
-    run(tmp_path, source, env=quiet(path=tmp_path / "site"))
 
 
 # -- threads -------------------------------------------------------------------------------------------------------

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-
 import pytest
 
 from tests.faults.forked import NOTHING
 from tests.faults.processes import (
-    Child,
     end_of,
     events,
-    fetch,
     log_lines,
-    of_rank,
-    ranks_in,
     run,
-    wait_for,
     write,
 )
-from tests.free_ports import free_ports
 
 LOCKS = '''
 import _thread, gc, threading, types
@@ -287,51 +277,3 @@ def test_hooks_pass_through_in_a_forked_child_until_it_starts_its_own(loader_run
     end = end_of(folder / "child")
     assert end["steps_total"] == 3
     assert end["pid"] != found["pid"]
-
-
-def test_a_killed_rank_s_port_is_free_while_its_workers_live_on(tmp_path):
-    """The successor serves at the same port. A worker's copy of the listening socket would block the port."""
-    serving = """
-        import os, sys, telemetry
-        agent = telemetry.start("run", run="r")
-        print(agent.metrics_url, flush=True)
-        if "train" in sys.argv:
-            import torch
-            class Blocking(torch.utils.data.Dataset):
-                def __len__(self):
-                    return 2
-                def __getitem__(self, index):
-                    os.write(pipe, b"%d" % os.getpid())
-                    os.read(never, 1)  # for ever: the worker does not see its parent die
-            read, pipe = os.pipe()
-            never, _ = os.pipe()
-            loader = iter(torch.utils.data.DataLoader(Blocking(), batch_size=None, num_workers=1,
-                                                      multiprocessing_context="fork"))
-            print(os.read(read, 16).decode(), flush=True)
-        sys.stdin.readline()
-        """
-    script, port = write(tmp_path, "script.py", serving), free_ports()
-    first = Child(script, "train", cwd=tmp_path, env=of_rank(0, TELEMETRY_PORT=str(port)))
-    with first:
-        url, worker = first.line(), int(first.line())
-        with Child(script, cwd=tmp_path, env=of_rank(1, TELEMETRY_PORT=str(port))) as second:
-            assert second.line() == url == f"http://127.0.0.1:{port}/metrics", "one endpoint for both"
-            wait_for(lambda: len(ranks_in(fetch(url))) == 2, "both ranks")
-            first.send(signal.SIGKILL)
-            assert first.wait() == -signal.SIGKILL
-
-            def taken_over():
-                try:
-                    return ranks_in(fetch(url)).keys() == {"1"}
-                except OSError:
-                    return False
-
-            wait_for(taken_over, "the other rank serves at the same port")
-            os.kill(worker, 0)  # the worker is still alive
-            second.send(signal.SIGKILL)
-            second.wait()
-        with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            free.bind(("127.0.0.1", port))
-            free.listen()
-        os.kill(worker, 0)

@@ -14,7 +14,7 @@ import torch
 
 import telemetry
 from telemetry.hooks.device import DeviceStream, GpuClock
-from telemetry.node import endpoint, prometheus
+from telemetry.node import prometheus
 from tests.faults.processes import HANG, end_of, events, fetch, told, value, wait_for
 
 BATCHES = 6
@@ -138,16 +138,6 @@ def test_hooks_of_other_threads_pass_through_whatever_fails(start, unharmed, mon
     assert seen == [unharmed[False]]
 
 
-def test_the_same_failure_at_every_step_does_not_flood_the_log(start, monkeypatch, tmp_path):
-    agent = start()
-    monkeypatch.setattr(type(agent.tracker), "request", break_)
-    for _ in range(20):
-        train()
-    assert counted(agent, "hook", 19)
-    ticked(agent, 3)
-    assert len(told(tmp_path / "run", "hook", running=True)) == 1
-
-
 def test_an_error_as_the_workers_of_a_loader_are_stopped_stays_there(start, monkeypatch):
     agent = start()
     with monkeypatch.context() as patch:
@@ -173,24 +163,6 @@ def test_an_error_that_is_kept_keeps_nothing_of_the_training_alive(start, monkey
         model = epoch()
     assert agent.tracker.errors > 0
     assert model() is None
-
-
-def test_errors_in_a_hook_leave_the_other_steps_counted(start, monkeypatch, tmp_path):
-    """One failure costs at most the measurement of its own step, and does not turn measuring off."""
-    agent = start()
-    failing, delivered = iter([True, False, True] + [False] * 1000), type(agent.tracker).delivered
-
-    def sometimes(*arguments):
-        if next(failing):
-            break_()
-        delivered(*arguments)
-
-    monkeypatch.setattr(type(agent.tracker), "delivered", sometimes)
-    train(epochs=3)
-    telemetry.stop()
-    end = end_of(tmp_path / "run")
-    assert 3 * BATCHES - 3 <= end["steps_total"] <= 3 * BATCHES
-    assert end["errors_total"]["hook"] == 2
 
 
 def test_an_error_of_gradients_or_device_stays_there(start, unharmed, monkeypatch):
@@ -359,14 +331,6 @@ def test_a_board_that_cannot_be_read_is_an_error_of_one_request(start, monkeypat
         assert b"Broken" not in failed.value.read(), "nothing of the inside is told"
     assert shown(agent, "endpoint") == 1
     assert "training_run_info" in fetch(agent.metrics_url)
-
-
-def test_metrics_that_cannot_be_read_are_an_error_of_the_agent_alone(start, monkeypatch):
-    agent = start()
-    monkeypatch.setattr(endpoint, "numbers_of", break_)
-    ticked(agent)
-    assert counted(agent, "exposition")
-    assert agent._thread.is_alive()
 
 
 # -- in its start and its end --------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import os
 import signal
@@ -96,28 +95,6 @@ def test_a_signal_awaited_with_sigwait_is_not_taken_by_a_thread_of_ours(tmp_path
             child.send(signum)
             assert child.ask("go") == signum.name
         child.ends()
-
-
-def test_every_thread_of_ours_has_the_signals_blocked(tmp_path):
-    source = """
-        import os, telemetry
-        from tests.faults.inside import tell, until
-        telemetry.start("run")
-        import pynvml
-        until(lambda: pynvml.nvmlLib.state.calls["nvmlInitWithFlags"])
-        masks = []
-        for task in os.listdir("/proc/self/task"):
-            if int(task) != os.getpid():
-                with open(f"/proc/self/task/{task}/status") as status:
-                    masks += [int(line.split()[1], 16) for line in status if line.startswith("SigBlk:")]
-        tell(masks)
-        """
-    masks = run(tmp_path, source, env=with_driver(tmp_path))
-    assert len(masks) == 3
-    for mask in masks:
-        for signum in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGPIPE", "SIGALRM", "SIGCHLD", "SIGPROF"):
-            assert mask >> (getattr(signal, signum) - 1) & 1, signum
-        assert not mask >> (signal.SIGSEGV - 1) & 1, "faulthandler is to see it"
 
 
 def test_a_scraper_that_hangs_up_ends_no_run_by_sigpipe(tmp_path):
@@ -304,21 +281,6 @@ def test_a_phase_and_a_wait_that_a_signal_handler_interrupts_are_over(start):
 
 
 # -- while a thread of ours starts, works or ends ------------------------------------------------------------------
-
-
-def test_the_script_s_threshold_is_its_own_while_a_thread_of_ours_works():
-    from threading import Event
-
-    before, over = gc.get_threshold(), Event()
-    thread = OwnThread(over.wait, name="telemetry-test")
-    thread.start()
-    try:
-        seen = gc.get_threshold()
-    finally:
-        over.set()
-        thread.join()
-    gc.set_threshold(*seen)
-    assert seen == gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

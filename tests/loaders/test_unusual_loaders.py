@@ -16,6 +16,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import telemetry
+from telemetry.hooks.watch import Watched
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.records import DATA_WAIT, EVALUATION
@@ -168,6 +169,23 @@ def test_a_source_that_looks_like_a_loader_does_not_hide_its_waits(agent, kind):
     assert agent.tracker.errors == 0, agent.tracker.last_error
     assert agent.accounting.stats.steps == 50
     assert agent.accounting.ledger.ns[DATA_WAIT] >= 50 * 0.002e9
+
+
+def test_a_watched_iterable_behaves_as_itself(agent):
+    watched = telemetry.watch([3, 1, 2])
+    assert isinstance(watched, Watched)
+    assert (len(watched), watched[1], watched.index(2), list(watched), list(watched)) == (3, 1, 2, [3, 1, 2], [3, 1, 2])
+    iterator = iter(watched)
+    assert iter(iterator) is iterator
+    assert next(iterator) == 3
+    with pytest.raises(TypeError, match="not int"):
+        telemetry.watch(7)
+
+
+def test_a_loader_that_a_watched_generator_reads_is_not_counted_twice(agent):
+    list(telemetry.watch(batch for batch in DataLoader(Numbers(4), batch_size=1)))
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 4
 
 
 def test_each_epoch_of_an_object_that_resets_itself_is_counted(agent):

@@ -18,7 +18,6 @@ from tests.loaders.unusual_loaders import (
     Outer,
     PicklingContext,
     ReadsLoader,
-    Sealed,
     ThreadContext,
     TogetherContext,
 )
@@ -65,20 +64,6 @@ def fails(worker_id: int) -> None:
 def thread_workers():
     loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
     return epochs(loader), of(loader)
-
-
-def thread_workers_of_an_iterable():
-    data = ReadsLoader(DataLoader(Numbers(6), batch_size=2))
-    return epochs(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=ThreadContext()), 60)
-
-
-def several_loaders_with_thread_workers():
-    loaders = [
-        DataLoader(Numbers(), batch_size=1, num_workers=2, multiprocessing_context=ThreadContext()) for _ in range(3)
-    ]
-    for _ in range(60):
-        seen = [[int(batch) for batch in batches] for batches in zip(*loaders)]
-    return seen
 
 
 def buffered_thread_workers():
@@ -134,26 +119,12 @@ def copied_and_pickled():
     ]
 
 
-def sealed():
-    loader = Sealed(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
-    Sealed.sealed = True
-    return epochs(loader, 5), raised(lambda: setattr(loader, "worker_init_fn", None))
-
-
 def nested_loaders():
     inner = DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
     outer = Outer(Numbers(), num_workers=1, multiprocessing_context=ThreadContext(), worker_init_fn=note)
     outer.inner = inner
     reading = DataLoader(ReadsLoader(inner), batch_size=None)
     return epochs(outer, 60), int(outer.first), of(outer), epochs(reading, 60)
-
-
-def init_function_that_changes():
-    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
-    iterator = iter(loader)
-    loader.worker_init_fn = note
-    list(iterator)
-    return of(loader), epochs(loader, 3), repr(vars(loader)["worker_init_fn"])
 
 
 def failures():
@@ -193,17 +164,13 @@ CASES = {
     for case in (
         no_workers,
         thread_workers,
-        thread_workers_of_an_iterable,
-        several_loaders_with_thread_workers,
         buffered_thread_workers,
         process_workers,
         persistent_workers,
         two_threads_read_one_loader,
         pickled_while_workers_start,
         copied_and_pickled,
-        sealed,
         nested_loaders,
-        init_function_that_changes,
         failures,
         stateful_loader,
         left_in_the_middle,

@@ -129,17 +129,6 @@ class FailingContext(ThreadContext):
     Process = FailingThread
 
 
-class Sealed(DataLoader):
-    """A loader whose attributes cannot be set once it is made."""
-
-    sealed = False
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if self.sealed:
-            raise AttributeError(f"{name} cannot be set")
-        super().__setattr__(name, value)
-
-
 class Outer(DataLoader):
     """A loader that makes an iterator of another while it makes its own."""
 
