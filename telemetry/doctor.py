@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry._version import __version__
 from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, Config, SettingError, disabled, unknown_variables
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from telemetry.node.endpoint import Address
+    from telemetry.sources.nvml import GpuSummary
 
 OK: Final = "ok"
 ABSENT: Final = "--"
@@ -214,7 +215,7 @@ def check_gpu(place: CheckContext) -> Results:
     place.gpus = bool(devices)
     alike: dict[tuple[str, str], list[int]] = {}
     for device in devices:
-        alike.setdefault(_about(device), []).append(device["index"])
+        alike.setdefault(_about(device), []).append(device.index)
     for (status, text), indexes in list(alike.items())[:_MAX_GPU_LINES]:
         shown = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges(indexes))
         yield status, f"{shown}: {text}"
@@ -224,13 +225,13 @@ def check_gpu(place: CheckContext) -> Results:
         yield ABSENT, f"and {len(alike) - _MAX_GPU_LINES} more kinds of GPU"
 
 
-def _about(device: dict[str, Any]) -> tuple[str, str]:
+def _about(device: GpuSummary) -> tuple[str, str]:
     """Status and text for one GPU; the same for identical GPUs."""
-    if device["error"] is not None:
-        return PROBLEM, f"{device['error']}; run nvidia-smi -q for details"
-    partitioned = ", partitioned (MIG)" if device["mig"] else ""
-    text = f"{device['name']}, driver {device['driver_version']}{partitioned}; {_SM_SOURCES[device['sm_source']]}"
-    return OK if device["sm_source"] else ABSENT, text
+    if device.error is not None:
+        return PROBLEM, f"{device.error}; run nvidia-smi -q for details"
+    partitioned = ", partitioned (MIG)" if device.partitioned else ""
+    text = f"{device.name}, driver {device.driver}{partitioned}; {_SM_SOURCES[device.sm_source]}"
+    return OK if device.sm_source else ABSENT, text
 
 
 def check_cuda_events(place: CheckContext) -> Results:

@@ -90,7 +90,7 @@ def test_the_sms_are_seen_at_work(source):
 
 def test_the_doctor_sees_it():
     torch.cuda.init()
-    summary = [gpu for gpu in device_summary(30) if gpu["uuid"].lower().endswith(torch_uuid().lower())]
+    summary = [gpu for gpu in device_summary(30) if gpu.uuid.lower().endswith(torch_uuid().lower())]
     if summary:  # a MIG device is not in the list, its GPU is
-        assert summary[0]["error"] is None
-        assert summary[0]["name"] == torch.cuda.get_device_name()
+        assert summary[0].error is None
+        assert summary[0].name == torch.cuda.get_device_name()

@@ -17,7 +17,6 @@ from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.node.board import Board
-from telemetry.node.hang_board import HangBoard
 from telemetry.node.metrics import HangView
 from telemetry.node.peers import candidates, of_node
 from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
@@ -496,17 +495,12 @@ def board(tmp_path) -> Board:
     return Board("r", "x", "n1", root=tmp_path / "boards")
 
 
-def reports(board: Board):
-    return HangBoard(board.path).reports()
-
-
 def test_on_a_calm_run_nothing_is_read_and_nothing_written(board):
     rank = Rank(board, WAITS)
     for _ in range(50):
         assert rank.tick(hangs=False) == []
     assert rank.asked == 0
-    assert reports(board) == []
-    assert (rank.part.view(), rank.job.local) == (None, ())
+    assert (rank.part.state, rank.part.view(), rank.job.local) == (None, None, ())
 
 
 def test_the_serving_rank_writes_one_line_when_it_knows_all_ranks(board):
@@ -548,10 +542,9 @@ def test_another_rank_says_what_it_does_and_decides_nothing(board):
     rank = Rank(board, FETCHES, leads=False)
     for _ in range(20):
         assert rank.tick() == []
-    (row,) = reports(board)
-    assert (row.state.where, row.pid) == ("data.py:88", os.getpid())
+    assert rank.part.state.where == "data.py:88"
     rank.tick(hangs=False)
-    assert reports(board) == []
+    assert rank.part.state is None
 
 
 def test_a_hang_is_over_once_steps_end_again(board):
@@ -639,7 +632,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("content", HOSTILE)
-@pytest.mark.parametrize("name", ["rank-9.bin", "hang-9.json", "gone-9"])
+@pytest.mark.parametrize("name", ["rank-9.bin", "gone-9"])
 def test_a_file_of_the_board_that_makes_no_sense_is_passed_over(board, name, content):
     rank = Rank(board, WAITS, world_size=1)
     (board.path / name).write_bytes(content)

@@ -34,9 +34,8 @@ from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.node.board import Board
+from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import NodeService
-from telemetry.node.membership import Membership
 from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
@@ -746,7 +745,7 @@ class Agent:
         if self._node is None:
             return
         pace = self._stall_monitor.pace() if self.identity.world_size > 1 else None
-        self._node.publish(self.identity.rank, view, pace=pace, ended=self._ended)
+        self._node.publish(self.identity.rank, view, pace=pace, hang=self.job_hang.state, ended=self._ended)
 
     def _write_figures(self) -> None:
         window = self.event_log.newest_window

@@ -18,7 +18,6 @@ from telemetry.diagnosis.hangs import (
     decide,
     with_sentence,
 )
-from telemetry.node.hang_board import HangBoard
 from telemetry.node.metrics import HangView
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from telemetry.sources.flight_recorder import OFF, FlightRecorder
@@ -40,15 +39,11 @@ if TYPE_CHECKING:
     from telemetry.agent.stalls import StallMonitor
     from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.node.board import Board
-    from telemetry.node.hang_board import HangReport, RankProcess
+    from telemetry.node.board import Board, RankHead
     from telemetry.node.peers import JobLink
     from telemetry.util.clock import WallClock
     from telemetry.util.processes import Identity
 
-
-_REFRESH_SECONDS: Final = 5.0
-"""While the job hangs, a rank publishes its state this often."""
 
 _OLD_SECONDS: Final = 20.0
 """A state that a living rank published this long ago belongs to an earlier hang."""
@@ -152,7 +147,10 @@ class JobHang:
         wall: dates the beginning of the hang.
         board: the board of this node; None without one.
         job: has the ranks of the other nodes; None without a board.
-        mono_ns: the clock.
+        mono_ns: the clock of the board.
+
+    Attributes:
+        state: what this rank does while the job hangs, to be published; else None.
     """
 
     def __init__(
@@ -169,16 +167,14 @@ class JobHang:
         self._event_log = event_log
         self._wall = wall
         self._board = board
-        self._hang_board = None if board is None else HangBoard(board.path)
         self._job = job
         self._now = mono_ns
         self._began_ns: int | None = None
-        self._said_ns: int | None = None
-        self._rank: int | None = None
         self._written: object = None
         self._lines = 0
         self._since = ""
         self._steps = 0
+        self.state: HangState | None = None
         self._over: dict[str, Any] | None = None
         self._verdict: HangVerdict | None = None
 
@@ -194,8 +190,7 @@ class JobHang:
         if self._began_ns is None:
             self._began_ns, self._steps, self._over = self._now(), self._own.steps, None
         passed = (self._now() - self._began_ns) / NS
-        own = self._own.read()
-        self._publish(own)
+        self.state = own = self._own.read()
         if world_size == 1 or (self._board is not None and self._board.leads):
             local = self._of_node(own, name_silent=passed > _PATIENCE_SECONDS)
             elsewhere: tuple[HangState, ...] = ()
@@ -219,32 +214,31 @@ class JobHang:
         verdict = self._verdict
         return verdict.sentence if verdict is not None and verdict.waiting else ""
 
-    def _publish(self, own: HangState) -> None:
-        now, board = self._now(), self._hang_board
-        if board is not None and (self._said_ns is None or now - self._said_ns >= _REFRESH_SECONDS * NS):
-            board.put(own.rank, now, own)
-            self._said_ns, self._rank = now, own.rank
-
     def _of_node(self, own: HangState, *, name_silent: bool) -> tuple[HangState, ...]:
         """The state of each rank of this node. ``name_silent``: include living ranks that have published nothing."""
-        board = self._hang_board
-        if board is None:
-            return (own,)
-        said = {report.pid: self._still_true(report) for report in board.reports()}
         found = {own.rank: own}
-        for process in board.processes():
-            state = _state_of(process, said.get(process.pid), own.node)
+        for head in [] if self._board is None else self._board.heads():
+            state = self._state_of(head, own.node)
             if state is None and name_silent:
-                state = HangState(process.rank, own.node, COMPUTE, state=SILENT)
-            known = found.get(process.rank)
+                state = HangState(head.rank, own.node, COMPUTE, state=SILENT)
+            known = found.get(head.rank)
             if state is not None and (known is None or (known.process != ALIVE and state.process == ALIVE)):
-                found[process.rank] = state
+                found[head.rank] = state
         return tuple(found[rank] for rank in sorted(found))
 
-    def _still_true(self, report: HangReport) -> HangState:
-        """Drop a state that is too old. A stopped process cannot publish a newer one."""
-        old = self._now() - report.at_ns >= _OLD_SECONDS * NS
-        return structs.replace(report.state, stuck=False, waits=False, where=None, call=None) if old else report.state
+    def _state_of(self, head: RankHead, node: str) -> HangState | None:
+        """The state of a process of this node; None for a living one that has published nothing of this hang yet."""
+        if head.ended:
+            return HangState(head.rank, node, ENDED)
+        letter, said = head.process_state, head.hang
+        if not letter:
+            return HangState(head.rank, node, COMPUTE, GONE)
+        if said is not None and self._now() - head.at_ns >= _OLD_SECONDS * NS:  # a stopped process publishes nothing
+            said = structs.replace(said, stuck=False, waits=False, where=None, call=None)
+        if letter in "Tt":
+            known = said or HangState(head.rank, node, COMPUTE)
+            return structs.replace(known, rank=head.rank, process=STOPPED, stuck=False)
+        return said
 
     def _decide(self, states: tuple[HangState, ...], world_size: int, passed: float) -> None:
         states = tuple(state for state in states if state.rank < max(world_size, 1))
@@ -268,13 +262,11 @@ class JobHang:
     def _end(self) -> None:
         """End a hang. It is over if steps end again; otherwise the processes are about to end."""
         if self._began_ns is not None:
-            if self._hang_board is not None and self._rank is not None:
-                self._hang_board.take_back(self._rank)
             if self._job is not None:
                 self._job.local = ()
             if self._verdict is not None:
                 self._over = {"since": self._since, "kind": self._verdict.kind, "over": True}
-            self._began_ns = self._said_ns = self._rank = self._written = self._verdict = None
+            self._began_ns = self.state = self._written = self._verdict = None
             self._lines, self._since = 0, ""
         if self._over is not None and self._own.steps > self._steps:
             self._event_log.emit("hang", self._over)
@@ -283,15 +275,3 @@ class JobHang:
 
 def _may_go_on(state: HangState) -> bool:
     return state.process == ALIVE and not state.stuck and not state.waits and state.doing in {COMPUTE, DATA_WAIT}
-
-
-def _state_of(process: RankProcess, said: HangState | None, node: str) -> HangState | None:
-    """The state of a process of this node; None for a living one that has published nothing yet."""
-    if process.ended:
-        return HangState(process.rank, node, ENDED)
-    if not process.state:
-        return HangState(process.rank, node, COMPUTE, GONE)
-    if process.state in "Tt":
-        known = said or HangState(process.rank, node, COMPUTE)
-        return structs.replace(known, rank=process.rank, process=STOPPED, stuck=False)
-    return said

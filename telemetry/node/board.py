@@ -1,4 +1,4 @@
-"""The board: a node-local folder in which each rank publishes its newest state, and the lock of the serving rank.
+"""The board: a node-local folder in which each rank publishes its newest state, and who leads and is which rank there.
 
 It is in /dev/shm if possible. It belongs to one user and one run. Each rank has one small file, replaced as a whole: a
 line of JSON about the rank (`RankHead`), then its numbers (`Numbers`) as MessagePack.
@@ -6,37 +6,50 @@ line of JSON about the rank (`RankHead`), then its numbers (`Numbers`) as Messag
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import os
 import shutil
 import stat
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from telemetry.node.server_lock import ServerLock
+from telemetry.diagnosis.hangs import HangState
 from telemetry.records import Histogram, RankPace
-from telemetry.util.clock import monotonic_ns, unix_time
-from telemetry.util.files import read_small, remove_file, replace_file
-from telemetry.util.processes import outer_uid, pid_namespace, slug, start_ticks
+from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
+from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
+from telemetry.util.processes import adopt, outer_uid, pid_namespace, process_state, slug, start_ticks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
 
 _STALE_SECONDS: Final = 3600.0
 _PREFIX: Final = "torch-telemetry"
 _MAX_FILE_BYTES: Final = 4 << 20
-_MAX_HEAD_BYTES: Final = 4096
+_MAX_HEAD_BYTES: Final = 8192
 
 _ROOTS: Final = 8
 """The folder of all boards may have this many names. Others can take a name in a folder that is open to everyone."""
 
-_ENDPOINT: Final = "endpoint.json"
-GONE: Final = "gone-"
+_RANK: Final = "rank-"
+_GONE: Final = "gone-"
 """How the name of a dead process's file begins. Nothing else shows that the process was there."""
+
+_ENDPOINT: Final = "endpoint.json"
 
 _LASTING: Final = "training_run_info"
 """The metric that a rank still shows while it cannot publish: it is true as long as the rank is there."""
+
+
+# -- what a rank publishes ---------------------------------------------------------------------------------------------
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,19 +72,23 @@ class RankHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         ticks: start of the process, see `start_ticks`. With the pid it identifies the process.
+        at_ns: when it was published, monotonic ns.
         ended: whether the agent has ended by itself.
         rank_given: whether a launcher gave this process its rank.
         since: when it took the rank, monotonic ns.
         pace: for the other ranks; None in a job of one rank.
+        hang: what this rank does while the job hangs; else None.
     """
 
     rank: int
     pid: int
     ticks: int | None
+    at_ns: int = 0
     ended: bool = False
     rank_given: bool = False
     since: int = 0
     pace: RankPace | None = None
+    hang: HangState | None = None
 
     @property
     def order(self) -> tuple[bool, int, int]:
@@ -79,9 +96,14 @@ class RankHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (not self.rank_given, self.since, self.pid)
 
     @property
+    def process_state(self) -> str:
+        """The letter of the process's state in proc(5); empty if the process is gone."""
+        return process_state(self.pid, self.ticks)
+
+    @property
     def lives(self) -> bool:
         """Whether the process is alive and has not ended its part."""
-        return not self.ended and start_ticks(self.pid) == self.ticks
+        return not self.ended and self.process_state != ""
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -108,36 +130,40 @@ def _content(head: RankHead, numbers: Numbers) -> bytes:
     return _encode_head(head) + b"\n" + _encode_numbers(numbers)
 
 
-def read_head(path: str | os.PathLike[str]) -> RankHead | None:
-    """Read who has published a file; None if it is no such file."""
-    try:
-        return _decode_head(read_small(path, _MAX_HEAD_BYTES).partition(b"\n")[0])
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
 def _state(path: str) -> RankState | None:
     """Read what a rank has published; None if it is gone, or of another version."""
     try:
         head, _, numbers = read_small(path, _MAX_FILE_BYTES).partition(b"\n")
         return RankState(_decode_head(head), _decode_numbers(numbers))
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return None
 
 
-def _entries(folder: str | Path) -> list[str]:
+def _entries(folder: str | Path, *beginnings: str) -> list[str]:
     """The files of the ranks on a board."""
     try:
         with os.scandir(folder) as entries:
-            return [e.path for e in entries if e.name.startswith("rank-")]
+            return [e.path for e in entries if e.name.startswith(beginnings)]
     except OSError:
         return []
 
 
+def _heads(folder: str | Path, *beginnings: str) -> list[tuple[str, RankHead]]:
+    """The files of the ranks on a board, and who has published each."""
+    found = []
+    for entry in _entries(folder, *beginnings):
+        try:
+            found.append((entry, _decode_head(read_small(entry, _MAX_HEAD_BYTES).partition(b"\n")[0])))
+        except (OSError, msgspec.MsgspecError, RecursionError):
+            continue  # it is gone, or no such file
+    return found
+
+
 def _living(folder: str | Path) -> list[tuple[str, RankHead]]:
-    """The files of the living ranks on a board, and who has published them."""
-    heads = ((entry, read_head(entry)) for entry in _entries(folder))
-    return [(entry, head) for entry, head in heads if head is not None and head.lives]
+    return [(entry, head) for entry, head in _heads(folder, _RANK) if head.lives]
+
+
+# -- the folder of all boards ------------------------------------------------------------------------------------------
 
 
 def board_root() -> Path:
@@ -179,6 +205,9 @@ def _is_ours(path: Path) -> bool:
         return False
     alone = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return alone and os.access(path, os.W_OK | os.X_OK)
+
+
+# -- the board of a run ------------------------------------------------------------------------------------------------
 
 
 class Board:
@@ -224,13 +253,21 @@ class Board:
         _own_folder(self._root)
         _own_folder(self.path)
 
-    # -- a rank's state ----------------------------------------------------------------------------------------
+    # -- a rank's state ------------------------------------------------------------------------------------------------
 
-    def publish(self, rank: int, numbers: Numbers, *, pace: RankPace | None = None, ended: bool = False) -> None:
+    def publish(
+        self,
+        rank: int,
+        numbers: Numbers,
+        *,
+        pace: RankPace | None = None,
+        hang: HangState | None = None,
+        ended: bool = False,
+    ) -> None:
         """Replace this rank's state. A rank that has ended is still shown as long as others of the run are there.
 
         If the write fails, the old state is removed, because it would look like a new one. The rank still shows that it
-        is there.
+        is there. If the process had another rank before, its file goes.
 
         Raises:
             OSError: the state cannot be written.
@@ -240,12 +277,16 @@ class Board:
             rank=rank,
             pid=pid,
             ticks=self._ticks,
+            at_ns=now_ns(),
             ended=ended,
             rank_given=self._rank_given,
             since=self._since,
             pace=pace,
+            hang=hang,
         )
-        path = self.path / f"rank-{rank}.{pid}"
+        path, before = self.path / f"{_RANK}{rank}.{pid}", self._mine
+        if before is not None and before != path:
+            remove_file(before)
         self._mine, self._own = path, RankState(head, numbers)
         try:
             self.put(path.name, _content(head, numbers))
@@ -266,7 +307,7 @@ class Board:
         shown, because duplicate series would fail the scrape. See `rank_for`.
         """
         found: dict[int, RankState] = {}
-        entries, mine = _entries(self.path), str(self._mine)
+        entries, mine = _entries(self.path, _RANK), str(self._mine)
         if self._own is not None and mine not in entries:
             entries.append(mine)
         for entry in entries:
@@ -282,6 +323,27 @@ class Board:
             if other is None or (head.ended, *head.order) < (other.head.ended, *other.head.order):
                 found[head.rank] = state
         return [found[rank] for rank in sorted(found)]
+
+    def _mark_gone(self, entry: str, rank: int) -> None:
+        try:
+            Path(entry).replace(self.path / f"{_GONE}{rank}")
+        except OSError:
+            remove_file(entry)
+
+    def heads(self) -> list[RankHead]:
+        """Every process that has published here, also those that are gone, by rank."""
+        return sorted((head for _, head in _heads(self.path, _RANK, _GONE)), key=lambda head: head.rank)
+
+    def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
+        """The paces of the living ranks, without rank ``but``."""
+        paces = [head.pace for _, head in _living(self.path)]
+        return tuple(pace for pace in paces if pace is not None and pace.rank != but)
+
+    def live_ranks(self, but: Path | None = None) -> int:
+        """How many living processes publish here. The file ``but`` does not count."""
+        return sum(1 for entry, _ in _living(self.path) if entry != str(but))
+
+    # -- which rank this process is ------------------------------------------------------------------------------------
 
     def rank_for(self, claimed: int, *, rank_given: bool, world_size: int) -> int:
         """Choose the rank under which this process is shown: a number that no other living process of this board has.
@@ -308,45 +370,18 @@ class Board:
         self._number, self._rank_given = wanted, rank_given and wanted == claimed
         return wanted
 
-    def move(self, before: int, rank: int) -> None:
-        """Show this process under another rank from now on. Its file is renamed, so it never exists twice."""
-        pid = os.getpid()
-        old, new = self.path / f"rank-{before}.{pid}", self.path / f"rank-{rank}.{pid}"
-        try:
-            old.replace(new)
-        except FileNotFoundError:
-            return  # nothing has been published yet
-        self._mine, self._own = new, None
-
     def _is_claimed(self, number: int, *, rank_given: bool) -> bool:
         """Whether a living process claims a number and has priority over this one."""
         since = self._since if number == self._number else monotonic_ns()
         mine = (not rank_given, since, os.getpid())
-        start = f"{self.path}/rank-{number}."
-        return any(entry.startswith(start) and head.order < mine for entry, head in self._others())
+        return any(head.rank == number and head.order < mine for head in self._others())
 
     def _free_number(self, wanted: int, first: int) -> int:
-        taken = {head.rank for _, head in self._others()} | {wanted}
+        taken = {head.rank for head in self._others()} | {wanted}
         return next(number for number in itertools.count(first) if number not in taken)
 
-    def _others(self) -> list[tuple[str, RankHead]]:
-        own = f".{os.getpid()}"
-        return [(entry, head) for entry, head in _living(self.path) if not entry.endswith(own)]
-
-    def paces(self, but: int | None = None) -> tuple[RankPace, ...]:
-        """The paces of the living ranks, without rank ``but``."""
-        paces = [head.pace for _, head in _living(self.path)]
-        return tuple(pace for pace in paces if pace is not None and pace.rank != but)
-
-    def live_ranks(self, but: Path | None = None) -> int:
-        """How many living processes publish here. The file ``but`` does not count."""
-        return sum(1 for entry, _ in _living(self.path) if entry != str(but))
-
-    def _mark_gone(self, entry: str, rank: int) -> None:
-        try:
-            Path(entry).replace(self.path / f"{GONE}{rank}")
-        except OSError:
-            remove_file(entry)
+    def _others(self) -> list[RankHead]:
+        return [head for _, head in _living(self.path) if head.pid != os.getpid()]
 
     # -- files for the other ranks -------------------------------------------------------------------------------------
 
@@ -376,7 +411,7 @@ class Board:
         except OSError:
             return 0
 
-    # -- who serves --------------------------------------------------------------------------------------------
+    # -- who serves ----------------------------------------------------------------------------------------------------
 
     def lead(self) -> bool:
         """Take or keep the lock, see `ServerLock.take`. Returns whether this rank serves the node from now on.
@@ -409,19 +444,15 @@ class Board:
         except msgspec.MsgspecError:
             return None
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> bool:
         """Close the lock. The last rank removes the board and returns True."""
         last = self.live_ranks(but=self._mine) == 0
         if last:
             shutil.rmtree(self.path, ignore_errors=True)
-        self.forget()
-        return last
-
-    def forget(self) -> None:
-        """Close the lock file, in ``leave`` and in a forked child, which has a copy."""
         self.server_lock.close()
+        return last
 
     def sweep(self) -> None:
         """Remove boards of this user that no living process has written to for an hour."""
@@ -435,3 +466,152 @@ class Board:
                         shutil.rmtree(board.path, ignore_errors=True)
                 except OSError:
                     continue
+
+
+# -- the lock that decides which rank serves its node ------------------------------------------------------------------
+
+STILL_SECONDS: Final = 4.0
+"""A sign of life comes once a second. A rank without one for this long is treated as stopped or hung."""
+
+
+class ServerLock:
+    """The lock of the rank that serves. The ranks of a run share its file, and never wait for each other.
+
+    It is a POSIX record lock: the kernel releases it when its holder dies, and a forked DataLoader worker does not
+    inherit it. A process that is stopped, by SIGSTOP or in a debugger, keeps its lock and does not answer. So the
+    holder also gives a sign of life: the modification time of the file. If that has not changed for `STILL_SECONDS`,
+    another rank removes the file and locks a new one in its place. Only the lock on the file that is in place counts.
+    So a process loses the lock if its file is removed, by another rank or with the whole board.
+
+    Args:
+        path: the lock file.
+        mono_ns: the clock that times the signs of life.
+    """
+
+    def __init__(self, path: Path, mono_ns: Callable[[], int] = now_ns) -> None:
+        self._path = path
+        self._now = mono_ns
+        self._file: Descriptor | None = None
+        self._held = False
+        self._looked_ns = mono_ns()
+        self._sign = 0  # the holder's newest sign of life
+        self._sign_ns = 0  # when it was first seen
+        self._left_until_ns = 0  # until then, the lock is left to the rank that held it
+
+    def take(self) -> bool:
+        """Take or keep the lock if it is free, or if its holder gives no sign of life. Never blocks.
+
+        Raises:
+            OSError: the lock file cannot be made.
+        """
+        now = self._now()
+        if now - self._looked_ns > STILL_SECONDS * NS:
+            self._sign_ns = now  # this process itself was stopped, and perhaps the holder, too
+        self._looked_ns = now
+        if not self._in_place():
+            # Removing the board ends no rank: the serving rank keeps its port if the others let it be first.
+            left = self._file is not None and not self._held
+            self._left_until_ns = now + int(STILL_SECONDS * NS) if left else 0
+            self._open(now)
+        self._held = now >= self._left_until_ns and self._lock()
+        if not self._held and self._is_still(now):
+            remove_file(self._path)
+            self._open(now)
+            self._held = self._lock()
+        return self._held
+
+    def beat(self) -> None:
+        """Give a sign of life, if possible. The holder calls this about once a second, on any thread."""
+        file, stamp = self._file, self._now()
+        try:
+            if file is not None and file.is_ours():
+                os.utime(file.number, ns=(stamp, stamp))
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Close the file, which releases the lock. In a forked child, the parent keeps its lock."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _open(self, now: int) -> None:
+        file = Descriptor(opened(self._path, os.O_RDWR | os.O_CREAT))
+        self.close()
+        self._file, self._sign_ns = file, now
+
+    def _in_place(self) -> bool:
+        """Whether the open file is the one that has its name now.
+
+        It is not opened again for this: closing any descriptor of a file releases the process's locks on it.
+        """
+        try:
+            status = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        file = self._file
+        return file is not None and file.is_ours() and file.identity == (status.st_dev, status.st_ino)
+
+    def _lock(self) -> bool:
+        assert self._file is not None  # noqa: S101 - opened by the caller
+        try:
+            fcntl.lockf(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return self._in_place()  # another rank may have replaced it meanwhile
+
+    def _is_still(self, now: int) -> bool:
+        """Whether the holder has given no sign of life for `STILL_SECONDS`."""
+        assert self._file is not None  # noqa: S101 - opened by the caller
+        sign = os.fstat(self._file.number).st_mtime_ns
+        if sign != self._sign:
+            self._sign, self._sign_ns = sign, now
+        return now - self._sign_ns > STILL_SECONDS * NS
+
+
+# -- the rank of this process: the one that it claims, and the one that it is shown under ------------------------------
+
+_REMEDY: Final = (
+    "give each process RANK and WORLD_SIZE, or call torch.distributed.init_process_group; a separate job needs a "
+    "run folder of its own"
+)
+
+
+class Membership:
+    """Follows the rank that this process claims, and the number that it is shown under.
+
+    Args:
+        identity: the identity at the start. All parts of the agent share this one record, and `look` updates it.
+        errors: reports that another process claims the same rank.
+    """
+
+    def __init__(self, identity: Identity, errors: ErrorLog) -> None:
+        self._identity = identity
+        self._claim = replace(identity)
+        self._errors = errors
+        self._seen: int | None = None
+
+    def look(self, board: Board | None, *, steps: int) -> bool:
+        """Update the identity of this process. Returns whether it has changed; then publish under the new rank.
+
+        The rank comes from torch.distributed once that is initialised. If another living process of this node already
+        has this rank, this process is shown under a free number.
+
+        Args:
+            board: shows the other processes; None without a board.
+            steps: steps that have ended. A process without steps gets its number without a message in the log.
+        """
+        with self._errors.contained("rank"):
+            self._claim, self._seen = adopt(self._claim, self._seen)
+        claim, number = self._claim, self._claim.rank
+        with self._errors.contained("board"):
+            if board is not None:
+                number = board.rank_for(claim.rank, rank_given=claim.rank_given, world_size=claim.world_size)
+        if number != claim.rank and steps:
+            others = f"another process of this node is rank {claim.rank} too"
+            self._errors.tell("rank", f"{others}; this one is shown as {number}: {_REMEDY}")
+        identity, before = self._identity, replace(self._identity)
+        identity.rank, identity.claimed_rank = number, claim.rank
+        identity.local_rank, identity.world_size = claim.local_rank, claim.world_size
+        identity.rank_source = claim.rank_source if number == claim.rank else "assigned"
+        return identity != before

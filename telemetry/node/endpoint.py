@@ -16,19 +16,18 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.hooks.patching import WeakMap
 from telemetry.node.prometheus import Exposition, Page, numbers_of
 from telemetry.util.clock import NS, now_ns, sleep, thread_time_ns
 from telemetry.util.files import LOWEST, Descriptor, raised, read_small
-from telemetry.util.threads import OwnThread, Wake, rest, work
+from telemetry.util.threads import OwnThread, rest, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.node.board import Board
+    from telemetry.diagnosis.hangs import HangState
+    from telemetry.node.board import Board, ServerLock
     from telemetry.node.metrics import RunView
     from telemetry.node.prometheus import TargetFile
-    from telemetry.node.server_lock import ServerLock
     from telemetry.records import RankPace
     from telemetry.util.errors import ErrorLog
 
@@ -84,12 +83,12 @@ class Lookup:
 
     def __init__(self, name: str) -> None:
         self._found: Address | OSError = OSError(f"{name} has no address")
-        self._done = Wake()
-        OwnThread(self._run, name, name="telemetry-resolver").start()
+        self._thread = OwnThread(self._run, name, name="telemetry-resolver")
+        self._thread.start()
 
     def wait(self, seconds: float) -> bool:
         """Wait at most this many seconds for the answer. Returns whether it has come."""
-        return self._done.wait(max(0.0, seconds))
+        return self._thread.join(max(0.0, seconds))
 
     def result(self) -> Address:
         """The answer. Call it only after the answer has come.
@@ -106,8 +105,6 @@ class Lookup:
             self._found = _looked_up(name)
         except OSError as error:
             self._found = error
-        finally:
-            self._done.set()
 
 
 def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
@@ -123,6 +120,10 @@ def explained(error: OSError, host: str, port: int) -> tuple[str, str]:
 
 
 # -- the names of a node -------------------------------------------------------------------------------------------
+
+
+_HOST: Final = re.compile(r"([^:\[\]]*)(?::[0-9]*)?|\[([^\[\]]*)\](?::[0-9]*)?|([^\[\]]*)")
+"""A Host header: a name or an address, perhaps with a port; an IPv6 address in brackets; or one without them."""
 
 
 class HostNames:
@@ -153,8 +154,11 @@ class HostNames:
 
     def knows(self, header: str) -> bool:
         """Whether a Host header names this node."""
-        name = _name_of(header)
-        return name is not None and (name in self._names or _is_address(name))
+        match = _HOST.fullmatch(_plain(header))
+        if match is None:
+            return False
+        name, address = match[1], match[2] or match[3]
+        return _is_address(address) if name is None else _plain(name) in self._names or _is_address(name)
 
 
 def _lines(path: Path) -> list[str]:
@@ -168,21 +172,6 @@ def _lines(path: Path) -> list[str]:
 def _plain(name: str) -> str:
     """A name in the form for comparison: lower case, without a trailing dot."""
     return name.strip().lower().removesuffix(".")
-
-
-def _name_of(header: str) -> str | None:
-    """The name in ``name``, ``name:port``, ``[address]`` or ``[address]:port``; None for anything else."""
-    text = header.strip()
-    if text.startswith("["):
-        name, bracket, port = text[1:].partition("]")
-        if not bracket or not _is_address(name.lower()) or (port and not port.startswith(":")):
-            return None
-        port = port[1:]
-    elif text.count(":") > 1:
-        name, port = text, ""  # an IPv6 address without its brackets
-    else:
-        name, _, port = text.partition(":")
-    return _plain(name) if not port or (port.isascii() and port.isdigit()) else None
 
 
 def _is_address(name: str) -> bool:
@@ -206,7 +195,6 @@ _PAUSE_SECONDS: Final = 0.1
 """The pause after a connection could not be accepted. Without it, repeated errors would use a core."""
 
 _MAX_REQUEST_BYTES: Final = 8192
-_MAX_UNSENT_BYTES: Final = 1 << 20  # the part of one answer that the kernel holds
 _REQUEST_LINE: Final = re.compile(r"([A-Za-z]+) ([!-~]+) HTTP/1\.[01]")
 _FIELD: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
 _UNKNOWN_HOST: Final = (
@@ -268,12 +256,6 @@ class _Connection:
                 return False
             self.received += part
         return True
-
-    def respond(self, answer: bytes) -> None:
-        """Take the answer, and make room for it in the kernel, so that a slow client needs no further turn."""
-        self.answer = memoryview(answer)
-        room = min(len(answer), _MAX_UNSENT_BYTES)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
 
     def send(self) -> None:
         """Send what the kernel takes at once. The rest stays in ``answer``.
@@ -338,7 +320,6 @@ class Endpoint:
         self.cpu_seconds = 0.0
         self._socket = _raised(socket.socket(address.family, socket.SOCK_STREAM))
         self._listening = Descriptor(self._socket.fileno())
-        _endpoints[self] = None  # before it has a port, because a child may be forked at any moment
         try:
             self._listen(address, ports)
             self.port: int = self._socket.getsockname()[1]
@@ -442,7 +423,7 @@ class Endpoint:
         try:
             if connection.descriptor.is_ours() and connection.receive():
                 if not connection.answer:
-                    connection.respond(self._answer(connection.received))
+                    connection.answer = memoryview(self._answer(connection.received))
                     poll.modify(number, select.POLLOUT)
                 connection.send()
                 if connection.answer:
@@ -515,9 +496,6 @@ def _response(status: int, page: Page, *, with_body: bool = True) -> bytes:
     return "\r\n".join([*head, "\r\n"]).encode() + (page.body if with_body else b"")
 
 
-_endpoints: Final[WeakMap[None]] = WeakMap()
-
-
 # -- which rank serves ---------------------------------------------------------------------------------------------
 
 _ANNOUNCED_SECONDS: Final = 0.2
@@ -588,15 +566,17 @@ class NodeService:
         self._closed_cpu_seconds = 0.0
         self.trouble = ""
 
-    def publish(self, rank: int, view: RunView, *, pace: RankPace | None = None, ended: bool) -> None:
-        """Put this rank's numbers and pace on the board, and keep the machine's numbers for scrapes of this rank.
+    def publish(
+        self, rank: int, view: RunView, *, pace: RankPace | None = None, hang: HangState | None = None, ended: bool
+    ) -> None:
+        """Put this rank's state on the board, see `RankHead`, and keep the machine's numbers for scrapes of this rank.
 
         Raises:
             OSError: the board cannot be written.
         """
         self._ended = ended
         self._exposition.machine = numbers_of(view, of_node=True)
-        self.board.publish(rank, numbers_of(view), pace=pace, ended=ended)
+        self.board.publish(rank, numbers_of(view), pace=pace, hang=hang, ended=ended)
 
     def lead_if_vacant(self) -> None:
         """Serve if no other rank does, or if the rank that does is stopped.
@@ -664,10 +644,10 @@ class NodeService:
             self._targets.remove()
 
     def after_fork_in_child(self) -> None:
-        """Close the copies of the parent's files and sockets, also those of an endpoint that is being made."""
-        for endpoint in _endpoints.objects():
-            endpoint.abandon()
-        self.board.forget()
+        """Close the copies of the parent's files and sockets."""
+        if self.endpoint is not None:
+            self.endpoint.abandon()
+        self.board.server_lock.close()
 
     # -- the endpoint ------------------------------------------------------------------------------------------
 

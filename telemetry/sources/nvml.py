@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -126,6 +125,21 @@ class NvmlDriver:
         finally:
             self.running = None
 
+    def offered(self, read: Callable[[], T], failures: list[NvmlError] | None = None) -> T | None:
+        """Take a reading; None if the GPU or the driver does not offer it now. ``failures`` gets the reason.
+
+        Raises:
+            NvmlError: the GPU or the driver is gone.
+        """
+        try:
+            return read()
+        except NvmlError as error:
+            if error.code in _FATAL:
+                raise
+            if failures is not None:
+                failures.append(error)
+            return None
+
 
 def _binding() -> ModuleType | ImportError:
     codecs.lookup("ascii")  # the binding's calls would import this codec later
@@ -138,9 +152,8 @@ def _binding() -> ModuleType | ImportError:
 
 # -- finds the GPU of this rank by UUID, never by a guessed index ------------------------------------------------------
 # NVML sees every GPU of the machine or container. The rank computes on one of them, or on a MIG device of one. Torch
-# shows which one after CUDA is initialised. Before that, ``CUDA_VISIBLE_DEVICES`` decides only if it leaves one choice.
-
-_UNKNOWN: Final = "the GPU of this rank is not known before CUDA is initialised"
+# tells the UUID after CUDA is initialised. Before that, only a machine with one GPU, or a single UUID in
+# ``CUDA_VISIBLE_DEVICES``, leaves no choice. An index there is not NVML's: by default CUDA puts the fastest GPU first.
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +181,18 @@ def find_device(driver: NvmlDriver, uuid: str | None, environ: Mapping[str, str]
     Args:
         driver: an initialised NVML.
         uuid: what torch reports (with or without ``GPU-``, or ``MIG-…``); None before CUDA is initialised.
-        environ: has ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``.
+        environ: has ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
         NoGpuError: this process cannot use a GPU.
         CollectorError: it is not known yet which GPU it uses.
         NvmlError: NVML failed.
     """
-    handle = _by_torch(driver, uuid) if uuid else _by_environment(driver, environ)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    handle = _by_torch(driver, uuid) if uuid else _only_device(driver, visible)
     found = driver.call("nvmlDeviceGetUUID", handle)
     if not found.startswith("MIG-") and _is_partitioned(driver, handle):
-        handle = _only_mig_device(driver, handle, environ)
+        handle = _mig_device(driver, handle, visible)
         found = driver.call("nvmlDeviceGetUUID", handle)
     parent, gpu_instance = handle, None
     if found.startswith("MIG-"):
@@ -198,76 +212,22 @@ def _by_torch(driver: NvmlDriver, uuid: str) -> Handle:
     raise CollectorError(f"NVML knows no device with the UUID {uuid} that torch reports")
 
 
-def _by_environment(driver: NvmlDriver, environ: Mapping[str, str]) -> Handle:
-    """Find the only device that CUDA can choose.
-
-    An index refers to CUDA's order. By default the fastest GPU is first, and the order of the others is undefined, even
-    if all are equal. Only CUDA_DEVICE_ORDER=PCI_BUS_ID gives NVML's order. So with several GPUs and the default order
-    an index does not identify a GPU, and the agent waits for torch.
-    """
+def _only_device(driver: NvmlDriver, visible: str | None) -> Handle:
+    """Find the only device that CUDA can choose."""
     count = driver.call("nvmlDeviceGetCount")
     if not count:
         raise NoGpuError("the NVIDIA driver is there, but no GPU is")
-    entries = _visible(environ, count)
-    if not entries:
+    if visible is not None and visible.strip() in {"", "-1", "NoDevFiles"}:
         raise NoGpuError("no GPU is visible: CUDA_VISIBLE_DEVICES hides them all")
-    if len(entries) > 1:
-        raise CollectorError(_UNKNOWN)
-    only = entries[0]
-    if isinstance(only, str):
-        return _by_entry(driver, only)
-    # A partitioned GPU among others changes CUDA's numbering in undocumented ways.
-    in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-    if count > 1 and (not in_order or any(_is_partitioned(driver, gpu) for _uuid, gpu in _gpus(driver))):
-        raise CollectorError(_UNKNOWN)
-    return driver.call("nvmlDeviceGetHandleByIndex", only)
+    named = _by_uuid(driver, visible) if visible and visible.startswith(("GPU-", "MIG-")) else None
+    if named is not None:
+        return named
+    if count > 1:
+        raise CollectorError("the GPU of this rank is not known before CUDA is initialised")
+    return driver.call("nvmlDeviceGetHandleByIndex", 0)
 
 
-def _visible(environ: Mapping[str, str], count: int) -> list[int | str]:
-    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does: indexes or UUIDs; all of ``count`` indexes if it is not set.
-
-    The first invalid entry ends the list, and a repeated one empties it. An index is parsed with strtoul: ``1gpu2``
-    is 1.
-    """
-    text = environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return list(range(count))
-    entries = [entry.strip() for entry in text.split(",")]
-    prefix, found = entries[0][:4], list[int | str]()
-    for entry in entries:
-        digits = entry[: len(entry) - len(entry.lstrip("0123456789"))]
-        if prefix in {"GPU-", "MIG-"} and entry.startswith(prefix):
-            found.append(entry)
-        elif prefix not in {"GPU-", "MIG-"} and digits and int(digits) < count:
-            found.append(int(digits))
-        else:
-            break
-    return found if len(set(found)) == len(found) else []
-
-
-def _by_entry(driver: NvmlDriver, entry: str) -> Handle:
-    """Find the device of ``GPU-<uuid or its beginning>``, ``MIG-<uuid>`` or ``MIG-GPU-<uuid>/<gi>/<ci>``."""
-    handle = _by_uuid(driver, entry)
-    if handle is not None:
-        return handle
-    if entry.startswith("MIG-"):  # named by its GPU and the ids of its instances
-        uuid, _, ids = entry.removeprefix("MIG-").partition("/")
-        parent = _by_uuid(driver, uuid)
-        matches = [each for each in _mig_devices(driver, parent) if ids == _instances(driver, each)] if parent else []
-    else:
-        matches = [gpu for uuid, gpu in _gpus(driver) if uuid.lower().startswith(entry.lower())]
-    if len(matches) != 1:
-        what = "several GPUs" if matches else "no GPU of this machine"
-        raise NoGpuError(f"no GPU is visible: CUDA_VISIBLE_DEVICES={entry} names {what}")
-    return matches[0]
-
-
-def _instances(driver: NvmlDriver, mig: Handle) -> str:
-    gpu_instance = driver.call("nvmlDeviceGetGpuInstanceId", mig)
-    return f"{gpu_instance}/{driver.call('nvmlDeviceGetComputeInstanceId', mig)}"
-
-
-def _only_mig_device(driver: NvmlDriver, gpu: Handle, environ: Mapping[str, str]) -> Handle:
+def _mig_device(driver: NvmlDriver, gpu: Handle, visible: str | None) -> Handle:
     """Find the MIG device of a partitioned GPU. Some versions of CUDA report the GPU's UUID for its MIG device.
 
     Raises:
@@ -277,15 +237,11 @@ def _only_mig_device(driver: NvmlDriver, gpu: Handle, environ: Mapping[str, str]
     devices = list(_mig_devices(driver, gpu))
     if not devices:
         raise NoGpuError("no GPU is visible: MIG is enabled, but there is no MIG device")
-    if len(devices) == 1:
-        return devices[0]
-    entries = _visible(environ, 0)
-    if len(entries) == 1 and str(entries[0]).startswith("MIG-"):
-        named = _by_entry(driver, str(entries[0]))
-        uuid = driver.call("nvmlDeviceGetUUID", named)
-        if uuid in [driver.call("nvmlDeviceGetUUID", device) for device in devices]:
-            return named
-    raise CollectorError("the GPU of this rank is partitioned (MIG), and which MIG device it uses is not known")
+    if len(devices) > 1:
+        devices = [device for device in devices if driver.call("nvmlDeviceGetUUID", device) == visible]
+    if not devices:
+        raise CollectorError("the GPU of this rank is partitioned (MIG), and which MIG device it uses is not known")
+    return devices[0]
 
 
 def _by_uuid(driver: NvmlDriver, uuid: str) -> Handle | None:
@@ -296,17 +252,6 @@ def _by_uuid(driver: NvmlDriver, uuid: str) -> Handle | None:
         if error.code in _NO_SUCH_DEVICE:
             return None
         raise
-
-
-def _gpus(driver: NvmlDriver) -> Iterator[tuple[str, Handle]]:
-    """The physical GPUs that answer. A lost GPU must not hide the others."""
-    for index in range(driver.call("nvmlDeviceGetCount")):
-        try:
-            handle = driver.call("nvmlDeviceGetHandleByIndex", index)
-            uuid = driver.call("nvmlDeviceGetUUID", handle)
-        except NvmlError:
-            continue
-        yield uuid, handle
 
 
 def _is_partitioned(driver: NvmlDriver, gpu: Handle) -> bool:
@@ -365,38 +310,46 @@ class GpmReader:
     previous sample, one the new one.
     """
 
-    def __init__(self, driver: NvmlDriver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
+    def __init__(
+        self,
+        driver: NvmlDriver,
+        parent: Handle,
+        gpu_instance: int | None = None,
+        *,
+        clock: Callable[[], int],
+        window_ns: int,
+    ) -> None:
         self._driver = driver
-        self._device = device
+        self._parent = parent
+        self._gpu_instance = gpu_instance
         self._clock = clock
         self._window_ns = window_ns
         self._buffers: list[Handle] = []
         self._sampled_ns: int | None = None
         self._values = GpmValues()
-        binding = driver.binding
-        self._request = binding.c_nvmlGpmMetricsGet_t()
-        self._request.version = binding.NVML_GPM_METRICS_GET_VERSION
+        self._request = driver.binding.c_nvmlGpmMetricsGet_t()
+        self._request.version = driver.binding.NVML_GPM_METRICS_GET_VERSION
         self._request.numMetrics = len(_GPM_METRICS)
         for slot, metric in enumerate(_GPM_METRICS):
             self._request.metrics[slot].metricId = metric
 
     def read(self) -> GpmValues:
-        """The ratios since the previous tick; all None on the first tick, and after a long gap.
+        """The ratios since the previous tick; all None on the first tick, and after a gap longer than the window.
 
         Raises:
             NvmlError: the counters cannot be sampled.
         """
         while len(self._buffers) < 2:
             self._buffers.append(self._driver.call("nvmlGpmSampleAlloc"))
-        now, before, device = self._clock(), self._sampled_ns, self._device
+        now, before = self._clock(), self._sampled_ns
         if before is not None and now - before <= _GPM_SHORTEST_NS:
             return self._values
         self._values = GpmValues()
         older, newer = self._buffers
-        if device.gpu_instance is None:
-            self._driver.call("nvmlGpmSampleGet", device.parent, newer)
+        if self._gpu_instance is None:
+            self._driver.call("nvmlGpmSampleGet", self._parent, newer)
         else:
-            self._driver.call("nvmlGpmMigSampleGet", device.parent, device.gpu_instance, newer)
+            self._driver.call("nvmlGpmMigSampleGet", self._parent, self._gpu_instance, newer)
         self._buffers, self._sampled_ns = [newer, older], now
         if before is not None and now - before <= self._window_ns:
             self._request.sample1, self._request.sample2 = older, newer
@@ -417,30 +370,8 @@ class GpmReader:
 
 def _gpm_supported(driver: NvmlDriver, gpu: Handle) -> bool:
     """Whether a physical GPU has the hardware counters, and the driver can read them."""
-    support = _offered(lambda: driver.call("nvmlGpmQueryDeviceSupport", gpu))
+    support = driver.offered(lambda: driver.call("nvmlGpmQueryDeviceSupport", gpu))
     return support is not None and bool(support.isSupportedDevice)
-
-
-def _gpm_readable(driver: NvmlDriver, gpu: Handle) -> bool:
-    """Whether this process may read the counters. Only a real reading, of two samples, shows it."""
-    reader = GpmReader(driver, GpuDevice(gpu, gpu, None, 0, "", ""), clock=now_ns, window_ns=10 * NS)
-    try:
-        _offered(reader.read)
-        sleep(1.1 * _GPM_SHORTEST_NS / NS)
-        values = _offered(reader.read)
-        return values is not None and values.sm_active is not None
-    finally:
-        reader.close()
-
-
-def _offered(read: Callable[[], T]) -> T | None:
-    """Take a reading; None if the GPU or the driver does not offer it, or not to this process."""
-    try:
-        return read()
-    except NvmlError as error:
-        if error.code in _FATAL:
-            raise
-        return None
 
 
 def _process_entries(driver: NvmlDriver, handle: Handle) -> list[Any]:
@@ -457,18 +388,6 @@ def _process_entries(driver: NvmlDriver, handle: Handle) -> list[Any]:
         if error.code in {NOT_FOUND, SUCCESS}:
             return []
         raise
-
-
-def own_pids(status: Path = Path("/proc/self/status")) -> frozenset[int]:
-    """The pids of this process, from the outermost PID namespace that its ``/proc`` shows down to its own."""
-    pids = {os.getpid()}
-    try:
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("NSpid:"):
-                pids.update(int(pid) for pid in line.split()[1:])
-    except (OSError, ValueError):
-        pass
-    return frozenset(pids)
 
 
 def _ratio(percent: float) -> float | None:
@@ -496,9 +415,6 @@ THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 """Every value of the ``reason`` label, with NVML's bit. An idle GPU's bit (0x001) is left out, because an idle GPU is
 not throttled. Bits that later drivers add are left out until they have a name here."""
 
-_MAX_GPM_PAUSE: Final = 64
-"""Counters that fail are tried again after 1, 2, 4, ... ticks, but after this many at the latest."""
-
 _MAX_MEMORY_BYTES: Final = float(1 << 44)
 _MAX_MILLIWATTS: Final = 20e6
 _MAX_MILLIJOULES: Final = 1e16
@@ -525,11 +441,8 @@ class DeviceReader:
         self._failures: list[NvmlError] = []
         self._gpm: GpmReader | None = None
         if _gpm_supported(driver, device.parent):
-            self._gpm = GpmReader(driver, device, clock=clock, window_ns=window_ns)
+            self._gpm = GpmReader(driver, device.parent, device.gpu_instance, clock=clock, window_ns=window_ns)
         self._gpm_given = False  # whether the counters have had a value
-        self._gpm_rests = 0  # so many ticks without the counters are left
-        self._gpm_pause = 1
-        self._pids = own_pids()  # the driver may list this process under any of them
         self._process_seen = False
         self._clock_max: float | None = None
 
@@ -592,33 +505,20 @@ class DeviceReader:
 
         A virtual GPU, or one whose counters need a permission, may refuse them at once or after some samples
         (NVIDIA/DCGM#214). If there was no value yet, the source of SM activity changes. Else it stays, and is tried
-        again later: a figure must not change its meaning in mid-run.
+        again: a figure must not change its meaning in mid-run.
         """
         if self._gpm is None:
             return GpmValues()
-        if self._gpm_rests:
-            self._gpm_rests -= 1
-            return GpmValues()
         values = self._optional(self._gpm.read)
-        if values is not None:
-            self._gpm_pause = 1
-            self._gpm_given = self._gpm_given or values.sm_active is not None
-            return values
-        if self._failures[-1].code in _NOT_OFFERED and not self._gpm_given:
-            self.close()
-        else:
-            self._gpm_rests, self._gpm_pause = self._gpm_pause, min(2 * self._gpm_pause, _MAX_GPM_PAUSE)
-        return GpmValues()
+        if values is None:
+            if self._failures[-1].code in _NOT_OFFERED and not self._gpm_given:
+                self.close()
+            return GpmValues()
+        self._gpm_given = self._gpm_given or values.sm_active is not None
+        return values
 
     def _optional(self, read: Callable[[], T]) -> T | None:
-        """Take a reading; None if it is not available. Keeps the sample's failures."""
-        try:
-            return read()
-        except NvmlError as error:
-            if error.code in _FATAL:
-                raise
-            self._failures.append(error)
-            return None
+        return self._driver.offered(read, self._failures)
 
     def _number(self, functions: str | tuple[str, str], unit: float, most: float, *args: Any) -> float | None:
         """A number of the physical GPU, times ``unit``; None if it is not available or above ``most``.
@@ -654,7 +554,7 @@ class DeviceReader:
         listed before. Otherwise the driver may know it by another pid (in a container it may report the pids of the
         host), and there is no reading.
         """
-        ours = [entry for entry in _process_entries(self._driver, self.device.handle) if entry.pid in self._pids]
+        ours = [entry for entry in _process_entries(self._driver, self.device.handle) if entry.pid == os.getpid()]
         if not ours:
             return 0.0 if self._process_seen else None
         self._process_seen = True
@@ -701,9 +601,7 @@ _MIN_FRESH_SECONDS: Final = 1.0
 _MAX_RETRY_SECONDS: Final = 30.0
 """After a failure NVML is initialised again after 1, 2, 4, ... intervals, but after this time at the latest."""
 
-_NOT_YET: Final = "NVML has given no reading yet"
 _FORKED: Final = "a forked child does not sample the GPU"
-_CLOSED: Final = "the NVML source is closed"
 
 
 class _Outcome(NamedTuple):
@@ -751,7 +649,7 @@ class NvmlSource:
         self._driver = NvmlDriver(clock)
         self._reader: DeviceReader | None = None  # only the NVML thread uses this and the next one
         self._uuid: str | None = None
-        self._outcome = _Outcome(None, _NOT_YET, 0)
+        self._outcome = _Outcome(None, "NVML has given no reading yet", 0)
         self._cpu_seconds = 0.0
         self._thread: OwnThread | None = None
         try:
@@ -782,7 +680,7 @@ class NvmlSource:
 
     def close(self) -> None:
         """Stop the thread, which shuts NVML down itself. Does not wait for it, because a call may hang."""
-        self._inert = self._inert or _CLOSED
+        self._inert = self._inert or "the NVML source is closed"
         self._stop.set()
 
     def cpu_seconds(self) -> float:
@@ -872,18 +770,34 @@ class NvmlSource:
 # -- what NVML reports about each GPU of the machine, for ``telemetry doctor`` -----------------------------------------
 
 
-def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:
-    """One dict for each GPU of this machine.
+@dataclass(slots=True)
+class GpuSummary:
+    """One GPU of this machine.
 
-    The keys are ``index``, ``uuid``, ``name``, ``driver_version``, ``sm_source`` (source of SM activity: ``gpm``,
-    ``process`` or None), ``mig`` (whether the GPU is partitioned) and ``error`` (None, or why the other values are
-    missing).
+    Attributes:
+        driver: version of the driver.
+        sm_source: source of SM activity: ``gpm``, ``process`` or None.
+        partitioned: whether MIG is enabled.
+        error: why the rest is missing; None if it is not.
+    """
+
+    index: int
+    driver: str
+    uuid: str = ""
+    name: str = ""
+    sm_source: str | None = None
+    partitioned: bool = False
+    error: str | None = None
+
+
+def device_summary(timeout_seconds: float = 5.0) -> list[GpuSummary]:
+    """Every GPU of this machine.
 
     Raises:
         CollectorError: there is no driver, or it has not answered within ``timeout_seconds``.
     """
     driver = NvmlDriver()
-    answers: list[list[dict[str, Any]] | Exception] = []
+    answers: list[list[GpuSummary] | Exception] = []
 
     def ask() -> None:
         try:
@@ -906,19 +820,29 @@ def device_summary(timeout_seconds: float = 5.0) -> list[dict[str, Any]]:
     return answer
 
 
-def _summary(driver: NvmlDriver, index: int, version: str) -> dict[str, Any]:
+def _summary(driver: NvmlDriver, index: int, version: str) -> GpuSummary:
     """One GPU. A lost GPU must not hide the others."""
-    summary: dict[str, Any] = dict.fromkeys(("uuid", "name", "sm_source", "mig", "error"))
-    summary = {"index": index, **summary, "driver_version": version}
+    found = GpuSummary(index, version)
     try:
         gpu = driver.call("nvmlDeviceGetHandleByIndex", index)
-        summary["uuid"] = driver.call("nvmlDeviceGetUUID", gpu)
-        summary["name"] = driver.call("nvmlDeviceGetName", gpu)
-        summary["mig"] = _is_partitioned(driver, gpu)
-        if _gpm_supported(driver, gpu) and (summary["mig"] or _gpm_readable(driver, gpu)):
-            summary["sm_source"] = "gpm"
-        elif _offered(lambda: _process_entries(driver, gpu)) is not None:
-            summary["sm_source"] = "process"
+        found.uuid, found.name = driver.call("nvmlDeviceGetUUID", gpu), driver.call("nvmlDeviceGetName", gpu)
+        found.partitioned = _is_partitioned(driver, gpu)
+        if _gpm_supported(driver, gpu) and (found.partitioned or _gpm_readable(driver, gpu)):
+            found.sm_source = "gpm"
+        elif driver.offered(lambda: _process_entries(driver, gpu)) is not None:
+            found.sm_source = "process"
     except NvmlError as error:
-        summary["error"] = str(error)
-    return summary
+        found.error = str(error)
+    return found
+
+
+def _gpm_readable(driver: NvmlDriver, gpu: Handle) -> bool:
+    """Whether this process may read the counters. Only a real reading, of two samples, shows it."""
+    reader = GpmReader(driver, gpu, clock=now_ns, window_ns=10 * NS)
+    try:
+        driver.offered(reader.read)
+        sleep(1.1 * _GPM_SHORTEST_NS / NS)
+        values = driver.offered(reader.read)
+        return values is not None and values.sm_active is not None
+    finally:
+        reader.close()

@@ -47,6 +47,13 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[START_TICKS]) if fields and fields[STATE] not in {b"Z", b"X"} else None
 
 
+def process_state(pid: int, ticks: int | None) -> str:
+    """The letter of a process's state in proc(5); empty if it has ended. ``ticks``: when it started, see `start_ticks`."""
+    fields = stat_fields(pid)
+    gone = not fields or fields[STATE] in {b"Z", b"X"} or int(fields[START_TICKS]) != ticks
+    return "" if gone else fields[STATE].decode()
+
+
 def pid_namespace() -> int:
     """Id of this process's pid namespace; 0 if unknown. It differs between containers that share a disk."""
     try:

@@ -54,7 +54,6 @@ class Mig:
     uuid: str = "MIG-11111111-2222-3333-4444-555555555555"
     name: str = "NVIDIA Fake MIG 1g.10gb"
     gpu_instance: int = 7
-    compute_instance: int = 0
     memory_total: int = 10 << 30
     memory_used: int = 1 << 30
 
@@ -244,9 +243,6 @@ class FakeLibrary:
 
     def _nvmlDeviceGetGpuInstanceId(self, handle, number):
         number._obj.value = self._mig(handle).gpu_instance
-
-    def _nvmlDeviceGetComputeInstanceId(self, handle, number):
-        number._obj.value = self._mig(handle).compute_instance
 
     # --- readings; those of one number are in `_NUMBERS`
 

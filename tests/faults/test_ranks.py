@@ -305,8 +305,6 @@ HOLDER = """
     for line in sys.stdin:
         claimed, told, world = line.split()
         number = board.rank_for(int(claimed), rank_given=told == "told", world_size=int(world))
-        if board._mine is not None and board._mine.name != f"rank-{number}.{os.getpid()}":
-            board.move(int(board._mine.name.split(".")[0][5:]), number)
         board.publish(number, Numbers())
         print(number, flush=True)
 """

@@ -12,9 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from telemetry.node.board import Board
+from telemetry.node.board import STILL_SECONDS, Board, ServerLock
 from telemetry.node.endpoint import PORTS_TRIED
-from telemetry.node.server_lock import STILL_SECONDS, ServerLock
 from telemetry.util.processes import identify
 from tests.faults.memory_group import LIMIT, limited_group
 from tests.faults.processes import Child, fetch, of_rank, ranks_in, samples, told, wait_for, write
@@ -254,7 +253,7 @@ def _listens(pid: int, port: int) -> bool:
 HOLDER = """
 import sys
 from pathlib import Path
-from telemetry.node.server_lock import ServerLock
+from telemetry.node.board import ServerLock
 taken = ServerLock(Path(sys.argv[1]))
 for line in sys.stdin:
     if line.startswith("take"):
