@@ -82,20 +82,26 @@ print(*sorted(started))
 """
 
 
+def trained(script: str, folder: Path) -> str:
+    """What the training prints. It ends without an error."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TELEMETRY_END_LINE": "off"}
+    arguments = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_our_threads_import_nothing(tmp_path):
     """In a training with workers, a stall, a snapshot, checkpoints, evaluations, and a host that is a name.
 
     The thread of the endpoint imports `prometheus_client` at the first scrape. A fork waits for that.
     """
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TELEMETRY_END_LINE": "off"}
-    arguments = [sys.executable, "-c", WATCHED, str(tmp_path)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    printed = trained(WATCHED, tmp_path)
     imports = [line.split() for line in (tmp_path / "imports").read_text().splitlines()]
     assert imports[0] == ["telemetry-endpoint", "prometheus_client"]
     assert {thread for thread, _ in imports} == {"telemetry-endpoint"}
     assert not [name for _, name in imports if name.startswith("telemetry.")]
-    assert {"telemetry-agent", "telemetry-export"} <= set(done.stdout.split()), "these had something to do"
+    assert {"telemetry-agent", "telemetry-export"} <= set(printed.split()), "these had something to do"
 
 
 REPLACED = """
@@ -124,11 +130,7 @@ time.sleep(0)
 
 def test_our_threads_call_no_clock_and_no_sleep_of_a_script(tmp_path):
     """In the same training, by a script that replaces all functions of `time` before it starts the agent."""
-    script = WATCHED.replace("import telemetry\n", f"import telemetry\n{REPLACED}")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TELEMETRY_END_LINE": "off"}
-    arguments = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    trained(WATCHED.replace("import telemetry\n", f"import telemetry\n{REPLACED}"), tmp_path)
     assert sorted(set((tmp_path / "calls").read_text().splitlines())) == []
 
 
@@ -223,18 +225,6 @@ def test_a_file_with_quotes_and_control_characters_keeps_its_name():
     over.set()
     thread.join()
     assert (spot.file, spot.function) == (name, "wait")
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_look_leaves_garbage_collection_as_it_is(enabled):
-    training = Training()
-    with training:
-        (gc.enable if enabled else gc.disable)()
-        try:
-            look(training)
-            assert gc.isenabled() is enabled
-        finally:
-            gc.enable()
 
 
 def run_on_a_thread_of_ours(target) -> None:

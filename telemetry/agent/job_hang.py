@@ -20,7 +20,7 @@ from telemetry.diagnosis.hangs import (
 )
 from telemetry.node.metrics import HangView
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
-from telemetry.sources.flight_recorder import OFF, FlightRecorder
+from telemetry.sources.flight_recorder import FlightRecorder
 from telemetry.sources.proc import thread_state
 from telemetry.sources.stacks import (
     collective_in,
@@ -98,7 +98,7 @@ class OwnState:
         stuck, fetch = stalls.stuck, stalls.stuck_monitor.fetch
         stack = stack_of(tracker.thread)
         recorded = self._flight_recorder.read()
-        self.recorder_is_off = recorded is not None and recorded.recorder == OFF
+        self.recorder_is_off = recorded is not None and recorded.off
         called = collective_in(stack)
         waits, newest = called is not None, recorded.newest if recorded is not None else None
         pending = recorded.pending if recorded is not None else None

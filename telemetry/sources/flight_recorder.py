@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 _ENTRY: Final = re.compile(rb'\{[^{}]*"retired":false[^{}]*\}')
 """Matches collectives that have not ended. An entry contains no other object."""
 
-ON: Final = "on"
-OFF: Final = "off"
-ABSENT: Final = "absent"
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedCollectives:
@@ -40,12 +36,12 @@ class RecordedCollectives:
         newest: the one that the others may not have entered: the oldest that has not ended, else the newest; None
             without any.
         pending: whether it has not ended; None if unknown.
-        recorder: `ON`, `OFF`, or `ABSENT` if this torch has none for the backend in use.
+        off: whether the recorder is off, although this torch has one for the backend in use.
     """
 
     newest: Collective | None
     pending: bool | None
-    recorder: str
+    off: bool = False
 
 
 class FlightRecorder:
@@ -63,10 +59,10 @@ class FlightRecorder:
             on_cuda = _on_cuda(dist)
             dump = getattr(c10d, "_dump_nccl_trace_json" if on_cuda else "_dump_fr_trace_json", None)
             if dump is None:
-                return RecordedCollectives(_counted(dist), None, ABSENT)
+                return RecordedCollectives(_counted(dist), None)
             status = json.loads(dump(False, False)).get("pg_status") or {}
             if not status:
-                return RecordedCollectives(_counted(dist), None, OFF)
+                return RecordedCollectives(_counted(dist), None, off=True)
             return self._read(status, None if on_cuda else dump)
         except Exception:  # torch's private functions may change or refuse
             return None
@@ -75,13 +71,13 @@ class FlightRecorder:
         groups = [(name, _number(each, "enqueued"), _number(each, "completed")) for name, each in status.items()]
         entered = [(name, enqueued, done) for name, enqueued, done in groups if enqueued > 0]
         if not entered:
-            return RecordedCollectives(None, False, ON)
+            return RecordedCollectives(None, pending=False)
         waiting = [group for group in entered if group[1] > group[2]]
         name, number, done = max(waiting or entered, key=lambda group: group[1])
         newest = Collective("", min(done + 1, number) if waiting and done >= 0 else number, name)
         if waiting and dump is not None:
             newest = self._listed_as((name, number), dump) or newest
-        return RecordedCollectives(newest, bool(waiting), ON)
+        return RecordedCollectives(newest, bool(waiting))
 
     def _listed_as(self, key: tuple[str, int], dump: Callable[[bool, bool], bytes]) -> Collective | None:
         """The oldest collective that has not ended. The list is read once for each newest one."""

@@ -110,44 +110,24 @@ def serves(endpoint) -> bool:
     ("request_line", "expected"),
     [
         ("GET /metrics HTTP/1.1", 200),
-        ("GET /metrics HTTP/1.0", 200),
         ("GET /metrics?name[]=x HTTP/1.1", 200),
         ("GET /healthz HTTP/1.1", 200),
         ("GET / HTTP/1.1", 404),
-        ("GET /metrics/ HTTP/1.1", 404),
-        ("GET /metrics/../healthz HTTP/1.1", 404),
-        ("GET //metrics HTTP/1.1", 404),
         ("GET /%6detrics HTTP/1.1", 404),
         ("GET http://localhost/metrics HTTP/1.1", 404),
         ("POST /metrics HTTP/1.1", 405),
-        ("DELETE /metrics HTTP/1.1", 405),
         ("get /metrics HTTP/1.1", 405),
         ("CONNECT localhost:80 HTTP/1.1", 405),
         ("GET /metrics HTTP/3.0", 400),
-        ("GET", 400),
         ("GET /a b c HTTP/1.1", 400),
     ],
 )
 def test_status(request_line, expected, endpoint):
-    answer = ask(endpoint, f"{request_line}\r\nHost: localhost\r\n\r\n".encode())
-    assert status(answer) == expected
+    request = f"{request_line}\r\nX: a\tb\r\nHost: localhost\r\n\r\n".encode()
+    answer = ask(endpoint, request * 3)  # of requests in a row one is answered
+    assert (status(answer), answer.count(b"HTTP/1.0 ")) == (expected, 1)
     assert (b"\r\nAllow: GET, HEAD\r\n" in answer) == (expected == 405)
     assert serves(endpoint)
-
-
-@pytest.mark.parametrize(
-    ("extra", "expected"),
-    [
-        (b"X: a\tb\r\n", 200),
-        (b"X: \xff\r\n", 200),
-        (b"Expect: 100-continue\r\n", 200),
-        (b"Host: evil.example\r\n", 403),  # the second one
-        (b"X: y\r\n z\r\n", 400),
-        (b"X y: z\r\n", 400),
-    ],
-)
-def test_headers(extra, expected, endpoint):
-    assert status(ask(endpoint, GOOD[:-2] + extra + b"\r\n")) == expected
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/nowhere"])
@@ -158,31 +138,18 @@ def test_head_is_get_without_the_body(path, endpoint):
     assert head == get.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
 
-def test_of_requests_in_a_row_one_is_answered(endpoint):
-    answer = ask(endpoint, GOOD * 5)
-    assert answer.count(b"HTTP/1.0 200 OK") == 1
-    assert answer.endswith(PAGE)
-
-
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
         ("LocalHost:9464", 200),
         ("127.0.0.1", 200),
-        ("10.1.2.3:9464", 200),
         ("[::1]:9464", 200),
-        ("::1", 200),
         ("The-Node.:9464", 200),
         ("the-node.evil.example", 403),
         ("the-node:evil", 403),
-        ("[::1", 403),
         ("[::1]evil", 403),
-        ("[the-node]", 403),
-        ("127.0.0.1.evil.example", 403),
         ("localhost.evil.example", 403),
-        ("0x7f000001", 403),
         ("2130706433", 403),
-        ("", 403),
         (None, 403),
         ("\xff\xfe", 403),
         ("a" * 2000, 403),
@@ -236,16 +203,10 @@ def test_an_error_of_ours_is_a_500_and_counted(endpoint, capfd):
 
 GARBAGE = {
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)) * 2,
-    "zeros": b"\0" * 4096 + b"\r\n\r\n",
-    "newlines": b"\r\n" * 1000,
     "binary": bytes(range(256)) + b"\r\n\r\n",
-    "huge line": b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "huge header": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
     "many headers": b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 5000 + b"\r\n",
     "bad headers": b"GET /metrics HTTP/1.1\r\nHost localhost\r\n: \r\n \t\r\n\r\n",
-    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
-    "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "format": b"GET /%s%n{0} HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "injection": b"GET /metrics\r\nX: y HTTP/1.1\r\n\r\n",
     "body": b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n" + b"x" * 100_000,
 }
@@ -287,25 +248,21 @@ def test_silent_half_open_and_dripping_clients_are_ended(endpoint, impatient):
     assert serves(endpoint)
 
 
-def test_a_client_that_does_not_read_is_ended(endpoint, impatient):
-    endpoint.exposition.make = lambda: b"x 1.0\n" * 3_000_000
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", endpoint.port))
-        connection.sendall(GOOD)
-        wait_for(lambda: any(each.answer for each in endpoint._connections.values()), "it is being answered")
-        del endpoint.exposition.make
-        assert serves(endpoint)
-        wait_for(lambda: not endpoint._connections, "it is ended")
-
-
-def test_an_answer_that_is_not_taken_at_once_comes_whole(endpoint):
+def test_a_client_that_does_not_read_is_ended_and_a_slow_one_gets_all(endpoint, monkeypatch):
+    monkeypatch.setattr(module, "CONNECTION_SECONDS", HANG)
     page = b"x 1.0\n" * 3_000_000
     endpoint.exposition.make = lambda: page
-    with client(endpoint) as connection:
-        connection.sendall(GOOD)
-        wait_for(lambda: any(each.answer for each in endpoint._connections.values()), "the rest of it waits")
-        assert received(connection).endswith(b"\r\n\r\n" + page)
+    with client(endpoint) as slow, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", endpoint.port))
+        for connection in (slow, deaf):
+            connection.sendall(GOOD)
+        wait_for(lambda: sum(bool(each.answer) for each in endpoint._connections.values()) == 2, "both wait for more")
+        assert received(slow).endswith(b"\r\n\r\n" + page)
+        del endpoint.exposition.make
+        assert serves(endpoint)
+        monkeypatch.setattr(module, "CONNECTION_SECONDS", 0.3)
+        wait_for(lambda: not endpoint._connections, "it is ended")
 
 
 def test_a_client_that_hangs_up_in_the_middle_of_the_answer(endpoint):
@@ -342,26 +299,6 @@ def test_more_clients_than_the_cap_are_turned_away(endpoint, monkeypatch):
     assert serves(endpoint)
 
 
-def test_a_crowd_of_scrapers_is_served_or_turned_away(endpoint):
-    answers: list[bytes] = []
-
-    def scrape():
-        for _ in range(10):
-            try:
-                answers.append(ask(endpoint, GOOD))
-            except OSError:
-                answers.append(b"")
-
-    crowd = [threading.Thread(target=scrape) for _ in range(12)]
-    for thread in crowd:
-        thread.start()
-    for thread in crowd:
-        thread.join(HANG)
-    assert all(answer == b"" or answer.endswith(PAGE) for answer in answers)
-    assert sum(answer.endswith(PAGE) for answer in answers) >= 10
-    assert threads.running().count("telemetry-endpoint") == 1
-
-
 def test_closing_ends_what_is_open(endpoint):
     with client(endpoint) as silent, client(endpoint) as half:
         half.sendall(GOOD[:10])
@@ -371,17 +308,6 @@ def test_closing_ends_what_is_open(endpoint):
             assert received(connection) == b""
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=HANG)
-
-
-def test_a_default_timeout_of_the_script_changes_nothing():
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(0.001)
-    try:
-        with serving() as made:
-            socket.setdefaulttimeout(before)
-            assert serves(made)
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 # -- descriptors ---------------------------------------------------------------------------------------------------
@@ -574,23 +500,6 @@ def test_an_address_needs_no_resolver(host, service, lookups):
     assert asked == []
 
 
-def test_only_a_port_that_is_taken_leads_to_the_next(service, monkeypatch):
-    tried = []
-
-    def bind(_, where):
-        tried.append(where[1])
-        raise OSError(errno.EADDRINUSE if where[1] < 9466 else errno.EACCES, "refused")
-
-    monkeypatch.setattr(module.socket.socket, "bind", bind)
-    assert "refused" in service(host="127.0.0.1", port=9464).tick()
-    assert tried == [9464, 9465, 9466]
-
-
-def test_a_port_for_root_alone_says_what_to_do():
-    error = PermissionError(errno.EACCES, "Permission denied")
-    assert module.explained(error, "127.0.0.1", 80)[1] == "set port to one above 1023"
-
-
 RESOLVER = """
     import socket, threading, telemetry
     from telemetry.util.threads import named
@@ -622,34 +531,6 @@ def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
 """
     assert run(tmp_path, RESOLVER + source) == [["telemetry-resolver"], None]
     assert end_of(tmp_path / "run")["steps_total"] == 100
-
-
-def test_a_host_that_is_only_looked_up_is_scraped_by_that_name(tmp_path):
-    source = """
-    answer = lambda port, *args, **more: real("127.0.0.1", port, *args, **more)
-    telemetry.start("run", host="node.example")
-    tell([until(lambda: agent().metrics_url).partition("/metrics")[0].rpartition(":")[0], agent()._node.port])
-    import urllib.request
-    urllib.request.socket.getaddrinfo = getaddrinfo
-    assert "training_run_ended" in page()
-"""
-    url, _ = run(tmp_path, RESOLVER + source)
-    assert url == "http://node.example"
-
-
-def test_a_bad_host_is_one_line_in_the_log(tmp_path):
-    source = """
-        import telemetry
-        from tests.faults.inside import agent, errors, until
-        telemetry.start("run", host="192.0.2.1", port=9464)
-        until(lambda: errors("endpoint") and agent()._node._pause >= 4)
-        telemetry.stop()
-        """
-    said = "telemetry: run run, rank 0: no metrics endpoint (192.0.2.1 cannot be listened on (Cannot assign requested address))"
-    run(tmp_path, source, env=quiet(TELEMETRY_START_LINE="on"), err=f"{said}, logs in {tmp_path}/run/logs\n")
-    (message,) = told(tmp_path / "run", "endpoint")
-    assert "192.0.2.1 cannot be listened on" in message
-    assert "set host to" in message
 
 
 def test_a_port_that_another_program_has(tmp_path):
@@ -686,25 +567,22 @@ def etc(tmp_path):
     [
         ("n1", True),
         ("N1.:9464", True),
-        ("n1.dc.example:9464", True),
+        ("n1.dc.example", True),
         ("n1.dc2.example", True),
         ("n1.cluster.local", True),
         ("metrics.example:80", True),
-        ("localhost", True),
         ("10.9.8.7", True),
+        ("::1", True),
         ("[fe80::1%eth0]:9464", True),
         ("n1.evil.com", False),
         ("evil.n1", False),
         ("evil-n1.dc.example", False),
         ("n1.comment", False),
-        ("n1.dc.example.evil.com", False),
         ("evil.alias", False),
-        ("n2.dc.example", False),
-        ("localhost.cluster.local", False),
         ("[n1]", False),
+        ("[::1", False),
         ("n1:port", False),
         ("", False),
-        (".", False),
     ],
 )
 def test_names_of_a_node_are_exact(header, known, etc):

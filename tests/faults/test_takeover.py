@@ -194,18 +194,7 @@ def test_another_rank_serves_while_the_first_one_does_not_answer(how, job, tmp_p
     assert list((tmp_path / "run" / "targets").iterdir()) == []
 
 
-def test_a_stopped_leader_that_is_killed_is_followed_at_its_port(job):
-    job = job(2)
-    first = job.target()
-    job.stop(0)
-    job.moved_from(first)
-    job.ranks[0].process.kill()
-    job.returned_to(first)
-    assert ranks_in(job.page(first)).keys() == {"1"}
-    job.end()
-
-
-def test_two_ranks_may_be_stopped(job):
+def test_two_ranks_may_be_stopped_and_one_of_them_killed(job):
     job = job(3)
     first = job.target()
     job.stop(0)
@@ -215,8 +204,9 @@ def test_two_ranks_may_be_stopped(job):
     third = job.moved_from(first, second)
     assert ranks_in(job.page(third)).keys() == {"0", "1", "2"}
     job.stop(server, signal.SIGCONT)
-    job.stop(0, signal.SIGCONT)
+    job.ranks[0].process.kill()
     job.returned_to(first)
+    assert ranks_in(job.page(first)).keys() == {"1", "2"}
     for target in (second, third):
         wait_for(lambda target=target: job.page(target) is None, "one serves")
     job.end()
@@ -311,20 +301,12 @@ def test_who_stood_still_himself_waits_again(other, lock):
     clock = Clock()
     mine = ServerLock(lock, clock)
     assert other.ask("take") == "True"
-    assert not mine.take()
-    clock.pass_(3600)
-    assert not mine.take()
-    clock.pass_(1)
-    assert not mine.take()
-
-
-def test_a_lock_whose_holder_dies_is_free_at_once(other, lock):
-    mine = ServerLock(lock)
-    assert other.ask("take") == "True"
-    assert not mine.take()
+    for seconds in (0, 3600, 1):
+        clock.pass_(seconds)
+        assert not mine.take()
     other.process.kill()
     other.process.wait()
-    assert mine.take()
+    assert mine.take(), "that of a dead one is free at once"
 
 
 def test_a_forked_child_releases_no_lock(other, lock):

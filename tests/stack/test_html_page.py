@@ -145,23 +145,6 @@ def test_zoom_by_key_button_and_drag_is_shared(opened):
     wait_for("the zoom of all charts", lambda: max(tab.evaluate(spans)) < whole / 3)
 
 
-def test_the_theme_changes_and_a_print_is_light(opened):
-    tab = opened(color_scheme="dark")
-    paper = "getComputedStyle(document.querySelector('main > section')).backgroundColor"
-    ink = "getComputedStyle(document.querySelector('.plot')).getPropertyValue('--bk-major-label-text-color')"
-    dark = tab.evaluate(paper), tab.evaluate(ink)
-    tab.locator("#theme").click()
-    light = tab.evaluate(paper), tab.evaluate(ink)
-    assert light[0] == "rgb(255, 255, 255)" and dark[0] != light[0] and dark[1] != light[1]
-    tab.locator("#theme").click()
-    assert tab.evaluate(paper) == dark[0]
-    for each in (tab, opened(color_scheme="dark")):  # chosen on the page, and by the system
-        each.emulate_media(media="print", color_scheme="dark")
-        assert each.evaluate(paper) == "rgb(255, 255, 255)"
-        assert each.evaluate(ink) == "#444"
-        assert not each.locator(".top").is_visible()
-
-
 def test_a_print_fits_the_paper(opened, tmp_path):
     tab = opened()
     widths = "[...document.querySelectorAll('.plot')].map(plot => Math.round(plot.getBoundingClientRect().width))"

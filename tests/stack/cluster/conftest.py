@@ -89,7 +89,7 @@ def healthy(launch, monitoring, tmp_path_factory):
             ],
             f"{HEALTHY}-{rank}", **driver,
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", COLLECTIVES="0",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="1", CUDA_VISIBLE_DEVICES=str(rank), CUDA_DEVICE_ORDER="PCI_BUS_ID",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT="1", CUDA_VISIBLE_DEVICES=gpus[rank].uuid,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -135,13 +135,7 @@ def rules(monitoring, starving):
 
 
 @pytest.fixture(scope="package")
-def exposition(starved, healthy, starving):
-    """The scraped series, by run."""
-    return {job.run_dir.name: get(f"http://127.0.0.1:{job.port}/metrics") for job in (starved, healthy)}
-
-
-@pytest.fixture(scope="package")
-def mended(monitoring, starved, starving, answers, rules, exposition):
+def mended(monitoring, starved, starving, answers, rules):
     """The notifications after its loader was fixed."""
     starved.mended.touch()
     monitoring.told("that nobody waits any more", "resolved", "TrainingStraggler")

@@ -45,15 +45,6 @@ def queries():
     return {query.key: query for query in found}
 
 
-def test_there_are_dashboards():
-    loaded = grafana.load()
-
-    assert loaded
-    for name, dashboard in loaded.items():
-        assert len(list(grafana.queries_of(name, dashboard))) > 10, name
-        assert grafana.variables_of(dashboard), name
-
-
 @pytest.mark.parametrize("store", STORES)
 def test_no_query_is_an_error(answers, store):
     errors = {key: answer.errors for key, answer in answers[store].items() if answer.errors}
@@ -81,30 +72,3 @@ def test_what_needs_no_gpu_gives_data_of_the_live_runs(answers, store, queries):
 
     assert empty - EMPTY.keys() == set()
 
-
-def test_what_may_be_empty_is_still_asked(queries):
-    assert EMPTY.keys() <= queries.keys()
-
-
-# -- the way to ask -------------------------------------------------------------------------------------------------------
-
-
-def test_variables_are_put_in_as_grafana_does():
-    multi, single = {"multi": True}, {"multi": False}
-    assert grafana.chosen(single, ['a"b\\c']) == r"a\"b\\c"
-    assert grafana.chosen(multi, ["a.b"]) == r"a\\.b"
-    assert grafana.chosen(multi, ["a.b", "c|d"]) == r"(a\\.b|c\\|d)"
-    assert grafana.chosen(multi, ["a\\b"]) == r"a\\\\b"
-    assert grafana.every({"multi": True, "allValue": ".+"}, ["a", "b"]) == ".+"
-    assert grafana.every(multi, ["a", "b"]) == "(a|b)"
-
-
-def test_times_are_put_in_as_grafana_does():
-    values = grafana.times(300, 15, 15) | {"run": "r"}
-    expression = 'rate(x{run="$run"}[$__rate_interval]) + y{run="${run}"}[$__range:1m] + z[5m] @ end()'
-    assert grafana.substituted(dashboards.hastened(expression), values) == (
-        'rate(x{run="r"}[60s]) + y{run="r"}[300s:4s] + z[20s] @ end()'
-    )
-    assert grafana.times(3600, 60, 15)["__rate_interval"] == "75s"
-    with pytest.raises(KeyError, match="node"):
-        grafana.substituted('x{node="$node"}', values)

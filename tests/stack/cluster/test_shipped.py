@@ -11,19 +11,6 @@ PROMETHEUS = shipped.DEPLOY / "prometheus"
 RULES = [yaml.safe_load((PROMETHEUS / f"telemetry.{name}.rules.yml").read_text()) for name in ("recording", "alerts")]
 
 
-@pytest.mark.parametrize(
-    ("duration", "expected"), [("15s", "1s"), ("5m", "20s"), ("1m", "4s"), ("10s", "667ms"), ("4h", "960s")]
-)
-def test_durations(duration, expected):
-    assert shipped.faster(duration) == expected
-
-
-@pytest.mark.parametrize("duration", ["1h30m", "5", "", "5y", "-5m"])
-def test_what_is_no_duration_of_one_unit_is_refused(duration):
-    with pytest.raises(ValueError, match="no duration"):
-        shipped.faster(duration)
-
-
 def seconds(text):
     number, unit = re.fullmatch(r"(\d+)(ms|s|m|h)", text).groups()
     return int(number) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[unit]
@@ -85,11 +72,3 @@ def test_the_configuration_is_the_shipped_one_at_other_ports(tmp_path):
     )
 
 
-def test_alertmanager_is_the_shipped_one_at_another_port(tmp_path):
-    document = yaml.safe_load(shipped.alertmanager(tmp_path, webhook=1234).read_text())
-
-    expected = yaml.safe_load((shipped.DEPLOY / "alertmanager" / "alertmanager.yml").read_text())
-    expected["receivers"][0]["webhook_configs"][0]["url"] = "http://127.0.0.1:1234/alerts"
-    expected["route"] |= {"group_wait": "667ms", "group_interval": "4s", "repeat_interval": "960s"}
-    expected["route"]["routes"][0]["repeat_interval"] = "5760s"
-    assert document == expected

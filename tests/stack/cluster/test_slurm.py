@@ -12,6 +12,7 @@ from stack.cluster.slurm import NODES, SlurmJob
 from stack.jobs import environment, wait_for
 from stack.test_snapshot_ranks import recorded_steps, traces
 from telemetry.node.board import Board
+from tests.faults.processes import events
 
 pytestmark = pytest.mark.stack
 
@@ -77,6 +78,8 @@ def test_target_files_are_gone_however_a_job_ends(monitoring, slurm, jobs):
     assert len(files_of(monitoring, ends)) == 2, "the other job's stay"
     ends.until.touch()
     ends.ended("COMPLETED")
+    accused = [line for line in events(ends.run_dir, "stall_open") if line["cause"] == "straggler"]
+    assert [*accused, *events(ends.run_dir, "hang")] == [], "nothing was wrong on either node"
 
     for job in jobs:
         wait_for(f"no target file of {job.run}", lambda job=job: files_of(monitoring, job) == [])

@@ -127,27 +127,6 @@ def test_a_snapshot_is_taken_after_a_yes(terminal, stalled):
     terminal.at_prompt()
 
 
-def test_the_endpoint_shows_the_same_ranks(terminal, stalled):
-    terminal.top("--url", f"http://127.0.0.1:{stalled.port}/metrics")
-    terminal.shows(f"waits for rank {SLOW_RANK}", "4 ranks on 1 node", "q quit")
-    terminal.keys("n")
-    terminal.shows("a snapshot is requested through the run folder")
-    terminal.keys("q")
-    terminal.at_prompt()
-
-
-def test_the_screen_follows_the_size_of_the_terminal(terminal, stalled):
-    terminal.top(str(stalled.run_dir))
-    terminal.shows("newest stall", "q quit")
-    terminal.run("resize-window", "-t", "t", "-x", "120", "-y", "40")
-    wait_for("the keys in the last line", lambda: "q quit" in "".join(terminal.screen().splitlines()[39:]))
-    terminal.run("resize-window", "-t", "t", "-x", "60", "-y", "12")
-    screen = terminal.shows("s sort")
-    assert max(map(len, screen.splitlines())) <= 60
-    terminal.keys("q")
-    terminal.at_prompt()
-
-
 def test_ctrl_z_gives_the_shell_back_and_fg_the_screen(terminal, stalled):
     terminal.type("set", "-m")
     terminal.top(str(stalled.run_dir))
@@ -158,38 +137,6 @@ def test_ctrl_z_gives_the_shell_back_and_fg_the_screen(terminal, stalled):
     terminal.type("fg")
     screen = terminal.shows("q quit", "newest stall")
     assert "ready>" not in screen
-    terminal.keys("q")
-    terminal.at_prompt()
-
-
-@pytest.mark.parametrize(
-    ("variables", "sign"), [({"NO_COLOR": "1"}, "#####"), ({"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "#####")],
-    ids=["no-colour", "no-utf-8"],
-)  # fmt: skip
-def test_bars_without_colours_or_utf_8_are_letters(terminal, stalled, variables, sign):
-    terminal.top(str(stalled.run_dir), **variables)
-    screen = terminal.shows(sign, "q quit")
-    assert "\u2588" not in screen
-    colours = re.findall(r"\x1b\[[0-9;]*3[1-6]m", terminal.run("capture-pane", "-e", "-p", "-t", "t"))
-    assert bool(colours) == ("NO_COLOR" not in variables)
-    terminal.keys("q")
-    terminal.at_prompt()
-
-
-def test_a_dumb_terminal_gets_one_frame_of_text(terminal, stalled):
-    terminal.top(str(stalled.run_dir), TERM="dumb")
-    terminal.shows(f"waits for rank {SLOW_RANK}", "ready>")
-    terminal.at_prompt()
-
-
-def test_a_run_that_begins_later_appears(terminal, launch, torchrun):
-    run_dir = launch.folder / "later"
-    terminal.top(str(run_dir))
-    terminal.shows("Waiting for the run to begin")
-    job = torchrun("later", 1, 0, ("--port", "off"), ("--by-hand", "--steps", "30"))
-    terminal.shows("run later  1 rank on 1 node", seconds=60)
-    assert job.wait(60) == [0], job.stderr
-    terminal.shows("The run has ended: the rank has finished, at", seconds=30)
     terminal.keys("q")
     terminal.at_prompt()
 

@@ -54,13 +54,6 @@ def test_one_port_serves_all_ranks(job):
     assert said == [f"telemetry: run {job.run_dir.name}, rank 0: metrics at {url}, logs in {logs}"]
 
 
-def test_promtool_has_nothing_to_say(job, promtool):
-    exposition = get(f"http://127.0.0.1:{job.port}/metrics")
-    check = subprocess.run([promtool, "check", "metrics"], input=exposition, capture_output=True, text=True, timeout=30)
-
-    assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
-
-
 def test_report_of_a_running_job(job):
     first = {rank["rank"]: rank for rank in job.report()["ranks"]}
 
@@ -171,34 +164,6 @@ def test_report_of_an_ended_job(ended_job):
     assert report["verdict"] in text
     assert "is running" not in text
     assert "did not end" not in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("--by-hand", "--slow-seconds", "0.02"), "rank 1 waits for data"),
-        (
-            ("--by-hand", "--slow-seconds", "0", "--think-seconds", "0.08"),
-            "rank 1 takes longer to compute a step, mostly in think (train_ddp",
-        ),
-    ],
-    ids=["data", "compute"],
-)
-def test_the_slow_rank_is_named_to_its_peers(torchrun, arguments, why):
-    options = ("--stall-window-seconds", "8")
-    slow = torchrun(f"slow-{why.split()[2]}", 2, "off", options, arguments, SLOW_RANK="1")
-
-    def stalled():
-        assert slow.running(), slow.stderr
-        return [line for line in slow.logs() if line["event"] == "stall_open" and line["rank"] == 0]
-
-    opened = wait_for("a stall of rank 0", stalled, 60, every=0.2)[0]
-    assert opened["cause"] == "straggler"
-    slow.until.touch()
-    assert slow.wait() == [0]
-    (stall,) = [stall for stall in slow.report()["stalls"] if stall["rank"] == 0]
-    assert stall["cause"] == "straggler"
-    assert why in stall["advice"][0]["because"]
 
 
 AT_ONCE = """
