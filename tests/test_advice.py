@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from msgspec import structs
 
-from telemetry.agent.stuck import stuck_advice
+from telemetry.agent.stuck import StuckRank
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.stalls import MIN_STEPS
 from telemetry.hooks.worker_block import FETCH_BUCKETS
@@ -294,7 +294,8 @@ def test_cores_of_a_quota_that_other_ranks_use_are_none_either():
 
 
 def test_who_waits_for_a_rank_that_does_not_come_is_told_to_look_there():
-    (advice,) = stuck_advice("compute", 42.0, "all_reduce", pace(3, steps=0, where="read (data.py:7)"))
+    missing = pace(3, steps=0, where="read (data.py:7)")
+    (advice,) = StuckRank("opened", "straggler", "compute", 42.0, "all_reduce", missing).advice()
     assert advice.action == "find out what rank 3 does"
     assert advice.because == "this rank has waited 42 s in a step for rank 3, which was last seen in read (data.py:7)"
 

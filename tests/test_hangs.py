@@ -62,7 +62,9 @@ def test_it_opens_once_and_closes_when_the_run_goes_on():
     assert watch.seconds == 39
     assert ticks(watch, [moment(progress=2)] * 6) == ["closed"] + [None] * 5
     ticks(watch, [moment()] * 32)
-    assert ticks(watch, [moment(loop_left=True)] * 100) == ["closed"] + [None] * 99, "nor does time after the loop count"
+    assert ticks(watch, [moment(loop_left=True)] * 100) == ["closed"] + [None] * 99, (
+        "nor does time after the loop count"
+    )
     assert ticks(watch, [moment()] * 29) == [None] * 29
 
 
@@ -241,10 +243,17 @@ SINCE = "14:05:12"
 
 
 def waits(
-    rank: int, name: str = "all_reduce", sequence: int | None = 81234, shapes: str = "", group: str = "default", **fields
+    rank: int,
+    name: str = "all_reduce",
+    sequence: int | None = 81234,
+    shapes: str = "",
+    group: str = "default",
+    **fields,
 ) -> HangState:
     told = {"where": "train.py:40", "collective": Collective(name, sequence, group, shapes)} | fields
-    return HangState(rank, f"n{rank // 2 + 1}", **{"doing": "compute", "stuck": True, "seconds": 60.0, "waits": True} | told)
+    return HangState(
+        rank, f"n{rank // 2 + 1}", **{"doing": "compute", "stuck": True, "seconds": 60.0, "waits": True} | told
+    )
 
 
 def stands(rank: int, doing: str = "compute", where: str | None = "train.py:12", **fields) -> HangState:
@@ -355,10 +364,10 @@ NETWORK = "ranks 0-3 have waited in all_reduce #81234 since 14:05:12; no rank is
 
 ALL_WAIT = {
     "another order": (
-        job(waits(1, "broadcast"), ranks=3), "mismatch", [1], "; rank 1 has waited in broadcast #81234 since 14:05:12"
-        f"{DIFFERENT}, and rank 1 on n1 is the odd one at train.py:40",
+        job(waits(1, "broadcast"), ranks=3), "mismatch", [1],
+        f"; rank 1 has waited in broadcast #81234 since {SINCE}{DIFFERENT}, and rank 1 on n1 is the odd one at train.py:40",
     ),
-    "another shape": (shapes_of("4x8 Float", "4x8 Float", "4x9 Float"), "mismatch", [2], "#81234 of 4x9 Float has"),
+    "another shape": (shapes_of("4x8 Float", "4x8 Float", "4x9 Float"), "mismatch", [2], "all_reduce #81234 of 4x9 Float since"),
     "shapes that may differ": (shapes_of("0 Float", "1 Float", name="all_to_all"), "unknown", [], ""),
     "the one behind": ([waits(0, sequence=10), waits(1, sequence=9)], "mismatch", [1], ""),
     "two abreast": ([waits(0), waits(1, "broadcast")], "mismatch", [0, 1], DIFFERENT),

@@ -529,26 +529,6 @@ def test_only_its_own_thread_calls_nvml_and_leaves_nothing_behind(state):
     assert state.callers == {"telemetry-nvml"}
 
 
-def test_a_forked_child_is_inert(state):
-    release = state.hang_in("nvmlDeviceGetPowerUsage")
-    with source(state) as made:
-        until(lambda: state.hanging)
-        threads._guard.acquire()  # the parent's thread may hold it at the moment of the fork
-        pid = os.fork()
-        if pid == 0:
-            calls = Counter(state.calls)
-            made.after_fork_in_child()
-            text = outcome(made)
-            made.close()
-            inert = text == "a forked child does not sample the GPU" and made.cpu_seconds() == 0.0
-            os._exit(0 if inert and state.calls == calls and nvml_threads() == [] else 1)
-        threads._guard.release()
-        ended = until(lambda: status if (status := os.waitpid(pid, os.WNOHANG))[0] else None)
-        assert os.waitstatus_to_exitcode(ended[1]) == 0
-        release.set()
-        sample(state, made)
-
-
 def test_a_state_file_is_read_again_at_each_call(state, tmp_path):
     """What the tests of whole training processes stand on."""
     path = tmp_path / "nvml.json"

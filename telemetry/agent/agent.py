@@ -484,9 +484,6 @@ class Agent:
         self.attempt.forget()
         if self._node is not None:
             self._node.after_fork_in_child()
-        if self._job is not None:
-            self._job.after_fork_in_child()
-        self._collectors.after_fork_in_child()
 
     @property
     def metrics_url(self) -> str | None:

@@ -142,16 +142,11 @@ class CollectorPoller:
         return self._nvml.cpu_seconds()
 
     def close(self) -> None:
-        """Close every collector. From now on there is no newest sample."""
+        """End the collectors. From now on there is no newest sample."""
+        self._nvml.close()
         for poller in self._pollers.values():
-            poller.close()
             poller.newest = None
         self.samples = Samples()
-
-    def after_fork_in_child(self) -> None:
-        """Forget the threads, which do not exist in the child, and close the child's copies of open files."""
-        self._nvml.after_fork_in_child()
-        self._workers.close()
 
     def _device(self) -> int:
         if self._tracker.accelerator not in {None, CUDA}:

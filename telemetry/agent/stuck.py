@@ -247,17 +247,6 @@ def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuc
     return NAMED_BY_SOURCE.get(source or "", "unknown")
 
 
-def stuck_advice(category: str, seconds: float, at: str, missing: RankPace | None = None) -> tuple[Advice, ...]:
-    """Advice for a stuck rank: the place to look at. For the arguments see `StuckRank`."""
-    if missing is not None:
-        slow = absent_rank(missing)
-        because = f"this rank has waited {seconds:.0f} s in a step for {slow.name}, which {slow.why}"
-        return (Advice(f"find out what {slow.name} does", None, None, None, because),)
-    because = f"the training thread has been {stuck_in_words(category)} for {seconds:.0f} s"
-    action = f"find out what it waits for: {at}" if at else "find out what it waits for"
-    return (Advice(action, None, None, None, because),)
-
-
 # -- where it is stuck -------------------------------------------------------------------------------------------------
 
 _FETCH_WORK_STEPS: Final = 10
@@ -301,8 +290,14 @@ class StuckRank:
         return told
 
     def advice(self) -> tuple[Advice, ...]:
-        """Advice where to look."""
-        return stuck_advice(self.category, self.seconds, self.at, self.missing)
+        """Advice on the place to look at."""
+        if self.missing is not None:
+            slow = absent_rank(self.missing)
+            because = f"this rank has waited {self.seconds:.0f} s in a step for {slow.name}, which {slow.why}"
+            return (Advice(f"find out what {slow.name} does", None, None, None, because),)
+        because = f"the training thread has been {stuck_in_words(self.category)} for {self.seconds:.0f} s"
+        action = f"find out what it waits for: {self.at}" if self.at else "find out what it waits for"
+        return (Advice(action, None, None, None, because),)
 
     def advice_on_locks(self) -> tuple[Advice, ...]:
         """Advice if the very first fetch does not end: its worker may wait for a lock that was copied by the fork."""

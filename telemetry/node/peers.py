@@ -465,10 +465,6 @@ class JobLink:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def after_fork_in_child(self) -> None:
-        """Forget the thread, which does not exist in the child."""
-        self._thread = None
-
     def _run(self, stop: Wake) -> None:
         exchange = JobExchange(self._run_dir, self._node_name, self._node.name, mono_ns=self._now)
         while not stop.is_set():

@@ -116,9 +116,6 @@ class PressureSource:
             cgroup_memory_used_bytes=None if self._memory_used is None else _number(self._memory_used),
         )
 
-    def close(self) -> None:
-        """Do nothing: the source holds nothing."""
-
     def _stalled_us(self, resource: str) -> int | None:
         text = _read(self._pressure + resource)
         for line in (text or "").splitlines():

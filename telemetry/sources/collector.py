@@ -31,9 +31,6 @@ class Collector(Protocol[T_co]):
             CollectorError: there is no reading. The text is the reason.
         """
 
-    def close(self) -> None:
-        """Release the source's resources. Must not block."""
-
 
 class Poller(Generic[T]):
     """Reads a source once per tick and catches its failures.
@@ -71,13 +68,6 @@ class Poller(Generic[T]):
         self._retry_at_ns, self._retry_seconds = 0, _FIRST_RETRY_SECONDS
         self.newest = reading
         return reading
-
-    def close(self) -> None:
-        """Close the source. Catches its failures."""
-        try:
-            self.source.close()
-        except Exception:
-            pass  # the run ends, and nobody can act on it
 
     def _failed(self, started: int, error: Exception) -> None:
         self.expected = isinstance(error, CollectorError)

@@ -93,9 +93,6 @@ class MemorySource:
             self._newest = self._read(now)
         return self._newest
 
-    def close(self) -> None:
-        """Do nothing: the source holds nothing."""
-
     def _read(self, now: int) -> MemorySample:
         own = read_stat("self")
         if own is None:
@@ -216,6 +213,3 @@ class TorchMemorySource:
             self._newest = TorchMemorySample(module.memory_allocated(device), module.memory_reserved(device))
             self._progress = progress
         return self._newest
-
-    def close(self) -> None:
-        """Do nothing: the source holds nothing."""

@@ -601,8 +601,6 @@ _MIN_FRESH_SECONDS: Final = 1.0
 _MAX_RETRY_SECONDS: Final = 30.0
 """After a failure NVML is initialised again after 1, 2, 4, ... intervals, but after this time at the latest."""
 
-_FORKED: Final = "a forked child does not sample the GPU"
-
 
 class _Outcome(NamedTuple):
     """The result of a tick: a sample, or the reason why it is missing. ``at_ns``: the start of the tick."""
@@ -644,7 +642,7 @@ class NvmlSource:
         self._environ = environ
         self._clock = clock
         self._fresh_seconds = max(_FRESH_INTERVALS * interval_seconds, _MIN_FRESH_SECONDS)
-        self._inert: str | None = None
+        self._closed = False
         self._stop = Wake()
         self._driver = NvmlDriver(clock)
         self._reader: DeviceReader | None = None  # only the NVML thread uses this and the next one
@@ -663,8 +661,8 @@ class NvmlSource:
         Raises:
             CollectorError: no driver, no GPU, this rank's GPU is not known yet, a call hangs, or the GPU is lost.
         """
-        if self._inert is not None:
-            raise CollectorError(self._inert)
+        if self._closed:
+            raise CollectorError("the NVML source is closed")
         now = self._clock()
         call = self._driver.running
         # The text stays the same while a call hangs, so that the log reports it once.
@@ -680,23 +678,12 @@ class NvmlSource:
 
     def close(self) -> None:
         """Stop the thread, which shuts NVML down itself. Does not wait for it, because a call may hang."""
-        self._inert = self._inert or "the NVML source is closed"
+        self._closed = True
         self._stop.set()
 
     def cpu_seconds(self) -> float:
         """CPU seconds of the NVML thread up to its last tick, including earlier threads of this source."""
         return self._cpu_seconds
-
-    def after_fork_in_child(self) -> None:
-        """Forget the parent's thread, which does not exist in the child. Calls no NVML function and takes no lock.
-
-        The event is replaced, not set, because the parent's thread may have held its lock during the fork.
-        """
-        self._inert = _FORKED
-        self._stop = Wake()
-        self._outcome = _Outcome(None, _FORKED, 0)
-        self._cpu_seconds = 0.0
-        self._thread = None
 
     def _ensure_thread(self) -> None:
         if self._thread is not None and self._thread.is_alive():

@@ -249,9 +249,6 @@ class HostSource:
         memory = self._psutil.virtual_memory()
         return HostSample(ratio, self._cores, memory.total - memory.available, memory.total)
 
-    def close(self) -> None:
-        """Do nothing: the source holds nothing."""
-
 
 class ProcessSource:
     """This process.
@@ -279,6 +276,3 @@ class ProcessSource:
         return ProcessSample(
             stat.cpu_seconds, stat.resident_bytes, stat.threads, runnable, running, stat.children_cpu_seconds
         )
-
-    def close(self) -> None:
-        """Do nothing: the source holds nothing."""

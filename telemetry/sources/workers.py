@@ -141,9 +141,6 @@ class WorkersSource:
         """CPU time and memory of a worker, from the newest reading if it was read there; None if it has ended."""
         return self._stats.get(pid) or read_stat(pid)
 
-    def close(self) -> None:
-        """Do nothing: the source holds nothing."""
-
     def _count(self, block: WorkerBlock | None) -> tuple[WorkerCounters, ...]:
         if block is None:
             return ()

@@ -48,7 +48,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_state(pid: int, ticks: int | None) -> str:
-    """The letter of a process's state in proc(5); empty if it has ended. ``ticks``: when it started, see `start_ticks`."""
+    """The letter of a process's state in proc(5); empty if it has ended. ``ticks``: its start, see `start_ticks`."""
     fields = stat_fields(pid)
     gone = not fields or fields[STATE] in {b"Z", b"X"} or int(fields[START_TICKS]) != ticks
     return "" if gone else fields[STATE].decode()

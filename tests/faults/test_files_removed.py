@@ -149,5 +149,3 @@ def test_a_script_runs_where_the_working_folder_is_gone(target, homeless, tmp_pa
         assert (ours.returncode, ours.stdout) == (0, bare.stdout)
         assert "set run_dir to an absolute path" in ours.stderr
         assert len(ours.stderr.splitlines()) == 1
-
-

@@ -16,7 +16,7 @@ from fakes import nvml
 from stack.cluster import dashboards, servers
 from stack.cluster.recorded import Recorded
 from stack.cluster.slurm import Slurm
-from stack.jobs import SCRIPT, Job, get
+from stack.jobs import SCRIPT, Job
 from tests.free_ports import free_ports
 
 STARVED, HEALTHY = "cluster-starved", "cluster-healthy"

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from benchmarks import grafana
-from stack.cluster import dashboards
 
 pytestmark = pytest.mark.stack
 
@@ -71,4 +70,3 @@ def test_what_needs_no_gpu_gives_data_of_the_live_runs(answers, store, queries):
             empty.add(key)
 
     assert empty - EMPTY.keys() == set()
-

@@ -70,5 +70,3 @@ def test_the_configuration_is_the_shipped_one_at_other_ports(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
         ["prometheus.yml", "targets", *expected["rule_files"]]
     )
-
-
