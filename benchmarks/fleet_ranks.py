@@ -26,13 +26,12 @@ from telemetry.records import (
     Histogram,
     HostSample,
     MemoryGrowth,
-    OwnTotals,
     PressureSample,
     ProcessSample,
     TorchMemorySample,
-    Totals,
     WorkersSample,
 )
+from telemetry.totals import OwnTotals, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,13 +18,12 @@ from telemetry.records import (
     Histogram,
     HostSample,
     MemoryGrowth,
-    OwnTotals,
     PressureSample,
     ProcessSample,
     TorchMemorySample,
-    Totals,
     WorkersSample,
 )
+from telemetry.totals import OwnTotals, Totals
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 

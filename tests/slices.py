@@ -17,21 +17,15 @@ from telemetry.records import (
     DATA_WAIT,
     EVALUATION,
     STARTUP,
-    Conditions,
     Deliveries,
-    EpochTotals,
-    GarbageTotals,
     GpuSample,
     HostSample,
     LoaderTraits,
-    OwnTotals,
     PressureSample,
     RankPace,
-    SamplerTotals,
-    Tick,
-    Totals,
     WorkersSample,
 )
+from telemetry.totals import Conditions, EpochTotals, GarbageTotals, OwnTotals, SamplerTotals, Tick, Totals, together
 from telemetry.util.processes import identify
 
 
@@ -155,12 +149,11 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             epochs.first_fetches + part.first_fetches,
             epochs.first_fetch_seconds + part.first_fetch,
         ),
-        deliveries=before.deliveries
-        + Deliveries(
+        deliveries=together(before.deliveries, Deliveries(
             batches=part.matched, fetch_wait_seconds=part.fetch_wait, transfer_wait_seconds=part.transfer_wait,
             from_busy=part.from_busy, transfer_wait_busy_worker_seconds=part.transfer_wait_busy,
             transfer_wait_long_fetch_seconds=part.transfer_wait_long, head_of_line_wait_seconds=part.head_of_line,
-        ),
+        )),
         sampler=SamplerTotals(
             sampler.timed_batches + part.timed_waits,
             sampler.seconds + part.timed_sampler,

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telemetry.agent.accounting import ExposedWait, Ledger, StepStats, spans
+from telemetry.agent.totals import GpuEnergy
 from telemetry.hooks import ring as r
 from telemetry.hooks.batches import BatchMark, TrainedBatches
 from telemetry.hooks.device import wait_class
@@ -21,41 +22,42 @@ from telemetry.hooks.ring import CAPACITY, Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import (
     CATEGORIES,
-    CHECKPOINT,
     COMPUTE,
     DATA_WAIT,
     EVALUATION,
     OTHER,
     STARTUP,
     Deliveries,
-    EpochTotals,
+    GpuSample,
     Histogram,
     HostSample,
     ProcessSample,
-    Sampled,
-    SampledTotals,
     Step,
-    Totals,
-    WorkerTotals,
 )
 from telemetry.sources.proc import ProcessSource
+from telemetry.totals import EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals, difference, together
 from telemetry.util.sketch import Sketch
 from tests.monitored_rank import Run
 
+# -- the ledger --------------------------------------------------------------------------------------------------------
+
+USUAL = (DATA_WAIT, COMPUTE, True, True, True, False)
 stamps = st.integers(min_value=0, max_value=10**12)
-any_span = st.tuples(
-    stamps,
-    stamps,
-    st.sampled_from(CATEGORIES),
-    st.sampled_from(CATEGORIES),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-)
+categories, flags = st.sampled_from(CATEGORIES), st.tuples(*[st.booleans()] * 4)
+any_kind = st.tuples(categories, categories, flags).map(lambda kind: (*kind[:2], *kind[2]))
 
 
-@given(st.lists(st.one_of(any_span, stamps), max_size=60), stamps)
+def usual(start: int, end: int):
+    """A batch in mid-epoch: it ends a step and begins the next."""
+    return (start, end, *USUAL)
+
+
+def request(start: int, end: int, *, closes: bool = False):
+    """A request that brings no batch: an iteration begins or ends."""
+    return (start, end, DATA_WAIT, OTHER, closes, False, False, False)
+
+
+@given(st.lists(st.one_of(st.tuples(stamps, stamps, any_kind), stamps), max_size=60), stamps)
 def test_every_instant_is_booked_once(events, waiting_since):
     """Spans in any order, overlapping, backwards, mixed with readings: the sum is the time since the start."""
     ledger = Ledger(0)
@@ -64,7 +66,7 @@ def test_every_instant_is_booked_once(events, waiting_since):
         if isinstance(event, int):
             ledger.advance(event, waiting_since)
         else:
-            ledger.fold([event])
+            ledger.fold([(*event[:2], *event[2])])
         assert sum(ledger.ns.values()) == ledger.at_ns - ledger.start_ns
         assert all(ledger.ns[c] >= seen[c] for c in CATEGORIES)  # counters never fall
         seen = dict(ledger.ns)
@@ -78,49 +80,33 @@ class General(Ledger):
         return False
 
 
-USUAL = (DATA_WAIT, COMPUTE, True, True, True, False)
-kinds = st.one_of(st.just(USUAL), st.just(USUAL), st.just(USUAL), any_span.map(lambda span: span[2:]))
-apart, lengths = st.integers(-3, 30), st.integers(-3, 30)
+apart = st.tuples(st.integers(-3, 30), st.integers(-3, 30))
 
 
-@given(st.lists(st.tuples(apart, lengths, st.one_of(kinds, st.none())), max_size=80))
+@given(st.lists(st.one_of(st.lists(apart, max_size=20), st.tuples(apart, st.one_of(any_kind, st.none()))), max_size=12))
 def test_usual_spans_are_booked_as_all_others_are(events):
-    """The two ways of booking give the same, whatever comes between the usual spans; None is a reading."""
+    """Many at once, as the agent finds them in the ring, with other spans and readings (None) between them."""
     quick, general, at = Ledger(0), General(0), 0
-    for gap, length, kind in events:
-        at += gap
-        for ledger in (quick, general):
-            if kind is None:
-                ledger.advance(at + length, at if length > 10 else 0)
-            else:
-                ledger.fold([(at, at + length, *kind)])
-        at += length
+    for event in events:
+        if isinstance(event, list):
+            begun = []
+            for gap, length in event:
+                begun.append((at + gap, at + gap + length))
+                at += gap + length
+            general.fold([usual(*each) for each in begun])
+            booked = quick.fold_steps([(*each, 0, None) for each in begun])
+            quick.fold([usual(*each) for each in begun[booked:]])
+        else:
+            (gap, length), kind = event
+            start, at = at + gap, at + gap + length
+            for ledger in (quick, general):
+                if kind is None:
+                    ledger.advance(at, start if length > 10 else 0)
+                else:
+                    ledger.fold([(start, at, *kind)])
         assert quick.take_steps() == general.take_steps()
         assert quick.take_phases() == general.take_phases()
         ours, theirs = vars(quick).copy(), vars(general).copy()
-        assert ours.pop("_epoch").extra_wait_ns() == theirs.pop("_epoch").extra_wait_ns()
-        assert ours == theirs
-
-
-@given(st.lists(st.lists(st.tuples(apart, lengths), max_size=20), max_size=6))
-def test_usual_spans_are_booked_together_as_one_by_one(readings):
-    """As the agent books what it finds in the ring; a reading may come in the middle of a wait."""
-    together, general, at = Ledger(0), General(0), 0
-    for found in readings:
-        begun = []
-        for gap, length in found:
-            at += gap
-            begun.append((at, at + length))
-            at += length
-        for start, end in begun:
-            general.fold([(start, end, *USUAL)])
-        booked = together.fold_steps([(start, end, 0, None) for start, end in begun])
-        together.fold([(start, end, *USUAL) for start, end in begun[booked:]])
-        for ledger in (together, general):
-            ledger.advance(at + 20, at + 10 if len(found) % 2 else 0)
-        at += 25
-        assert together.take_steps() == general.take_steps()
-        ours, theirs = vars(together).copy(), vars(general).copy()
         assert ours.pop("_epoch").extra_wait_ns() == theirs.pop("_epoch").extra_wait_ns()
         assert ours == theirs
 
@@ -130,16 +116,14 @@ def test_steps_are_wait_and_compute_wherever_the_agent_looks(pairs):
     ledger, looked_at = Ledger(1), Ledger(1)
     at, wanted = 1, []  # 0 is "no request in progress"
     for wait, compute in pairs:
-        span = (at, at + wait, DATA_WAIT, COMPUTE, True, True, True, False)
         looked_at.advance(at + wait // 2, at)  # in the middle of the wait
-        looked_at.fold([span])
+        for each in (ledger, looked_at):
+            each.fold([usual(at, at + wait)])
         looked_at.advance(at + wait + compute // 2)
-        ledger.fold([span])
         wanted.append(Step((wait + compute) / 1e9, wait / 1e9))
         at += wait + compute
-    end = (at, at, DATA_WAIT, "other", True, False, False, False)
     for each in (ledger, looked_at):
-        each.fold([end])
+        each.fold([request(at, at, closes=True)])
         assert each.take_steps() == wanted
         assert each.ns[DATA_WAIT] == sum(wait for wait, _ in pairs)
     assert ledger.ns == looked_at.ns
@@ -147,104 +131,46 @@ def test_steps_are_wait_and_compute_wherever_the_agent_looks(pairs):
 
 def test_a_request_in_progress_is_booked_before_its_batch_comes():
     ledger = Ledger(0)
-    ledger.fold([(10, 20, DATA_WAIT, COMPUTE, True, True, True, False)])
-    ledger.advance(50, 30)
-    assert ledger.ns == {**dict.fromkeys(CATEGORIES, 0), STARTUP: 10, DATA_WAIT: 10 + 20, COMPUTE: 10}
-    ledger.fold([(30, 60, DATA_WAIT, COMPUTE, True, True, True, False)])
-    assert ledger.ns[DATA_WAIT] == 40
+    ledger.fold([usual(10, 20)])
+    ledger.advance(40, 0)
+    assert ledger.category == COMPUTE
+    ledger.advance(50, 30)  # it began before the last look, after it was looked whether there is one
+    assert ledger.category == DATA_WAIT
+    assert ledger.ns == {**dict.fromkeys(CATEGORIES, 0), STARTUP: 10, DATA_WAIT: 10 + 10, COMPUTE: 20}
+    ledger.fold([usual(45, 60)])
+    ledger.advance(70, 45)  # whose span has come, is over
+    assert ledger.category == COMPUTE
 
 
 def test_a_phase_that_is_looked_at_stays_one_phase():
     ledger = Ledger(0)
-    ledger.fold([(10, 10, EVALUATION, EVALUATION, False, False, False, False)])
+    ledger.fold([(10, 10, EVALUATION, EVALUATION, *[False] * 4)])
     for now in (100, 200):
         ledger.advance(now)
-    ledger.fold([(300, 310, EVALUATION, COMPUTE, False, False, False, False)])
+    ledger.fold([(300, 310, EVALUATION, COMPUTE, *[False] * 4)])
     (phase,) = ledger.take_phases()
     assert (phase.name, phase.start_ns, phase.seconds) == (EVALUATION, 10, 300e-9)
 
 
-@given(st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=200), st.floats(0, 1))
-def test_a_quantile_is_within_one_percent(values, share):
-    sketch = Sketch()
-    for value in values:
-        sketch.add([value])
-    true = sorted(values)[math.floor(share * (len(values) - 1))]
-    assert abs(sketch.quantile(share) - true) <= 0.0101 * true
-    assert sketch.percentiles().max == max(values)
-
-
-@given(st.lists(st.floats(0, 1e4), max_size=50), st.lists(st.floats(0, 1e4), max_size=50))
-def test_sketches_of_windows_add_up(first, second):
-    whole, parts = Sketch(), Sketch()
-    for values in (first, second):
-        part = Sketch()
-        for value in values:
-            part.add([value])
-            whole.add([value])
-        parts.merge(((int(at), count) for at, count in part.as_log_field().items()), part.largest)
-    assert parts.counts == whole.counts
-    assert parts.percentiles() == whole.percentiles()
-
-
-def test_a_wait_that_began_while_nobody_looked_is_seen_the_next_time():
+def test_the_first_wait_and_the_waits_at_epoch_boundaries():
     ledger = Ledger(0)
-    ledger.fold([(0, 10, DATA_WAIT, COMPUTE, True, True, True, False)])
-    ledger.advance(20, 0)  # the wait began at 15, after it was looked whether there is one
-    assert ledger.category == COMPUTE
-    ledger.advance(1000, 15)
-    assert ledger.category == DATA_WAIT
-    assert (ledger.ns[DATA_WAIT], ledger.ns[COMPUTE]) == (10 + 980, 10)
-
-
-def test_a_wait_whose_span_has_come_is_over():
-    ledger = Ledger(0)
-    ledger.fold(
-        [(0, 10, DATA_WAIT, COMPUTE, True, True, True, False), (15, 30, DATA_WAIT, COMPUTE, True, True, True, False)]
-    )
-    ledger.advance(40, 15)
-    assert ledger.category == COMPUTE
-    assert (ledger.ns[DATA_WAIT], ledger.ns[COMPUTE]) == (25, 15)
-
-
-def test_the_first_batch_is_the_first_while_it_is_still_waited_for():
-    ledger = Ledger(0)
-    ledger.fold([(10, 30, DATA_WAIT, OTHER, False, False, False, False)])  # the workers are started
+    ledger.fold([request(10, 30)])  # the workers are started
     ledger.advance(500, 100)
-    assert ledger.first_wait_ns == ledger.ns[DATA_WAIT] == 20 + 400
-    ledger.fold(
-        [
-            (100, 600, DATA_WAIT, COMPUTE, True, True, True, False),
-            (700, 710, DATA_WAIT, COMPUTE, True, True, True, False),
-        ]
-    )
-    ledger.advance(900, 800)
-    assert (ledger.first_wait_ns, ledger.boundary_wait_ns, ledger.epoch_boundaries) == (520, 0, 0)
-
-
-def test_the_wait_for_a_first_batch_is_at_the_epoch_boundary():
-    ledger = Ledger(0)
-    ledger.fold(
-        [(0, 10, DATA_WAIT, COMPUTE, True, True, True, False), (20, 24, DATA_WAIT, OTHER, True, False, False, False)]
-    )
-    ledger.advance(90, 30)
+    assert ledger.first_wait_ns == ledger.ns[DATA_WAIT] == 20 + 400, "while it is still waited for"
+    ledger.fold([usual(100, 600), usual(700, 710), request(800, 804, closes=True)])
+    ledger.advance(870, 810)
     assert ledger.at_epoch_boundary
-    assert (ledger.boundary_wait_ns, ledger.epoch_boundaries) == (4 + 60, 1)
-    ledger.fold(
-        [
-            (30, 100, DATA_WAIT, COMPUTE, False, True, True, False),
-            (110, 150, DATA_WAIT, COMPUTE, True, True, True, False),
-        ]
-    )
+    assert (ledger.first_wait_ns, ledger.boundary_wait_ns, ledger.epoch_boundaries) == (520, 4 + 60, 1)
+    ledger.fold([(810, 880, DATA_WAIT, COMPUTE, False, True, True, False), usual(890, 930)])
     assert (ledger.boundary_wait_ns, ledger.epoch_boundaries) == (4 + 70, 1)
-    assert ledger.ns[DATA_WAIT] == 10 + 4 + 70 + 40
+    assert ledger.ns[DATA_WAIT] == 520 + 10 + 4 + 70 + 40
 
 
 def epoch(at: int, waits: list[int], *, left: bool = False):
     """Spans of an iteration: it begins, gives its batches, each computed on for 5 ns, and ends, or is left."""
-    spans = [(at, at, DATA_WAIT, OTHER, False, False, False, False)]
+    spans = [request(at, at)]
     for wait in waits:
-        spans.append((at, at + wait, DATA_WAIT, COMPUTE, True, True, True, False))
+        spans.append(usual(at, at + wait))
         at += wait + 5
     spans.append((at, at, DATA_WAIT, OTHER, True, False, False, left))
     return spans, at
@@ -268,41 +194,40 @@ def test_how_much_longer_batches_next_to_the_edges_of_an_epoch_take(waits, later
     assert ledger.near_boundary_wait_ns == 2 * later
 
 
-def test_the_first_batch_of_a_run_is_not_next_to_an_edge():
-    """Of a loader that has nothing to start: every run has to begin, however long that takes."""
+def test_neither_the_first_batch_nor_an_epoch_that_is_left_has_late_batches_next_to_an_edge():
     ledger = Ledger(0)
     spans, _ = epoch(0, [90, *[2] * 15])
-    ledger.fold(spans[1:])
+    ledger.fold(spans[1:])  # of a loader that has nothing to start: every run has to begin, however long that takes
     assert (ledger.first_wait_ns, ledger.near_boundary_wait_ns) == (90, 0)
-
-
-def test_an_epoch_that_is_left_has_not_ended():
     ledger = Ledger(0)
     spans, at = epoch(0, [90, *[2] * 14, 70, 70], left=True)
-    ledger.fold(spans)
-    ledger.fold(epoch(at, [90, *[2] * 14])[0])
+    ledger.fold([*spans, *epoch(at, [90, *[2] * 14])[0]])
     assert ledger.near_boundary_wait_ns == 0
 
 
-def test_the_histogram_counts_each_step_once():
+# -- distributions, and the exposed wait -------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(1e-6, 1e5), min_size=1, max_size=200), st.floats(0, 1), st.integers(0, 200))
+def test_a_quantile_is_within_one_percent_and_sketches_add_up(values, share, cut):
+    whole, parts = Sketch(), Sketch()
+    whole.add(values)
+    true = sorted(values)[math.floor(share * (len(values) - 1))]
+    assert abs(whole.quantile(share) - true) <= 0.0101 * true
+    assert whole.percentiles().max == max(values)
+    for window in (values[:cut], values[cut:]):
+        part = Sketch()
+        part.add(window)
+        parts.merge(((int(at), number) for at, number in part.as_log_field().items()), part.largest)
+    assert (parts.counts, parts.percentiles()) == (whole.counts, whole.percentiles())
+
+
+def test_the_histograms_count_each_step_once():
     stats = StepStats((0.1, 1.0))
-    stats.add([Step(s, 0.0) for s in (0.05, 0.1, 0.5, 2.0)])
-    assert stats.histogram().counts == (2, 1, 1)
-    assert stats.histogram().total == 2.65
-    assert (stats.take_window().steps, stats.take_window().steps) == (4, 0)
-
-
-def test_the_histogram_of_waits_has_a_bucket_for_short_ones():
-    stats = StepStats((0.1, 1.0))
-    stats.add([Step(3.0, wait) for wait in (0.0, 0.0005, 0.05, 0.25, 2.0)])
-    assert stats.wait_histogram() == Histogram((0.001, 0.1, 1.0), (2, 1, 1, 1), 2.3005)
-
-
-def test_exposed_wait_on_the_host_is_all_of_it():
-    exposed = ExposedWait()
-    exposed.host(1.5)
-    exposed.host(4.0)
-    assert exposed.seconds == 4.0
+    stats.add([Step(s, wait) for s, wait in ((0.05, 0.0), (0.1, 0.0005), (0.5, 0.05), (3.0, 2.0))])
+    assert stats.histogram() == Histogram((0.1, 1.0), (2, 1, 1), 3.65)
+    assert stats.wait_histogram() == Histogram((0.001, 0.1, 1.0), (2, 1, 0, 1), 2.0505), "with one for short waits"
+    assert [sketch.total for sketch in (*stats.take_window(), *stats.take_window())] == [4, 4, 0, 0]
 
 
 SHORT, LONG = wait_class(20_000), wait_class(200_000_000)
@@ -318,7 +243,7 @@ def ns(exposed: float, waited: float) -> tuple[int, int]:
 
 def test_exposed_wait_on_the_gpu_scales_what_was_timed():
     exposed = ExposedWait()
-    exposed.host(1.0)  # before CUDA came into use
+    exposed.host(1.0)  # before CUDA came into use: all of it
     exposed.gpu(11.0, {}, {})  # nothing read yet: nothing guessed
     assert exposed.seconds == 1.0
     exposed.gpu(11.0, {LONG: ns(0.5, 2.0)}, {})  # a quarter of what was timed
@@ -327,6 +252,9 @@ def test_exposed_wait_on_the_gpu_scales_what_was_timed():
     assert exposed.seconds == 3.5 + 1.0
     exposed.gpu(15.0, {LONG: ns(1.5, 3.0)}, {LONG: ns(1.0, 3.0)})  # the second of the rest, all of it exposed
     assert exposed.seconds == 4.5 + 1.0
+    exposed.absent(16.0)
+    exposed.gpu(20.0, {LONG: ns(2.0, 4.0)}, {LONG: ns(1.0, 3.0)})
+    assert exposed.seconds is None, "a run that misses a part never has a value again"
 
 
 def test_long_and_short_waits_are_scaled_apart():
@@ -337,14 +265,6 @@ def test_long_and_short_waits_are_scaled_apart():
     exposed.count(waits(*[0.2] * 40))
     exposed.gpu(18.0, {SHORT: ns(0.0, 0.004), LONG: ns(0.18, 0.2)}, {})  # no new long wait: its share stays
     assert exposed.seconds == pytest.approx(16.0 * 0.9)
-
-
-def test_exposed_wait_that_cannot_be_told_is_absent():
-    exposed = ExposedWait()
-    exposed.host(1.0)
-    exposed.absent(2.0)
-    exposed.gpu(5.0, {LONG: ns(1.0, 2.0)}, {})
-    assert exposed.seconds is None
 
 
 # -- a ring that overflows ---------------------------------------------------------------------------------------------
@@ -401,11 +321,8 @@ class Both:
     def check(self) -> None:
         self.read()
         self.truth.advance(self.now)
-        assert self.ledger.ns == self.truth.ns
-        assert self.ledger.category == self.truth.category
-        assert self.ledger.batches == self.truth.batches
-        assert self.ledger.step_is_open == self.truth.step_is_open
-        assert self.ledger.last_step_ns == self.truth.last_step_ns
+        for name in ("ns", "category", "batches", "step_is_open", "last_step_ns"):
+            assert getattr(self.ledger, name) == getattr(self.truth, name), name
         assert len(self.steps) + self.ledger.dropped_steps == len(self.true_steps) == self.ring.closed
         assert self.ledger.dropped_steps == self.ring.dropped
         kept = iter(self.true_steps)
@@ -417,11 +334,7 @@ LENGTHS = st.integers(0, 50)
 
 @given(
     st.lists(
-        st.one_of(
-            st.tuples(LENGTHS, LENGTHS, st.sampled_from(CODES)),
-            st.sampled_from([1, 3, 7, 1 << 20]),
-        ),
-        max_size=80,
+        st.one_of(st.tuples(LENGTHS, LENGTHS, st.sampled_from(CODES)), st.sampled_from([1, 3, 7, 1 << 20])), max_size=80
     )
 )
 @settings(deadline=None, max_examples=60)
@@ -451,8 +364,7 @@ def test_a_wait_seen_in_progress_and_then_dropped_is_booked_once(waits):
         start = both.now + compute
         seen, lost, head = start + before, both.ring.lost, both.ring.head
         both.span(compute, before + after, r.STEP)
-        taken = both.ring.drain(1 << 20, head)
-        both.ledger.fold(spans(taken))
+        both.ledger.fold(spans(both.ring.drain(1 << 20, head)))
         if lost is not None:
             both.ledger.fold([lost])
         both.ledger.advance(seen, start)
@@ -460,36 +372,12 @@ def test_a_wait_seen_in_progress_and_then_dropped_is_booked_once(waits):
     both.check()
 
 
-def test_evaluation_and_checkpoint_in_a_full_ring_are_booked_as_such():
+def test_a_wait_for_the_first_batch_that_was_dropped_is_the_first_wait():
     both = Both()
-    for _ in range(CAPACITY):
-        both.span(90, 10, r.STEP)
-    both.span(0, 0, r.code(r.S_EVALUATION, r.S_EVALUATION))
-    both.span(50_000, 0, r.code(r.S_CHECKPOINT, r.S_CHECKPOINT))
-    both.span(70_000, 0, r.code(r.S_COMPUTE, r.S_COMPUTE))
-    both.read()
-    assert both.ledger.ns[EVALUATION] == 50_000
-    assert both.ledger.ns[CHECKPOINT] == 70_000
-    assert both.ledger.ns[COMPUTE] == 90 * (CAPACITY - 1)
-    both.now += 1000
-    both.read()
-    assert both.ledger.ns[COMPUTE] == 90 * (CAPACITY - 1) + 1000
+    for _ in range(CAPACITY + 1):
+        both.span(0, 10, r.code(r.S_DATA_WAIT, r.S_STARTUP))
     both.check()
-
-
-def test_the_sums_of_what_was_dropped_come_before_what_is_kept_after_it():
-    both = Both()
-    for _ in range(CAPACITY + 100):
-        both.span(90, 10, r.STEP)
-    both.ring.drain(1)
-    both.span(90, 10, r.STEP)  # there is room for one: not for the sums as well
-    assert both.ring.head == CAPACITY * r.STRIDE
-    both.ring.drain(1)
-    both.span(90, 10, r.STEP)
-    entries = both.ring.drain(1 << 20)
-    assert [bool(code & r.GAP) for _, _, code, _ in entries[-2:]] == [True, False]
-    assert entries[-2][3].steps == 101
-    assert both.ring.closed == CAPACITY + 101
+    assert both.ledger.first_wait_ns == both.ledger.ns[DATA_WAIT] == 10 * (CAPACITY + 1)
 
 
 @pytest.mark.parametrize("dropped", [1, 3])
@@ -519,18 +407,10 @@ def test_batches_are_numbered_again_once_the_iteration_is_certain(dropped):
     assert [(a.epoch, a.number) for a in handle.arrivals] == [(2 + dropped, 0)]
 
 
-def test_a_wait_for_the_first_batch_that_was_dropped_is_the_first_wait():
-    both = Both()
-    for _ in range(CAPACITY + 1):
-        both.span(0, 10, r.code(r.S_DATA_WAIT, r.S_STARTUP))
-    both.check()
-    assert both.ledger.first_wait_ns == both.ledger.ns[DATA_WAIT] == 10 * (CAPACITY + 1)
+# -- the sum and the difference of two totals --------------------------------------------------------------------------
 
 
-# -- the difference of two totals --------------------------------------------------------------------------------------
-
-
-def test_counters_are_subtracted_in_every_group():
+def test_counters_are_added_and_subtracted_in_every_group():
     oldest = Totals(
         steps=3, ledger_seconds={"compute": 1.0}, epochs=EpochTotals(boundaries=1), fetch_counts=(1, 2),
         deliveries=Deliveries(batches=4, head_of_line_worker_seconds={0: 0.5}),
@@ -546,29 +426,44 @@ def test_counters_are_subtracted_in_every_group():
     assert added.fetch_counts == (0, 3)
     assert added.deliveries == Deliveries(batches=5, head_of_line_worker_seconds={0: 0.25, 1: 1.0})
     assert added.sampled.workers.busy_ratio.mean == 0.5
+    assert together(oldest, added) == newest
 
 
 def test_what_one_end_does_not_tell_the_difference_does_not_tell():
-    known, unknown = Totals(exposed_wait_seconds=2.0), Totals(exposed_wait_seconds=None)
-    assert (known - Totals()).exposed_wait_seconds == 2.0
-    assert (unknown - known).exposed_wait_seconds is None
-    assert (known - unknown).exposed_wait_seconds is None
-    assert (unknown - unknown).exposed_wait_seconds is None
+    assert [difference(*ends) for ends in ((2.0, 0.5), (None, 2.0), (2.0, None), (None, None))] == [1.5, *[None] * 3]
+    assert difference({"compute": 9.0}, None) is None
 
 
 def test_a_value_that_was_never_known_has_no_mean():
-    assert (Sampled().plus(None, 1.0).mean, Sampled().plus(None, 1.0).known) == (None, None)
-    assert Sampled().plus(0.5, 1.0).plus(None, 5.0).plus(1.0, 3.0).mean == 0.875
+    assert (Sampled.over(None, 1.0).mean, Sampled.over(None, 1.0).known) == (None, None)
+    assert together(Sampled.over(0.5, 1.0), Sampled.over(1.0, 3.0)).mean == 0.875
+    rounded = Sampled(3e-17, 1e-16)  # after a skip, `a - (a - b)` differs from `b` by the last bit
+    assert (rounded.mean, rounded.known) == (None, None)
 
 
-def test_a_rounding_difference_is_not_a_sample():
-    """After a skip, ``a - (a - b)`` differs from ``b`` by the last bit."""
-    assert Sampled(3e-17, 1e-16).mean is None
-    assert Sampled(3e-17, 1e-16).known is None
-    assert Sampled(1.0, 2.0).mean == 0.5
+# -- what is sampled: the energy, and the CPU time of a run's own short processes --------------------------------------
 
 
-# -- CPU time of a run's own short processes: it is not that of other programs -----------------------------------------
+@pytest.mark.parametrize(
+    ("joules", "uuid", "ledger", "expected"),
+    [
+        (500, "GPU-1", {"compute": 8.0, "data_wait": 1.0}, {"compute": 300.0, "data_wait": 100.0}),  # by time
+        (50, "GPU-1", {"compute": 6.0}, None),  # its counter began anew
+        (1e9, "GPU-1", {"compute": 6.0}, None),  # impossible
+        (200, "GPU-1", {"compute": 5.0}, None),  # no time has passed
+        (200, "GPU-2", {"compute": 6.0}, None),  # another GPU
+    ],
+)
+def test_the_energy_is_split_by_time_and_its_sum_is_the_counters(joules, uuid, ledger, expected):
+    energy, sample = GpuEnergy(), GpuSample(0, uuid, "", energy_joules=joules)
+    energy.add(GpuSample(0, "GPU-1", "", energy_joules=100.0), {"compute": 5.0})
+    assert energy.joules is None
+    for _ in range(2):  # the same sample again is no new reading
+        energy.add(sample, ledger)
+    assert energy.joules == expected
+    energy.add(GpuSample(0, uuid, "", energy_joules=joules + 30), ledger | {"compute": ledger["compute"] + 1.0})
+    assert sum(energy.joules.values()) == pytest.approx(30 + sum((expected or {}).values()))
+
 
 BURN = "import time\nwhile time.process_time() < 0.2:\n    pass"
 
@@ -583,11 +478,6 @@ def test_a_child_that_has_ended_is_read():
     assert after.running_seconds is not None
 
 
-@pytest.fixture
-def run():
-    return Run(StepTracker(Ring()))
-
-
 @pytest.mark.parametrize(
     ("children", "used", "others"),
     [
@@ -597,8 +487,9 @@ def run():
         (lambda second: 1000.0, 0.5, 1.5),  # before the agent began
     ],
 )
-def test_children_that_have_ended_are_no_other_programs(run, children, used, others):
+def test_children_that_have_ended_are_no_other_programs(children, used, others):
     """Such as a decoder that the training thread starts for each sample."""
+    run = Run(StepTracker(Ring()))
     run.samples["host"] = HostSample(0.5, 4, 0, 0)
     for second in range(1, 11):
         run.samples["process"] = ProcessSample(second / 2, 0, 1, children_cpu_seconds=children(second))

@@ -60,6 +60,8 @@ def test_a_run_from_start_to_end(agent):
     for line in lines:
         if "ledger_total_seconds" in line:
             assert sum(line["ledger_total_seconds"].values()) == pytest.approx(line["wall_seconds"], abs=1e-4)
+    workers = [line for line in lines if line["event"] == "workers"]
+    assert not any(isinstance(value, dict) for line in workers for value in line.values()), "no field for each worker"
     windows = [line for line in lines if line["event"] == "window"]
     assert sum(line["steps"] for line in windows) == 20
     (rank,) = summarize(load(agent.run_dir))["ranks"]
@@ -75,15 +77,6 @@ def test_each_fetch_is_counted_with_and_without_workers(agent, workers):
     metrics = wait_for(lambda: (m := scrape(agent)).get((f"{name}_count",)) == 6 and m)
     assert metrics[f"{name}_sum",] >= 6 * 0.04
     assert metrics[f"{name}_bucket", repr(FETCH_BUCKETS[5])] == 0
-
-
-def test_the_log_tells_of_the_workers_together_and_has_no_field_for_each(agent):
-    for _ in DataLoader(Numbers(40, seconds=0.02), batch_size=1, num_workers=2):
-        pass
-    telemetry.stop()
-    counted = [line for line in log_lines(agent) if line["event"] == "workers" and line["fetches_total"]]
-    assert counted
-    assert not any(isinstance(value, dict) for line in counted for value in line.values())
 
 
 def test_the_ledger_is_whole_at_every_moment_also_in_a_wait_that_lasts(agent):
@@ -132,32 +125,24 @@ def test_stop_and_start_again(tmp_path):
         assert threads.running() == []
 
 
-def test_port_off_serves_nothing(tmp_path):
-    agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
-    assert agent.metrics_url is None
-    assert "telemetry-endpoint" not in threads.running()
-
-
-def test_the_start_line(tmp_path, capfd):
+def test_the_start_line_is_the_only_output_and_can_be_turned_off(tmp_path, capfd):
     agent = telemetry.start(tmp_path / "run", port=0)
     telemetry.stop()
     out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
+    assert (out, err.count("\n")) == ("", 1)
     assert f"metrics at http://127.0.0.1:{agent.config.port or ''}"[:25] in err
     assert str(tmp_path / "run") in err
-
-
-def test_the_start_line_can_be_turned_off(tmp_path, capfd):
     telemetry.start(tmp_path / "run", port=0, start_line=False)
     telemetry.stop()
     assert capfd.readouterr() == ("", "")
 
 
-def test_patch_off_leaves_torch_alone_and_watch_still_works(tmp_path):
+def test_patch_and_port_off_leave_torch_alone_serve_nothing_and_watch_still_works(tmp_path):
     original = DataLoader.__iter__
     agent = telemetry.start(tmp_path / "run", port="off", patch=False, start_line=False)
     assert DataLoader.__iter__ is original
+    assert agent.metrics_url is None
+    assert "telemetry-endpoint" not in threads.running()
     loader = DataLoader(Numbers(4), batch_size=1)
     assert len(list(telemetry.watch(loader))) == 4
     agent.accounting.update()
@@ -249,7 +234,7 @@ def test_the_ring_is_emptied_long_before_the_next_sample(tmp_path):
     hour = {"interval_seconds": 3600, "stall_window_seconds": 3600}
     agent = telemetry.start(tmp_path / "run", port="off", start_line=False, **hour)
     ring = agent.tracker.ring
-    wait_for(lambda: agent.event_log.log.file.path.exists() and agent.overhead.agent_thread_seconds)  # the first sample
+    wait_for(lambda: agent.event_log.file.path.exists() and agent.overhead.agent_thread_seconds)  # the first sample
     for round_ in range(3):
         for _ in telemetry.watch(range(3000)):
             pass
@@ -291,8 +276,7 @@ def test_the_cost_of_an_endpoint_that_was_replaced_stays_counted(agent):
     assert agent.overhead.seconds()["agent"] >= 10
 
 
-@pytest.mark.parametrize("way", ["fails", "run ends"])
-def test_the_fetches_of_workers_stay_counted(agent, monkeypatch, way):
+def test_the_fetches_of_workers_stay_counted_when_their_collector_fails_and_at_the_end(agent, monkeypatch):
     for _ in DataLoader(Numbers(8), batch_size=1, num_workers=2):
         pass
     wait_for(lambda: scrape(agent).get(FETCHES) == 8)
@@ -307,10 +291,9 @@ def test_the_fetches_of_workers_stay_counted(agent, monkeypatch, way):
         raise OSError("no /proc")
 
     monkeypatch.setattr(agent._node, "publish", publish)
-    if way == "fails":
-        monkeypatch.setattr(WorkersSource, "read", fail)
-        wait_for(lambda: scrape(agent).get(("telemetry_collector_up", "workers")) == 0)
-        assert scrape(agent)[FETCHES] == 8
+    monkeypatch.setattr(WorkersSource, "read", fail)
+    wait_for(lambda: scrape(agent).get(("telemetry_collector_up", "workers")) == 0)
+    assert scrape(agent)[FETCHES] == 8
     telemetry.stop()
     counts = [line.split()[-1] for line in published[-1].splitlines() if line.startswith(FETCHES[0] + "{")]
     assert [float(count) for count in counts] == [8]
@@ -393,10 +376,12 @@ def test_a_stall_is_told(tmp_path, callback):
     this.HEARD.clear()
     HEARD.clear()
     agent = start(tmp_path, on_stall=callback)
+    assert "telemetry-on-stall" not in own_threads.running()
     starve(agent, lambda: HEARD or this.HEARD)
     (stall,) = HEARD or this.HEARD
     assert stall["cause"] == "loader_on_training_thread"
     assert stall["exposed_wait_ratio"] > 0.9
+    wait_for(lambda: "telemetry-on-stall" not in own_threads.running())
     wait_for(lambda: scrape(agent)["training_stall_active", "loader_on_training_thread"] == 1)
     assert scrape(agent)["training_stalls_total", "loader_on_training_thread"] == 1
     assert scrape(agent)["training_stall_lost_seconds_total", "loader_on_training_thread"] > 0
@@ -429,28 +414,6 @@ def test_a_callback_that_fails_is_counted_and_nothing_else(tmp_path, error):
 def test_what_is_no_callback_is_refused(value):
     with pytest.raises(SettingError, match="on_stall"):
         Config.load({"on_stall": value}, {})
-
-
-def slow_start(worker: int) -> None:
-    """Longer than a busy machine takes for anything else here."""
-    time.sleep(0.2)
-
-
-def test_workers_that_are_started_for_every_epoch_are_the_cause(tmp_path):
-    heard: list[dict] = []
-    start(tmp_path, on_stall=heard.append)
-    loader = DataLoader(Numbers(6), batch_size=1, num_workers=2, worker_init_fn=slow_start)
-    for _ in range(400):
-        for _ in loader:
-            pass
-        if heard:
-            break
-    (stall,) = heard
-    evidence = stall["evidence"]
-    assert stall["cause"] == "worker_startup"
-    assert evidence["edges"] >= 2
-    assert 0.5 * evidence["wait_seconds"] < evidence["edge_wait_seconds"] <= evidence["wait_seconds"]
-    assert stall["advice"][0]["setting"] == "persistent_workers"
 
 
 def test_a_debugger_s_pause_in_a_fetch_is_no_stall(tmp_path):
@@ -510,16 +473,6 @@ def test_a_callback_that_hangs_holds_nothing_up(tmp_path):
         thread.join()
 
 
-def test_no_thread_is_made_before_the_first_stall_nor_left_after_the_call(tmp_path):
-    agent = start(tmp_path, on_stall=hear)
-    names = own_threads.running()
-    HEARD.clear()
-    starve(agent, lambda: HEARD)
-    wait_for(lambda: "telemetry-on-stall" not in own_threads.running())
-    assert "telemetry-on-stall" not in names
-    telemetry.stop()
-
-
 # -- what is opened is given back --------------------------------------------------------------------------------------
 
 CYCLES = 8
@@ -537,19 +490,11 @@ def descriptors() -> list[str]:
     return sorted(found)
 
 
-def unusable(tmp_path):
-    (tmp_path / "run").write_text("a file where the folder should be")
-    return {}
-
-
-def no_port(tmp_path):
-    return {"host": "203.0.113.7"}  # an address for documentation: this machine does not have it
-
-
-@pytest.mark.parametrize("trouble", [None, unusable, no_port], ids=["well", "unusable run folder", "no port"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("trouble", "workers"), [("none", 2), ("unusable run folder", 0), ("no port", 0)])
 def test_descriptors_after_many_cycles_are_those_after_two(tmp_path, trouble, workers):
-    settings = trouble(tmp_path) if trouble is not None else {}
+    settings = {"host": "203.0.113.7"} if trouble == "no port" else {}  # this machine does not have the address
+    if trouble == "unusable run folder":
+        (tmp_path / "run").write_text("a file where the folder should be")
     seen = []
     for cycle in range(CYCLES):
         telemetry.start(tmp_path / "run", **{"port": 0, "start_line": False, "interval_seconds": 0.1} | settings)

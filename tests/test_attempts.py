@@ -15,10 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 import telemetry
-from telemetry.agent.attempt import StuckTimes
-from telemetry.agent.process_end import EndEvidence
-from telemetry.agent.replay import ReplayWatch
-from telemetry.agent.run_so_far import RunSoFar, RunState, read_run_state
+from telemetry.agent.attempt import EndEvidence, ReplayWatch, RunSoFar, RunState, StuckTimes, read_run_state
 from telemetry.log_lines import Heartbeat, Resumption, StuckTime
 from telemetry.records import LOST, Step
 from telemetry.sources.cgroup import OomCounter, group_id
@@ -112,13 +109,10 @@ def test_a_later_attempt_goes_on_from_the_heartbeat_of_a_killed_one(tmp_path):
     )
 
 
-def test_the_first_attempt_restores_nothing_that_a_restart_cost(tmp_path):
+def test_a_first_attempt_has_restored_nothing_and_a_finished_one_redone_nothing(tmp_path):
     left(tmp_path, beat(resumption={"restore_seconds": 4.0}))
     lost = next_attempt(tmp_path).view().lost_seconds
     assert (lost["restore"], lost["startup"]) == (0, 52)
-
-
-def test_a_finished_attempt_has_redone_nothing(tmp_path):
     left(tmp_path, beat(), heartbeat=False, finished=True, without_progress=1)
     view = next_attempt(tmp_path).view()
     assert (view.number, view.without_progress, view.lost_seconds["redone"]) == (1, 0, 0)
@@ -142,13 +136,6 @@ def test_attempts_without_progress_are_counted():
         assert (state.attempt, state.without_progress, state.attempts_without_progress()) == (number, told, told)
 
 
-def test_on_other_ranks_the_counts_go_on_and_nothing_is_shown_as_lost(tmp_path):
-    left(tmp_path, beat(samples_total=8))
-    (tmp_path / "rank-0.json").rename(tmp_path / "rank-1.json")
-    run = next_attempt(tmp_path, RANK_1)
-    assert (run.view(), run.samples_before) == (None, 8)
-
-
 def test_a_rank_that_becomes_another_one_goes_on_from_the_file_of_that_one(tmp_path):
     left(tmp_path, beat(samples_total=8))
     identity = dataclasses.replace(RANK_1)
@@ -156,6 +143,7 @@ def test_a_rank_that_becomes_another_one_goes_on_from_the_file_of_that_one(tmp_p
     for identity.rank, before in ((1, 0), (0, 8), (1, 0), (0, 8)):
         run.tick()
         assert run.samples_before == before
+        assert (run.view() is None) is (identity.rank == 1), "nothing is shown as lost on other ranks"
 
 
 DAMAGED = [
@@ -263,12 +251,8 @@ def test_the_job_is_told_by_its_scheduler(monkeypatch):
         if name.startswith(("SLURM", "LSB", "PBS", "USER", "LOGNAME", "JOB_NAME", "POD_", "ACCOUNT", "QUEUE")):
             monkeypatch.delenv(name)
     assert job_labels() == {"job": "", "user": "", "account": "", "partition": ""}
-    slurm = {
-        "SLURM_JOB_ID": "77",
-        "SLURM_JOB_USER": "ada",
-        "SLURM_JOB_ACCOUNT": "vision",
-        "SLURM_JOB_PARTITION": "a100",
-    }
+    slurm = {f"SLURM_JOB_{name}": value for name, value in (("ID", "77"), ("USER", "ada"), ("ACCOUNT", "vision"),
+                                                           ("PARTITION", "a100"))}  # fmt: skip
     told = {"job": "77", "user": "ada", "account": "vision", "partition": "a100"}
     assert job_labels(slurm | {"USER": "root", "JOB_NAME": "no"}) == told
     pod = {"JOB_NAME": "resnet", "POD_NAMESPACE": "team", "QUEUE_NAME": "gold", "USER": "app"}
@@ -390,85 +374,47 @@ def test_two_hangs_are_two_and_one_that_goes_on_is_one():
 
 # -- replay among the first steps of a process, from their waits and compute alone -------------------------------------
 
-STEP, DRAWN = (0.001, 0.1), (0.02, 0.0005)
-"""Wait and compute: of a step that trains, and of a batch that is thrown away."""
+STEP, DRAWN, HELD_UP = [(0.001, 0.1)], [(0.02, 0.0005)], [(0.02, 0.03)]
+"""Wait and compute: of a step that trains, of a batch that is thrown away, and of one of these on a busy machine."""
 
 
-def steps(*kinds: tuple[float, float]) -> list[Step]:
-    return [Step(wait + compute, wait, number) for number, (wait, compute) in enumerate(kinds)]
-
-
-def watch(*ticks: tuple[list[Step], int]) -> ReplayWatch:
-    found = ReplayWatch()
-    drawn = 0
+def watch(*ticks: tuple[list[tuple[float, float]], int], ended: bool = False) -> ReplayWatch:
+    """Ticks: steps that have closed, and the optimizer's steps by then."""
+    found, drawn = ReplayWatch(), 0
     for closed, optimizer_steps in ticks:
         drawn += len(closed)
-        found.add(closed, optimizer_steps)
-        found.settle(optimizer_steps, 0.0, most=drawn - optimizer_steps)
-    assert found.settled
+        found.add([Step(wait + compute, wait) for wait, compute in closed], optimizer_steps)
+        found.settle(optimizer_steps, 0.0, most=drawn - optimizer_steps, ended=ended)
     return found
 
 
-def test_batches_before_the_first_new_step_are_a_replay():
-    found = watch((steps(*[DRAWN] * 100), 0), (steps(*[DRAWN] * 7, *[STEP] * 5), 5))
-    assert found.batches == 107
-    assert found.seconds == pytest.approx(107 * 0.0205)
-    assert found.wait_seconds == pytest.approx(107 * 0.02)
-
-
-@pytest.mark.parametrize("held_up", [(0.02, 0.02), (0.02, 0.03)])
-def test_a_batch_that_a_busy_machine_holds_up_is_replay_like_the_others(held_up):
-    before = [DRAWN] * 50 + [held_up] + [DRAWN] * 49
-    found = watch((steps(*before), 0), (steps(*[DRAWN] * 3, held_up, *[DRAWN] * 3, *[STEP] * 5), 5))
-    assert found.batches == 107
-
-
-def test_a_training_that_begins_has_no_replay():
-    assert watch((steps(*[STEP] * 9), 9)).batches == 0
-
-
-def test_accumulated_gradients_are_no_replay():
-    found = watch((steps(*[STEP] * 7), 0), (steps(*[STEP] * 33), 5))
-    assert found.batches == 0
-
-
-def test_steps_that_become_longer_are_no_replay():
-    """Each had its step of the optimizer, however short it was."""
-    found = watch((steps(*[DRAWN] * 9, *[STEP] * 9), 18))
-    assert found.batches == 0
-
-
-def test_one_long_step_does_not_make_accumulated_gradients_a_replay():
-    found = ReplayWatch()
-    found.add(steps(*[DRAWN] * 7), 0)
-    found.add(steps(*[DRAWN] * 8, STEP), 2)
-    found.settle(2, 0.0, most=14)
-    assert not found.settled
-    found.add(steps(*[DRAWN] * 24), 5)
-    found.settle(5, 0.0, most=35)
-    assert found.settled
-    assert found.batches == 0
+@pytest.mark.parametrize(
+    ("ticks", "batches"),
+    [
+        pytest.param([(DRAWN * 100, 0), (DRAWN * 7 + STEP * 5, 5)], 107, id="a replay"),
+        pytest.param(
+            [(DRAWN * 50 + HELD_UP + DRAWN * 49, 0), (DRAWN * 3 + HELD_UP + DRAWN * 3 + STEP * 5, 5)], 107, id="held up"
+        ),
+        pytest.param([(STEP * 9, 9)], 0, id="a training that begins"),
+        pytest.param([(STEP * 7, 0), (STEP * 33, 5)], 0, id="accumulated gradients"),
+        pytest.param([(DRAWN * 7, 0), (DRAWN * 8 + STEP, 2), (DRAWN * 24, 5)], 0, id="accumulated, one long step"),
+        pytest.param([(DRAWN * 40 + STEP * 3, 0), (STEP * 17, 5)], 40, id="accumulated after a replay"),
+        pytest.param([(DRAWN * 9 + STEP * 9, 18)], 0, id="each had its step of the optimizer"),
+        pytest.param([(DRAWN * 40, 0), (DRAWN * 4 + STEP * 5, 9)], 40, id="no more than without a step"),
+    ],
+)
+def test_replay_is_what_was_drawn_without_compute_and_without_a_step(ticks, batches):
+    found = watch(*ticks)
+    assert (found.settled, found.batches) == (True, batches)
+    if len(ticks[0][0]) == 100 and HELD_UP[0] not in ticks[0][0]:
+        assert found.seconds == pytest.approx(107 * 0.0205)
+        assert found.wait_seconds == pytest.approx(107 * 0.02)
 
 
 def test_the_end_decides_with_what_there_is():
-    found = ReplayWatch()
-    found.add(steps(*[DRAWN] * 40), 0)
-    found.add(steps(*[STEP] * 3), 3)
-    found.settle(3, 0.0, most=40)
-    assert not found.settled
-    found.settle(3, 0.0, most=40, ended=True)
-    assert found.settled
-    assert found.batches == 40
-
-
-def test_no_more_than_were_drawn_without_a_step():
-    found = watch((steps(*[DRAWN] * 40), 0), (steps(*[DRAWN] * 4, *[STEP] * 5), 9))
-    assert found.batches == 40
-
-
-def test_accumulated_gradients_after_a_replay_are_not_part_of_it():
-    found = watch((steps(*[DRAWN] * 40, *[STEP] * 3), 0), (steps(*[STEP] * 17), 5))
-    assert found.batches == 40
+    ticks = [(DRAWN * 40, 0), (STEP * 3, 3)]
+    assert not watch(*ticks).settled
+    assert watch(*ticks, ended=True).batches == 40
 
 
 # -- the counter of the OOM killer -------------------------------------------------------------------------------------
@@ -509,24 +455,13 @@ def test_the_group_whose_counter_tells(tmp_path, version, groups, of, kills):
     assert counter.group == f"0123abcd-{(root / of).parent.stat().st_ino:x}"
 
 
-def test_the_counter_is_read_again_each_time(tmp_path):
+def test_the_counter_is_read_again_and_its_group_is_one_of_this_boot(tmp_path):
     counter, root = tree(tmp_path, 2, {})
     (root / "job/step/memory.events").write_text("oom 1\noom_kill 1\n")
     assert counter.count() == 1
-    (root / "job/step/memory.events").unlink()
-    assert counter.count() is None
-
-
-def test_a_kernel_that_does_not_count_gives_no_figure(tmp_path):
-    counter, _ = tree(tmp_path, 2, {})
-    assert counter.path
     for path in (tmp_path / "cgroup").rglob("memory.events"):
-        path.write_text("oom 1\n")
+        path.write_text("oom 1\n")  # a kernel that does not count
     without = OomCounter(tmp_path / "proc", tmp_path / "cgroup")
-    assert (without.count(), without.path) == (None, None)
-
-
-def test_a_group_of_the_same_name_on_another_boot_is_another_group(tmp_path):
-    counter, root = tree(tmp_path, 2, {})
+    assert (counter.count(), without.count(), without.path) == (None, None, None)
     (tmp_path / "proc/sys/kernel/random/boot_id").write_text("ffffffff-4567\n")
     assert group_id(root / "job/step", tmp_path / "proc") != counter.group

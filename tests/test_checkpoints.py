@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent.replay import ReplayWatch
+from telemetry.agent.attempt import ReplayWatch
 from telemetry.hooks.resume import holds_optimizer, step_of
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from telemetry.report.logs import load
@@ -44,45 +44,49 @@ def test_torch_save_is_a_checkpoint_and_no_part_of_the_step(observed, monkeypatc
     assert [p.name for p in observed.phases] == [CHECKPOINT]
 
 
-def test_phases_have_their_categories(agent):
-    for name in ("evaluation", "checkpoint", "warm-up"):
-        with telemetry.phase(name):
-            time.sleep(0.01)
-    agent.accounting.update()
-    ledger = agent.accounting.ledger.seconds()
-    assert ledger[EVALUATION] >= 0.01
-    assert ledger[CHECKPOINT] >= 0.01
-    assert ledger[OTHER] >= 0.01
-
-
-def test_batches_in_an_evaluation_phase_are_evaluation(agent):
+def test_phases_have_their_categories_and_are_no_part_of_a_step(agent):
     with telemetry.phase("evaluation"):
         list(DataLoader(Numbers(4, seconds=0.005), batch_size=1))
+    with telemetry.phase("epoch"):  # training inside a named phase is training
+        for _ in DataLoader(Numbers(3, seconds=0.005), batch_size=1):
+            with telemetry.phase("logging"), telemetry.phase("checkpoint"):
+                time.sleep(0.01)
+    with telemetry.phase("warm-up"):
+        time.sleep(0.01)
     agent.accounting.update()
-    assert agent.accounting.stats.steps == 0
-    assert agent.accounting.ledger.ns[EVALUATION] >= 4 * 0.005e9
-    assert agent.accounting.ledger.ns[DATA_WAIT] == 0
-
-
-def test_training_inside_a_named_phase_is_training(agent):
-    with telemetry.phase("epoch"):
-        for _ in DataLoader(Numbers(4, seconds=0.005), batch_size=1):
-            time.sleep(0.005)
-    agent.accounting.update()
-    assert agent.accounting.stats.steps == 4
-    assert agent.accounting.ledger.ns[DATA_WAIT] >= 4 * 0.005e9
-    assert agent.accounting.ledger.ns[COMPUTE] >= 4 * 0.005e9
-    assert agent.accounting.ledger.category == OTHER
-
-
-def test_a_phase_in_a_step_is_no_part_of_it(agent):
-    for _ in DataLoader(Numbers(3), batch_size=1):
-        with telemetry.phase("logging"), telemetry.phase("checkpoint"):
-            time.sleep(0.01)
-    agent.accounting.update()
+    ledger = agent.accounting.ledger
+    assert ledger.ns[EVALUATION] >= 4 * 0.005e9
+    assert ledger.ns[CHECKPOINT] >= 3 * 0.01e9
+    assert ledger.ns[DATA_WAIT] >= 3 * 0.005e9
+    assert ledger.ns[OTHER] >= 0.01e9
+    assert ledger.category == OTHER
     assert agent.accounting.stats.steps == 3
-    assert agent.accounting.stats.histogram().total < 0.01
-    assert agent.accounting.ledger.ns[CHECKPOINT] >= 3 * 0.01e9
+    assert agent.accounting.stats.histogram().total < 3 * 0.01 + 3 * 0.005
+
+
+def test_explicit_steps(agent):
+    between, began = 0.0, time.perf_counter()
+    iterator = iter(DataLoader(Numbers(8, seconds=0.005), batch_size=1))
+    for _ in range(4):
+        with telemetry.step():
+            next(iterator), next(iterator)
+            time.sleep(0.005)
+        left = time.perf_counter()
+        time.sleep(0.01)  # between two steps
+        between += time.perf_counter() - left
+    whole = time.perf_counter() - began
+    agent.accounting.update()
+    ledger, stats = agent.accounting.ledger, agent.accounting.stats
+    assert (stats.steps, ledger.batches) == (4, 8)
+    assert 4 * 0.015 <= stats.histogram().total <= whole - between
+    assert ledger.ns[DATA_WAIT] >= 8 * 0.005e9
+    assert ledger.ns[OTHER] >= 4 * 0.01e9
+    waited, computed = ledger.ns[DATA_WAIT], ledger.ns[COMPUTE]
+    with telemetry.step():  # without any loader
+        time.sleep(0.005)
+    agent.accounting.update()
+    assert (stats.steps, ledger.ns[DATA_WAIT]) == (5, waited)
+    assert ledger.ns[COMPUTE] >= computed + 0.005e9
 
 
 def test_of_many_phases_in_a_tick_the_longest_have_lines(tmp_path):
@@ -101,43 +105,6 @@ def test_of_many_phases_in_a_tick_the_longest_have_lines(tmp_path):
 def test_a_phase_must_have_a_name(agent):
     with pytest.raises(TypeError, match="not int"):
         telemetry.phase(3)
-
-
-def test_an_explicit_step(agent):
-    between, began = 0.0, time.perf_counter()
-    for _ in DataLoader(Numbers(4, seconds=0.005), batch_size=1):
-        with telemetry.step():
-            time.sleep(0.005)
-        left = time.perf_counter()
-        time.sleep(0.01)  # between two steps
-        between += time.perf_counter() - left
-    whole = time.perf_counter() - began
-    agent.accounting.update()
-    histogram = agent.accounting.stats.histogram()
-    assert agent.accounting.stats.steps == 4
-    assert 4 * 0.010 <= histogram.total <= whole - between
-    assert agent.accounting.ledger.ns[DATA_WAIT] >= 4 * 0.005e9
-    assert agent.accounting.ledger.ns[OTHER] >= 4 * 0.01e9
-
-
-def test_an_explicit_step_may_fetch_inside(agent):
-    iterator = iter(DataLoader(Numbers(6), batch_size=1))
-    for _ in range(3):
-        with telemetry.step():
-            next(iterator)
-            next(iterator)
-    agent.accounting.update()
-    assert agent.accounting.stats.steps == 3
-
-
-def test_a_step_without_any_loader(agent):
-    for _ in range(3):
-        with telemetry.step():
-            time.sleep(0.005)
-    agent.accounting.update()
-    assert agent.accounting.stats.steps == 3
-    assert agent.accounting.ledger.ns[COMPUTE] >= 3 * 0.005e9
-    assert agent.accounting.ledger.ns[DATA_WAIT] == 0
 
 
 def test_all_of_it_does_nothing_without_an_agent():
@@ -195,25 +162,15 @@ def test_a_phase_of_the_script_is_one_checkpoint_whatever_it_calls(agent, tmp_pa
     with telemetry.phase("checkpoint"):
         (tmp_path / "own format").write_bytes(bytes(1000))
         time.sleep(0.002)
+    with telemetry.phase("checkpoint"):
+        pass  # however short it is: the report takes the last one for the newest
     with pytest.raises(ZeroDivisionError), telemetry.phase("checkpoint"):
         time.sleep(0.002)
         raise ZeroDivisionError
     telemetry.stop()
     (process,) = load(agent.run_dir)
     told = [(save.complete, save.holds_optimizer) for save in process.saves]
-    assert told == [(True, True), (True, True), (False, True)]
-
-
-def test_a_short_checkpoint_keeps_its_place_in_the_log(agent):
-    """The report takes the last one for the newest."""
-    with telemetry.phase("checkpoint"):
-        pass
-    with pytest.raises(ZeroDivisionError), telemetry.phase("checkpoint"):
-        time.sleep(0.002)
-        raise ZeroDivisionError
-    telemetry.stop()
-    (process,) = load(agent.run_dir)
-    assert [save.complete for save in process.saves] == [True, False]
+    assert told == [(True, True), (True, True), (True, True), (False, True)]
 
 
 def test_an_asynchronous_checkpoint_is_complete_when_it_is_written(observed, tmp_path, monkeypatch):
@@ -259,19 +216,20 @@ def test_what_is_saved_is_not_made_to_load_anything():
 # -- what the hooks tell of where a training resumed: what was loaded, from which step on, what is replayed ------------
 
 
-def test_adam_tells_where_it_resumes(request):
+@pytest.mark.parametrize("steps", [0, 7])
+def test_an_optimizer_tells_where_it_resumes(request, steps):
     first = Training()
-    first.steps(7)  # in the process before
+    first.steps(steps)  # in the process before
     observed = request.getfixturevalue("observed")
     second = Training()
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    assert (observed.tracker.resume.step, observed.tracker.resume.source) == (7, "optimizer")
+    second.steps(3)
+    assert (observed.tracker.resume.step, observed.tracker.resume.source) == (steps, "optimizer")
 
 
-@pytest.mark.parametrize(("kind", "told"), [(torch.optim.Adam, (0, "optimizer")), (torch.optim.SGD, (None, None))])
-def test_a_new_adam_begins_at_nothing_and_sgd_does_not_tell(observed, kind, told):
-    Training(kind).steps(3)
-    assert (observed.tracker.resume.step, observed.tracker.resume.source) == told
+def test_sgd_does_not_tell_where_it_resumes(observed):
+    Training(torch.optim.SGD).steps(3)
+    assert (observed.tracker.resume.step, observed.tracker.resume.source) == (None, None)
 
 
 class OfADevice(torch.Tensor):
@@ -346,16 +304,7 @@ def test_only_numbers_on_the_host_are_counts(counts, step):
     assert step_of([{"step": count} for count in counts] + [7, None]) == step
 
 
-def test_an_optimizer_without_a_state_loads_as_ever(observed):
-    empty = torch.optim.SGD(Training().net.parameters(), lr=0.1)
-    empty.load_state_dict(torch.optim.SGD(Training().net.parameters(), lr=0.1).state_dict())
-    assert observed.tracker.resume.source is None
-    with pytest.raises((TypeError, AttributeError, KeyError)):
-        empty.load_state_dict(None)
-    assert observed.tracker.errors == 0
-
-
-@pytest.mark.parametrize("count", [float("inf"), float("nan"), torch.tensor(float("nan")), torch.ones(2), "x", -1])
+@pytest.mark.parametrize("count", [float("inf"), float("nan"), torch.ones(2), "x", -1])
 def test_a_count_that_makes_no_sense_is_none(observed, count):
     training = Training()
     training.optimizer.state = {parameter: Lazy({"step": count}) for parameter in training.net.parameters()}
@@ -439,21 +388,6 @@ def test_replay_is_what_comes_before_the_first_step_and_computes_nothing(observe
     watch.settle(observed.tracker.optimizer_steps, 0.0, most=30)
     assert watch.settled
     assert watch.batches == 30
-
-
-def test_gradient_accumulation_is_no_replay(observed):
-    watch = ReplayWatch()
-    training = Training()
-    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(64, 4))):
-        training.net(batch).sum().backward()
-        if number % 8 == 7:
-            training.optimizer.step()
-        before = len(observed.steps)
-        observed.read()
-        watch.add(observed.steps[before:], observed.tracker.optimizer_steps)
-        watch.settle(observed.tracker.optimizer_steps, 0.0, most=number + 1 - observed.tracker.optimizer_steps)
-    assert watch.settled
-    assert watch.batches == 0
 
 
 class Around(torch.optim.Optimizer):

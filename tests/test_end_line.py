@@ -17,8 +17,9 @@ import telemetry
 from telemetry.agent.end_line import end_line, verdict_at_end
 from telemetry.diagnosis.verdict import RankWaits, costliest
 from telemetry.node.peers import PeerPaces
-from telemetry.records import Advice, OtherCause, RankPace, StallRecord, Totals
+from telemetry.records import Advice, OtherCause, RankPace, StallRecord
 from telemetry.report.command import report
+from telemetry.totals import Totals
 
 OWN = RankWaits(
     rank=0, steps=100, wait_seconds=74.0, compute_seconds=26.0, first_wait_seconds=0.5, exposed_seconds=74.0
@@ -106,6 +107,8 @@ def test_a_stuck_run_says_in_what():
         "telemetry: Stuck before its end: rank 0 was waiting for a batch and had not gone on since before t1. "
         "Cause: worker_stuck; it stood at data.py:7; see: telemetry report /r"
     )
+    assert said(folder="/my runs/a").endswith("; see: telemetry report '/my runs/a'"), "to be pasted into a shell"
+    assert "see:" not in said(folder=None)
     job = said(CALM, stuck=held, job_hang="rank 3 does not come", world_size=4)
     assert job == "telemetry: Hung before its end: rank 3 does not come; see: telemetry report /r"
 
@@ -145,11 +148,6 @@ def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank():
     found = costliest([stall("straggler", 100.0), stall("checkpoint", 30.0), stall("straggler", 90.0)])
     line = said(CALM, stall=found, peers=(peer(1, 1.0, "gc_pause", 20.0),), world_size=2)
     assert "Not starved, but rank 0 stalled. Cause: checkpoint" in line
-
-
-def test_the_folder_can_be_pasted_into_a_shell():
-    assert said(folder="/my runs/a").endswith("; see: telemetry report '/my runs/a'")
-    assert "see:" not in said(folder=None)
 
 
 # -- on real loops -----------------------------------------------------------------------------------------------
@@ -194,7 +192,7 @@ def ends(capfd) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("telemetry: ")]
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 90), (0.0, 60), (0.02, 3), (0.0, 1)])
+@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 90), (0.0, 60), (0.0, 1)])
 def test_the_line_says_what_the_report_says(with_end_line, seconds, steps, tmp_path, capfd):
     with_end_line(stall_window_seconds=1)
     train(Slow(seconds), steps, compute=0.01 if steps == 90 else 0.02)
@@ -219,14 +217,10 @@ def test_a_line_for_each_stop_with_steps_and_none_for_others(with_end_line, capf
     assert len(ends(capfd)) == 2
 
 
-def test_the_line_can_be_turned_off(with_end_line, capfd):
+def test_the_line_can_be_turned_off_and_other_ranks_write_none(with_end_line, monkeypatch, capfd):
     with_end_line(end_line=False)
     train(Slow(0.0), 10)
     telemetry.stop()
-    assert ends(capfd) == []
-
-
-def test_other_ranks_write_no_line(with_end_line, monkeypatch, capfd):
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with_end_line()

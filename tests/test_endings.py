@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.agent.process_end import failure_of
+from telemetry.agent.attempt import failure_of
 from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, VerdictKind, judge
 from telemetry.log_lines import RunEndLine
 

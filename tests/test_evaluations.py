@@ -11,14 +11,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import telemetry
-from telemetry.agent.accounting import EvaluationWaits
-from telemetry.agent.evaluations import EvaluationMonitor
+from telemetry.agent.evaluations import EvaluationMonitor, EvaluationWaits
 from telemetry.cli import main
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding
 from telemetry.diagnosis.lines import LineShare
 from telemetry.hooks.loaders import BatchSource
 from telemetry.hooks.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
-from telemetry.records import Conditions, Tick, Totals
+from telemetry.totals import Conditions, Tick, Totals
 from telemetry.util.profiles import StackProfile
 from tests.report_logs import START, line, totals, write
 from tests.running_agent import log_lines
@@ -59,12 +58,13 @@ def test_fetches_that_compute_gain_what_the_cores_give():
     assert 1.2 < on_two < 1.6
     assert evaluation_finding(times(cpu_ratio=1.0, cores=8.0), RUN).advice[0].predicted_speedup > 1.9
     assert evaluation_finding(times(cpu_ratio=1.0, cores=1.0), RUN) is None, "there is no core for a worker"
-
-
-def test_without_the_cpu_time_there_is_advice_and_no_number():
     (advice,) = evaluation_finding(times(cpu_ratio=None), RUN).advice
-    assert advice.predicted_speedup is None
-    assert advice.setting == "num_workers"
+    assert (advice.setting, advice.predicted_speedup) == ("num_workers", None), (
+        "without the CPU time there is no number"
+    )
+    few = {"num_workers": 1, "persistent_workers": True}
+    (advice,) = evaluation_finding(times(kind="workers", settings=few), RUN).advice
+    assert (advice.setting, advice.predicted_speedup) == ("num_workers", None), "nor for workers that are too few"
 
 
 def test_workers_that_start_in_each_evaluation_are_to_be_kept():
@@ -76,12 +76,6 @@ def test_workers_that_start_in_each_evaluation_are_to_be_kept():
     assert "num_workers=4" in finding.text
     slow_first = times(kind="workers", settings=anew, batches=20, seconds=37.0, wait_seconds=1.0, start_seconds=30.0)
     assert evaluation_finding(slow_first, RUN).advice[0].predicted_speedup is None, "or it is the fetch"
-
-
-def test_workers_that_are_too_few_are_told_without_a_number():
-    few = {"num_workers": 1, "persistent_workers": True}
-    (advice,) = evaluation_finding(times(kind="workers", settings=few), RUN).advice
-    assert (advice.setting, advice.predicted_speedup) == ("num_workers", None)
 
 
 @pytest.mark.parametrize(
@@ -134,18 +128,14 @@ def test_the_spans_of_an_evaluation_are_waits_starts_and_the_rest():
 
 
 def test_one_evaluation_before_the_training_is_not_judged_until_the_end():
-    told = []
-    waits, sampler = EvaluationWaits(), SimpleNamespace(evaluation=StackProfile())
-    monitor = EvaluationMonitor(waits, sampler, SimpleNamespace(tell=told.append))
+    waits = EvaluationWaits()
+    monitor = EvaluationMonitor(waits, SimpleNamespace(evaluation=StackProfile()))
     source = BatchSource("training_thread", ON_THREAD)
     waits.fold([(n * 40_000_000, n * 40_000_000 + 32_000_000, IN_EVALUATION, source) for n in range(100)])
     totals = Totals(wall_seconds=4.0, ledger_seconds={"evaluation": 4.0}, process_cpu_seconds=0.4)
-    monitor.tick(Tick(totals, Conditions(cores=2.0)), 1)
-    assert not told
-    monitor.tick(Tick(totals, Conditions(cores=2.0)), 2)
-    assert told[0].kind == "evaluation_loader"
-    monitor.end(totals)
-    assert len(told) == 2
+    assert monitor.tick(Tick(totals, Conditions(cores=2.0)), 1) is None
+    assert monitor.tick(Tick(totals, Conditions(cores=2.0)), 2).kind == "evaluation_loader"
+    assert monitor.judge(totals) is not None
 
 
 class Files(Dataset):

@@ -14,92 +14,61 @@ import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry import records
 from telemetry.agent.collectors import mean_of
-from telemetry.agent.log_file import JsonLog, LogFile
+from telemetry.agent.log_file import LogFile, json_logger
 from telemetry.records import LOG_KIND, GpuSample, ProcessSample
-from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, wait_for
 from tests.slice_cases import IDLE
 
-ME = Identity(run="r", rank=3, local_rank=1, world_size=4, node="n", pid=77, launcher="torchrun")
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> JsonLog:
-    return make(tmp_path)
-
-
-def make(folder: Path, **settings) -> JsonLog:
-    defaults = dict(max_bytes=1 << 20, max_files=3)
-    return JsonLog(
-        folder / "logs",
-        ME,
-        timestamp=lambda: "2026-01-02T03:04:05.678Z",
-        step=lambda: 9,
-        head=lambda: {"started": "2026-01-01T00:00:00.000Z"},
-        **defaults | settings,
-    )
+FIRST = ["time", "event", "run", "rank", "local_rank", "node", "pid", "tid", "step"]
+HEAD = b'{"event":"run_start"}\n'
 
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_is_that_of_the_contract(log):
-    assert log.emit("window", {"steps": 3, "wait_ratio": 0.5})
-    (line,) = lines(log.file.path)
-    assert list(line)[:9] == ["time", "event", "run", "rank", "local_rank", "node", "pid", "tid", "step"]
-    assert line["event"] == "window"
-    assert (line["time"], line["run"], line["rank"], line["local_rank"]) == ("2026-01-02T03:04:05.678Z", "r", 3, 1)
-    assert (line["node"], line["pid"], line["step"], line["steps"]) == ("n", 77, 9, 3)
-    assert log.file.path.name == "rank-3.77.jsonl"
+def write_lines(file: LogFile, number: int) -> None:
+    for each in range(number):
+        assert file.write(b'{"number":%d}\n' % each)
 
 
-def test_a_line_is_on_its_way_at_once(log):
-    log.emit("window", {})
-    assert len(lines(log.file.path)) == 1  # not closed, not flushed: written
+def test_a_line_is_that_of_the_contract(agent):
+    assert agent.event_log.emit("window", {"steps": 3, "wait_ratio": 0.123456789})
+    line = log_lines(agent)[-1]  # not closed, not flushed: written
+    assert list(line)[:9] == FIRST
+    assert (line["event"], line["rank"], line["pid"], line["step"]) == ("window", 0, os.getpid(), 0)
+    assert (line["steps"], line["wait_ratio"]) == (3, 0.123457)
+    assert agent.event_log.file.path.name == f"rank-0.{os.getpid()}.jsonl"
 
 
-def test_files_are_rotated_capped_and_each_has_a_head(tmp_path):
-    log = make(tmp_path, max_bytes=2000)
-    for number in range(60):
-        log.emit("window", {"number": number})
-    files = sorted(p.name for p in (tmp_path / "logs").iterdir())
-    assert files == ["rank-3.77.jsonl", "rank-3.77.jsonl.1", "rank-3.77.jsonl.2"]
+def test_what_json_cannot_say_is_said_as_well_as_can_be():
+    told = {"message": "lone \udc80 surrogate", "thing": {"path": Path("/x")}, "number": float("nan")}
+    line = json.loads(json_logger().msg("error", **dict.fromkeys(FIRST[2:], 0), time="", **told))
+    assert (line["message"], line["number"]) == ("lone \\udc80 surrogate", None)
+
+
+@pytest.mark.parametrize(("most", "names"), [(3, ["x.jsonl", "x.jsonl.1", "x.jsonl.2"]), (1, ["x.jsonl"])])
+def test_files_are_rotated_capped_and_each_has_a_head(tmp_path, most, names):
+    write_lines(LogFile(tmp_path / "x.jsonl", 200, most, lambda: HEAD), 60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     seen = []
-    for name in reversed(files):
-        path = tmp_path / "logs" / name
-        assert path.stat().st_size <= 2000
-        content = lines(path)
-        assert content[0]["event"] == "run_start"
-        assert content[0]["continued"] is True
-        seen += [line["number"] for line in content[1:]]
+    for name in reversed(names):
+        assert (tmp_path / name).stat().st_size <= 200
+        head, *rest = lines(tmp_path / name)
+        assert head == {"event": "run_start"}
+        seen += [line["number"] for line in rest]
     assert seen == list(range(60 - len(seen), 60))  # the newest, in order, none lost
-
-
-def test_one_file_only(tmp_path):
-    log = make(tmp_path, max_bytes=1000, max_files=1)
-    for number in range(20):
-        log.emit("window", {"number": number})
-    assert [p.name for p in (tmp_path / "logs").iterdir()] == ["rank-3.77.jsonl"]
-    assert lines(log.file.path)[-1]["number"] == 19
-
-
-def test_what_json_cannot_say_is_said_as_well_as_can_be(log):
-    log.emit("error", {"message": "lone \udc80 surrogate", "thing": {"path": Path("/x")}, "number": float("nan")})
-    (line,) = lines(log.file.path)
-    assert line["message"] == "lone \\udc80 surrogate"
-    assert line["number"] is None
 
 
 def test_what_cannot_be_written_is_counted_and_the_log_goes_on(tmp_path):
     (tmp_path / "logs").write_text("a file where the folder should be")
-    log = make(tmp_path)
-    assert not log.emit("window", {})
-    assert log.file.dropped == 1
-    assert isinstance(log.file.last_error, OSError)
+    file = LogFile(tmp_path / "logs" / "x.jsonl", 1 << 20, 3, lambda: b"")
+    assert not file.write(b"{}\n")
+    assert file.dropped == 1
+    assert isinstance(file.last_error, OSError)
     (tmp_path / "logs").unlink()
-    assert log.emit("window", {})
+    assert file.write(b"{}\n")
 
 
 def test_a_torn_line_is_ended_before_the_next(tmp_path):
@@ -122,7 +91,10 @@ def test_a_link_planted_in_place_of_the_log_is_not_followed(tmp_path):
     assert victim.read_text() == "precious"
 
 
-def test_numbers_are_averaged_and_names_are_not():
+# -- the samples of a window -------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_averaged_and_counters_and_names_are_not():
     """Between worker 0 and worker 4 there is no worker 2."""
     readings = [
         dataclasses.replace(
@@ -134,41 +106,29 @@ def test_numbers_are_averaged_and_names_are_not():
     assert (line["busy_ratio"], line["fetches_total"]) == (pytest.approx(0.4), 30)
     assert (line["head_of_line_worker"], line["head_of_line_since_seconds"]) == (4, 1.0)
     assert mean_of([IDLE])["head_of_line_worker"] is None
-
-
-def test_counters_of_a_sample_are_not_averaged():
     energy = [
         GpuSample(0, "GPU-0", "a GPU", energy_joules=joules, power_watts=watts)
         for joules, watts in ((1e3, 200.0), (2e3, 400.0), (None, None))
     ]
     line = mean_of(energy)
     assert (line["energy_joules"], line["power_watts"]) == (2e3, 300.0)  # the newest that is known, and a mean
-    ended = [ProcessSample(seconds, 2, 1, children_cpu_seconds=10 * seconds) for seconds in (0.0, 1.0)]
-    line = mean_of(ended)
+    line = mean_of([ProcessSample(seconds, 2, 1, children_cpu_seconds=10 * seconds) for seconds in (0.0, 1.0)])
     assert (line["cpu_seconds"], line["children_cpu_seconds"]) == (1.0, 10.0)
-
-
-SAMPLES = [kind for module in (records,) for name, kind in vars(module).items() if name.endswith("Sample")]
 
 
 def test_every_field_that_may_be_a_counter_says_what_the_log_writes():
     """``_seconds`` may be a duration or a counter: the name does not tell, so the field must."""
-    assert len(SAMPLES) > 6
-    silent = [
-        f"{kind.__name__}.{spec.name}"
-        for kind in SAMPLES
-        for spec in dataclasses.fields(kind)
-        if spec.name.endswith(("_total", "_seconds", "_joules")) and LOG_KIND not in spec.metadata
-    ]
-    assert silent == []
-
-
-def test_the_kinds_of_fields_are_the_three_that_exist():
-    kinds = {spec.metadata.get(LOG_KIND) for kind in SAMPLES for spec in dataclasses.fields(kind)}
-    assert kinds == {None, "mean", "newest", "skip"}
+    samples = [kind for name, kind in vars(records).items() if name.endswith("Sample")]
+    specs = [(kind.__name__, spec) for kind in samples for spec in dataclasses.fields(kind)]
+    assert len(samples) > 6
+    assert {spec.metadata.get(LOG_KIND) for _, spec in specs} == {None, "mean", "newest", "skip"}
+    unclear = [(kind, spec.name) for kind, spec in specs if spec.name.endswith(("_total", "_seconds", "_joules"))]
+    named = {(kind, spec.name) for kind, spec in specs if LOG_KIND in spec.metadata}
+    assert [each for each in unclear if each not in named] == []
 
 
 # -- the simulated logs of the benchmarks ------------------------------------------------------------------------------
+
 
 IN_SOME_RUNS = {"environment", "epochs", "loader", "memory", "resumption"}
 """Fields of few lines: what is new, and what happened."""

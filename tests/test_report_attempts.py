@@ -9,9 +9,8 @@ from datetime import datetime, timedelta, timezone
 import msgspec
 import pytest
 
-from telemetry.agent.totals import EnergyReading, added_energy
 from telemetry.config import Config, SettingError
-from telemetry.records import CATEGORIES, Totals
+from telemetry.records import CATEGORIES
 from telemetry.report.attempts import stuck_in_saves
 from telemetry.report.goodput import Experience, best_interval, ettr
 from telemetry.report.logs import load
@@ -509,38 +508,6 @@ def test_nothing_is_advised_that_is_not_known():
 
 
 # -- throughput, energy and money -----------------------------------------------------------------------------------
-
-
-def reading(joules: float, uuid: str = "GPU-1", **ledger: float) -> EnergyReading:
-    return EnergyReading(uuid, joules, ledger)
-
-
-def test_energy_is_split_by_time_and_its_sum_is_the_counter_s():
-    found = added_energy(None, reading(100, compute=5.0), reading(500, compute=8.0, data_wait=1.0))
-    assert found == {"compute": 300.0, "data_wait": 100.0}
-    more = added_energy(found, reading(500, compute=8.0, data_wait=1.0), reading(600, compute=8.0, data_wait=2.0))
-    assert more == {"compute": 300.0, "data_wait": 200.0}
-
-
-@pytest.mark.parametrize(
-    "later",
-    [
-        reading(50, compute=6.0),
-        reading(1e9, compute=6.0),
-        reading(200, compute=5.0),
-        reading(200, uuid="GPU-2", compute=6.0),
-    ],
-    ids=["began anew", "impossible", "no time passed", "another GPU"],
-)
-def test_an_interval_that_cannot_be_used_adds_nothing(later):
-    assert added_energy(None, reading(100, compute=5.0), later) is None
-    assert added_energy({"compute": 7.0}, reading(100, compute=5.0), later) == {"compute": 7.0}
-
-
-def test_what_was_not_measured_stays_unknown_in_a_difference():
-    known = Totals(gpu_energy_joules={"compute": 9.0}, samples=8)
-    assert (known - Totals()).gpu_energy_joules is None
-    assert (known - Totals(gpu_energy_joules={"compute": 4.0})).gpu_energy_joules == {"compute": 5.0}
 
 
 def test_a_price_is_a_number_and_there_is_none_by_default():

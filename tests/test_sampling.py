@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.agent import BetweenTicks
+from telemetry.agent.ticks import BetweenTicks
 from telemetry.diagnosis.lines import line_shares
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker

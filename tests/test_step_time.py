@@ -19,10 +19,10 @@ from telemetry.diagnosis.lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
 from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.records import GarbageTotals
 from telemetry.sources import lines
 from telemetry.sources.lines import BusyThread, StepSampler
 from telemetry.sources.proc import ThreadLoad, ThreadLoads
+from telemetry.totals import GarbageTotals
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import STEP
 from telemetry.util.stacks import STANDARD_LIBRARY, Spot

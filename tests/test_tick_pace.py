@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
-from telemetry.agent.agent import TickPace
+from telemetry.agent.ticks import TickPace
 from telemetry.config import Config
 from telemetry.records import CATEGORIES
 from telemetry.util.clock import NS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class Loop:
@@ -36,28 +32,23 @@ class Loop:
         return self.pace.skips(busy=busy, wanted=wanted)
 
 
-SOON, LATER = (3, 4), range(100, 105)
-"""Seconds after which something happens. With each of a group, another place between two ticks is tried."""
-
-
-def skipped_after(trouble: dict, seconds: Iterable[int] = (*SOON, *LATER)) -> list[bool]:
-    """Whether the tick is skipped that comes with the trouble, after each of these times without any."""
-    found = []
-    for before in seconds:
-        loop = Loop()
-        for _ in range(before):
-            loop.second()
-        found.append(loop.second(**trouble))
-    return found
+def after(calm: int) -> Loop:
+    """A loop after so many seconds in which nothing changed."""
+    loop = Loop()
+    for _ in range(calm):
+        loop.second()
+    return loop
 
 
 @pytest.mark.parametrize("usual", [{}, {"data_wait": 0.08}], ids=["compute", "a little more wait"])
-def test_every_second_tick_of_a_loop_that_goes_on_as_before(usual):
-    assert sorted(skipped_after(usual, SOON)) == [False, True]
+def test_every_second_tick_of_a_loop_that_goes_on_as_before_and_later_four_of_five(usual):
+    assert sorted(after(calm).second(**usual) for calm in (3, 4)) == [False, True]
+    assert sorted(after(calm).second() for calm in range(100, 105)) == [False, True, True, True, True]
 
 
-def test_four_of_five_ticks_after_a_long_calm():
-    assert sorted(skipped_after({}, LATER)) == [False, True, True, True, True]
+def test_a_loop_that_has_always_waited_goes_on_as_before():
+    loop = Loop()
+    assert sum(loop.second(data_wait=0.18) for _ in range(10)) >= 4
 
 
 @pytest.mark.parametrize(("window", "ticks"), [(30.0, 5), (5.0, 3), (2.0, 2), (1.0, 1)])
@@ -72,18 +63,8 @@ def test_a_short_window_of_a_stall_has_at_least_two_ticks(window, ticks):
 
 
 def test_a_line_for_the_log_waits_for_at_most_one_tick():
-    loop = Loop()
-    for _ in range(100):
-        loop.second()
+    loop = after(100)
     assert not all(loop.second(wanted=True) for _ in range(2))
-
-
-def test_a_busy_tick_ends_a_long_calm():
-    loop = Loop()
-    for _ in range(100):
-        loop.second()
-    loop.second(busy=True)
-    assert sorted(loop.second() for _ in range(4)) == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -101,39 +82,34 @@ def test_a_busy_tick_ends_a_long_calm():
     ids=lambda trouble: next(iter(trouble)),
 )
 def test_the_tick_in_which_trouble_begins_is_not_skipped(trouble):
-    assert skipped_after(trouble) == [False] * 7
+    found = [after(calm).second(**trouble) for calm in (3, 4, *range(100, 105))]  # at each place between two ticks
+    assert found == [False] * 7
 
 
 @pytest.mark.parametrize("trouble", [{"steps": 0}, {"busy": True}], ids=["no step", "an open stall"])
 def test_no_tick_is_skipped_while_there_is_something_to_follow(trouble):
-    loop = Loop()
-    loop.second()
+    loop = after(1)
     assert not any(loop.second(**trouble) for _ in range(6))
-
-
-def test_a_loop_that_has_always_waited_goes_on_as_before():
-    loop = Loop()
-    assert sum(loop.second(data_wait=0.18) for _ in range(10)) >= 4
 
 
 @pytest.mark.parametrize(
     ("later", "skipped"),
-    [({}, [False, True, True, True, True]), ({"data_wait": 0.4}, [False, False, True, True, True])],
+    [
+        ({}, [False, True, True, True, True]),
+        ({"data_wait": 0.4}, [False, False, True, True, True]),
+    ],
 )
 def test_a_rise_ends_a_long_calm_unless_it_is_over_at_once(later, skipped):
-    loop = Loop()
-    for _ in range(100):
-        loop.second()
+    loop = after(100)
     assert not loop.second(data_wait=0.4)
     assert sorted(loop.second(**later) for _ in range(5)) == skipped
 
 
-def test_a_rise_before_the_loop_stood_still_is_forgotten():
-    loop = Loop()
-    for _ in range(100):
-        loop.second()
+@pytest.mark.parametrize("trouble", [{"busy": True}, {"steps": 0}], ids=["an open stall", "no step"])
+def test_trouble_ends_a_long_calm_and_a_rise_before_it_is_forgotten(trouble):
+    loop = after(100)
     loop.second(data_wait=0.4)
-    loop.second(steps=0)
+    loop.second(**trouble)
     assert sorted(loop.second() for _ in range(4)) == [False, False, True, True]
 
 

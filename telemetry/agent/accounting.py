@@ -7,12 +7,12 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from telemetry.hooks.batches import BatchMark, TrainedBatches
+from telemetry.agent.evaluations import EvaluationWaits
+from telemetry.hooks.batches import TrainedBatches
 from telemetry.hooks.device import device_in_use, wait_class
-from telemetry.hooks.loaders import BatchSource
-from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, S_EVALUATION, STEP
+from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
 from telemetry.records import (
     CATEGORIES,
     CHECKPOINT,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from telemetry.config import Config
     from telemetry.hooks.attachment import Attachment
+    from telemetry.hooks.loaders import BatchSource
     from telemetry.hooks.ring import Entry
     from telemetry.hooks.tracker import StepTracker
     from telemetry.util.errors import ErrorLog
@@ -62,11 +63,14 @@ class Ledger:
 
     Attributes:
         batches: training batches that have come. ``dropped_steps``: steps that ended in a stretch of dropped spans.
+        step_is_open: whether a step has begun and not ended. At the end of a run, ``break`` has left such a step.
+        at_epoch_boundary: whether an iteration has ended or begun, and the next batch has not come yet.
+        phases: evaluations and checkpoints that have closed since they were taken.
     """
 
     def __init__(self, start_ns: int) -> None:
         self.start_ns = start_ns
-        self.at_ns = start_ns
+        self.at_ns = start_ns  # all before is booked
         self.category = STARTUP
         self.ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.batches = 0
@@ -83,18 +87,18 @@ class Ledger:
         # How much longer the batches next to boundaries took to come than batches in mid-epoch.
         self.near_boundary_wait_ns = 0
         self._epoch = _Epoch()
-        self._at_boundary = False
+        self.at_epoch_boundary = False
         self._span_at_ns = start_ns
         self._span_category = STARTUP
         self._waiting_at_ns: int | None = None  # `advance` has booked a wait from here on; its span comes later
         self._dropped: DroppedSpans | None = None
-        self._open = False
+        self.step_is_open = False
         self._wait_ns = 0
         self._compute_ns = 0
         self._checkpoint = False  # whether the open step has written a checkpoint
         self._before_dropped = (0, 0, False)  # the open step's wait, compute and checkpoint before spans were dropped
         self._phase_start_ns: int | None = None
-        self._phases: list[PhaseSpan] = []
+        self.phases: list[PhaseSpan] = []
         self._steps: list[Step] = []
 
     def fold(self, spans: Iterable[Span | DroppedSpans]) -> None:
@@ -108,10 +112,10 @@ class Ledger:
             if usual and during == DATA_WAIT and after == COMPUTE and self.fold_steps(((start, end, 0, None),)):
                 continue
             self._pass(start)
-            if closes and self._open:
+            if closes and self.step_is_open:
                 self._close(start)
             if opens:
-                self._open, self._wait_ns, self._compute_ns, self._checkpoint = True, 0, 0, False
+                self.step_is_open, self._wait_ns, self._compute_ns, self._checkpoint = True, 0, 0, False
             self._enter(during, start)
             self._pass(end)
             if left:
@@ -151,18 +155,18 @@ class Ledger:
         self.at_ns = self._span_at_ns = at
         self._waiting_at_ns = None
         self.last_step_ns = at - wait
-        self._epoch.add_all(waits)
+        self._epoch.add(waits)
         self.batches += len(waits)
         return len(waits)
 
     def _computes_until(self, stamp: int) -> bool:
         """Whether a step is open in mid-epoch, and everything booked since its newest span is compute."""
         return (
-            self._open
+            self.step_is_open
             and self._span_category == COMPUTE
             and self.category == COMPUTE
             and self._phase_start_ns is None
-            and not self._at_boundary
+            and not self.at_epoch_boundary
             and self.batches > 0
             and self._span_at_ns <= self.at_ns <= stamp
         )
@@ -186,14 +190,9 @@ class Ledger:
         return steps
 
     @property
-    def step_is_open(self) -> bool:
-        """Whether a step has begun and not ended. At the end of a run, ``break`` has left such a step."""
-        return self._open
-
-    @property
     def open_step_seconds(self) -> float:
         """Seconds of the open step in the training loop so far; 0.0 without one."""
-        if not self._open:
+        if not self.step_is_open:
             return 0.0
         booked = self._wait_ns + self._compute_ns
         running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
@@ -207,19 +206,9 @@ class Ledger:
         begin = self.start_ns + self.ns[STARTUP]
         return (self._first_boundary_ns - begin) / NS if self.epoch_boundaries else None
 
-    @property
-    def at_epoch_boundary(self) -> bool:
-        """Whether an iteration has ended or begun, and the next batch has not come yet."""
-        return self._at_boundary
-
-    @property
-    def phase_has_ended(self) -> bool:
-        """Whether `take_phases` has something to return."""
-        return bool(self._phases)
-
     def take_phases(self) -> list[PhaseSpan]:
         """The evaluations and checkpoints that closed since the last call."""
-        phases, self._phases = self._phases, []
+        phases, self.phases = self.phases, []
         return phases
 
     def seconds(self) -> dict[str, float]:
@@ -239,7 +228,7 @@ class Ledger:
             self.ns[self.category] += passed
             if self.category == DATA_WAIT and not self.batches:
                 self.first_wait_ns += passed
-            elif self.category == DATA_WAIT and self._at_boundary:
+            elif self.category == DATA_WAIT and self.at_epoch_boundary:
                 self.boundary_wait_ns += passed
 
     def _pass(self, stamp: int) -> None:
@@ -270,7 +259,7 @@ class Ledger:
             self._pass(dropped.start_ns)
             self._enter(CATEGORIES[dropped.first], dropped.start_ns)
             self._before_dropped = self._wait_ns, self._compute_ns, self._checkpoint
-            self._at_boundary, self._epoch = False, _Epoch()
+            self.at_epoch_boundary, self._epoch = False, _Epoch()
         known = dropped.start_ns if before is None else before.end_ns
         early = max(0, self.at_ns - known)  # the part of the stretch that `advance` has booked
         waited = 0 if waiting_at is None else min(early, max(0, self.at_ns - waiting_at))
@@ -283,7 +272,7 @@ class Ledger:
         self.batches += dropped.batches - (before.batches if before is not None else 0)
         self.dropped_steps += dropped.steps - (before.steps if before is not None else 0)
         self.last_step_ns = dropped.last_step_ns or self.last_step_ns
-        self._open, (wait, compute, checkpoint) = dropped.open, self._before_dropped
+        self.step_is_open, (wait, compute, checkpoint) = dropped.open, self._before_dropped
         inherits = not dropped.opened
         self._wait_ns = dropped.wait_ns + wait * inherits
         self._compute_ns = dropped.compute_ns + compute * inherits
@@ -315,22 +304,22 @@ class Ledger:
 
     def _count_boundary(self, waited: int, *, batch: bool) -> None:
         """Count a request that has ended. If it brought no batch, an iteration has ended or begun."""
-        if self.batches and not batch and not self._at_boundary:
+        if self.batches and not batch and not self.at_epoch_boundary:
             self.boundary_wait_ns += waited  # this was not known before
             self.epoch_boundaries += 1
             self._newest_boundary_ns = self.at_ns
             self._first_boundary_ns = self._first_boundary_ns or self.at_ns
             self.near_boundary_wait_ns += self._epoch.extra_wait_ns()
             self._epoch = _Epoch()
-        elif self.batches and batch and not self._at_boundary:
-            self._epoch.add(waited)
-        self._at_boundary = not batch
+        elif self.batches and batch and not self.at_epoch_boundary:
+            self._epoch.add((waited,))
+        self.at_epoch_boundary = not batch
 
     def _count_left(self, waited: int) -> None:
         """Count an iteration that was left as a boundary. The next batch may come from another loader, in mid-epoch."""
         self.iterations_left += 1
         self._epoch = _Epoch()  # an epoch that was left has no last batches
-        if not self._at_boundary:
+        if not self.at_epoch_boundary:
             self.boundary_wait_ns += waited
 
     def _enter(self, category: str, stamp: int) -> None:
@@ -342,13 +331,13 @@ class Ledger:
             name = self._span_category
             self.evaluations += name == EVALUATION
             loop = self.ns[DATA_WAIT] / NS, self.ns[COMPUTE] / NS
-            self._phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds, loop))
+            self.phases.append(PhaseSpan(name, name, self._phase_start_ns, seconds, loop))
         self._phase_start_ns = stamp if category in _PHASES else None
         self._checkpoint |= category == CHECKPOINT
         self._span_category = category
 
     def _close(self, stamp: int) -> None:
-        self._open = False
+        self.step_is_open = False
         self.last_step_ns = stamp
         self._steps.append(Step((self._wait_ns + self._compute_ns) / NS, self._wait_ns / NS, self._checkpoint))
 
@@ -363,14 +352,7 @@ class _Epoch:
         self._first: list[int] = []
         self._last: deque[int] = deque(maxlen=_NEAR_BOUNDARY)
 
-    def add(self, waited_ns: int) -> None:
-        self._batches += 1
-        self._total_ns += waited_ns
-        self._last.append(waited_ns)
-        if len(self._first) < _NEAR_BOUNDARY:
-            self._first.append(waited_ns)
-
-    def add_all(self, waited_ns: Sequence[int]) -> None:
+    def add(self, waited_ns: Sequence[int]) -> None:
         self._batches += len(waited_ns)
         self._total_ns += sum(waited_ns)
         self._last.extend(waited_ns[-_NEAR_BOUNDARY:])
@@ -395,15 +377,6 @@ _LATE: Final = 3.0
 
 _SHORT_WAIT: Final = 0.001
 """Seconds. After a shorter wait, the batch was ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepWindow:
-    """The steps of one window of the log."""
-
-    steps: int
-    step: Sketch
-    wait: Sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,16 +451,16 @@ class StepStats:
             sketch.merge(part.counts.items(), part.largest)
         return StepTimes(p99=sketch.quantile(0.99), longest=sketch.largest if sketch.total else None)
 
-    def take_window(self) -> StepWindow:
-        """Close the window in progress and begin the next."""
-        window = StepWindow(self._step.total, self._step, self._wait)
+    def take_window(self) -> tuple[Sketch, Sketch]:
+        """The steps of the window in progress, and their waits. Begins the next window."""
+        window = self._step, self._wait
         self._step, self._wait = Sketch(), Sketch()
         return window
 
-    def commit(self, window: StepWindow) -> None:
+    def commit(self, step: Sketch, wait: Sketch) -> None:
         """Add a window to the sketches of the run, after the log has it."""
-        self.run_step.merge(window.step.counts.items(), window.step.largest)
-        self.run_wait.merge(window.wait.counts.items(), window.wait.largest)
+        self.run_step.merge(step.counts.items(), step.largest)
+        self.run_wait.merge(wait.counts.items(), wait.largest)
 
 
 Sums = dict[int, tuple[int, int]]
@@ -563,75 +536,6 @@ def _newer(now: Sums, before: Sums) -> Sums:
         for length, (exposed, waited) in now.items()
         if (exposed, waited) != before.get(length)
     }
-
-
-# -- the spans of evaluations in the ring ------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class LoaderWaits:
-    """The waits of evaluations for loaders with the same settings.
-
-    Attributes:
-        kind, settings: as of a `BatchSource`.
-        batches, wait_ns: batches, and the waits for them.
-        iterations, start_ns: iterations that have begun. With workers, their starts and ends, and the waits for their
-            first batches.
-    """
-
-    kind: str
-    settings: dict[str, Any]
-    batches: int = 0
-    wait_ns: int = 0
-    iterations: int = 0
-    start_ns: int = 0
-
-
-class EvaluationWaits:
-    """Adds up the waits of evaluations for their own loaders. Used on the agent thread.
-
-    Attributes:
-        loaders: the waits by kind and settings of the loader.
-    """
-
-    def __init__(self) -> None:
-        self.loaders: dict[tuple[object, ...], LoaderWaits] = {}
-        self._newest: LoaderWaits | None = None
-        self._begun_ns = 0  # time of an iteration's start, until its first batch shows which loader it is
-        self._begins = False
-
-    def fold(self, entries: Sequence[Entry]) -> None:
-        """Count entries of the ring in their order."""
-        for start, end, code, source in entries:
-            if code & 7 != S_EVALUATION or end <= start:
-                continue
-            if code >> 3 & 7 != S_EVALUATION:  # the request that ended the iteration
-                if self._newest is not None and self._newest.settings.get("num_workers"):
-                    self._newest.start_ns += end - start
-            elif source is None or code & BEGINS:
-                self._begun_ns, self._begins = self._begun_ns + end - start, True
-            else:
-                self._batch(end - start, source.source if isinstance(source, BatchMark) else source)
-
-    @property
-    def costliest(self) -> LoaderWaits | None:
-        """The loader that evaluations wait for most; None before the first batch."""
-        return max(self.loaders.values(), key=lambda each: each.wait_ns + each.start_ns, default=None)
-
-    def _batch(self, ns: int, source: object) -> None:
-        if not isinstance(source, BatchSource):
-            return
-        kind, settings = source.kind, source.settings
-        key = kind, settings.get("num_workers"), settings.get("persistent_workers")
-        found = self._newest = self.loaders.setdefault(key, LoaderWaits(kind, settings))
-        found.batches += 1
-        begins, begun = self._begins, self._begun_ns
-        self._begins, self._begun_ns = False, 0
-        found.iterations += begins
-        if begins and settings.get("num_workers"):
-            found.start_ns += begun + ns
-        else:
-            found.wait_ns += begun + ns
 
 
 # -- the accounting ----------------------------------------------------------------------------------------------------
@@ -740,21 +644,19 @@ class Accounting:
 
     @property
     def phase_has_ended(self) -> bool:
-        """Whether `take_named_phases` or the ledger has a phase to return."""
-        return self.ledger.phase_has_ended or bool(self._tracker.phases)
+        """Whether `take_phases` has something to return."""
+        return bool(self.ledger.phases or self._tracker.phases)
 
-    def take_named_phases(self) -> Iterator[PhaseSpan]:
-        """The named phases that ended since the last call."""
+    def take_phases(self) -> list[PhaseSpan]:
+        """The phases that have ended since the last call: of the ledger, and those that the script has named."""
+        phases = self.ledger.take_phases()
         while self._tracker.phases:
-            yield self._tracker.phases.popleft()
+            phases.append(self._tracker.phases.popleft())
+        return phases
 
     def take_source(self) -> BatchSource | None:
         """The batch source with the longest wait since the last call."""
         return self.batches.take_source() or self._tracker.loaders.newest()
-
-    def own_fetches(self) -> Histogram | None:
-        """Durations of the training thread's own fetches."""
-        return self.batches.own_fetches()
 
     @property
     def steps_total(self) -> int:

@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 import platform
-import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry._version import __version__
 from telemetry.agent.accounting import Accounting
-from telemetry.agent.attempt import FOLDER, AttemptLog
+from telemetry.agent.attempt import FOLDER, AttemptLog, RunSoFar
 from telemetry.agent.changes import ChangeMonitor, change_line
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
@@ -26,8 +25,8 @@ from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
 from telemetry.agent.memory import MemoryWatch
-from telemetry.agent.run_so_far import RunSoFar
 from telemetry.agent.stalls import StallMonitor
+from telemetry.agent.ticks import BetweenTicks, TickPace
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.hooks.attachment import Attachment
@@ -39,16 +38,15 @@ from telemetry.node.endpoint import NodeService
 from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
-from telemetry.records import COMPUTE, DATA_WAIT, LOADER_TIMEOUT
+from telemetry.records import LOADER_TIMEOUT
 from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.proc import planned_threads
 from telemetry.util.clock import NS, WallClock, now_ns
 from telemetry.util.errors import ErrorLog, let_pass, say
 from telemetry.util.files import StandardStreams
-from telemetry.util.gil import GilTurns, thread_waits
 from telemetry.util.processes import identify, job_labels, slug
-from telemetry.util.threads import OwnThread, Wake
+from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,175 +54,8 @@ if TYPE_CHECKING:
     from telemetry.agent.stuck import StuckRank
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
-    from telemetry.records import RankPace, Totals
-    from telemetry.sources.lines import LineSampler, StepSampler
-
-
-# -- skips ticks while nothing changes ---------------------------------------------------------------------------------
-# While no stall is open and the loop goes on as before, every second tick is skipped; after a while four of five, or
-# fewer if `stall_window_seconds` is short. The ring is still emptied. A tick is not skipped if the ring shows that the
-# training thread lost more time in the last second than before, or ended no step. So a new stall is seen as early as
-# with every tick. What only samples show (GPU clocks, other ranks) is seen at most four intervals later.
-
-_MIN_INTERVAL_SECONDS: Final = 0.5
-_MAX_INTERVAL_SECONDS: Final = 1.0
-"""With longer intervals no tick is skipped, because a scrape would be older than 5 s. Shorter intervals below the
-minimum skip none either: a user who sets them wants the samples."""
-
-_MAX_SKIPPED: Final = 4
-_LONG_CALM: Final = 20
-"""After this many calm ticks, this many in a row are skipped; before, one. Prometheus scrapes every 15 s or less often.
-The log has a line every 10 s: with four it comes with every second tick. `make bench` measures the CPU time with it:
-"CPU at 1 Hz" in `benchmarks/results/overhead-*.md`."""
-
-_MAX_GAP_SECONDS: Final = 2.0
-"""After a longer gap the machine was suspended, or the agent did not run. Such a tick must not be skipped."""
-
-
-class TickPace:
-    """Decides which ticks are skipped.
-
-    Args:
-        config: interval and ratios.
-        accounting: must be up to date at every call, also after a skipped tick.
-
-    Attributes:
-        intervals: how many intervals lie between the last two ticks that were not skipped.
-    """
-
-    def __init__(self, config: Config, accounting: Accounting) -> None:
-        self._accounting = accounting
-        self._possible = _MIN_INTERVAL_SECONDS < config.interval_seconds <= _MAX_INTERVAL_SECONDS
-        # A stall must be seen within its window, so the window has to have several ticks.
-        self._max_skipped = min(_MAX_SKIPPED, int(config.stall_window_seconds / (2 * config.interval_seconds)))
-        self._max_rise = config.stall_exit_ratio
-        self._lost_ratio = self._lost_before = 0.0
-        self._trains = False
-        self._risen: tuple[int, float] | None = None  # calm ticks before the ratio rose, and the ratio then
-        self._skipped = self._calm = 0  # ticks in a row
-        self.intervals = 1
-        self._at_last = (0, 0, 0, 0)
-
-    def skips(self, *, busy: bool, wanted: bool = False) -> bool:
-        """Whether to skip the tick that is due. Call it for each tick, after `Accounting.update`.
-
-        Args:
-            busy: something must be followed, such as an open stall.
-            wanted: there is a line for the log. Then a second tick in a row is not skipped.
-        """
-        before, now = self._at_last, self._newest()
-        self._at_last = now
-        self._count(calm=self._is_calm(before, now), busy=busy)
-        max_skipped = self._max_skipped if self._calm > _LONG_CALM and not wanted else min(1, self._max_skipped)
-        skips = self._possible and self._calm > 0 and self._skipped < max_skipped
-        if not skips:
-            self.intervals = self._skipped + 1
-        self._skipped = self._skipped + 1 if skips else 0
-        return skips
-
-    def _count(self, *, calm: bool, busy: bool) -> None:
-        """Count calm ticks in a row. A rise that has passed, as on a busy machine, does not end a long calm."""
-        if busy or not self._trains:
-            self._calm, self._risen = 0, None
-        elif not calm:
-            self._risen = self._risen or (self._calm, self._lost_before)
-            self._calm = 0
-        else:
-            self._calm += 1
-            if self._risen is not None and self._lost_ratio <= self._risen[1] + self._max_rise:
-                self._calm, self._risen = self._calm + self._risen[0], None
-
-    def _newest(self) -> tuple[int, int, int, int]:
-        """Nanoseconds, compute nanoseconds, wait nanoseconds, and steps of the run so far."""
-        ledger = self._accounting.ledger
-        return (ledger.at_ns, ledger.ns[COMPUTE], ledger.ns[DATA_WAIT], self._accounting.steps_total)
-
-    def _is_calm(self, before: tuple[int, int, int, int], now: tuple[int, int, int, int]) -> bool:
-        passed, compute, wait, steps = (new - old for new, old in zip(now, before, strict=True))
-        other = max(0, passed - compute - wait)
-        self._trains = 0 < passed < _MAX_GAP_SECONDS * NS and steps > 0
-        self._lost_before = self._lost_ratio
-        self._lost_ratio = (wait + other) / passed if self._trains else 0.0
-        return self._trains and self._lost_ratio <= self._lost_before + self._max_rise
-
-
-# -- between ticks: the agent thread sleeps, and samples threads of this process ---------------------------------------
-
-
-class BetweenTicks:
-    """Waits between two ticks on the agent thread. Any thread may end the wait.
-
-    Args:
-        interval_seconds: time between two ticks.
-        stalls: decides how often the training thread is sampled.
-        threads: samples the training thread in a job of several ranks.
-        lines: samples it while a stall is open.
-        steps: samples it now and then in any run.
-        errors: counts samples that failed.
-
-    Attributes:
-        turns: counts how late the agent thread wakes.
-    """
-
-    def __init__(
-        self,
-        interval_seconds: float,
-        stalls: StallMonitor,
-        threads: ThreadSampler,
-        lines: LineSampler,
-        *,
-        steps: StepSampler,
-        errors: ErrorLog,
-    ) -> None:
-        self._interval_seconds = interval_seconds
-        self._stalls = stalls
-        self._threads = threads
-        self._lines = lines
-        self._steps = steps
-        self._errors = errors
-        self.turns = GilTurns()
-        self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
-        self._wake = Wake()
-
-    def end(self) -> None:
-        """End this wait and all later ones, because the agent stops."""
-        self._wake.set()
-
-    def wait_until(self, stamp: int, *, alone: bool) -> None:
-        """Sleep until ``stamp``, and take samples meanwhile: more if there are several ranks or a stall is open.
-
-        Args:
-            stamp: monotonic nanoseconds.
-            alone: this is the only rank of the job.
-        """
-        lines, steps = self._lines, self._steps
-        if lines.sampling:  # C calls that hold the GIL make ticks long, and their code must still be sampled
-            stamp = max(stamp, now_ns() + int(self._interval_seconds / 2 * NS))
-        while not self._wake.is_set() and (left := (stamp - now_ns()) / NS) > 0:
-            # At random intervals, because the training's steps may have the same length as a fixed interval.
-            apart = self._stalls.sample_seconds * (0.5 + self._random.random())
-            gap, step_gap = lines.gap(), steps.gap()
-            wait = min(left, gap, step_gap) if alone else min(left, gap, step_gap, apart)
-            due, waits = now_ns() + int(wait * NS), thread_waits()
-            self.turns.begin(due)
-            self._wake.wait(wait)
-            waits = thread_waits() - waits - (wait > 0)  # for the GIL; one was the sleep
-            self.turns.check()
-            with self._errors.contained("lines"):
-                if wait == gap:
-                    lines.sample(due)
-                else:
-                    lines.late(due)
-                if wait == step_gap:
-                    steps.sample(due, waits)
-            if not alone:
-                with self._errors.contained("diagnose"):
-                    self._threads.sample()
-        if self._wake.is_set():
-            self.turns.end()
-
-
-# -- the agent ---------------------------------------------------------------------------------------------------------
+    from telemetry.diagnosis.findings import Finding
+    from telemetry.records import RankPace
 
 _LEAD_SECONDS: Final = 1.0
 """Time between two readings of the ring, and between two checks whether a rank serves the node. It does not depend on
@@ -283,6 +114,7 @@ class Agent:
         with errors.contained("board"):
             self._node = self._node_service()
             self._job = JobLink(run_dir, identity.node, self._node.board, errors)
+        self._board = None if self._node is None else self._node.board
         self._peer_paces = PeerPaces()
 
         # What this rank does.
@@ -303,71 +135,52 @@ class Agent:
         # What it reports.
         stall_counts = StallCounts()
         self.event_log = EventLog(
-            run_dir,
-            identity,
-            config,
-            accounting=accounting,
-            builder=self._builder,
-            attempt=self.attempt,
-            tracker=tracker,
-            node=self._node,
-            collectors=self._collectors,
-            memory=self._memory,
-            stall_counts=stall_counts,
-            errors=errors,
-            wall=wall,
-        )
+            run_dir, identity, config, accounting=accounting, builder=self._builder, attempt=self.attempt,
+            node=self._node, collectors=self._collectors, memory=self._memory, stall_counts=stall_counts,
+            errors=errors, wall=wall,
+        )  # fmt: skip
         self.findings = FindingLog(self.event_log)
         self._step_monitor = StepMonitor(tracker, self.findings, self.event_log)
         self._changes = ChangeMonitor(self._step_monitor.sampler, self.findings)
-        self._evaluations = EvaluationMonitor(accounting.evaluations, self._step_monitor.sampler, self.findings)
+        self._evaluations = EvaluationMonitor(accounting.evaluations, self._step_monitor.sampler)
         self._line_monitor = LineMonitor(tracker, run_dir / "profiles", errors, self.event_log)
         self._stall_monitor = StallMonitor(
-            config,
-            tracker,
-            stall_counts,
-            errors=errors,
-            event_log=self.event_log,
-            wall=wall,
-            lines=self._line_monitor,
-            sinks=self.figures,
-            findings=self.findings,
-        )
+            config, tracker, stall_counts, errors=errors, event_log=self.event_log, wall=wall,
+            lines=self._line_monitor, sinks=self.figures, findings=self.findings,
+        )  # fmt: skip
         self.job_hang = JobHang(
             OwnState(identity, tracker, accounting, self._stall_monitor), self.event_log, wall, self._board, self._job
         )
         self.snapshots = SnapshotControl(
-            config,
-            identity,
-            run_dir,
-            tracker=tracker,
-            profilers=self.attachment.profilers,
-            errors=errors,
-            wall=wall,
-            accounting=accounting,
-            event_log=self.event_log,
-            job=self._job,
-            board=self._board,
-        )
+            config, identity, run_dir, tracker=tracker, profilers=self.attachment.profilers, errors=errors, wall=wall,
+            accounting=accounting, event_log=self.event_log, job=self._job, board=self._board,
+        )  # fmt: skip
         self.trial: TrialRun | None = None
 
         # Its thread.
         self._thread = OwnThread(self._main, name="telemetry-agent")
         self._tick_pace = TickPace(config, accounting)
         self._between_ticks = BetweenTicks(
-            config.interval_seconds,
-            self._stall_monitor,
-            self._thread_sampler,
-            self._line_monitor.sampler,
-            steps=self._step_monitor.sampler,
-            errors=errors,
-        )
+            config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler,
+            steps=self._step_monitor.sampler, errors=errors,
+        )  # fmt: skip
         self._rank_due_ns = 0
         self._published = self._skipped = False  # whether the newest tick published, and was skipped
-        self.running = False
-        self._ended = False
+        self.running = self._ended = False
         self._deadline_ns = 0  # for `stop`
         self._last_words = ""  # the run's last line, once it has ended
+
+    def _node_service(self) -> NodeService:
+        config, identity = self.config, self.identity
+        board = Board(identity.run, str(self.run_dir), identity.node)
+        if board.notice:
+            self.errors.tell("board", board.notice)
+        folder = absolute(config.targets_dir or self.run_dir / "targets")
+        targets = TargetFile(folder, board.path.name, identity.node)
+        return NodeService(
+            board, targets, run=identity.run, host=config.host, port=config.port, node=identity.node,
+            errors=self.errors,
+        )  # fmt: skip
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -479,7 +292,7 @@ class Agent:
         self._streams.release()
         self.attachment.after_fork_in_child()
         self.snapshots.after_fork_in_child()
-        self.event_log.log.file.forget()
+        self.event_log.file.forget()
         self.figures.after_fork_in_child()
         self.attempt.forget()
         if self._node is not None:
@@ -543,24 +356,7 @@ class Agent:
         with self.errors.contained("memory"):
             if self.accounting.steps_total:
                 self._memory.tick(self._collectors.samples, workers_end=self._workers_end_with_first_epoch())
-        with self.errors.contained("diagnose"):
-            self.tracker.batch_release.read()
-            tick = self._builder.tick(self._peer_paces.take(self._paces_of_others()))
-            if self.trial is not None:
-                self.trial.tick(tick, self._node)
-            self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
-            change = self._changes.tick(tick.totals, self._collectors.samples)
-            if change is not None:
-                at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
-                self.event_log.write(change_line(change, at))
-            self._evaluations.tick(tick, self.accounting.ledger.evaluations)
-            self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
-            self.job_hang.tick()
-        with self.errors.contained("lines"):
-            stalls = self._stall_monitor
-            if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
-                stalls.log_lines()
-            self._step_monitor.tick(tick, self._collectors.samples, stalls.window)
+        self._diagnose()
         self._keep_up()
         with self.errors.contained("snapshot"):
             self.snapshots.tick(self._stall_monitor)
@@ -578,6 +374,30 @@ class Agent:
             self.event_log.write_what_is_due()
         with self.errors.contained("sinks"):
             self._write_figures()
+
+    def _diagnose(self) -> None:
+        stalls = self._stall_monitor
+        with self.errors.contained("diagnose"):
+            self.tracker.batch_release.read()
+            tick = self._builder.tick(self._peer_paces.take(self._paces_of_others()))
+            if self.trial is not None:
+                self.trial.tick(tick, self._node)
+            stalls.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
+            change = self._changes.tick(tick.totals, self._collectors.samples)
+            if change is not None:
+                at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
+                self.event_log.write(change_line(change, at))
+            self._tell(self._evaluations.tick(tick, self.accounting.ledger.evaluations))
+            self.tracker.time_next_batch(stalls.waits_to_time)
+            self.job_hang.tick()
+        with self.errors.contained("lines"):
+            if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
+                stalls.log_lines()
+            self._step_monitor.tick(tick, self._collectors.samples, stalls.window)
+
+    def _tell(self, finding: Finding | None) -> None:
+        if finding is not None:
+            self.findings.tell(finding)
 
     def _keep_up(self) -> None:
         self._account(keep_up=True)
@@ -601,14 +421,11 @@ class Agent:
                 self.trial.script_ended(self._builder.tick())
         with self.errors.contained("agent"):
             self.accounting.close()
-            self.attempt.end_replay()
+            self.attempt.settle_replay(ended=True)
         with self.errors.contained("snapshot"):
             self.snapshots.end()
         with self.errors.contained("jsonl"):
-            totals, end = self._builder.update(), self.attempt.end.settled
-            timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
-            self._stall_monitor.end(totals, timed_out=timed_out)
-            self._end_findings(totals)
+            self._end_diagnosis()
             self.event_log.write_phases(last=True)
             self.event_log.window()
         with self.errors.contained("sinks"):
@@ -628,25 +445,15 @@ class Agent:
         with self.errors.contained("end_line"):
             self._last_words = self._end_line(logged=logged)
         self._wait_for_others()
-        with self.errors.contained("jsonl"):
-            self.event_log.write_errors()
-            self.event_log.close()
-            self.attempt.close()
-        with self.errors.contained("collect"):
-            self._collectors.close()
-        with self.errors.contained("exposition"):
-            self._publish()
-        with self.errors.contained("job"):
-            if self._job is not None:
-                self._job.close(self._seconds_left())
-        with self.errors.contained("board"):
-            if self._node is not None:
-                self._node.leave()
+        self._close()
 
-    def _end_findings(self, totals: Totals) -> None:
-        """Tell what the whole run shows, and log what has changed."""
+    def _end_diagnosis(self) -> None:
+        """Close the stall that is open, tell what the whole run shows, and log what has changed."""
+        totals, end = self._builder.update(), self.attempt.end.settled
+        timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
+        self._stall_monitor.end(totals, timed_out=timed_out)
         self._changes.end(totals)
-        self._evaluations.end(totals)
+        self._tell(self._evaluations.judge(totals))
         self.findings.end()
 
     def _stuck_at_end(self) -> StuckRank | None:
@@ -660,13 +467,9 @@ class Agent:
         wanted = self.config.end_line and self.trial is None and identity.rank == 0
         if not wanted or not (totals.steps or self.attempt.end.process_ends):
             return ""
+        own = own_waits(totals, identity.rank, self.config.stall_enter_ratio, self.accounting.exposed_absent)
         verdict = verdict_at_end(
-            own_waits(
-                totals,
-                rank=identity.rank,
-                starved_ratio=self.config.stall_enter_ratio,
-                unmeasured=self.accounting.exposed_absent,
-            ),
+            own,
             stall=stalls.costliest,
             findings=self.findings.newest,
             peers=[peer for peer in self._peer_paces.of_run if peer.rank != identity.rank],
@@ -688,31 +491,26 @@ class Agent:
         with self.errors.contained("snapshot"):
             self.snapshots.wait(self._seconds_left())
 
+    def _close(self) -> None:
+        with self.errors.contained("jsonl"):
+            self.event_log.write_errors()
+            self.event_log.file.forget()
+            self.attempt.close()
+        with self.errors.contained("collect"):
+            self._collectors.close()
+        with self.errors.contained("exposition"):
+            self._publish()
+        with self.errors.contained("job"):
+            if self._job is not None:
+                self._job.close(self._seconds_left())
+        with self.errors.contained("board"):
+            if self._node is not None:
+                self._node.leave()
+
     def _seconds_left(self) -> float:
         return max(0.0, (self._deadline_ns - now_ns()) / NS - _CLOSE_SECONDS)
 
-    # -- what the parts ask of each other ---------------------------------------------------------------------
-
-    def _node_service(self) -> NodeService:
-        board = Board(self.identity.run, str(self.run_dir), self.identity.node)
-        if board.notice:
-            self.errors.tell("board", board.notice)
-        targets = TargetFile(
-            absolute(self.config.targets_dir or self.run_dir / "targets"), board.path.name, self.identity.node
-        )
-        return NodeService(
-            board,
-            targets,
-            run=self.identity.run,
-            host=self.config.host,
-            port=self.config.port,
-            node=self.identity.node,
-            errors=self.errors,
-        )
-
-    @property
-    def _board(self) -> Board | None:
-        return self._node.board if self._node is not None else None
+    # -- the other ranks ---------------------------------------------------------------------------------------
 
     def _workers_end_with_first_epoch(self) -> bool:
         """Whether workers start anew in each epoch and none has ended yet. Then they may still give memory back."""
@@ -767,11 +565,11 @@ class Agent:
             snapshots=self.snapshots.view(),
             collectors=collectors.health(),
             gpu=samples.nvml,
-            energy_gpu=self._builder.energy_sample,
+            energy_gpu=self._builder.energy.sample,
             host=samples.host,
             process=samples.process,
             workers=samples.workers,
-            own_fetches=accounting.own_fetches(),
+            own_fetches=accounting.batches.own_fetches(),
             worker_fetches=collectors.worker_fetches(),
             pressure=samples.pressure,
             torch_memory=samples.torch_memory,
@@ -799,7 +597,7 @@ class Agent:
         trouble = self._node.trouble if self._node is not None else ""
         where = f"metrics at {self.metrics_url}" if self.metrics_url else "no metrics endpoint"
         where += f" ({trouble})" if trouble and not self.metrics_url else ""
-        logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.log.file.last_error})"
+        logs = f"logs in {self.run_dir / 'logs'}" if logged else f"no logs ({self.event_log.file.last_error})"
         run, rank = self.identity.run, self.identity.rank
         with self.errors.contained("start_line"):
             too_many = planned_threads().too_many

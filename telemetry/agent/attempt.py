@@ -1,42 +1,413 @@
-"""What the log and the heartbeat have of this attempt.
+"""What this process leaves behind and resumes: its end, its replay, its checkpoints, its heartbeat, and the run so far.
 
-RUN_DIR/attempts/LIFE.beat      the newest state of a process, while it is there or if it was killed
+    RUN_DIR/attempts/LIFE.beat      the newest state of a process, while it is there or if it was killed
+    RUN_DIR/attempts/rank-N.json    what the attempts before have done and lost on a rank; written at the start and end
+
+A life is one agent in one process. After a kill, the heartbeat of its life is newer than the rank's file, and the next
+attempt reads both.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
+import statistics
+import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import structs
 
-from telemetry.agent.phases import PhaseLog
-from telemetry.agent.process_end import EndEvidence
-from telemetry.agent.replay import ReplayWatch
-from telemetry.log_lines import ABSENT, Heartbeat, Resumption, RunStartLine, StuckTime
-from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.log_lines import (
+    ABSENT,
+    Count,
+    Heartbeat,
+    PhaseLine,
+    Resumption,
+    RunEndLine,
+    RunStartLine,
+    Seconds,
+    StuckTime,
+    read_heartbeat,
+)
+from telemetry.node.metrics import AttemptView
+from telemetry.records import (
+    CHECKPOINT,
+    COMPUTE,
+    DATA_WAIT,
+    DOWN,
+    GPU_MEMORY_FULL,
+    LOADER_TIMEOUT,
+    LOST,
+    OTHER,
+    REDONE,
+    REPLAY,
+    RESTORE,
+    SHARED_MEMORY_FULL,
+    STARTUP,
+    STUCK,
+    WORKER_ENDED,
+    WORKER_KILLED,
+    PhaseSpan,
+)
 from telemetry.sources.cgroup import OomCounter
 from telemetry.util import processes
 from telemetry.util.clock import NS, iso_time, now_ns
-from telemetry.util.files import Descriptor, opened, remove_file
+from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
+from telemetry.util.stacks import is_library
 
 if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import Step
+    from telemetry.records import SavedCheckpoint, Step
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
+    from telemetry.util.processes import Identity
+
+
+# -- how this process ends: by itself, by an exception or an exit status, or by executing another program --------------
+
+_MAX_TEXT: Final = 20_000
+_MAX_CHAIN: Final = 8
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - only its size is read
+
+_FAILURES: Final = (
+    (SHARED_MEMORY_FULL, r"killed by signal: bus error|(shared memory|/torch_\d+).*no space left on device"),
+    (LOADER_TIMEOUT, r"dataloader timed out after"),
+    (WORKER_KILLED, r"dataloader worker \(pid.*killed by signal: killed"),
+    (WORKER_ENDED, r"dataloader worker \(pid.*(exited unexpectedly|killed by signal)"),
+    (GPU_MEMORY_FULL, r"cuda out of memory"),
+)
+
+_PEER_LOST: Final = (
+    r"connection (was )?(likely )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket closed|"
+    r"nccl (communicator|error)|remote (process|server)|watchdog|time(d )?out|heartbeat"
+)
+"""Matches the text of torch.distributed's own exceptions."""
+
+_GLOO_PEER_LOST: Final = (
+    r"gloo/transport/\S+\.cc:\d+\].*(closed by peer|connection (reset|refused)|broken pipe|time(d )?out)"
+)
+"""Gloo raises plain exceptions, also out of ``backward()``. Their text contains the line of gloo's source."""
+
+
+class EndEvidence:
+    """What is known of how this process ends: an uncaught exception, an exit status, or another program.
+
+    Python prints an uncaught exception, keeps it in `sys`, and only then calls the functions of `atexit`. So it is read
+    there, and we need neither a hook nor a handler. Nothing keeps the exit status of ``sys.exit``: ``telemetry run``
+    sees it pass.
+
+    A process that executes another program, such as its own script anew, leaves no trace: it keeps its pid and its
+    start, `atexit` is not called, and the agent is gone at once, as after a kill. So the agent hooks the functions of
+    ``os`` that do it, and ends before.
+
+    Attributes:
+        process_ends: whether the interpreter ends. False: only the agent ends.
+        replaced: whether this process is about to execute another program.
+    """
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        self._exception: BaseException | None = None
+        self._settled: RunEndLine | None = None
+        self.replaced = False
+        self.process_ends = False
+
+    def leaving(self, code: object) -> None:
+        """Take the argument of ``sys.exit`` with which the script ends."""
+        # The kernel keeps the lowest byte: `sys.exit(256)` is a success.
+        self._status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
+
+    def at_exit(self) -> None:
+        """Take the uncaught exception. Only `atexit` may call this: before that, `sys` may hold an older exception."""
+        self.process_ends = True
+        if not hasattr(sys, "ps1"):
+            last: Any = getattr(sys, "last_value", None)
+            self._exception = last if isinstance(last, BaseException) else None
+
+    @property
+    def settled(self) -> RunEndLine:
+        """What the last line of the log has of it. Forgets the exception, whose frames keep objects of the script."""
+        if self._settled is None:
+            error, self._exception = self._exception, None
+            failure = None if error is None else failure_of(error)
+            shared_memory: Any = ABSENT
+            if failure == SHARED_MEMORY_FULL:
+                with suppress(OSError):
+                    size = os.statvfs(_SHARED_MEMORY)
+                    shared_memory = size.f_blocks * size.f_frsize
+            self._settled = RunEndLine(
+                exit_status=ABSENT if self._status is None else self._status,
+                exception=ABSENT if error is None else type(error).__name__,
+                exception_at=ABSENT if error is None else _users_line(error),
+                failure=failure or ABSENT,
+                shared_memory_bytes=shared_memory,
+                lost_peer=ABSENT if error is None else _lost_peer(error),
+                replaced=self.replaced or ABSENT,
+            )
+        return self._settled
+
+
+def _users_line(error: BaseException) -> str | None:
+    """The innermost line of the user's code in an exception; None if there is none."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not is_library(code.co_filename):
+            found = f"{code.co_name} at {os.path.basename(code.co_filename)}:{trace.tb_lineno}"  # noqa: PTH119 - text
+        trace = trace.tb_next
+    return found
+
+
+def failure_of(error: BaseException) -> str | None:
+    """What an exception of torch means, see `FAILURES`. Its text is only matched, because it may hold anything."""
+    texts: list[str] = []
+    each: BaseException | None = error
+    while each is not None and len(texts) < _MAX_CHAIN:
+        if isinstance(each, (RuntimeError, MemoryError, OSError)):
+            texts.append(_text(each))
+        each = each.__cause__ or each.__context__
+    return next((kind for kind, told in _FAILURES if any(re.search(told, text, re.DOTALL) for text in texts)), None)
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether an exception means that another process of the job ended first.
+
+    Only torch.distributed's exceptions are read: other ones may name any peer, such as a data set's server.
+    """
+    if type(error).__module__ == "torch.distributed":
+        return bool(re.search(_PEER_LOST, _text(error)))
+    return type(error) is RuntimeError and bool(re.search(_GLOO_PEER_LOST, _text(error), re.DOTALL))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:_MAX_TEXT].lower()
+    except Exception:  # the script's own class may raise anything
+        return ""
+
+
+# -- replay: batches that a resumed run draws and throws away to come to where its checkpoint was written --------------
+
+_MAX_COMPUTE_RATIO: Final = 0.125
+"""A batch counts as thrown away if the step computes for less than this share of a usual step's compute."""
+
+_MIN_BATCHES: Final = 3
+"""A loop that reads one or two batches ahead does not throw them away."""
+
+_MAX_STEPS: Final = 1 << 16
+"""The watch keeps at most this many steps from the tick in which an optimizer first steps."""
+
+_USUAL: Final = 8
+
+_ENOUGH: Final = 4
+"""So many optimizer steps are enough for a usual duration. A busy machine may make one of them long."""
+
+_MAX_HELD_UP_RATIO: Final = 0.5
+"""A batch before the first optimizer step may take up to this share of a usual step's compute and still be replay."""
+
+
+class ReplayWatch:
+    """Finds the replay. Its steps have no compute: the loop asks for the next batch as soon as one has come.
+
+    Attributes:
+        settled: whether the replay has been decided.
+        batches: batches thrown away. ``seconds``, ``wait_seconds``: what they took in the loop, and in its waits.
+    """
+
+    def __init__(self) -> None:
+        self.settled = False
+        self.batches = 0
+        self.seconds = 0.0
+        self.wait_seconds = 0.0
+        # Steps before the first optimizer step: number, wait and compute, by the bit length of their compute in ns.
+        self._before: dict[int, tuple[int, float, float]] = {}
+        self._after: list[tuple[float, float]] = []  # wait and compute of later steps, from that tick on
+
+    def add(self, steps: Sequence[Step], optimizer_steps: int) -> None:
+        """Add closed steps. ``optimizer_steps``: the count now, which may already be ahead of these steps."""
+        for step in () if self.settled else steps:
+            wait, compute = step.wait_seconds, max(0.0, step.seconds - step.wait_seconds)
+            if not optimizer_steps:
+                bits = int(compute * NS).bit_length()
+                number, waits, computes = self._before.get(bits, (0, 0.0, 0.0))
+                self._before[bits] = number + 1, waits + wait, computes + compute
+            elif len(self._after) < _MAX_STEPS:
+                self._after.append((wait, compute))
+
+    def settle(self, optimizer_steps: int, first_wait_seconds: float, *, most: float, ended: bool = False) -> None:
+        """Decide how much was replay, once optimizers have stepped. Call it after `add` has all steps so far.
+
+        Args:
+            optimizer_steps: optimizer steps so far.
+            first_wait_seconds: the wait for the first batch, which is no replay.
+            most: how many batches can have been drawn without an optimizer step. If the loop steps after each batch,
+                this decides alone. If it accumulates gradients or skips steps, the durations decide.
+            ended: no more steps will come.
+        """
+        if self.settled or optimizer_steps < 2 or not self._after:
+            return
+        if most >= _MIN_BATCHES:
+            if optimizer_steps <= _ENOUGH and not ended:
+                return
+            number, wait, compute = self._thrown_away(optimizer_steps)
+            if number >= _MIN_BATCHES:
+                self.batches = int(min(number, most))
+                self.wait_seconds = max(0.0, wait - first_wait_seconds)
+                self.seconds = self.wait_seconds + compute
+        self.settled = True
+        self._before, self._after = {}, []
+
+    def _thrown_away(self, optimizer_steps: int) -> tuple[int, float, float]:
+        """Number, wait and compute of the steps that did not train, by their durations."""
+        usual = statistics.median(compute for _, compute in self._after[-min(_USUAL, optimizer_steps - 1) :])
+        limit = usual * _MAX_COMPUTE_RATIO
+        number, wait, compute, short = 0, 0.0, 0.0, 0
+        for bits, sums in self._before.items():
+            longest = (1 << bits) / NS
+            if longest <= usual * _MAX_HELD_UP_RATIO:
+                number, wait, compute = number + sums[0], wait + sums[1], compute + sums[2]
+            if longest <= limit:
+                short += sums[0]
+        if short < number / 2:  # short steps without replay, such as those of accumulated gradients
+            return 0, 0.0, 0.0
+        first = self._after[: _short_ones([each for _, each in self._after], limit)]
+        return number + len(first), wait + sum(each for each, _ in first), compute + sum(each for _, each in first)
+
+
+def _short_ones(compute_seconds: Sequence[float], limit: float) -> int:
+    """How many steps at the beginning are short. A busy machine may make one among them long."""
+    ahead, most, best = 0, 0, 0
+    for place, seconds in enumerate(compute_seconds, 1):
+        ahead += 1 if seconds <= limit else -1
+        if ahead > most:
+            most, best = ahead, place
+    return best
+
+
+# -- the log lines of phases, and the checkpoints from which a run can be resumed --------------------------------------
+
+_WRITTEN: Final = "checkpoint_write"
+"""The phase of a checkpoint that another thread has completed."""
+
+_SHORTEST_PHASE_SECONDS: Final = 0.001
+"""A shorter phase is only in the ledger. For checkpoints, the newest complete one of a tick still has a line."""
+
+_MAX_PHASE_LINES: Final = 20
+"""If more phases end between two ticks, only the longest have lines. Each line is a write, after which the agent thread
+waits for the GIL. With 250 phases a second whose C calls held the GIL, the agent had no time for a tick."""
+
+
+class PhaseLog:
+    """Makes the lines of phases, and follows the checkpoints.
+
+    Args:
+        saves: checkpoints that the hooks have seen; this empties it.
+        wall: dates the phases.
+
+    Attributes:
+        saves_completed: checkpoints that a run can resume from.
+        kept_seconds: seconds of the training loop before the newest of them.
+    """
+
+    def __init__(self, saves: deque[SavedCheckpoint], wall: WallClock) -> None:
+        self._saves = saves
+        self._wall = wall
+        self._waiting: list[SavedCheckpoint] = []  # the ledger has not yet returned their phases
+        self._before_last: Sequence[SavedCheckpoint] = ()
+        self.saves_completed = 0
+        self.kept_seconds = 0.0
+        self._holds_optimizer = False  # once a checkpoint holds an optimizer, a run does not resume from others
+        self._begun_at: dict[int, float] = {}  # loop seconds when an asynchronous checkpoint began, by optimizer steps
+
+    def lines(self, spans: Sequence[PhaseSpan], *, last: bool = False) -> Iterator[PhaseLine]:
+        """Make the lines of phases that have ended. A checkpoint's line has its steps.
+
+        Args:
+            spans: phases from the ledger, and phases that the script has named.
+            last: this is the last call.
+        """
+        pending = [*self._waiting]
+        while self._saves:
+            pending.append(self._saves.popleft())
+        found = [(span, _taken_from(pending, span)) for span in spans]
+        shortest = _SHORTEST_PHASE_SECONDS
+        if len(spans) > _MAX_PHASE_LINES:
+            shortest = max(shortest, sorted(span.seconds for span in spans)[-_MAX_PHASE_LINES])
+        complete = [span for span, save in found if save is not None and save.complete]
+        for span, save in found:
+            line = self._line(span, save)
+            if span.seconds >= shortest or (complete and span is complete[-1]):
+                yield line
+        self._waiting = []
+        for save in pending:
+            if not (save.background or last or save in self._before_last):
+                self._waiting.append(save)  # its span is still in the ring
+                continue
+            span = PhaseSpan(_WRITTEN, OTHER, save.start_ns, (save.end_ns - save.start_ns) / NS)
+            yield self._line(span, save)
+        self._before_last = self._waiting
+
+    def _line(self, span: PhaseSpan, save: SavedCheckpoint | None) -> PhaseLine:
+        """Make the line of a phase. With a checkpoint, note the newest one that a run can resume from."""
+        line = PhaseLine(
+            name=span.name,
+            category=span.category,
+            started=self._wall.iso(span.start_ns),
+            seconds=round(span.seconds, 6),
+            complete=ABSENT,
+            holds_optimizer=ABSENT,
+            optimizer_steps_total=ABSENT,
+            steps_total=ABSENT,
+            loop_seconds=ABSENT,
+        )
+        if save is None:
+            return line
+        loop = span.loop_seconds
+        if loop is None:
+            before = self._begun_at.get(save.optimizer_steps, self.kept_seconds)
+        else:
+            before = sum(loop)
+            if not save.complete:
+                self._begun_at = {save.optimizer_steps: before}
+        if save.complete and (save.holds_optimizer or not self._holds_optimizer):
+            self._holds_optimizer |= save.holds_optimizer
+            self.saves_completed += 1
+            self.kept_seconds = max(self.kept_seconds, before)
+        return structs.replace(
+            line,
+            complete=save.complete,
+            holds_optimizer=save.holds_optimizer,
+            optimizer_steps_total=save.optimizer_steps,
+            steps_total=save.steps,
+            loop_seconds=ABSENT if loop is None else {DATA_WAIT: round(loop[0], 6), COMPUTE: round(loop[1], 6)},
+        )
+
+
+def _taken_from(pending: list[SavedCheckpoint], span: PhaseSpan) -> SavedCheckpoint | None:
+    """Remove the checkpoint that was written in this phase; None if there is none."""
+    if span.category == CHECKPOINT and span.loop_seconds is not None:
+        for save in pending:
+            if not save.background and save.start_ns <= span.start_ns <= save.end_ns:
+                pending.remove(save)
+                return save
+    return None
+
+
+# -- the heartbeat of this process, and what the log has of its attempt ------------------------------------------------
 
 FOLDER: Final = "attempts"
 """The folder's name in the run folder."""
 
-BEAT_BYTES: Final = 1024
+_BEAT_BYTES: Final = 1024
 """Every heartbeat is padded to this size, so that it covers the one before."""
 
 _RETRY_SECONDS: Final = 30
@@ -71,13 +442,14 @@ class StuckTimes:
         """Add up the times by the part of the loop in which they began."""
 
         def between(first: float, last: float) -> float:
-            return sum(seconds for began, seconds in self._times if began is not None and first <= began < last)
+            times = (seconds for began, seconds in self._times if began is not None and first <= began < last)
+            return round(sum(times), 6)
 
         return StuckTime(
             seconds=round(sum(seconds for _, seconds in self._times), 6),
-            in_startup=round(between(-math.inf, beat.first_wait_seconds), 6),
-            in_replay=round(between(beat.first_wait_seconds, beat.began), 6),
-            since_kept=round(between(beat.cut, math.inf), 6),
+            in_startup=between(-math.inf, beat.first_wait_seconds),
+            in_replay=between(beat.first_wait_seconds, beat.began),
+            since_kept=between(beat.cut, math.inf),
         )
 
 
@@ -89,6 +461,7 @@ class AttemptLog:
         newest: the state in the newest heartbeat.
         seconds_before: how long the process had run when the agent started.
         end: what is known of the end of this process.
+        oom: counts the processes of this cgroup that the OOM killer has killed.
         phases: the phases and checkpoints.
     """
 
@@ -102,7 +475,6 @@ class AttemptLog:
         wall: WallClock,
         errors: ErrorLog,
     ) -> None:
-        self._resume = tracker.resume
         self._tracker = tracker
         self._accounting = accounting
         self._wall = wall
@@ -119,7 +491,7 @@ class AttemptLog:
         began = wall.unix_seconds(accounting.ledger.start_ns)
         self.seconds_before = 0.0 if self._started is None else max(0.0, began - self._started)
         self._launch, self._restarts = processes.launch_of()
-        self._oom = OomCounter()
+        self.oom = OomCounter()
         self.end = EndEvidence()
         self.phases = PhaseLog(tracker.resume.saves, wall)
         self.newest = self.beat()
@@ -136,9 +508,7 @@ class AttemptLog:
 
     def tick(self, stuck_for_seconds: float, stuck_in: str | None) -> None:
         """Write a heartbeat. Called when everything up to now has been counted. See `StuckTimes` for the arguments."""
-        self._settle_replay()
-        if self._replay.settled:
-            self._accounting.batches.settle(self._replay.batches)
+        self.settle_replay()
         ledger = self._accounting.ledger.ns
         self._stuck.follow((ledger[DATA_WAIT] + ledger[COMPUTE]) / NS, stuck_for_seconds, stuck_in)
         self.newest = self.beat()
@@ -147,7 +517,7 @@ class AttemptLog:
         try:
             self._write(msgspec.json.encode(self.newest))
         except (OSError, ValueError) as error:
-            self._next_beat_ns = now_ns() + _RETRY_SECONDS * NS  # the cause, such as a full disk, may last
+            self._next_beat_ns = now_ns() + int(_RETRY_SECONDS * NS)  # the cause, such as a full disk, may last
             if not self._told:
                 self._told = True
                 self._errors.tell("heartbeat", f"no heartbeats: {error}; the log tells when this process was killed")
@@ -159,26 +529,25 @@ class AttemptLog:
             OSError: the file cannot be written.
             ValueError: the heartbeat is too long.
         """
-        if len(content) >= BEAT_BYTES:
-            raise ValueError(f"a heartbeat has at most {BEAT_BYTES - 1} bytes, not {len(content)}")
+        if len(content) >= _BEAT_BYTES:
+            raise ValueError(f"a heartbeat has at most {_BEAT_BYTES - 1} bytes, not {len(content)}")
         if self._file is None or not self._file.is_in_place():
             self.forget()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
-        os.pwrite(self._file.number, content.ljust(BEAT_BYTES - 1) + b"\n", 0)
+        os.pwrite(self._file.number, content.ljust(_BEAT_BYTES - 1) + b"\n", 0)
 
-    def _settle_replay(self, *, ended: bool = False) -> None:
+    def settle_replay(self, *, ended: bool = False) -> None:
+        """Decide about the replay, if that is possible. ``ended``: no more steps will come, so it must be."""
+        accounting = self._accounting
         self._replay.settle(
             self._tracker.optimizer_steps,
-            self._accounting.ledger.first_wait_ns / NS,
-            most=self._accounting.steps_without_optimizer,
+            accounting.ledger.first_wait_ns / NS,
+            most=accounting.steps_without_optimizer,
             ended=ended,
         )
-
-    def end_replay(self) -> None:
-        """Decide about the replay now, because no more steps will come. The other samples count as trained."""
-        self._settle_replay(ended=True)
-        self._accounting.batches.settle(self._replay.batches)
+        if self._replay.settled or ended:  # the other samples count as trained
+            accounting.batches.settle(self._replay.batches)
 
     def close(self) -> None:
         """Remove the heartbeat, because the process ends by itself and the log is complete."""
@@ -195,22 +564,19 @@ class AttemptLog:
 
     def head(self) -> RunStartLine:
         """What the first line of a log file has of this attempt."""
-        without = self._oom.path is None
+        without = self.oom.path is None
         return RunStartLine(
+            life=self.life,
             process_started=None if self._started is None else iso_time(self._started),
             launch=self._launch,
             restarts=self._restarts,
-            memory_group=ABSENT if without else self._oom.group,
-            memory_events=ABSENT if without else self._oom.path,
+            memory_group=ABSENT if without else self.oom.group,
+            memory_events=ABSENT if without else self.oom.path,
         )
-
-    def oom_kills(self) -> int | None:
-        """How many processes of this cgroup the OOM killer has killed; None if the kernel does not report it."""
-        return self._oom.count()
 
     def resumption(self) -> Resumption:
         """How this attempt began."""
-        resume, replay = self._resume, self._replay
+        resume, replay = self._tracker.resume, self._replay
         since, restored = resume.restoring_since, resume.source is not None
         return Resumption(
             optimizers=resume.optimizers if resume.optimizers > 1 else None,
@@ -240,6 +606,178 @@ class AttemptLog:
             resumption=self.resumption(),
             samples_total=accounting.trained_samples(),
             tokens_total=accounting.tokens(),
-            oom_kills_total=self._oom.count(),
+            oom_kills_total=self.oom.count(),
         )
         return structs.replace(beat, stuck=self._stuck.so_far(beat))
+
+
+# -- the run so far: what all attempts have done and lost, for the next one --------------------------------------------
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """What the attempts of a run have done and lost on one rank.
+
+    Attributes:
+        life: the agent that wrote this. Its heartbeat may be newer than ``newest``.
+        process: node, pid and start of its process.
+        newest: the newest state of its attempt.
+        attempt: its number.
+        without_progress: how many attempts in a row ended before it without a complete checkpoint.
+        lost_before: seconds that earlier attempts lost, by category. Only rank 0 shows them.
+        booked_seconds: seconds of this process before the agent's start in which an earlier agent ran in it.
+        samples_before, tokens_before, steps_before: counts of earlier attempts. An unknown count adds nothing.
+        finished: whether the process ended by itself with its work done.
+    """
+
+    run: str
+    life: str
+    process: str
+    newest: Heartbeat
+    attempt: Count = 0
+    without_progress: Count = 0
+    lost_before: dict[str, Seconds] = {}
+    booked_seconds: Seconds = 0.0
+    samples_before: Count = 0
+    tokens_before: Count = 0
+    steps_before: Count = 0
+    finished: bool = False
+
+    def lost(self, *, first_wait_over: bool = True) -> dict[str, float]:
+        """Seconds lost in all attempts so far, by category. Stuck time counts only as stuck.
+
+        Args:
+            first_wait_over: whether the first batch has come. Until then the rank may turn out to be stuck.
+        """
+        beat, stuck = self.newest, self.newest.stuck
+        restore = beat.resumption.restore_seconds if self.attempt else 0.0  # the first attempt restores for no restart
+        own = {
+            STARTUP: beat.seconds_before
+            - min(self.booked_seconds, beat.seconds_before)
+            + max(0.0, beat.ledger_total_seconds.get(STARTUP, 0.0) - restore)
+            + (max(0.0, beat.first_wait_seconds - stuck.in_startup) if first_wait_over else 0.0),
+            RESTORE: restore,
+            REPLAY: max(0.0, beat.resumption.replay_seconds - stuck.in_replay),
+            STUCK: stuck.seconds,
+        }
+        return {name: self.lost_before.get(name, 0.0) + own.get(name, 0.0) for name in LOST}
+
+    def attempts_without_progress(self) -> int:
+        """How many attempts in a row have made no progress; 0 once this one has completed a checkpoint."""
+        return 0 if self.newest.saves_completed else self.without_progress
+
+    def next(self, *, process: str, first: Heartbeat, started: float) -> RunState:
+        """The state that the next attempt starts from.
+
+        Args:
+            process: node, pid and start of the new process.
+            first: the first state of the new attempt.
+            started: Unix time at which the new process started.
+        """
+        beat, lost, number, stalled = self.newest, self.lost(), self.attempt, self.attempts_without_progress()
+        # The same finished process: the agent was only stopped and started again. The same unfinished process has
+        # executed another program, which is another attempt.
+        if process != self.process or not self.finished:
+            number += 1
+            lost[DOWN] += max(0.0, started - beat.unix_seconds)
+            if not self.finished:
+                loaded_at = beat.resumption.resumed_at_optimizer_steps
+                stepped = loaded_at is None or beat.optimizer_steps_total > loaded_at
+                in_vain = REDONE if stepped or beat.steps_total < _MIN_BATCHES else REPLAY
+                lost[in_vain] += max(0.0, beat.loop_seconds - beat.cut - beat.stuck.since_kept)
+            stalled = 0 if beat.saves_completed or self.finished else self.without_progress + 1
+        return RunState(
+            self.run,
+            first.life,
+            process,
+            first,
+            attempt=number,
+            without_progress=stalled,
+            lost_before=lost,
+            booked_seconds=max(0.0, beat.unix_seconds - started) if process == self.process else 0.0,
+            samples_before=self.samples_before + (beat.samples_total or 0),
+            tokens_before=self.tokens_before + (beat.tokens_total or 0),
+            steps_before=self.steps_before + beat.steps_total,
+        )
+
+
+def read_run_state(path: Path) -> RunState | None:
+    """Read the file of a rank; None if it cannot be read or makes no sense."""
+    try:
+        return msgspec.json.decode(read_small(path), type=RunState)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+class RunSoFar:
+    """Keeps the file of this rank, which adds up all attempts of the run.
+
+    Args:
+        folder: where that file and the heartbeats are.
+        attempt: the current attempt.
+        identity: this process. The rank may become known later.
+
+    Attributes:
+        samples_before, tokens_before, steps_before: counts of earlier attempts.
+    """
+
+    def __init__(self, folder: Path, attempt: AttemptLog, identity: Identity, errors: ErrorLog) -> None:
+        self._folder = folder
+        self._attempt = attempt
+        self._identity = identity
+        self._errors = errors
+        self._rank = 0
+        self._state: RunState | None = None
+        self.samples_before = self.tokens_before = self.steps_before = 0
+
+    def tick(self) -> None:
+        """Take over the newest heartbeat. The first call reads the file and writes that this attempt has begun."""
+        if self._state is None or self._rank != self._identity.rank:
+            self._rank = self._identity.rank
+            self._state = begun = self._begin(self._identity)
+            self.samples_before, self.tokens_before = begun.samples_before, begun.tokens_before
+            self.steps_before = begun.steps_before
+            self._write()
+        self._state = structs.replace(self._state, newest=self._attempt.newest)
+
+    def end(self, *, finished: bool) -> None:
+        """Write the last state, when the process ends by itself. ``finished``: its work is done."""
+        if self._state is not None:
+            self._state = structs.replace(self._state, newest=self._attempt.beat(), finished=finished)
+            self._write()
+
+    def view(self) -> AttemptView | None:
+        """The counters for the endpoint; None on ranks other than 0.
+
+        They never fall: they show what the heartbeat has, and after a kill the next attempt starts from that.
+        """
+        state = self._state
+        if state is None or self._rank != 0:
+            return None
+        lost = state.lost(first_wait_over=self._attempt.has_batch)
+        return AttemptView(state.attempt, state.attempts_without_progress(), lost)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"rank-{self._rank}.json"
+
+    def _begin(self, identity: Identity) -> RunState:
+        first = self._attempt.newest
+        process = f"{identity.node}/{processes.process_name(identity.pid)}"
+        before = read_run_state(self._path)
+        if before is None or before.run != identity.run:
+            return RunState(identity.run, first.life, process, first)
+        if before.life == first.life:  # this agent had this rank before
+            return before
+        beat = read_heartbeat(self._folder, before.life)
+        if beat is not None and beat.unix_seconds > before.newest.unix_seconds:
+            before = structs.replace(before, newest=beat)
+        started = processes.process_started(identity.pid) or first.unix_seconds
+        return before.next(process=process, first=first, started=started)
+
+    def _write(self) -> None:
+        content = msgspec.json.encode(self._state) + b"\n"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, content, 0o644)
+        except OSError as error:
+            self._errors.tell("attempts", f"the state of the run cannot be written: {error.strerror}")

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from telemetry.agent.collectors import Samples
     from telemetry.agent.findings import FindingLog
     from telemetry.diagnosis.growth import StepGrowth, StepTrend
-    from telemetry.records import GpuSample, PressureSample, StepChange, Totals
+    from telemetry.records import GpuSample, PressureSample, StepChange
     from telemetry.sources.lines import StepSampler
+    from telemetry.totals import Totals
 
 _DIGITS = 6
 

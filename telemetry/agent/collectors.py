@@ -122,14 +122,12 @@ class CollectorPoller:
         """The mean of the samples since the last call, by log event. An event without samples is left out."""
         events: dict[str, dict[str, Any]] = {}
         for name, samples in self._gathered.items():
-            if samples:
-                prefix = "process_" if name == "process" else ""
-                merged = {f"{prefix}{key}": value for key, value in mean_of(samples).items()}
-                if name == "workers" and not samples[-1].workers and not any(s.workers for s in samples):
-                    merged = {}
-                if merged:
-                    events.setdefault(_LOGGED_AS[name], {}).update(merged)
-                self._gathered[name] = []
+            self._gathered[name] = []
+            if not samples or (name == "workers" and not any(sample.workers for sample in samples)):
+                continue
+            prefix = "process_" if name == "process" else ""
+            merged = {f"{prefix}{key}": value for key, value in mean_of(samples).items()}
+            events.setdefault(_LOGGED_AS[name], {}).update(merged)
         return events
 
     def worker_fetches(self) -> Histogram | None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.verdict import Verdict
     from telemetry.log_lines import RunEndLine
-    from telemetry.records import HotLine, RankPace, Totals
+    from telemetry.records import HotLine, RankPace
+    from telemetry.totals import Totals
 
 _MIN_SHARE: Final = 0.005
 """The line leaves out categories with a smaller share of the wall clock."""
@@ -83,7 +84,7 @@ def verdict_at_end(
     )
 
 
-def own_waits(totals: Totals, *, rank: int, starved_ratio: float, unmeasured: str | None) -> RankWaits:
+def own_waits(totals: Totals, rank: int, starved_ratio: float, unmeasured: str | None) -> RankWaits:
     """The waits of this rank. ``unmeasured``: why its exposed wait is not measured."""
     return RankWaits(
         rank=rank,

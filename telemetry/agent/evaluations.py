@@ -2,20 +2,94 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding
 from telemetry.diagnosis.lines import line_shares, reading_place
-from telemetry.records import EVALUATION, Totals, difference
+from telemetry.hooks.batches import BatchMark
+from telemetry.hooks.loaders import BatchSource
+from telemetry.hooks.ring import BEGINS, S_EVALUATION
+from telemetry.records import EVALUATION
+from telemetry.totals import Totals, difference
 from telemetry.util.clock import NS
 from telemetry.util.profiles import WAIT
 
 if TYPE_CHECKING:
-    from telemetry.agent.accounting import EvaluationWaits
-    from telemetry.agent.findings import FindingLog
-    from telemetry.records import Tick
-    from telemetry.sources.lines import StepSampler
+    from collections.abc import Sequence
 
+    from telemetry.diagnosis.findings import Finding
+    from telemetry.hooks.ring import Entry
+    from telemetry.sources.lines import StepSampler
+    from telemetry.totals import Tick
+
+
+# -- the spans of evaluations in the ring ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class LoaderWaits:
+    """The waits of evaluations for loaders with the same settings.
+
+    Attributes:
+        kind, settings: as of a `BatchSource`.
+        batches, wait_ns: batches, and the waits for them.
+        iterations, start_ns: iterations that have begun. With workers, their starts and ends, and the waits for their
+            first batches.
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    batches: int = 0
+    wait_ns: int = 0
+    iterations: int = 0
+    start_ns: int = 0
+
+
+class EvaluationWaits:
+    """Adds up the waits of evaluations for their own loaders, by kind and settings. Used on the agent thread."""
+
+    def __init__(self) -> None:
+        self.loaders: dict[tuple[object, ...], LoaderWaits] = {}
+        self._newest: LoaderWaits | None = None
+        self._begun_ns = 0  # time of an iteration's start, until its first batch shows which loader it is
+        self._begins = False
+
+    def fold(self, entries: Sequence[Entry]) -> None:
+        """Count entries of the ring in their order."""
+        for start, end, code, source in entries:
+            if code & 7 != S_EVALUATION or end <= start:
+                continue
+            if code >> 3 & 7 != S_EVALUATION:  # the request that ended the iteration
+                if self._newest is not None and self._newest.settings.get("num_workers"):
+                    self._newest.start_ns += end - start
+            elif source is None or code & BEGINS:
+                self._begun_ns, self._begins = self._begun_ns + end - start, True
+            else:
+                self._batch(end - start, source.source if isinstance(source, BatchMark) else source)
+
+    @property
+    def costliest(self) -> LoaderWaits | None:
+        """The loader that evaluations wait for most; None before the first batch."""
+        return max(self.loaders.values(), key=lambda each: each.wait_ns + each.start_ns, default=None)
+
+    def _batch(self, ns: int, source: object) -> None:
+        if not isinstance(source, BatchSource):
+            return
+        kind, settings = source.kind, source.settings
+        key = kind, settings.get("num_workers"), settings.get("persistent_workers")
+        found = self._newest = self.loaders.setdefault(key, LoaderWaits(kind, settings))
+        begins, begun = self._begins, self._begun_ns
+        self._begins, self._begun_ns = False, 0
+        found.batches += 1
+        found.iterations += begins
+        if begins and settings.get("num_workers"):
+            found.start_ns += begun + ns
+        else:
+            found.wait_ns += begun + ns
+
+
+# -- what they cost ----------------------------------------------------------------------------------------------------
 
 _MIN_APART: Final = 0.05
 """The CPU time of evaluations is known if some ticks have so much less evaluation than others."""
@@ -25,24 +99,17 @@ _ENOUGH: Final = 2
 
 
 class EvaluationMonitor:
-    """Finds out whether evaluations lose time to their own loader. Used on the agent thread.
+    """Finds out whether evaluations lose time to their own loader. Used on the agent thread."""
 
-    Args:
-        waits: the waits of evaluations.
-        sampler: has the stacks of these waits.
-        findings: gets the finding.
-    """
-
-    def __init__(self, waits: EvaluationWaits, sampler: StepSampler, findings: FindingLog) -> None:
+    def __init__(self, waits: EvaluationWaits, sampler: StepSampler) -> None:
         self._waits = waits
         self._sampler = sampler
-        self._findings = findings
         self._before = Totals()
         self._ended = 0  # evaluations
         self._cpu = _CpuSplit()
         self._cores = 1.0
 
-    def tick(self, tick: Tick, evaluations: int) -> None:
+    def tick(self, tick: Tick, evaluations: int) -> Finding | None:
         """Add a tick. ``evaluations``: how many have ended."""
         totals, before = tick.totals, self._before
         self._before, self._cores = totals, tick.conditions.cores
@@ -51,19 +118,16 @@ class EvaluationMonitor:
         used = difference(totals.process_cpu_seconds, before.process_cpu_seconds)
         if used is not None and before.process_cpu_seconds and passed > 0:
             self._cpu.add(evaluated, passed - evaluated, used)
-        if evaluations > self._ended:
-            self._ended = evaluations
-            if evaluations >= _ENOUGH:
-                self._judge(totals)
+        if evaluations <= self._ended:
+            return None
+        self._ended = evaluations
+        return self.judge(totals) if evaluations >= _ENOUGH else None
 
-    def end(self, totals: Totals) -> None:
-        """Judge the whole run."""
-        self._judge(totals)
-
-    def _judge(self, totals: Totals) -> None:
+    def judge(self, totals: Totals) -> Finding | None:
+        """What the evaluations so far have shown, if it is worth telling."""
         waits, profile = self._waits.costliest, self._sampler.evaluation
         if waits is None:
-            return
+            return None
         times = EvaluationTimes(
             kind=waits.kind,
             settings=waits.settings,
@@ -76,9 +140,7 @@ class EvaluationMonitor:
             cores=self._cores,
             place=reading_place(profile),
         )
-        found = evaluation_finding(times, totals, line_shares(profile, WAIT))
-        if found is not None:
-            self._findings.tell(found)
+        return evaluation_finding(times, totals, line_shares(profile, WAIT))
 
 
 class _CpuSplit:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.node.metrics import GROUPS
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
+from telemetry.records import CATEGORIES, DATA_WAIT
 from telemetry.util.clock import now_ns
+from telemetry.util.errors import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
+    from telemetry.agent.attempt import RunSoFar
     from telemetry.agent.log import LogWindow
-    from telemetry.agent.run_so_far import RunSoFar
     from telemetry.config import Config
     from telemetry.node.metrics import Metric, RunView
     from telemetry.records import StallRecord
-    from telemetry.sinks.thread import SinkThread
+    from telemetry.sinks.thread import Sink, SinkThread
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
@@ -38,7 +41,7 @@ _LEFT_OUT: Final = frozenset({"training_run_ended", "training_last_step_timestam
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure from the newest log window or the rank's state. ``read`` returns None if it was not measured."""
+    """A figure of the newest log window or of the rank's state. ``read`` returns None if it was not measured."""
 
     name: str
     help: str
@@ -46,8 +49,7 @@ class Figure:
 
 
 def _of_loop(window: LogWindow, seconds: float | None) -> float | None:
-    ledger = window.added.ledger_seconds
-    loop = ledger.get(DATA_WAIT, 0.0) + ledger.get(COMPUTE, 0.0)
+    loop = window.added.all_loop_seconds
     return None if seconds is None or loop <= 0 else seconds / loop
 
 
@@ -61,7 +63,7 @@ def _quantiles(name: str, what: str, of: Callable[[LogWindow], Percentiles | Non
         yield Figure(
             f"{name}_{field}",
             f"{what}, {word}.",
-            lambda window, field=field: None if of(window) is None else float(getattr(of(window), field)),  # type: ignore[misc]
+            lambda window, field=field: getattr(of(window), field, None),  # type: ignore[misc] # no step: no Percentiles
         )
 
 
@@ -160,16 +162,13 @@ def figures(view: RunView, window: LogWindow | None) -> dict[str, float]:
         view: the state of the rank.
         window: the newest window of the log; None before the first.
     """
-    sources = [
-        (window, WINDOW_FIGURES),
-        (view, STATE_FIGURES),
-        *((record(view), found) for record, found in _OF_GROUPS),
-    ]
-    values = {figure.name: figure.read(record) for record, found in sources if record is not None for figure in found}
+    groups = [(record(view), found) for record, found in _OF_GROUPS]
+    tables = [(window, WINDOW_FIGURES), (view, STATE_FIGURES), *groups]
+    values = {figure.name: figure.read(record) for record, found in tables if record is not None for figure in found}
     return {name: float(value) for name, value in values.items() if value is not None and isfinite(value)}
 
 
-# -- the newest figures ------------------------------------------------------------------------------------------------
+# -- the sinks get the figures of each window of the log, and each stall -----------------------------------------------
 
 _SOURCE: Final = "sinks"
 
@@ -177,13 +176,37 @@ _MIN_SHARE: Final = 0.2
 """A run's last window goes to the sinks if it has at least this share of the usual length."""
 
 
+def make_sinks(names: Iterable[str], run_dir: Path) -> tuple[list[Sink], dict[str, str]]:
+    """Make sinks and import what they need, in the order of writing. Returns them, and why each other name has none."""
+    sinks: list[Sink] = []
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            if not is_installed(name):
+                missing[name] = "the package is not installed"
+            elif name == "tensorboard":
+                from telemetry.sinks.tensorboard import TensorBoardSink
+
+                sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+            else:
+                from telemetry.sinks.trackers import TRACKERS
+
+                sinks.append(TRACKERS[name]())
+        except Exception as error:  # the package is broken
+            missing[name] = kind_of(error)
+    return sinks, missing
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package is there. A folder of its name is no package: ``wandb`` makes one in the working folder."""
+    if name in sys.modules:
+        return True
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 class FigureOutput:
     """Keeps the newest figures, and passes the figures of each window on to the sinks.
-
-    Args:
-        config: names the sinks, and the ranks that write.
-        identity: this process.
-        run_so_far: counts earlier attempts, so that the sinks' step axis continues after them.
 
     Attributes:
         newest: the newest figures. The dictionary is replaced, never changed, so that any thread may read it.
@@ -195,7 +218,7 @@ class FigureOutput:
     ) -> None:
         self._identity = identity
         self._config = config
-        self._run_so_far = run_so_far
+        self._run_so_far = run_so_far  # the step axis of the sinks continues after earlier attempts
         self._errors = errors
         self._wall = wall
         self._sinks: SinkThread | None = None
@@ -204,7 +227,7 @@ class FigureOutput:
         self.said = ""
 
     def start(self, run_dir: Path) -> None:
-        """Make the sinks and import what they need. Called on the training thread, before the agent thread starts.
+        """Make the sinks. Called on the training thread, because the agent's threads must not import anything.
 
         A rank that does not write has none, and a trial of ``telemetry tune`` neither: its figures are not a run's.
         """
@@ -212,9 +235,7 @@ class FigureOutput:
         if not self._config.sinks or others or TRIAL_VARIABLE in os.environ:
             return
         with self._errors.contained(_SOURCE):
-            # Imported here, because a run without sinks does not need it.
-            from telemetry.sinks.make import make_sinks
-            from telemetry.sinks.thread import SinkThread
+            from telemetry.sinks.thread import SinkThread  # a run without sinks does not need it
 
             sinks, missing = make_sinks(self._config.sinks, run_dir)
             for name, why in missing.items():
@@ -240,7 +261,7 @@ class FigureOutput:
         # A run's short last window has totals, but its rates would mean nothing.
         self.update(view, window if usual or self._written is None else None)
         self._written = window
-        self._offer(values=self.newest)
+        self._offer(figures=self.newest)
 
     def stall_opened(self, stall: StallRecord) -> None:
         """Give the sinks a stall in words: its cause, its size, and its first advice."""
@@ -249,6 +270,24 @@ class FigureOutput:
             size = "" if ratio is None else f", exposed wait {100 * ratio:.0f} %"
             action = "".join(f": {advice.action}" for advice in stall.advice[:1])
             self._offer(stall=f"stall {stall.cause} at step {stall.first_step}{size}{action}")
+
+    def _offer(self, *, figures: dict[str, float] | None = None, stall: str = "") -> None:
+        rank, several = self._identity.rank, self._config.sink_ranks == "all"
+        if self._sinks is None or (rank and not several):
+            return
+        step = self._run_so_far.steps_before + int(self.newest.get("steps_total", 0))
+        now = self._wall.unix_seconds(now_ns())
+        from telemetry.sinks.thread import SinkItem  # a rank without sinks does not load it
+
+        self._sinks.offer(SinkItem(step, now, rank, several, figures or {}, stall))
+
+    def note_news(self) -> None:
+        """Log what the sinks have reported, and count their failures. Called once a tick."""
+        for text, failures in self._sinks.take_news() if self._sinks is not None else ():
+            if failures:
+                self._errors.note(_SOURCE, text, count=failures)
+            else:
+                self._errors.tell(_SOURCE, text)
 
     def end(self) -> None:
         """Let the sinks write what is left. Returns at once."""
@@ -273,29 +312,3 @@ class FigureOutput:
         self.newest = {}
         if self._sinks is not None:
             self._sinks.after_fork_in_child()
-
-    def _offer(self, *, values: dict[str, float] | None = None, stall: str = "") -> None:
-        rank, several = self._identity.rank, self._config.sink_ranks == "all"
-        if self._sinks is None or (rank and not several):
-            return
-
-        from telemetry.sinks import SinkItem  # a rank without sinks does not load them
-
-        self._sinks.offer(
-            SinkItem(
-                step=self._run_so_far.steps_before + int(self.newest.get("steps_total", 0)),
-                unix_seconds=self._wall.unix_seconds(now_ns()),
-                rank=rank,
-                several=several,
-                figures=values or {},
-                stall=stall,
-            )
-        )
-
-    def note_news(self) -> None:
-        """Log what the sinks have reported, and count their failures. Called once a tick."""
-        for text, failures in self._sinks.take_news() if self._sinks is not None else ():
-            if failures:
-                self._errors.note(_SOURCE, text, count=failures)
-            else:
-                self._errors.tell(_SOURCE, text)

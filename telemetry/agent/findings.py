@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.findings import Finding, FindingKind
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import HotLine, Tick, Totals
+    from telemetry.records import HotLine
     from telemetry.sources.proc import ThreadLoad
+    from telemetry.totals import Tick, Totals
 
 # -- the findings of this process --------------------------------------------------------------------------------------
 

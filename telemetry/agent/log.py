@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from telemetry._version import __version__
-from telemetry.agent.log_file import JsonLog
+from telemetry.agent.log_file import LogFile, json_logger
 from telemetry.log_lines import ABSENT, MemoryForecast, Resumption, WindowLine, fields_of
-from telemetry.records import COMPUTE, DATA_WAIT, Totals
 from telemetry.sources import proc
+from telemetry.totals import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from telemetry.agent.totals import StallCounts, TotalsBuilder
     from telemetry.config import Config
     from telemetry.diagnosis.growth import StepTrend
-    from telemetry.hooks.tracker import StepTracker
     from telemetry.log_lines import Line, RunStartLine
     from telemetry.node.endpoint import NodeService
     from telemetry.util.clock import WallClock
@@ -40,7 +40,7 @@ _FIRST_CORE_BYTES: Final = 2048
 """The kernel writes this file core by core. The first core is enough, and a machine may have hundreds."""
 
 
-def cpu_model() -> str:
+def _cpu_model() -> str:
     """The name of the processor; empty if the kernel does not give one."""
     try:
         with _CPUINFO.open("rb") as file:
@@ -71,11 +71,10 @@ class LogWindow:
 class EventLog:
     """Decides which log lines a rank writes, and when, and makes them from its accounting and samples.
 
-    Args:
-        run_dir: the run folder, which has the folder ``logs``.
-
     Attributes:
-        identity: this process.
+        identity: this process. Its rank may become known later.
+        file: the log's file, in the folder ``logs`` of the run folder.
+        child_processes: the largest number of child processes seen so far that may train.
         newest_window: the newest window in the log; None before the first.
     """
 
@@ -88,7 +87,6 @@ class EventLog:
         accounting: Accounting,
         builder: TotalsBuilder,
         attempt: AttemptLog,
-        tracker: StepTracker,
         node: NodeService | None,
         collectors: CollectorPoller,
         memory: MemoryWatch,
@@ -107,35 +105,30 @@ class EventLog:
         self._attempt = attempt
         self._node = node
         self._stall_counts = stall_counts
-        self.log = JsonLog(
-            run_dir / "logs",
-            identity,
-            timestamp=wall.iso,
-            step=lambda: accounting.steps_total,
-            head=lambda: _rounded(fields_of(self.head())),
-            max_bytes=config.log_max_bytes,
-            max_files=config.log_max_files,
-        )
+        self._folder = run_dir / "logs"
+        self._logger = json_logger()
+        self.file = LogFile(self._path, config.log_max_bytes, config.log_max_files, self._head_line)
         self._seconds = min(_FIRST_WINDOW_SECONDS, config.log_interval_seconds)
         self._began = False
         self._environment = {
             "script": Path(sys.argv[0]).name if sys.argv else "",
-            "cpu": cpu_model(),
+            "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
             "omp_threads": os.environ.get("OMP_NUM_THREADS"),
         }
-        self._tracker = tracker
         self._surroundings: dict[str, Any] = {}  # as the log has them
         self._before = Totals()  # the totals at the end of the last window
-        self._children = 0
+        self.child_processes = 0
         self.newest_window: LogWindow | None = None
+
+    # -- lines ---------------------------------------------------------------------------------------------------
 
     def emit(self, event: str, values: Mapping[str, Any]) -> bool:
         """Write a line, and count an error if that fails. Returns whether the file has it."""
         try:
-            if self.log.emit(event, _rounded(values)):
+            if self.file.write(self._line(event, values)):
                 return True
-            self._errors.note("jsonl", self.log.file.last_error or "the log cannot be written")
+            self._errors.note("jsonl", self.file.last_error or "the log cannot be written")
         except Exception as error:
             self._errors.note("jsonl", error)
         return False
@@ -143,6 +136,23 @@ class EventLog:
     def write(self, line: Line) -> bool:
         """Write a record, as `emit` does."""
         return self.emit(str(line.__struct_config__.tag), fields_of(line))
+
+    def _line(self, event: str, values: Mapping[str, Any]) -> bytes:
+        me, now = self.identity, self._wall.iso()
+        fields = {"time": now, "tid": threading.get_native_id(), "step": self._accounting.steps_total}
+        fields |= _rounded(values)
+        fields |= {"run": me.run, "rank": me.rank, "local_rank": me.local_rank, "node": me.node, "pid": me.pid}
+        line: bytes = self._logger.msg(event, **fields)
+        return line + b"\n"
+
+    def _head_line(self) -> bytes:
+        return self._line("run_start", fields_of(structs.replace(self.head(), continued=True)))
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"rank-{self.identity.rank}.{self.identity.pid}.jsonl"
+
+    # -- when they are due ---------------------------------------------------------------------------------------
 
     def start(self) -> bool:
         """Write the first line of the run."""
@@ -152,14 +162,9 @@ class EventLog:
     def rank_has_changed(self) -> None:
         """Continue under another rank, after this process has learned or changed its rank, and log that."""
         with self._errors.contained("jsonl"):
-            self.log.rename()
+            self.file.move(self._path)
         if self._began:
             self.write(structs.replace(self.head(), continued=True))
-
-    @property
-    def child_processes(self) -> int:
-        """The largest number of child processes seen so far that may train."""
-        return self._children
 
     @property
     def is_due(self) -> bool:
@@ -172,7 +177,7 @@ class EventLog:
     def write_what_is_due(self) -> None:
         """Write phases and errors, and the window with its samples once it is over."""
         self.write_phases()
-        self._children = max(self._children, proc.started())
+        self.child_processes = max(self.child_processes, proc.started())
         if self._window_is_over(self._builder.current().wall_seconds):
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
             self.window()
@@ -182,41 +187,47 @@ class EventLog:
 
     def write_phases(self, *, last: bool = False) -> None:
         """Write the phases that have ended. ``last``: this is the last call."""
-        spans = (*self._accounting.ledger.take_phases(), *self._accounting.take_named_phases())
-        for line in self._attempt.phases.lines(spans, last=last):
+        for line in self._attempt.phases.lines(self._accounting.take_phases(), last=last):
             self.write(line)
+
+    def write_errors(self) -> None:
+        """Write the errors that the log does not have yet."""
+        for line in self._errors.take_lines():
+            self.emit("error", line)
+
+    # -- what they have ------------------------------------------------------------------------------------------
 
     def window(self) -> None:
         """Write the window that ends now, with the totals of the run so far."""
         self._replace_removed_file()
         accounting, totals = self._accounting, self._builder.current()
-        window, added = accounting.stats.take_window(), totals - self._before
-        self.newest_window = LogWindow(added, window.step.percentiles(), window.wait.percentiles())
-        exposed, loop = added.exposed_wait_seconds, added.ledger_seconds[DATA_WAIT] + added.ledger_seconds[COMPUTE]
+        (step, wait), added = accounting.stats.take_window(), totals - self._before
+        self.newest_window = window = LogWindow(added, step.percentiles(), wait.percentiles())
+        exposed, loop = added.exposed_wait_seconds, added.all_loop_seconds
         self.write(
             WindowLine(
                 window_seconds=added.wall_seconds,
-                steps=window.steps,
+                steps=step.total,
                 optimizer_steps=added.optimizer_steps,
                 ledger_seconds=added.ledger_seconds,
                 exposed_wait_seconds=exposed,
                 exposed_wait_ratio=exposed / loop if exposed is not None and loop > 0 else None,
                 exposed_wait_source=None if accounting.no_batch_seen else accounting.exposed_source,
-                step_seconds=_percentiles(self.newest_window.step),
-                data_wait_seconds=_percentiles(self.newest_window.wait),
-                step_sketch=window.step.as_log_field(),
-                data_wait_sketch=window.wait.as_log_field(),
+                step_seconds=None if window.step is None else asdict(window.step),
+                data_wait_seconds=None if window.wait is None else asdict(window.wait),
+                step_sketch=step.as_log_field(),
+                data_wait_sketch=wait.as_log_field(),
                 **self._totals(),
                 **self._news(),
             )
         )
         # After the line: if it begins a new file, the head of that file has the totals before it.
-        accounting.stats.commit(window)
+        accounting.stats.commit(step, wait)
         self._before = totals
 
     def _replace_removed_file(self) -> None:
         """Begin a new file if another process has deleted, renamed or emptied this one."""
-        found = self.log.file.replace_if_removed()
+        found = self.file.replace_if_removed()
         if found is None:
             return
         text, lost = found
@@ -227,7 +238,7 @@ class EventLog:
 
     def head(self) -> RunStartLine:
         """The first line of a log file. A later file repeats the run so far, because old windows may be deleted."""
-        step, wait, kills = self._accounting.stats.run_step, self._accounting.stats.run_wait, self._attempt.oom_kills()
+        step, wait, kills = self._accounting.stats.run_step, self._accounting.stats.run_wait, self._attempt.oom.count()
         self._surroundings = self._known_surroundings()
         return structs.replace(
             self._attempt.head(),
@@ -236,7 +247,6 @@ class EventLog:
             launcher=self.identity.launcher,
             rank_source=self.identity.rank_source,
             claimed_rank=self.identity.claimed_rank,
-            life=self._attempt.life,
             telemetry_version=__version__,
             python_version=platform.python_version(),
             cpu_count=os.cpu_count(),
@@ -256,9 +266,8 @@ class EventLog:
         torch = {"torch_version": getattr(version, "__version__", None), "cuda_version": getattr(version, "cuda", None)}
         known = self._environment | torch
         fields: dict[str, Any] = {"environment": {name: value for name, value in known.items() if value}}
-        if self._builder.loader:
-            size = self._tracker.loaders.batch_size
-            fields["loader"] = self._builder.loader | ({} if size is None else {"batch_size": size})
+        if loader := self._builder.loader_settings():
+            fields["loader"] = loader
         return fields
 
     def _news(self) -> dict[str, Any]:
@@ -280,26 +289,17 @@ class EventLog:
                 stuck_for_seconds=ABSENT if stuck_for_seconds is None else stuck_for_seconds,
                 step_trend=ABSENT if step_trend is None else step_trend,
                 errors_total=dict(self._errors.counts),
-                log_lines_dropped=self.log.file.dropped,
+                log_lines_dropped=self.file.dropped,
                 environment=ABSENT,
                 loader=ABSENT,
                 **self._totals(),
             )
         )
 
-    def write_errors(self) -> None:
-        """Write the errors that the log does not have yet."""
-        for line in self._errors.take_lines():
-            self.emit("error", line)
-
-    def close(self) -> None:
-        """Close the file after the last line."""
-        self.log.file.forget()
-
     def _totals(self) -> dict[str, Any]:
         """The fields of a `TotalsLine`. Every window has them, so the newest line alone shows the ledger."""
-        totals, energy_of = self._builder.current(), self._builder.energy_sample
-        kills, memory, resumption = self._attempt.oom_kills(), self._memory.line_field(), self._attempt.resumption()
+        totals, energy_of = self._builder.current(), self._builder.energy.sample
+        kills, memory, resumption = self._attempt.oom.count(), self._memory.line_field(), self._attempt.resumption()
         epochs = self._accounting.epochs()
         return {
             "steps_total": totals.steps,
@@ -311,7 +311,7 @@ class EventLog:
             "overhead_seconds": totals.overhead_seconds,
             "stall_lost_total_seconds": self._stall_counts.lost(),
             "dropped_steps_total": totals.dropped_steps,
-            "child_processes": self._children,
+            "child_processes": self.child_processes,
             "unseen_steps_total": totals.unseen_steps,
             "samples_total": totals.samples,
             "tokens_total": totals.tokens,
@@ -320,7 +320,7 @@ class EventLog:
             "gpu_uuid": energy_of.uuid if totals.gpu_energy_joules and energy_of is not None else None,
             "cpu_total_seconds": _cpu_seconds(totals),
             "memory": ABSENT if memory == MemoryForecast() else memory,
-            "optimizer_steps_total": self._tracker.optimizer_steps,
+            "optimizer_steps_total": totals.optimizer_steps,
             "oom_kills_total": ABSENT if kills is None else kills,
             "resumption": ABSENT if resumption == Resumption() else resumption,
         }
@@ -333,10 +333,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [*map(_rounded, value)] if isinstance(value, (list, tuple)) else value
-
-
-def _percentiles(value: Percentiles | None) -> dict[str, float] | None:
-    return None if value is None else asdict(value)
 
 
 def _cpu_seconds(totals: Totals) -> dict[str, float] | None:

@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import threading
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,11 +16,9 @@ import msgspec
 from telemetry.util.files import Descriptor, opened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import ModuleType
-
-    from telemetry.util.processes import Identity
 
 _MAX_PROCESSES: Final = 10_000
 """So many processes with the same rank and pid can log into one folder."""
@@ -96,7 +95,6 @@ class LogFile:
             return None
         lost = self._lines if moved and not links else 0
         self.dropped += lost
-        what = "emptied" if not moved else "renamed" if links else "deleted"
         self.forget()
         try:
             self._open()
@@ -106,16 +104,15 @@ class LogFile:
         except OSError as error:
             self.last_error = error
             self.forget()
+        what = "emptied" if not moved else "renamed" if links else "deleted"
         return f"the log file was {what} by others: a new one begins", lost
 
     def forget(self) -> None:
         """Close the file. The next line opens it again, except in a forked child, which writes none."""
         file, self._file = self._file, None
         if file is not None:
-            try:
+            with suppress(OSError):
                 file.close()
-            except OSError:
-                pass
 
     def move(self, path: Path) -> None:
         """Rename the file and its rotated parts.
@@ -129,16 +126,16 @@ class LogFile:
         if self._made is None:
             self.path = path
             return
-        if identity_at(self.path) != self._made:
+        if _identity_at(self.path) != self._made:
             return  # removed or replaced: the next file gets the new name
-        parts = [number for number in range(self._max_files) if self._numbered(number).exists()]
+        parts = [number for number in range(self._max_files) if _numbered(self.path, number).exists()]
         reserved, new = self._reserve(taken_by_us=None)
         os.close(reserved)
         try:
             for number in parts:
-                self._numbered(number).replace(_numbered(new, number))
+                _numbered(self.path, number).replace(_numbered(new, number))
         finally:
-            if identity_at(new) == self._made:
+            if _identity_at(new) == self._made:
                 self.path = new
 
     def _open(self) -> None:
@@ -191,21 +188,15 @@ class LogFile:
     def _rotate(self) -> None:
         self.forget()
         for number in range(self._max_files - 1, 0, -1):
-            older = self._numbered(number)
-            if number == self._max_files - 1:
-                older.unlink(missing_ok=True)
-            newer = self._numbered(number - 1)
+            newer = _numbered(self.path, number - 1)
             if newer.exists():
-                newer.replace(older)
+                newer.replace(_numbered(self.path, number))
         if self._max_files == 1:
             self.path.unlink(missing_ok=True)
         self._open()  # no file has that name now, so this makes one with a head
 
-    def _numbered(self, number: int) -> Path:
-        return _numbered(self.path, number)
 
-
-def identity_at(path: Path) -> tuple[int, int] | None:
+def _identity_at(path: Path) -> tuple[int, int] | None:
     """The identity of the file at a path, as `Descriptor.identity` has it; None without a file."""
     try:
         status = path.lstat()
@@ -218,8 +209,23 @@ def _numbered(path: Path, number: int) -> Path:
     return path if number == 0 else path.with_name(f"{path.name}.{number}")
 
 
+# -- records as JSON, by structlog -------------------------------------------------------------------------------------
+
+_FIRST: Final = ("time", "event", "run", "rank", "local_rank", "node", "pid", "tid", "step")
 _HEAVY: Final = ("rich", "twisted", "better_exceptions", "colorama")
 _MAX_TEXT: Final = 8192
+
+
+def json_logger() -> Any:
+    """Make a logger of structlog. Its ``msg`` takes an event and fields, and returns them as JSON."""
+    structlog = _structlog()
+    return structlog.wrap_logger(
+        structlog.ReturnLogger(),
+        processors=[_order, structlog.processors.JSONRenderer(serializer=_dumps)],
+        wrapper_class=structlog.BoundLogger,
+        context_class=dict,
+        cache_logger_on_first_use=True,
+    )
 
 
 class _Absent(MetaPathFinder):
@@ -252,87 +258,6 @@ def _structlog() -> ModuleType:
         for name in [n for n in sys.modules if n == "structlog" or n.startswith("structlog.")]:
             del sys.modules[name]
     return structlog
-
-
-class JsonLog:
-    """Writes the lines of this process.
-
-    Args:
-        folder: ``RUN_DIR/logs``.
-        identity: run, rank, node and pid for every line. The rank may become known later.
-        timestamp: returns the time for a line, ISO-8601 in UTC.
-        step: returns the number of ended steps for every line.
-        head: returns the fields of ``run_start``, with which every rotated file begins.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        identity: Identity,
-        *,
-        timestamp: Callable[[], str],
-        step: Callable[[], int],
-        head: Callable[[], dict[str, Any]],
-        max_bytes: int,
-        max_files: int,
-    ) -> None:
-        structlog = _structlog()
-        self._folder = folder
-        self._identity = identity
-        self.file = LogFile(self._path(), max_bytes, max_files, self._head_line)
-        self._heading = False
-        self._timestamp = timestamp
-        self._step = step
-        self._head = head
-        self._logger: Any = structlog.wrap_logger(
-            self,
-            processors=[self._stamp, _order, structlog.processors.JSONRenderer(serializer=_dumps)],
-            wrapper_class=structlog.BoundLogger,
-            context_class=dict,
-            cache_logger_on_first_use=True,
-            run=identity.run,
-            node=identity.node,
-            pid=identity.pid,
-        )
-
-    def rename(self) -> None:
-        """Rename the file after the rank of this process has become known or has changed.
-
-        Raises:
-            OSError: the file could not be renamed.
-        """
-        self.file.move(self._path())
-
-    def _path(self) -> Path:
-        return self._folder / f"rank-{self._identity.rank}.{self._identity.pid}.jsonl"
-
-    def emit(self, event: str, fields: Mapping[str, Any]) -> bool:
-        """Write one line. Returns whether the file has it."""
-        written: bool = self._logger.msg(event, **fields)
-        return written
-
-    def msg(self, line: bytes) -> bytes | bool:
-        """Write a finished line of structlog to the file, or return it to `_head_line`."""
-        return line + b"\n" if self._heading else self.file.write(line + b"\n")
-
-    def _head_line(self) -> bytes:
-        self._heading = True
-        try:
-            line: bytes = self._logger.msg("run_start", **self._head(), continued=True)
-        finally:
-            self._heading = False
-        return line
-
-    def _stamp(self, logger: Any, method: str, fields: dict[str, Any]) -> dict[str, Any]:
-        del logger, method
-        fields["rank"], fields["local_rank"] = self._identity.rank, self._identity.local_rank
-        fields.setdefault("time", self._timestamp())
-        fields.setdefault("tid", threading.get_native_id())
-        fields.setdefault("step", self._step())
-        return fields
-
-
-_FIRST: Final = ("time", "event", "run", "rank", "local_rank", "node", "pid", "tid", "step")
 
 
 def _order(logger: Any, method: str, fields: dict[str, Any]) -> dict[str, Any]:

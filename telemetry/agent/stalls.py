@@ -17,7 +17,8 @@ from telemetry.diagnosis.stalls import MIN_STEPS, StallDetector
 from telemetry.diagnosis.stragglers import absent_rank, held_up_by, mostly_in_sync, short_of_cores, straggler
 from telemetry.diagnosis.verdict import batches_unseen, costliest, weight
 from telemetry.node.metrics import StallView
-from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, OtherCause, StallRecord, Tick
+from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, OtherCause, StallRecord
+from telemetry.totals import Tick
 from telemetry.util.errors import kind_of
 from telemetry.util.threads import OwnThread
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.stalls import Stall
     from telemetry.diagnosis.stragglers import Straggler
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import RankPace, Totals
+    from telemetry.records import RankPace
+    from telemetry.totals import Totals
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity

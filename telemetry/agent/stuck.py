@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.hooks.tracker import StepTracker
     from telemetry.hooks.worker_block import StackPort
-    from telemetry.records import Passed, RankPace
+    from telemetry.records import RankPace
     from telemetry.sources.stacks import StuckPlace
+    from telemetry.totals import Passed
 
 # -- whether it is stuck -----------------------------------------------------------------------------------------------
 

@@ -11,18 +11,19 @@ from telemetry.agent.collectors import Samples
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.hooks.loaders import LoaderHandle
-from telemetry.records import (
+from telemetry.totals import (
     Conditions,
     CpuTotals,
-    EpochTotals,
     GarbageTotals,
     GpuTotals,
     OwnTotals,
+    Sampled,
     SampledTotals,
     SamplerTotals,
     Tick,
     Totals,
     WorkerTotals,
+    together,
 )
 from telemetry.util.clock import NS, thread_time
 
@@ -36,54 +37,52 @@ if TYPE_CHECKING:
     from telemetry.sources.lines import ThreadSampler, ThreadSamples
 
 
-# -- splits the energy of the GPU over the categories of the ledger ----------------------------------------------------
-# The GPU counts its energy itself, so the sum is exact. The split is an estimate: between two readings, each category
-# gets its share of the time. A waiting GPU draws less than a computing one, so waits that are short against an interval
-# get too much.
+# -- the energy of the GPU ---------------------------------------------------------------------------------------------
 
-MAX_WATTS: Final = 20e3
+_MAX_WATTS: Final = 20e3
 """No GPU draws so much. After a larger difference the counter has begun anew, or the driver is wrong."""
 
 _MARGIN_SECONDS: Final = 1.0
 """The driver counts in steps, and may add the energy of a whole step to a short interval."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnergyReading:
-    """The GPU's energy counter at one moment.
+class GpuEnergy:
+    """Splits the energy of the GPU over the categories of the ledger.
+
+    The GPU counts its energy itself, so the sum is exact. The split is an estimate: between two readings, each category
+    gets its share of the time. A waiting GPU draws less than a computing one, so waits that are short against an
+    interval get too much.
 
     Attributes:
-        joules: the value of the counter, which began with the driver.
-        ledger_seconds: the run's seconds so far, by category.
+        joules: energy by category so far; None before the second reading.
+        sample: the newest sample of the GPU whose energy is counted, kept while NVML is down.
     """
 
-    uuid: str
-    joules: float
-    ledger_seconds: Mapping[str, float]
+    def __init__(self) -> None:
+        self.joules: dict[str, float] | None = None
+        self.sample: GpuSample | None = None
+        self._ledger_seconds: Mapping[str, float] = {}  # at the newest sample
+
+    def add(self, gpu: GpuSample | None, ledger_seconds: Mapping[str, float]) -> None:
+        """Add the energy since the last reading. The same sample again is no new reading, and an unusable one adds 0.
+
+        Args:
+            gpu: the newest sample. Its counter began with the driver.
+            ledger_seconds: the run's seconds so far, by category.
+        """
+        if gpu is None or gpu is self.sample or gpu.energy_joules is None:
+            return
+        before, self.sample, earlier = self.sample, gpu, self._ledger_seconds
+        self._ledger_seconds = ledger_seconds
+        if before is None or before.energy_joules is None or before.uuid != gpu.uuid:
+            return
+        spent = {name: max(0.0, seconds - earlier.get(name, 0.0)) for name, seconds in ledger_seconds.items()}
+        seconds, joules = sum(spent.values()), gpu.energy_joules - before.energy_joules
+        if seconds > 0 and 0 <= joules <= _MAX_WATTS * (seconds + _MARGIN_SECONDS):
+            self.joules = together(self.joules or {}, {name: joules * part / seconds for name, part in spent.items()})
 
 
-def added_energy(
-    before: dict[str, float] | None, earlier: EnergyReading, later: EnergyReading
-) -> dict[str, float] | None:
-    """Add the joules between two readings of one GPU, by category. Unusable readings add nothing.
-
-    Args:
-        before: joules by category so far; None before the first.
-        earlier: the reading before ``later``.
-        later: the newest reading.
-    """
-    spent = {
-        category: max(0.0, seconds - earlier.ledger_seconds.get(category, 0.0))
-        for category, seconds in later.ledger_seconds.items()
-    }
-    seconds, joules = sum(spent.values()), later.joules - earlier.joules
-    if later.uuid != earlier.uuid or seconds <= 0 or not 0 <= joules <= MAX_WATTS * (seconds + _MARGIN_SECONDS):
-        return before
-    so_far = before or {}
-    return {category: so_far.get(category, 0.0) + joules * part / seconds for category, part in spent.items()}
-
-
-# -- adds samples to counters: a sampled value enters `Totals` as its integral over the time of its tick ---------------
+# -- what the samples of one tick add to the counters ------------------------------------------------------------------
 # What a sample means depends on how the tick was spent, for example whether the training loop ran. Only this module
 # decides that, not the code that reads the totals.
 
@@ -93,7 +92,7 @@ _ONLY_LOOP: Final = 0.95
 _MOSTLY: Final = 0.5
 """If the loop took at least this share of a tick, what workers and process did in the tick counts as the loop's."""
 
-HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
+_HELD_BACK: Final = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 """Reasons for a low clock that are a fault. A power cap is not: a GPU reaches it when it is used well."""
 
 
@@ -130,76 +129,70 @@ class Readings:
 
 def integrated(before: SampledTotals, tick: Readings) -> SampledTotals:
     """The totals with one more tick."""
-    workers, in_use, idle = tick.samples.workers, before.workers, before.idle_workers
-    read, written = before.read_bytes, before.written_bytes
-    if workers is not None:
-        if tick.in_loop:
-            in_use = _workers(in_use, tick, workers)
-        else:
-            idle = _workers(idle, tick, workers)
-        read = read.plus(workers.read_bytes_per_second, tick.seconds)
-        written = written.plus(workers.written_bytes_per_second, tick.seconds)
-    return SampledTotals(in_use, idle, read, written, _cpu(before.cpu, tick), _gpu(before.gpu, tick))
+    sample, none = tick.samples.workers, WorkerTotals()
+    added = SampledTotals(cpu=_cpu(tick), gpu=_gpu(tick))
+    if sample is not None:
+        workers = _workers(tick, sample)
+        added = replace(
+            added,
+            workers=workers if tick.in_loop else none,
+            idle_workers=none if tick.in_loop else workers,
+            read_bytes=Sampled.over(sample.read_bytes_per_second, tick.seconds),
+            written_bytes=Sampled.over(sample.written_bytes_per_second, tick.seconds),
+        )
+    return together(before, added)
 
 
-def _workers(before: WorkerTotals, tick: Readings, sample: WorkersSample) -> WorkerTotals:
+def _workers(tick: Readings, sample: WorkersSample) -> WorkerTotals:
     seconds = tick.seconds
     counted = tick.fetches is not None and tick.fetch_busy_seconds is not None
     scheduled = sample.blocked_ratio is not None
     timed = not scheduled and sample.busy_ratio is not None and sample.cpu_ratio is not None
     cpu, busy = (sample.cpu_ratio or 0.0) * seconds, (sample.busy_ratio or 0.0) * seconds
     pickling = None if sample.pickling_ratio is None else sample.pickling_ratio * sample.training_workers
+    blocking = sample.head_of_line_worker
     return WorkerTotals(
-        fetches=before.fetches + (tick.fetches or 0) * counted,
-        fetch_busy_seconds=before.fetch_busy_seconds + (tick.fetch_busy_seconds or 0.0) * counted,
-        counted_seconds=before.counted_seconds + seconds * counted,
-        sampled_seconds=before.sampled_seconds + seconds,
-        cpu_seconds=before.cpu_seconds + cpu * scheduled,
-        runnable_seconds=before.runnable_seconds + (sample.runnable_ratio or 0.0) * seconds * scheduled,
-        blocked_seconds=before.blocked_seconds + (sample.blocked_ratio or 0.0) * seconds,
-        unscheduled_busy_seconds=before.unscheduled_busy_seconds + busy * timed,
-        unscheduled_cpu_seconds=before.unscheduled_cpu_seconds + cpu * timed,
-        busy_ratio=before.busy_ratio.plus(sample.busy_ratio, seconds),
-        pickling_cores=before.pickling_cores.plus(pickling, seconds),
-        ready_batches=before.ready_batches.plus(sample.ready_batches, seconds),
-        slack_seconds=before.slack_seconds.plus(sample.slack_seconds, seconds),
-        seconds_by_count=_counted(before.seconds_by_count, sample.training_workers or None, seconds),
-        head_of_line_seconds=_counted(before.head_of_line_seconds, sample.head_of_line_worker, seconds),
+        fetches=(tick.fetches or 0) * counted,
+        fetch_busy_seconds=(tick.fetch_busy_seconds or 0.0) * counted,
+        counted_seconds=seconds * counted,
+        sampled_seconds=seconds,
+        cpu_seconds=cpu * scheduled,
+        runnable_seconds=(sample.runnable_ratio or 0.0) * seconds * scheduled,
+        blocked_seconds=(sample.blocked_ratio or 0.0) * seconds,
+        unscheduled_busy_seconds=busy * timed,
+        unscheduled_cpu_seconds=cpu * timed,
+        busy_ratio=Sampled.over(sample.busy_ratio, seconds),
+        pickling_cores=Sampled.over(pickling, seconds),
+        ready_batches=Sampled.over(sample.ready_batches, seconds),
+        slack_seconds=Sampled.over(sample.slack_seconds, seconds),
+        seconds_by_count={sample.training_workers: seconds} if sample.training_workers else {},
+        head_of_line_seconds={} if blocking is None else {blocking: seconds},
     )
 
 
-def _counted(before: dict[int, float], key: int | None, seconds: float) -> dict[int, float]:
-    return before if key is None else before | {key: before.get(key, 0.0) + seconds}
-
-
-def _cpu(before: CpuTotals, tick: Readings) -> CpuTotals:
+def _cpu(tick: Readings) -> CpuTotals:
     seconds, host, pressure = tick.seconds, tick.samples.host, tick.samples.pressure
-    process, used, others, in_quota = (
-        before.process_seconds, before.used_cores, before.other_cores, before.other_quota_cores
-    )  # fmt: skip
-    host_cores = None if host is None or host.cpu_ratio is None else host.cpu_ratio * host.cpu_count
-    if tick.process_cpu_seconds is not None and seconds > 0:
+    used = tick.process_cpu_seconds if seconds > 0 else None
+    process = own = others = in_quota = None
+    if used is not None:
         # The first tick contains everything that the process used before the agent started.
-        process = process.plus(tick.process_cpu_seconds * min(1.0, tick.loop_seconds / seconds) / seconds, seconds)
-    if tick.process_cpu_seconds is not None and seconds > 0 and tick.in_loop:
+        process = used * min(1.0, tick.loop_seconds / seconds) / seconds
+    if used is not None and tick.in_loop:
         workers = tick.samples.workers
-        by_workers = 0.0 if workers is None else (workers.cpu_ratio or 0.0) * workers.training_workers
-        own = tick.process_cpu_seconds / seconds + by_workers
-        if host is not None and host_cores is not None:
+        own = used / seconds + (0.0 if workers is None else (workers.cpu_ratio or 0.0) * workers.training_workers)
+        if host is not None and host.cpu_ratio is not None:
+            host_cores = host.cpu_ratio * host.cpu_count
             own += _by_children((tick.children_cpu_seconds or 0.0) / seconds, own, host_cores, host.cpu_count)
-            others = others.plus(max(0.0, host_cores - own), seconds)
-        used = used.plus(own, seconds)
+            others = max(0.0, host_cores - own)
         if pressure is not None and pressure.cgroup_cpu_limit is not None and pressure.cgroup_cpu_used is not None:
-            in_quota = in_quota.plus(max(0.0, pressure.cgroup_cpu_used - own), seconds)
+            in_quota = max(0.0, pressure.cgroup_cpu_used - own)
     return CpuTotals(
-        process_seconds=process,
-        used_cores=used,
-        other_cores=others,
-        other_quota_cores=in_quota,
-        host_ratio=before.host_ratio.plus(None if host is None else host.cpu_ratio, seconds),
-        throttled_ratio=before.throttled_ratio.plus(
-            None if pressure is None else pressure.cgroup_throttled_ratio, seconds
-        ),
+        process_seconds=Sampled.over(process, seconds),
+        used_cores=Sampled.over(own, seconds),
+        other_cores=Sampled.over(others, seconds),
+        other_quota_cores=Sampled.over(in_quota, seconds),
+        host_ratio=Sampled.over(None if host is None else host.cpu_ratio, seconds),
+        throttled_ratio=Sampled.over(None if pressure is None else pressure.cgroup_throttled_ratio, seconds),
     )
 
 
@@ -213,31 +206,22 @@ def _by_children(used: float, own: float, host_used: float, host_cores: int) -> 
     return 0.0 if used > host_cores else min(used, max(0.0, host_used - own))
 
 
-def _gpu(before: GpuTotals, tick: Readings) -> GpuTotals:
+def _gpu(tick: Readings) -> GpuTotals:
     gpu, clock, exposed = tick.samples.nvml, tick.gpu_clock_ratio, tick.exposed_wait_seconds
     used = None if gpu is None else gpu.utilization_ratio
-    if used is None and clock is None:
-        return before
-    only_loop = tick.loop_seconds >= _ONLY_LOOP * tick.seconds
-    unused, exposed_sum, garbage_sum = before.unused_ratio, before.exposed_wait_seconds, before.garbage_seconds
-    if used is not None and exposed is not None and only_loop:
-        unused = unused.plus(1.0 - used, tick.seconds)
-        exposed_sum += exposed
-        garbage_sum += tick.garbage_seconds
-    slowed = before.slowed_ratio
-    if clock is not None:
-        slowed = slowed.plus(max(0.0, 1.0 - clock) if _is_held_back(gpu) else 0.0, tick.compute_seconds)
+    only_loop = used is not None and exposed is not None and tick.loop_seconds >= _ONLY_LOOP * tick.seconds
+    slowed = None if clock is None else max(0.0, 1.0 - clock) * _is_held_back(gpu)
     return GpuTotals(
-        utilization_ratio=before.utilization_ratio.plus(used, tick.seconds),
-        unused_ratio=unused,
-        exposed_wait_seconds=exposed_sum,
-        garbage_seconds=garbage_sum,
-        slowed_ratio=slowed,
+        utilization_ratio=Sampled.over(used, tick.seconds),
+        unused_ratio=Sampled.over(1.0 - (used or 0.0) if only_loop else None, tick.seconds),
+        exposed_wait_seconds=(exposed or 0.0) * only_loop,
+        garbage_seconds=tick.garbage_seconds * only_loop,
+        slowed_ratio=Sampled.over(slowed, tick.compute_seconds),
     )
 
 
 def _is_held_back(gpu: GpuSample | None) -> bool:
-    return gpu is not None and bool(HELD_BACK & {*(gpu.throttled or ())})
+    return gpu is not None and bool(_HELD_BACK & {*(gpu.throttled or ())})
 
 
 # -- the cost of the agent itself --------------------------------------------------------------------------------------
@@ -299,17 +283,9 @@ _WORKING_RATIO: Final = 0.5
 class TotalsBuilder:
     """Keeps the newest `Totals`, and adds to them.
 
-    Args:
-        accounting: ledger, steps and exposed wait.
-        tracker: counters of the training thread.
-        collectors: the newest samples.
-        thread_sampler: samples of the training thread.
-        overhead: the cost of the agent.
-
     Attributes:
         totals: the newest totals.
-        loader: the settings of the loader of the newest batches; empty before the first.
-        energy_sample: the newest sample of the GPU whose energy is counted, kept while NVML is down.
+        energy: the energy of the GPU.
     """
 
     def __init__(
@@ -326,8 +302,8 @@ class TotalsBuilder:
         self._thread_sampler = thread_sampler
         self._overhead = overhead
         self.totals = Totals()
-        self.loader: dict[str, Any] = {}
-        self.energy_sample: GpuSample | None = None
+        self._loader: dict[str, Any] = {}
+        self.energy = GpuEnergy()
         self._integrated = self.totals  # the totals when samples were last integrated
         self._process_cpu_seconds = 0.0  # at that time. The first tick adds everything from before
         self._children_cpu_seconds: float | None = None
@@ -337,40 +313,48 @@ class TotalsBuilder:
         self._where: str | None = None
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
-        self._energy: EnergyReading | None = None
         self._exposed: float | None = 0.0  # as the clock measures it, which reads the first wait late
 
     def tick(self, peers: tuple[RankPace, ...] = ()) -> Tick:
         """Make the totals and conditions of a tick. ``peers``: the newest paces of other ranks."""
         batches_from, before = self._accounting.take_source(), self._integrated
         self._source_kind = None if batches_from is None else batches_from.kind
-        self.loader = self.loader if batches_from is None else batches_from.settings
+        self._loader = self._loader if batches_from is None else batches_from.settings
         totals, samples = self.update(), self._collectors.samples
-        host, workers = samples.host, samples.workers
+        host, workers, loaders = samples.host, samples.workers, self._tracker.loaders
         quota = None if samples.pressure is None else samples.pressure.cgroup_cpu_limit
         allowed, elsewhere = float(len(os.sched_getaffinity(0))), self._tracker.requests_elsewhere
         seconds, loop_seconds = totals.wall_seconds - before.wall_seconds, totals.loop_seconds - before.loop_seconds
         conditions = Conditions(
             source=self._source_kind,
             settings={} if batches_from is None else batches_from.settings,
-            traits=batches_from.traits if isinstance(batches_from, LoaderHandle) else self._tracker.loaders.own_traits,
-            iterated_at=self._tracker.loaders.iterated_at,
+            traits=batches_from.traits if isinstance(batches_from, LoaderHandle) else loaders.own_traits,
+            iterated_at=loaders.iterated_at,
             read_by_thread=elsewhere > self._requests_elsewhere,
-            empty_workers=0 if workers is None else workers.opened.empty,
-            same_batches=None if workers is None else workers.opened.same,
             in_loop=Readings(seconds, loop_seconds).in_loop,
             where=self._where,
-            fetching_seconds=None if workers is None else workers.fetching_seconds,
-            fetched={} if workers is None else workers.fetched,
-            worker_cores=None if workers is None else workers.allowed_cores,
             cores=allowed if quota is None else min(allowed, quota),
             quota_cores=quota,
             host_cores=0 if host is None else host.cpu_count,
             on_gpu=self._tracker.accelerator is not None,
             peers=peers,
         )
+        if workers is not None:
+            conditions = replace(
+                conditions,
+                empty_workers=workers.opened.empty,
+                same_batches=workers.opened.same,
+                fetching_seconds=workers.fetching_seconds,
+                fetched=workers.fetched,
+                worker_cores=workers.allowed_cores,
+            )
         self._requests_elsewhere = elsewhere
         return Tick(totals, conditions)
+
+    def loader_settings(self) -> dict[str, Any]:
+        """The settings of the loader of the newest batches, and its batch size; empty before the first batch."""
+        size = self._tracker.loaders.batch_size if self._loader else None
+        return self._loader if size is None else self._loader | {"batch_size": size}
 
     def current(self) -> Totals:
         """The newest totals, counted again if more has happened. Only `update` integrates samples."""
@@ -389,15 +373,11 @@ class TotalsBuilder:
     def _count(self, sampled: ThreadSamples | None) -> Totals:
         """Count up to now. ``sampled``: new samples of the training thread."""
         self._updated_ns = self._accounting.updated_ns
-        accounting, tracker, before = self._accounting, self._tracker, self.totals
-        ledger, stats = accounting.ledger, accounting.stats
-        source = tracker.loaders.newest()
-        tracker.garbage.read(workers=source is not None and source.kind == "workers")
-        process, workers = self._collectors.samples.process, self._collectors.samples.workers
-        histogram = None if workers is None else workers.fetch_duration
-        timer = tracker.sampler_timer
+        accounting, tracker = self._accounting, self._tracker
+        ledger, stats, process = accounting.ledger, accounting.stats, self._collectors.samples.process
         first_wait = ledger.first_wait_ns / NS
-        return Totals(
+        counted = replace(
+            self.totals,
             wall_seconds=ledger.wall_seconds,
             ledger_seconds=ledger.seconds(),
             first_wait_seconds=first_wait,
@@ -412,18 +392,53 @@ class TotalsBuilder:
             outlier_wait_seconds=stats.outlier_wait_seconds,
             checkpoint_steps=stats.checkpoint_steps,
             checkpoint_steps_compute_seconds=stats.checkpoint_steps_compute_seconds,
-            epochs=EpochTotals(
-                boundaries=ledger.epoch_boundaries,
-                left=ledger.iterations_left,
-                boundary_wait_seconds=ledger.boundary_wait_ns / NS,
-                near_boundary_wait_seconds=ledger.near_boundary_wait_ns / NS,
-                first_fetches=before.epochs.first_fetches if workers is None else workers.opened.firsts,
-                first_fetch_seconds=(
-                    before.epochs.first_fetch_seconds if workers is None else workers.opened.first_seconds
-                ),
-                start_seconds=before.epochs.start_seconds if workers is None else workers.opened.start_seconds,
-            ),
-            deliveries=before.deliveries if workers is None else workers.deliveries,
+            garbage=self._garbage(),
+            process_cpu_seconds=None if process is None else process.cpu_seconds,
+            run_queue_delay_seconds=None if process is None else process.runnable_seconds,
+            thread_cpu_seconds=None if process is None else process.running_seconds,
+            overhead_seconds=self._overhead.seconds(),
+            samples=accounting.trained_samples(),
+            tokens=accounting.tokens(),
+        )
+        return self._with_loaders(counted, sampled)
+
+    def _garbage(self) -> GarbageTotals:
+        garbage, source = self._tracker.garbage, self._tracker.loaders.newest()
+        garbage.read(workers=source is not None and source.kind == "workers")
+        _, younger, whole = gc.get_stats()
+        return GarbageTotals(
+            seconds=garbage.ns / NS,
+            wait_seconds=garbage.wait_ns / NS,
+            boundary_wait_seconds=garbage.boundary_wait_ns / NS,
+            collections=whole["collections"],
+            younger_collections=younger["collections"],
+        )
+
+    def _with_loaders(self, counted: Totals, sampled: ThreadSamples | None) -> Totals:
+        """Count what the workers have done, and the training thread itself for its batches."""
+        tracker, ledger, timer = self._tracker, self._accounting.ledger, self._tracker.sampler_timer
+        workers, epochs = self._collectors.samples.workers, counted.epochs
+        epochs = replace(
+            epochs,
+            boundaries=ledger.epoch_boundaries,
+            left=ledger.iterations_left,
+            boundary_wait_seconds=ledger.boundary_wait_ns / NS,
+            near_boundary_wait_seconds=ledger.near_boundary_wait_ns / NS,
+        )
+        if workers is not None:
+            opened, histogram = workers.opened, workers.fetch_duration
+            epochs = replace(
+                epochs,
+                first_fetches=opened.firsts,
+                first_fetch_seconds=opened.first_seconds,
+                start_seconds=opened.start_seconds,
+            )
+            counted = replace(counted, deliveries=workers.deliveries, worker_fetches=workers.fetches_total)
+            if histogram is not None:
+                counted = replace(counted, worker_fetch_seconds=histogram.total, fetch_counts=histogram.counts)
+        return replace(
+            counted,
+            epochs=epochs,
             sampler=SamplerTotals(
                 timed_batches=timer.batches,
                 seconds=timer.sampler_ns / NS,
@@ -432,40 +447,22 @@ class TotalsBuilder:
                 boundary_seconds=timer.boundary_sampler_ns / NS,
                 boundary_cpu_seconds=timer.boundary_sampler_cpu_ns / NS,
             ),
-            garbage=GarbageTotals(
-                seconds=tracker.garbage.ns / NS,
-                wait_seconds=tracker.garbage.wait_ns / NS,
-                boundary_wait_seconds=tracker.garbage.boundary_wait_ns / NS,
-                collections=gc.get_stats()[2]["collections"],
-                younger_collections=gc.get_stats()[1]["collections"],
-            ),
             own=OwnTotals(
                 fetch_seconds=tracker.timed_fetch_ns / NS,
                 fetch_cpu_seconds=tracker.timed_fetch_cpu_ns / NS,
                 collate_seconds=tracker.timed_collate_ns / NS,
                 releases=tracker.batch_release.freed,
                 release_seconds=tracker.batch_release.ns / NS,
-                samples=before.own.samples + (sampled.samples if sampled is not None else 0),
-                in_sync_samples=before.own.in_sync_samples + (sampled.in_sync if sampled is not None else 0),
+                samples=counted.own.samples + (0 if sampled is None else sampled.samples),
+                in_sync_samples=counted.own.in_sync_samples + (0 if sampled is None else sampled.in_sync),
             ),
-            process_cpu_seconds=None if process is None else process.cpu_seconds,
-            run_queue_delay_seconds=None if process is None else process.runnable_seconds,
-            thread_cpu_seconds=None if process is None else process.running_seconds,
-            worker_fetches=before.worker_fetches if workers is None else workers.fetches_total,
-            worker_fetch_seconds=before.worker_fetch_seconds if histogram is None else histogram.total,
-            fetch_counts=before.fetch_counts if histogram is None else histogram.counts,
-            overhead_seconds=self._overhead.seconds(),
-            sampled=before.sampled,
-            gpu_energy_joules=before.gpu_energy_joules,
-            samples=accounting.trained_samples(),
-            tokens=accounting.tokens(),
         )
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:
         """Attribute the waits since the last totals to the current source of batches."""
-        waits, source = before.wait_seconds_by_source, self._source_kind
         waited = max(0.0, counted.wait_seconds - before.wait_seconds)
-        return replace(counted, wait_seconds_by_source=waits | {source: waits.get(source, 0.0) + waited})
+        waits = together(before.wait_seconds_by_source, {self._source_kind: waited})
+        return replace(counted, wait_seconds_by_source=waits)
 
     def _with_samples(self, counted: Totals) -> Totals:
         before, samples = self._integrated, self._collectors.samples
@@ -492,17 +489,8 @@ class TotalsBuilder:
             fetch_busy_seconds=None if busy is None else busy * seconds,
             gpu_clock_ratio=self._clock_ratio(samples.nvml),
         )
-        energy = self._with_energy(counted, samples.nvml)
-        return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=energy)
-
-    def _with_energy(self, counted: Totals, gpu: GpuSample | None) -> dict[str, float] | None:
-        """Add the energy since the GPU's last reading. The same sample again is no new reading."""
-        if gpu is None or gpu is self.energy_sample or gpu.energy_joules is None:
-            return counted.gpu_energy_joules
-        self.energy_sample = gpu
-        before, now = self._energy, EnergyReading(gpu.uuid, gpu.energy_joules, counted.ledger_seconds)
-        self._energy = now
-        return counted.gpu_energy_joules if before is None else added_energy(counted.gpu_energy_joules, before, now)
+        self.energy.add(samples.nvml, counted.ledger_seconds)
+        return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=self.energy.joules)
 
     def _after_first(self, exposed: float | None, first_wait: float, steps: int) -> float | None:
         """The exposed wait without the wait for the first batch.

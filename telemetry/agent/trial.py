@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.hooks.tracker import StepTracker
     from telemetry.node.endpoint import NodeService
-    from telemetry.records import Tick
+    from telemetry.totals import Tick
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
     from telemetry.util.stacks import Stack

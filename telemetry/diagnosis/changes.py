@@ -14,7 +14,7 @@ from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, Compan
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from telemetry.records import Totals
+    from telemetry.totals import Totals
 
 
 # -- loop blocks -------------------------------------------------------------------------------------------------------

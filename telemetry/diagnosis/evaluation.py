@@ -18,7 +18,7 @@ from telemetry.util.text import duration, rounded_percent
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.records import Totals
+    from telemetry.totals import Totals
 
 _MIN_GAIN: Final = 1.1
 """Least factor on the steps of the run. A small validation, or one that computes, is no finding."""

@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct, field, to_builtins
 
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import (
-    CHECKPOINT,
-    EVALUATION,
-    OTHER,
-    ROUNDING_SECONDS,
-    LoaderTraits,
-    RankPace,
-    Totals,
-    WindowPace,
-)
+from telemetry.records import CHECKPOINT, EVALUATION, OTHER, LoaderTraits, RankPace, WindowPace
+from telemetry.totals import ROUNDING_SECONDS, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.records import Conditions, GarbageTotals, GpuTotals, Tick, WorkerTotals
+    from telemetry.totals import Conditions, GarbageTotals, GpuTotals, Tick, WorkerTotals
 
 
 MIN_ITERATED_STEPS: Final = 5

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.lines import LineShare
-    from telemetry.records import Totals
+    from telemetry.totals import Totals
 
 # -- whether the steps of some blocks grow -----------------------------------------------------------------------------
 # The blocks are divided into eight parts, of which each has a level. They must rise nearly all the time, and no two

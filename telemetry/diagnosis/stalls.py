@@ -12,11 +12,12 @@ from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.evidence import RecurringCostsWatch, aggregate
 from telemetry.diagnosis.stragglers import OwnPaces, straggler
-from telemetry.records import Tick
+from telemetry.totals import Tick
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.records import Passed, RankPace, Totals
+    from telemetry.records import RankPace
+    from telemetry.totals import Passed, Totals
     from telemetry.util.processes import Identity
 
 MIN_STEPS: Final = 5

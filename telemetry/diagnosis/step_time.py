@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.lines import ERRORS, SURE, line_shares, top_line
 from telemetry.diagnosis.model import gain_of
-from telemetry.records import Advice, GarbageTotals
+from telemetry.records import Advice
+from telemetry.totals import GarbageTotals
 from telemetry.util.profiles import STEP
 from telemetry.util.text import milliseconds as ms
 from telemetry.util.text import rounded_percent

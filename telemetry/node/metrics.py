@@ -30,13 +30,12 @@ if TYPE_CHECKING:
         GpuSample,
         HostSample,
         MemoryGrowth,
-        OwnTotals,
         PressureSample,
         ProcessSample,
         TorchMemorySample,
-        Totals,
         WorkersSample,
     )
+    from telemetry.totals import OwnTotals, Totals
 
 # -- the state of a rank -------------------------------------------------------------------------------------------
 

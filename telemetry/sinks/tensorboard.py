@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from telemetry.sinks import NAMESPACE
-from telemetry.sinks.thread import Sink
+from telemetry.sinks.thread import NAMESPACE, Sink
 from telemetry.util.clock import unix_time
 from telemetry.util.files import Descriptor, opened
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from telemetry.sinks import SinkItem
+    from telemetry.sinks.thread import SinkItem
 
 _VERSION: Final = "brain.Event:2"
 _MAX_FOLDERS: Final = 10_000

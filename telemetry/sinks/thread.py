@@ -14,7 +14,31 @@ from telemetry.util.threads import OwnThread, Wake
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from telemetry.sinks import SinkItem
+NAMESPACE: Final = "telemetry"
+"""Every key begins with it, so that it cannot be one of the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkItem:
+    """An item for the sinks: the figures of a rank at the end of one window, or a stall that has opened, in words.
+
+    Attributes:
+        step: number of training steps so far, over all attempts of the run.
+        several: whether other ranks write as well.
+        figures: the values by name, see `telemetry.agent.figures`; empty for a stall.
+        stall: the stall; empty for figures.
+    """
+
+    step: int
+    unix_seconds: float
+    rank: int
+    several: bool
+    figures: dict[str, float] = field(default_factory=dict)
+    stall: str = ""
+
+    def key(self, name: str) -> str:
+        """The key of a figure. It contains the rank if several ranks may write into the same run."""
+        return f"{NAMESPACE}/rank-{self.rank}/{name}" if self.several else f"{NAMESPACE}/{name}"
 
 
 class SinkWaits(Exception):  # noqa: N818 - no error: the sink has nothing to write into yet
@@ -153,42 +177,35 @@ class SinkThread:
 
     def _empty(self, queue: _Queue) -> None:
         """Write the items of a sink, some at a time, until all are written or it fails."""
+        name = queue.sink.name
         while True:
             with self._lock:
                 items = [queue.items.popleft() for _ in range(min(len(queue.items), _ITEMS_AT_ONCE))]
             if not items:
                 return
-            if self._write(queue, items):
-                continue
-            with self._lock:
-                if queue.pause_seconds:
+            try:
+                queue.sink.write(items)
+            except SinkWaits as waits:
+                with self._lock:
+                    queue.items.clear()  # they belong to no run of the library
+                    queue.pause_seconds, queue.due_ns = 0.0, 0
+                if queue.told != str(waits):
+                    queue.told = str(waits)
+                    self._news.append((f"{name}: {waits}", 0))
+                return
+            except BaseException as error:  # a library may raise anything, and Python would print it
+                self._news.append((f"{name}: {kind_of(error)}", 1))
+                with self._lock:
+                    queue.pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * queue.pause_seconds or _FIRST_PAUSE_SECONDS)
+                    queue.due_ns = self._now() + int(queue.pause_seconds * NS)
                     queue.items.extendleft(reversed(items))
                     self._drop_oldest(queue)
-                else:
-                    queue.items.clear()  # there is nothing to write into: the items belong to no run of the library
-            return
+                return
+            if queue.pause_seconds:
+                self._news.append((f"{name}: works again", 0))
+            queue.pause_seconds, queue.due_ns = 0.0, 0
 
     def _drop_oldest(self, queue: _Queue) -> None:
         while len(queue.items) > MAX_ITEMS:
             queue.items.popleft()
             self._news.append((f"{queue.sink.name}: the oldest figures are dropped", 1))
-
-    def _write(self, queue: _Queue, items: list[SinkItem]) -> bool:
-        name = queue.sink.name
-        try:
-            queue.sink.write(items)
-        except SinkWaits as waits:
-            queue.pause_seconds, queue.due_ns = 0.0, 0
-            if queue.told != str(waits):
-                queue.told = str(waits)
-                self._news.append((f"{name}: {waits}", 0))
-            return False
-        except BaseException as error:  # a library may raise anything, and Python would print it
-            queue.pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * queue.pause_seconds or _FIRST_PAUSE_SECONDS)
-            queue.due_ns = self._now() + int(queue.pause_seconds * NS)
-            self._news.append((f"{name}: {kind_of(error)}", 1))
-            return False
-        if queue.pause_seconds:
-            self._news.append((f"{name}: works again", 0))
-        queue.pause_seconds, queue.due_ns = 0.0, 0
-        return True

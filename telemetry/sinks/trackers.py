@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.sinks import NAMESPACE
-from telemetry.sinks.thread import Sink, SinkWaits
+from telemetry.sinks.thread import NAMESPACE, Sink, SinkWaits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.sinks import SinkItem
+    from telemetry.sinks.thread import SinkItem
 
 
 # -- Weights & Biases: the figures join the row that the script logs next, in its own active run -----------------------

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, WorkerCounters
 from telemetry.records import Deliveries, EpochOpenings, Histogram, WorkersSample
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
+from telemetry.totals import together
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class WorkersSource:
         not_in_turn = self._not_in_turn.setdefault(loader.pids, set())
         fetches = Fetches(counters, len(loader.pids), not_in_turn)
         if taken:
-            self._deliveries += fetches.deliveries(taken)
+            self._deliveries = together(self._deliveries, fetches.deliveries(taken))
         not_in_turn -= {epoch for epoch in not_in_turn if epoch < loader.epoch - 1}
         if loader.delivered is None or not loader.training:
             return None

@@ -54,7 +54,7 @@ def errors(source: str | None = None):
 
 def log_file():
     """The agent's log: its ``path``, and the ``dropped`` lines."""
-    return agent().event_log.log.file
+    return agent().event_log.file
 
 
 def page() -> str:

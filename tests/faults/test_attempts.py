@@ -11,7 +11,7 @@ import time
 import msgspec
 import pytest
 
-from telemetry.agent.run_so_far import RunState
+from telemetry.agent.attempt import RunState
 from tests.faults.processes import RUN, Child, environment, events, python, quiet, report, report_text, wait_for, write
 from tests.faults.restart_campaign import LOST, RestartingJob, compared
 from tests.faults.warm_python import WarmChild, running_server, warm_python
@@ -61,8 +61,7 @@ def test_every_second_is_where_the_script_says_it_was(job, told):
         found.off,
         found.detail,
     )
-    books = json.loads(found.detail)["books"]
-    assert min(books[category] for category in (*LOST, "productive", "data_wait", "evaluation", "checkpoint")) > 0
+    assert min(found.books[category] for category in (*LOST, "productive", "data_wait", "evaluation", "checkpoint")) > 0
 
 
 def test_the_totals_of_the_run_go_on_as_the_report_has_them(job, told):

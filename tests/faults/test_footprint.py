@@ -113,7 +113,7 @@ def trained(tmp_path_factory):
             started = state()
         for _ in torch.utils.data.DataLoader([1, 2, 3]):
             torch.set_rng_state(torch.get_rng_state())
-        until(lambda: steps() == 3 and '"host"' in agent.event_log.log.file.path.read_text())
+        until(lambda: steps() == 3 and '"host"' in agent.event_log.file.path.read_text())
         found = {"ours": own_threads(), "modules": sorted(set(sys.modules) - modules),
                  "known": [t.name for t in threading.enumerate()]}
         torch.manual_seed(3)

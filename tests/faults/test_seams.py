@@ -262,8 +262,8 @@ AGENT_SEAMS = {
     "accounting.stats.commit": "jsonl",
     "_collectors.poll": "collect",
     "_collectors.take_log_fields": "jsonl",
-    "event_log.log.emit": "jsonl",
-    "event_log.log.file._append": "jsonl",
+    "event_log.file.write": "jsonl",
+    "event_log.file._append": "jsonl",
     "event_log.window": "jsonl",
     "attempt.tick": "heartbeat",
     "attempt.beat": "heartbeat",
@@ -347,7 +347,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
         "attach": (module.Attachment, "attach"),
         "board": (module, "Board"),
         "endpoint": (module.NodeService, "lead_if_vacant"),
-        "run_start": (log.JsonLog, "emit"),
+        "run_start": (log.LogFile, "write"),
         "atexit": (atexit, "register"),
         "line": (sys, "stderr"),
     }[part]
@@ -366,7 +366,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
 
 ENDS = [
     "accounting.update", "accounting.close", "snapshots.end", "snapshots.wait", "_stall_monitor.wait_for_callback",
-    "_run_so_far.tick", "_run_so_far.end", "event_log.close", "attempt.close", "_job.close", "event_log.window",
+    "_run_so_far.tick", "_run_so_far.end", "event_log.file.forget", "attempt.close", "_job.close", "event_log.window",
     "event_log.end", "event_log.emit", "_publish", "_collectors.close", "_node.leave", "attachment.detach",
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.sinks import SinkItem
+from telemetry.sinks.thread import SinkItem
 from tests.faults.processes import events, log_lines
 from tests.frameworks.test_frameworks import SCRIPTS, needs, start
 
