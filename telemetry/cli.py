@@ -298,9 +298,9 @@ def _percent(text: str) -> float:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from telemetry.tune import command
+    from telemetry.tune import tune
 
-    return command.tune(options)
+    return tune(options)
 
 
 def _trace(options: argparse.Namespace) -> int:

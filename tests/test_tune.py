@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
+from telemetry import tune as tune_command
 from telemetry.agent.trial import LoaderFacts, TrialHooks, TrialOutcome, TrialPlan, refused, with_settings
 from telemetry.sources.cgroup import MemoryLimit
-from telemetry.tune import process as trial_process
-from telemetry.tune.process import Candidate, Trial, TrialMemory, settings_for
-from telemetry.tune.search import Limits, settings_grid
+from telemetry.tune import Candidate, Limits, Trial, TrialMemory, settings_for, settings_grid
 from telemetry.util.errors import ErrorLog
 from tests.running_agent import wait_for
 from tests.tune_scripts import two_paces
@@ -172,11 +171,6 @@ def test_ctrl_c_ends_the_trial_and_shows_what_is_known(results):
     assert "stopped before the end" in out
     assert processes_below(plan) == []
     assert not plan.exists()
-
-
-def test_a_grid_is_a_table_and_bars(results):
-    out, _ = tune(results, "--steps", "5", "--grid", "num_workers=0,2", "prefetch_factor=4")
-    assert "num_workers=2 prefetch_factor=4  #" in out
 
 
 @pytest.mark.parametrize(
@@ -388,5 +382,5 @@ def test_a_grid_has_each_combination_once():
 
 @pytest.mark.parametrize(("left", "short"), [(79, True), (81, False)])
 def test_when_a_trial_must_end_for_memory(monkeypatch, left, short):
-    monkeypatch.setattr(trial_process, "memory_left", lambda *_: MemoryLimit(left, 1000))
+    monkeypatch.setattr(tune_command, "memory_left", lambda *_: MemoryLimit(left, 1000))
     assert bool(TrialMemory("no such plan", None).short()) == short

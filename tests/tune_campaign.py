@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from telemetry.tune.command import settings_text
+from telemetry.tune import settings_text
 from tests.faults.memory_group import limited_group
 from tests.zoo.runner import SCRIPTS
 from tests.zoo.specimens import chosen

@@ -387,32 +387,24 @@ class StallMonitor:
         pace = self._detector.pace()
         if pace is None:
             return None
-        now, then = self._last.totals, self._last_step.totals
+        now, then, stall, closed = self._last.totals, self._last_step.totals, self._detector.stall, self.costliest
+        found = [] if closed is None else [(closed.cause, closed.lost_seconds)]
+        found += [] if stall is None else [(stall.cause, stall.lost_seconds.get(stall.cause, 0.0))]
+        cause, lost = max(found, key=lambda each: weight(*each), default=(None, 0.0))
         return structs.replace(
             pace,
             phase=self._phase,
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
             stuck=self.stuck is not None,
             still_seconds=round(self.stuck_monitor.still_seconds, 1),
-            **self._of_run(now),
             waits_for_ranks=self._waits_for_ranks(),
+            run_wait_seconds=now.ledger_seconds.get(DATA_WAIT, 0.0),
+            run_loop_seconds=now.loop_seconds + now.first_wait_seconds,
+            run_first_wait_seconds=now.first_wait_seconds,
+            run_exposed_seconds=None if batches_unseen(now.unseen_steps, now.steps) else now.exposed_wait_seconds,
+            run_cause=cause,
+            run_lost_seconds=lost,
         )
-
-    def _of_run(self, totals: Totals) -> dict[str, Any]:
-        """The part of a pace that is about the whole run."""
-        stall, closed = self._detector.stall, self.costliest
-        found = [] if closed is None else [(closed.cause, closed.lost_seconds)]
-        found += [] if stall is None else [(stall.cause, stall.lost_seconds.get(stall.cause, 0.0))]
-        cause, lost = max(found, key=lambda each: weight(*each), default=(None, 0.0))
-        unseen = batches_unseen(totals.unseen_steps, totals.steps)
-        return {
-            "run_wait_seconds": totals.ledger_seconds.get(DATA_WAIT, 0.0),
-            "run_loop_seconds": totals.loop_seconds + totals.first_wait_seconds,
-            "run_first_wait_seconds": totals.first_wait_seconds,
-            "run_exposed_seconds": None if unseen else totals.exposed_wait_seconds,
-            "run_cause": cause,
-            "run_lost_seconds": lost,
-        }
 
     def stuck_at_end(self, steps: int) -> StuckRank | None:
         """This rank, if it is stuck when the run ends after ``steps`` steps; None if a step has ended since."""

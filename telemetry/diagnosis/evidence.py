@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import Struct, field, to_builtins
 
@@ -57,7 +57,7 @@ class Checkpoints(Struct, frozen=True):
     """Checkpoints.
 
     Attributes:
-        seconds: time to write them. ``count``: number of steps with one.
+        count: number of steps with one.
         interval_seconds: training time between the newest checkpoint and the one before; 0.0 if the window has several.
         early_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
         around_seconds: additional compute of their steps compared with other steps: work for a checkpoint other than
@@ -104,11 +104,10 @@ class Transfer(Struct, frozen=True):
     """The way of a batch from a worker to the training thread, as means.
 
     Attributes:
-        seconds: time to transfer a batch of an idle worker. ``from_busy_seconds``: of a worker that is in another
-            fetch.
+        seconds: of a batch of an idle worker. ``from_busy_seconds``: of a worker that is in another fetch.
         freeing_seconds: time of the training thread to free a batch after the next has come, a part of compute.
         receiving_cpu_seconds: CPU time of the training thread to receive and unpickle a batch.
-        ready_batches: number of ready batches. ``slack_seconds``: time that a batch was ready.
+        slack_seconds: time that a batch was ready.
     """
 
     seconds: float | None = field(name="moving_seconds", default=None)
@@ -188,7 +187,7 @@ class Cpu(Struct, frozen=True):
     """The cores.
 
     Attributes:
-        cores: cores that this rank may use and no other process uses. ``cores_of_others``: cores that others use.
+        cores: cores that this rank may use and no other process uses.
         host_ratio: use of all cores of the machine.
         process_seconds_per_step: CPU time of the training process (without its workers) for one step, without startup,
             evaluations and checkpoints.
@@ -221,7 +220,6 @@ class Evidence(Struct, frozen=True):
     """One rank over one window. What was not measured is None.
 
     Attributes:
-        window_seconds: length of the window: the sum of wait, compute, evaluation and so on.
         batches_per_step: mostly 1. More if a loop takes several batches per step: from loaders side by side, or between
             two calls of ``step()``. If there are loaders with workers, only their batches count.
         source: where batches come from, see `Conditions`. ``settings``: the settings of that loader.
@@ -264,7 +262,7 @@ class Evidence(Struct, frozen=True):
 
     @property
     def loop_seconds(self) -> float:
-        """Seconds of the training loop."""
+        """Wait and compute."""
         return self.wait_seconds + self.compute_seconds
 
     @property
@@ -371,17 +369,15 @@ class RecurringCosts:
     first_fetch_ratio: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _EpochCosts:
+class _EpochCosts(NamedTuple):
     """Seconds of the loop in one epoch, of the waits at its boundary, and of the sampler in these waits."""
 
     loop: float
     boundary: float
     sampler: float
 
-    @property
-    def ratio(self) -> float:
-        return self.boundary / self.loop if self.loop > 0 else 0.0
+    def share_of(self, seconds: float) -> float:
+        return seconds / self.loop if self.loop > 0 else 0.0
 
 
 class RecurringCostsWatch:
@@ -426,9 +422,9 @@ class RecurringCostsWatch:
         running = self._before.loop_seconds - self._epoch_began.loop_seconds
         if len(self._epochs) < 2 or running > _MUCH_LONGER * max(epoch.loop for epoch in self._epochs):
             return RecurringCosts(self._interval, first, first_fetch_ratio=self._first_fetch_ratio)
-        epoch = min(self._epochs, key=lambda epoch: epoch.ratio)
-        sampler = min(epoch.boundary, epoch.sampler) / epoch.loop if epoch.loop > 0 else 0.0
-        return RecurringCosts(self._interval, first, epoch.ratio, sampler, self._first_fetch_ratio)
+        epoch = min(self._epochs, key=lambda epoch: epoch.share_of(epoch.boundary))
+        boundary, sampler = (epoch.share_of(part) for part in (epoch.boundary, min(epoch.boundary, epoch.sampler)))
+        return RecurringCosts(self._interval, first, boundary, sampler, self._first_fetch_ratio)
 
 
 # -- a window of ticks as evidence: the difference of its totals, and the conditions -----------------------------------
@@ -498,12 +494,13 @@ def aggregate(
 
 def _edges(added: Totals, recurring: RecurringCosts) -> Edges:
     epochs = added.epochs
+    mid_epoch_wait = added.wait_seconds - epochs.boundary_wait_seconds
     return Edges(
         count=epochs.boundaries,
         left=epochs.left,
         wait_seconds=epochs.boundary_wait_seconds,
         # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
-        around_seconds=max(0.0, min(_mid_epoch_wait(added), epochs.near_boundary_wait_seconds)),
+        around_seconds=max(0.0, min(mid_epoch_wait, epochs.near_boundary_wait_seconds)),
         share=recurring.edge_share,
         first_fetch_seconds=_each(epochs.first_fetch_seconds, epochs.first_fetches),
         start_seconds=_each(epochs.start_seconds, epochs.first_fetches),
@@ -663,17 +660,14 @@ def _batches_per_step(added: Totals) -> float:
     return max(1.0, min(batches, fetches) / steps)  # some batches come from loaders without workers
 
 
-def _mid_epoch_wait(added: Totals) -> float:
-    return added.wait_seconds - added.epochs.boundary_wait_seconds
-
-
 def _sampler_seconds(added: Totals) -> float | None:
     """The sampler's time for all workers' batches in mid-epoch, from the timed batches; at most the wait."""
     each = _each(added.sampler.seconds, added.sampler.timed_batches)
     if each is None:
         return None
     batches = added.deliveries.batches or added.batches - added.epochs.boundaries
-    return max(0.0, min(each * batches, _mid_epoch_wait(added) - added.garbage.wait_seconds))
+    waited = added.wait_seconds - added.epochs.boundary_wait_seconds - added.garbage.wait_seconds
+    return max(0.0, min(each * batches, waited))
 
 
 def _around_checkpoints(added: Totals) -> float:

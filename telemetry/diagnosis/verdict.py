@@ -10,26 +10,16 @@ from telemetry.diagnosis.findings import reason_of
 from telemetry.records import (
     CHECKPOINT,
     COMPUTE,
-    CUDA,
-    DOWN,
     EVALUATION,
     GPU_MEMORY_FULL,
     LOADER_TIMEOUT,
-    LOST,
-    REDONE,
-    REPLAY,
-    RESTORE,
-    SHARED_MEMORY,
     SHARED_MEMORY_FULL,
     STARTUP,
-    STUCK,
-    TRAINING,
     WORKER_ENDED,
     WORKER_KILLED,
-    WORKERS,
     stuck_in_words,
 )
-from telemetry.util.text import byte_size, named, percent, plain_number, rough_duration, rounded_percent
+from telemetry.util.text import byte_size, named, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +27,6 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.findings import Finding
     from telemetry.log_lines import RunEndLine
     from telemetry.records import Advice, HotLine, StallRecord
-    from telemetry.trace.records import Suggestion
 
 
 class VerdictKind(Enum):
@@ -143,59 +132,6 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class RankClaim:
-    """A process that claims the same rank as others at the same time. ``shown_as``: the rank that it has instead."""
-
-    pid: int
-    node: str | None
-    shown_as: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShownTrace:
-    """A trace that was read. ``shown``: its contents, see `trace_shows`."""
-
-    rank: int
-    first_step: int | None
-    last_step: int | None
-    shown: str
-
-
-@dataclass(frozen=True, slots=True)
-class GpuHours:
-    """The wall clock of all ranks of a run with several attempts, in seconds.
-
-    ``lost``: by category of `LOST`. ``kills``, ``failures``: attempts that ended so.
-    """
-
-    total: float
-    productive: float
-    lost: Mapping[str, float]
-    kills: int
-    failures: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrowingMemory:
-    """Memory that grows, as a rank has told it last.
-
-    Attributes:
-        where: the part that grows, see `MEMORY_PARTS`; None for memory of other processes.
-        exhausted_in_seconds: None if its end is not in sight. ``exhausted``: the memory that is used up then.
-        over: whether the rank's process has ended.
-    """
-
-    rank: int
-    node: str | None
-    where: str | None
-    bytes_per_hour: float
-    advice: str
-    exhausted_in_seconds: float | None
-    exhausted: str
-    over: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RunFacts:
     """What a verdict is made of.
 
@@ -208,9 +144,7 @@ class RunFacts:
             said.
         ledger: seconds by category, to mention other large categories.
         children: number of processes that the script has started with multiprocessing.
-        same_rank: processes that claim one rank at the same time, by that rank.
-        trace: the newest trace that was read. ``gpu_hours``: None for a single attempt.
-        memory: the memory that runs out first; None if none is about to.
+        more: sentences on more than the largest loss, which follow the others.
         step_lines: by rank, the lines of code in which its steps spend their time, the largest share first.
     """
 
@@ -225,15 +159,12 @@ class RunFacts:
     end: RunEnd | None = None
     ledger: Mapping[str, float] = field(default_factory=dict)
     children: int = 0
-    same_rank: Mapping[int, Sequence[RankClaim]] = field(default_factory=dict)
-    trace: ShownTrace | None = None
-    gpu_hours: GpuHours | None = None
-    memory: GrowingMemory | None = None
+    more: Sequence[str] = ()
     step_lines: Mapping[int, Sequence[HotLine]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class RunFinding:
+class Loss:
     """The largest loss of a run.
 
     Attributes:
@@ -256,36 +187,36 @@ class RunFinding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a run is all right, or else what it loses most to. ``finding``: the largest loss apart from hangs."""
+    """Whether a run is all right, or else what it loses most to. ``loss``: the largest one apart from hangs."""
 
     kind: VerdictKind
     text: str
-    finding: RunFinding
+    loss: Loss
 
 
-def find(facts: RunFacts) -> RunFinding:
+def _largest_loss(facts: RunFacts) -> Loss:
     """The largest loss of a run."""
     stepping, stalls = [rank for rank in facts.ranks if rank.steps], facts.stalls
     if not stepping:
-        return RunFinding(VerdictKind.NO_STEPS)
+        return Loss(VerdictKind.NO_STEPS)
     measured = [rank for rank in stepping if rank.exposed_ratio is not None]
     most_unseen = max(stepping, key=lambda rank: rank.unseen_steps / rank.steps)
     unseen = most_unseen if batches_unseen(most_unseen.unseen_steps, most_unseen.steps) else None
     if not measured and unseen is None:
-        return RunFinding(VerdictKind.UNMEASURED, max(stepping, key=lambda rank: rank.wait_ratio))
+        return Loss(VerdictKind.UNMEASURED, max(stepping, key=lambda rank: rank.wait_ratio))
     starving = [rank for rank in measured if rank.exposed_after_start_ratio >= rank.starved_ratio]
     if starving:
         worst = max(starving, key=lambda rank: rank.exposed_after_start_ratio)
-        return RunFinding(VerdictKind.STARVED, worst, len(starving), len(measured), unseen)
+        return Loss(VerdictKind.STARVED, worst, len(starving), len(measured), unseen)
     if unseen is not None or not any(rank.wait_seconds for rank in measured):
         most = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
-        return RunFinding(VerdictKind.UNKNOWN, measured=len(measured), unseen=unseen, stalled=most)
+        return Loss(VerdictKind.UNKNOWN, measured=len(measured), unseen=unseen, stalled=most)
     worst = max(measured, key=lambda rank: rank.exposed_after_start_ratio)
     # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
     slowest, first = costliest(stalls), next(iter(facts.findings), None)
     kind = VerdictKind.HEALTHY if first is None else VerdictKind.SLOWED
     kind = kind if slowest is None else VerdictKind.STALLED
-    return RunFinding(kind, worst, measured=len(measured), stalled=slowest, slowed_by=first)
+    return Loss(kind, worst, measured=len(measured), stalled=slowest, slowed_by=first)
 
 
 def weight(cause: str | None, lost: float) -> tuple[bool, float]:
@@ -313,8 +244,8 @@ _MIN_MENTIONED_RATIO: Final = 0.20
 
 def judge(facts: RunFacts) -> Verdict:
     """The verdict on a run."""
-    finding = find(facts)
-    kind, end = finding.kind, _end(facts.end, several=max(facts.world_size, len(facts.ranks)) > 1)
+    loss = _largest_loss(facts)
+    kind, end = loss.kind, _end(facts.end, several=max(facts.world_size, len(facts.ranks)) > 1)
     over = facts.ended or facts.broke_off
     if facts.hang:
         kind = VerdictKind.HUNG if over else VerdictKind.HANGS
@@ -323,40 +254,33 @@ def judge(facts: RunFacts) -> Verdict:
         kind, texts = VerdictKind.STUCK, [_stuck([(stall, ended or over) for stall, ended in facts.stuck]), end]
     else:
         kind = VerdictKind.FAILED if facts.broke_off and kind == VerdictKind.HEALTHY else kind
-        texts = [end, _loss(finding, facts)]
-    more = (
-        *texts,
-        *(_same_rank(rank, claims) for rank, claims in facts.same_rank.items()),
-        _trace(facts.trace),
-        _books(facts.gpu_hours),
-        _memory(facts.memory),
-    )
-    return Verdict(kind, " ".join(filter(None, more)), finding)
+        texts = [end, _loss_text(loss, facts)]
+    return Verdict(kind, " ".join(filter(None, [*texts, *facts.more])), loss)
 
 
-def _loss(finding: RunFinding, facts: RunFacts) -> str:  # noqa: PLR0911, one return for each kind
+def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return for each kind
     """The sentences on the largest loss of a run that does not hang."""
-    worst, other_time, stalled = finding.worst, _other_time(facts.ledger), finding.stalled
-    if finding.kind == VerdictKind.NO_STEPS:
+    worst, other_time, stalled = loss.worst, _other_time(facts.ledger), loss.stalled
+    if loss.kind == VerdictKind.NO_STEPS:
         return _no_steps(facts)
-    if finding.kind == VerdictKind.UNKNOWN or worst is None:
+    if loss.kind == VerdictKind.UNKNOWN or worst is None:
         said = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
-        unseen = _unseen(finding.unseen) or _NOTHING_SEEN
+        unseen = _unseen(loss.unseen) or _NOTHING_SEEN
         return f"Not known whether this run waits for data.{unseen}{said}{other_time}"
-    if finding.kind == VerdictKind.UNMEASURED:
+    if loss.kind == VerdictKind.UNMEASURED:
         return (
             f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
             f"how much of that the GPU felt was not measured{worst.unmeasured and f': {worst.unmeasured}'}."
         )
-    if finding.kind == VerdictKind.STARVED:
-        starved = _starved(worst, finding, all_known=len(facts.ranks) >= facts.world_size)
-        return starved + _why(worst.rank, facts) + _unseen(finding.unseen)
+    if loss.kind == VerdictKind.STARVED:
+        starved = _starved(worst, loss, all_known=len(facts.ranks) >= facts.world_size)
+        return starved + _why(worst.rank, facts) + _unseen(loss.unseen)
     if stalled is not None:
         return f"Not starved, but rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
-    if finding.slowed_by is not None:
-        return f"Not starved, but slower than need be. {_found(finding.slowed_by)}{other_time}"
+    if loss.slowed_by is not None:
+        return f"Not starved, but slower than need be. {_found(loss.slowed_by)}{other_time}"
     ratio, after = healthy_share(worst)
-    who = "no rank lost more than" if finding.measured >= facts.world_size else f"rank {worst.rank} lost"
+    who = "no rank lost more than" if loss.measured >= facts.world_size else f"rank {worst.rank} lost"
     lost = f"{who} {rounded_percent(ratio)} of its training loop waiting for data{after}"
     told = f"{lost}.{other_time}{_steps(facts)}"
     return f"Until then {told}" if facts.broke_off else f"Healthy: {told}"
@@ -454,16 +378,16 @@ def _stuck(stuck: Sequence[tuple[StallRecord, bool]]) -> str:
     )
 
 
-def _starved(worst: RankWaits, finding: RunFinding, *, all_known: bool) -> str:
-    ratio, measured = worst.exposed_ratio or 0.0, finding.measured
+def _starved(worst: RankWaits, loss: Loss, *, all_known: bool) -> str:
+    ratio, measured = worst.exposed_ratio or 0.0, loss.measured
     lost = f"{rounded_percent(ratio)} of its training loop waiting for data"
     bound = 1 / (1 - ratio) if ratio < 0.99 else None
     gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
     if measured == 1 or not all_known:
         return f"Starved: rank {worst.rank} spent {lost}{gain}."
-    if finding.starving == measured:
+    if loss.starving == measured:
         return f"Starved: every rank waits for data; the worst, rank {worst.rank}, spent {lost}{gain}."
-    others = "the other ranks wait for it inside their compute" if finding.starving == 1 else "the rest wait for them"
+    others = "the other ranks wait for it inside their compute" if loss.starving == 1 else "the rest wait for them"
     return f"Starved: rank {worst.rank} spent {lost}{gain}; {others}."
 
 
@@ -503,105 +427,3 @@ def _other_time(ledger: Mapping[str, float]) -> str:
     shares = {c: ledger.get(c, 0.0) / wall for c in words} if wall > 0 else {}
     large = [f"{rounded_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MIN_MENTIONED_RATIO]
     return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
-
-
-# -- sentences on more than the largest loss ---------------------------------------------------------------------------
-
-_MAX_NAMED: Final = 8
-
-_MIN_SHARE: Final = 0.05
-"""A sentence leaves out categories with a smaller share of a step."""
-
-_MIN_HOURS_RATIO: Final = 0.005
-"""A category with a smaller share of the GPU-hours is not mentioned."""
-
-
-def _same_rank(rank: int, claims: Sequence[RankClaim]) -> str:
-    """A warning and advice for training processes that have one rank at the same time."""
-    named = [
-        f"pid {one.pid} on {one.node}{'' if one.shown_as is None else f', shown as rank {one.shown_as}'}"
-        for one in claims[:_MAX_NAMED]
-    ]
-    more = f" and {len(claims) - _MAX_NAMED} more" if len(claims) > _MAX_NAMED else ""
-    return (
-        f"{len(claims)} processes claim rank {rank} at the same time ({', '.join(named)}{more}); each is "
-        "counted separately. Tell each process its rank: set RANK and WORLD_SIZE, or call "
-        "torch.distributed.init_process_group. If they are separate jobs, give each its own run folder."
-    )
-
-
-def trace_shows(breakdown: Mapping[str, float], suggestions: Sequence[Suggestion]) -> str:
-    """The contents of a trace as part of a sentence; empty if it was not read. ``breakdown``: shares of a step."""
-    parts = sorted(breakdown.items(), key=lambda part: -part[1])
-    text = ", ".join(f"{name} {percent(ratio, 0)}" for name, ratio in parts if ratio >= _MIN_SHARE)
-    worth = [each for each in suggestions if each.share_ratio >= _MIN_SHARE]
-    if text and worth:
-        text += f"; {worth[0].action} (up to {percent(worth[0].share_ratio, 0)} of the step)"
-    return text
-
-
-def _trace(trace: ShownTrace | None) -> str:
-    if trace is None:
-        return ""
-    steps = f"steps {trace.first_step} to {trace.last_step}"
-    return f"The trace of {steps} on rank {trace.rank} shows {trace.shown}."
-
-
-_LOST_IN: Final = {
-    REDONE: "redone",
-    DOWN: "down",
-    STUCK: "stuck",
-    RESTORE: "restoring",
-    REPLAY: "replaying",
-    STARTUP: "starting up",
-}
-
-
-def _books(hours: GpuHours | None) -> str:
-    """A sentence about the GPU-hours of a run with several attempts."""
-    if hours is None:
-        return ""
-    kinds = ((hours.kills, "kill"), (hours.failures, "failure"))
-    after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
-    parts = []
-    for seconds, category in sorted(((hours.lost[c], c) for c in LOST), reverse=True):
-        if seconds / hours.total >= _MIN_HOURS_RATIO:
-            parts.append(
-                f"{_hours(seconds)} {_LOST_IN[category]}{f' after {after}' if after and category == REDONE else ''}"
-            )
-    kept = f"{_hours(hours.productive)} were productive ({rounded_percent(hours.productive / hours.total)})"
-    return f"Of {_hours(hours.total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
-
-
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600
-    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
-
-
-_PARTS: Final = {
-    TRAINING: ("the training process", "grows"),
-    WORKERS: ("the workers", "grow"),
-    SHARED_MEMORY: (_SHM, "grows"),
-    CUDA: ("the tensors on the GPU", "grow"),
-}
-
-
-def grows(memory: GrowingMemory) -> str:
-    """The end of a sentence: which memory grows or grew, and how fast."""
-    what, now = _PARTS.get(memory.where or "", ("memory outside of this run's processes", "grows"))
-    of_rank = f" of rank {memory.rank}" if memory.where is not None else ""
-    advice = f"; {memory.advice}" if memory.advice else ""
-    return f"{what}{of_rank} {'grew' if memory.over else now} {byte_size(memory.bytes_per_hour)}/h{advice}"
-
-
-def _memory(memory: GrowingMemory | None) -> str:
-    if memory is None or memory.exhausted_in_seconds is None:
-        return ""
-    left = rough_duration(memory.exhausted_in_seconds)
-    if memory.over:
-        return f"When its log ends, memory was to run out in about {left}: {grows(memory)}."
-    what = {
-        SHARED_MEMORY: f"{_SHM} of node {memory.node} is full",
-        CUDA: f"The GPU of rank {memory.rank} runs out of memory",
-    }.get(memory.exhausted, f"Node {memory.node} runs out of memory")
-    return f"{what} in about {left}: {grows(memory)}."

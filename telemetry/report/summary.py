@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING, Final
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
-from telemetry.diagnosis.verdict import (
-    GpuHours,
-    GrowingMemory,
-    RankClaim,
-    RankWaits,
-    RunEnd,
-    RunFacts,
-    ShownTrace,
-    Verdict,
-    judge,
-    trace_shows,
+from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, Verdict, judge
+from telemetry.records import (
+    CATEGORIES,
+    COMPUTE,
+    CUDA,
+    DATA_WAIT,
+    DOWN,
+    LOST,
+    REDONE,
+    REPLAY,
+    RESTORE,
+    SHARED_MEMORY,
+    STARTUP,
+    STUCK,
+    TRAINING,
+    WORKERS,
 )
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, LOST
 from telemetry.report.advice import ranked_advice
 from telemetry.report.attempts import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
@@ -47,6 +51,7 @@ from telemetry.report.process_log import (
 from telemetry.trace.files import TraceError
 from telemetry.trace.reader import read_trace
 from telemetry.trace.records import LoadingSuggestion
+from telemetry.util.text import byte_size, percent, plain_number, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -97,12 +102,9 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
     end = _end_of(goodput)
     facts = replace(
         _facts(current),
-        same_rank=_same_ranks(current),
-        trace=_newest(snapshots),
-        gpu_hours=_gpu_hours(goodput),
         broke_off=end is not None,
         end=end,
-        memory=_memory_that_ends(current, over),
+        more=[*_same_ranks(current), _newest_trace(snapshots), _gpu_hours(goodput), _end_of_memory(current, over)],
     )
     verdict = judge(facts)
     values = ReportValues(
@@ -204,16 +206,6 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
     return snapshots, problems
 
 
-def _newest(snapshots: Sequence[Snapshot]) -> ShownTrace | None:
-    """The newest trace that was read."""
-    read = [snapshot for snapshot in snapshots if snapshot.breakdown]
-    if not read:
-        return None
-    newest = max(read, key=lambda snapshot: (snapshot.last_step or 0, -snapshot.rank))
-    shown = trace_shows(newest.breakdown, newest.suggestions)
-    return ShownTrace(newest.rank, newest.first_step, newest.last_step, shown)
-
-
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
@@ -289,33 +281,6 @@ def _waits(process: ProcessLog) -> RankWaits:
     )
 
 
-def _same_ranks(processes: Sequence[ProcessLog]) -> dict[int, list[RankClaim]]:
-    """Training processes that claim one rank at the same time, by that rank."""
-    by_rank: dict[int, list[ProcessLog]] = {}
-    for process in processes:
-        if process.totals.steps_total:
-            claimed = process.head.claimed_rank
-            by_rank.setdefault(process.rank if claimed is None else claimed, []).append(process)
-    found = {}
-    for rank, same in sorted(by_rank.items()):
-        claims = [
-            RankClaim(one.pid, one.head.node, one.rank if one.rank != rank else None)
-            for one in same
-            if any(o is not one and one.started <= o.last_time and o.started <= one.last_time for o in same)
-        ]
-        if claims:
-            found[rank] = claims
-    return found
-
-
-def _gpu_hours(goodput: Goodput) -> GpuHours | None:
-    total, ends = sum(goodput.rank_seconds.values()), [course.attempt.how for course in goodput.courses]
-    if len(ends) < 2 or total <= 0:
-        return None
-    productive, lost = goodput.rank_seconds[PRODUCTIVE], {c: goodput.rank_seconds[c] for c in LOST}
-    return GpuHours(total, productive, lost, ends.count(KILLED), ends.count(FAILED))
-
-
 def _end_of(goodput: Goodput) -> RunEnd | None:
     """How the newest attempt has ended; None if it has finished or goes on."""
     attempt = goodput.courses[-1].attempt if goodput.courses else None
@@ -332,37 +297,131 @@ def _end_of(goodput: Goodput) -> RunEnd | None:
     return RunEnd(tuple(sorted({life.rank for life in killed})), None, oom)
 
 
-def growing_memory(process: ProcessLog, *, over: bool) -> GrowingMemory | None:
-    """The memory of a process that grows, or that will run out; None if there is none. ``over``: it has ended."""
-    said = process.totals.memory
-    if not said.growth_bytes_per_hour and said.exhausted_in_seconds is None:
-        return None
-    return GrowingMemory(
-        rank=process.rank,
-        node=process.head.node,
-        where=said.where,
-        bytes_per_hour=said.growth_bytes_per_hour or 0,
-        advice=said.advice or "",
-        exhausted_in_seconds=said.exhausted_in_seconds,
-        exhausted=said.exhausted or "",
-        over=over,
-    )
+# -- sentences of the verdict on more than the largest loss ------------------------------------------------------------
+
+_MAX_NAMED: Final = 8
+
+_MIN_SHARE: Final = 0.05
+"""A sentence leaves out categories with a smaller share of a step."""
+
+_MIN_HOURS_RATIO: Final = 0.005
+"""A category with a smaller share of the GPU-hours is not mentioned."""
+
+_LOST_IN: Final = {
+    REDONE: "redone",
+    DOWN: "down",
+    STUCK: "stuck",
+    RESTORE: "restoring",
+    REPLAY: "replaying",
+    STARTUP: "starting up",
+}
+_SHM: Final = "/dev/shm"  # noqa: S108 - only its name
+_PARTS: Final = {
+    TRAINING: ("the training process", "grows"),
+    WORKERS: ("the workers", "grow"),
+    SHARED_MEMORY: (_SHM, "grows"),
+    CUDA: ("the tensors on the GPU", "grow"),
+}
 
 
-def _memory_that_ends(processes: Sequence[ProcessLog], over: Collection[int]) -> GrowingMemory | None:
-    """The memory that runs out first; None if none is about to, or if the run has finished."""
-    told = [
-        growing_memory(process, over=id(process) in over)
-        for process in processes
-        if not (process.ended and not process.end.exception and not process.end.exit_status)
-    ]
+def _same_ranks(processes: Sequence[ProcessLog]) -> list[str]:
+    """A warning for each rank that several training processes claim at the same time."""
+    by_rank: dict[int, list[ProcessLog]] = {}
+    for process in processes:
+        if process.totals.steps_total:
+            claimed = process.head.claimed_rank
+            by_rank.setdefault(process.rank if claimed is None else claimed, []).append(process)
+    found = []
+    for rank, same in sorted(by_rank.items()):
+        claims = [
+            f"pid {one.pid} on {one.head.node}{'' if one.rank == rank else f', shown as rank {one.rank}'}"
+            for one in same
+            if any(o is not one and one.started <= o.last_time and o.started <= one.last_time for o in same)
+        ]
+        if claims:
+            more = f" and {len(claims) - _MAX_NAMED} more" if len(claims) > _MAX_NAMED else ""
+            found.append(
+                f"{len(claims)} processes claim rank {rank} at the same time ({', '.join(claims[:_MAX_NAMED])}{more}); "
+                "each is counted separately. Tell each process its rank: set RANK and WORLD_SIZE, or call "
+                "torch.distributed.init_process_group. If they are separate jobs, give each its own run folder."
+            )
+    return found
+
+
+def trace_shows(snapshot: Snapshot) -> str:
+    """What a trace shows, as part of a sentence; empty if it was not read."""
+    parts = sorted(snapshot.breakdown.items(), key=lambda part: -part[1])
+    text = ", ".join(f"{name} {percent(ratio, 0)}" for name, ratio in parts if ratio >= _MIN_SHARE)
+    worth = [each for each in snapshot.suggestions if each.share_ratio >= _MIN_SHARE]
+    if text and worth:
+        text += f"; {worth[0].action} (up to {percent(worth[0].share_ratio, 0)} of the step)"
+    return text
+
+
+def _newest_trace(snapshots: Sequence[Snapshot]) -> str:
+    """What the newest trace that was read shows; empty without one."""
+    read = [snapshot for snapshot in snapshots if snapshot.breakdown]
+    if not read:
+        return ""
+    newest = max(read, key=lambda snapshot: (snapshot.last_step or 0, -snapshot.rank))
+    steps = f"steps {newest.first_step} to {newest.last_step}"
+    return f"The trace of {steps} on rank {newest.rank} shows {trace_shows(newest)}."
+
+
+def _gpu_hours(goodput: Goodput) -> str:
+    """The GPU-hours of all ranks; empty for a single attempt."""
+    total, ends = sum(goodput.rank_seconds.values()), [course.attempt.how for course in goodput.courses]
+    if len(ends) < 2 or total <= 0:
+        return ""
+    kinds = ((ends.count(KILLED), "kill"), (ends.count(FAILED), "failure"))
+    after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
+    parts = []
+    for seconds, category in sorted(((goodput.rank_seconds[c], c) for c in LOST), reverse=True):
+        if seconds / total >= _MIN_HOURS_RATIO:
+            cause = f" after {after}" if after and category == REDONE else ""
+            parts.append(f"{_hours(seconds)} {_LOST_IN[category]}{cause}")
+    productive = goodput.rank_seconds[PRODUCTIVE]
+    kept = f"{_hours(productive)} were productive ({rounded_percent(productive / total)})"
+    return f"Of {_hours(total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
+
+
+def growth_of(process: ProcessLog, *, over: bool) -> str:
+    """The end of a sentence: which memory of a process grows or grew, and how fast. ``over``: it has ended."""
+    memory = process.totals.memory
+    what, now = _PARTS.get(memory.where or "", ("memory outside of this run's processes", "grows"))
+    of_rank = f" of rank {process.rank}" if memory.where is not None else ""
+    advice = f"; {memory.advice}" if memory.advice else ""
+    return f"{what}{of_rank} {'grew' if over else now} {byte_size(memory.growth_bytes_per_hour or 0)}/h{advice}"
+
+
+def _end_of_memory(processes: Sequence[ProcessLog], over: Collection[int]) -> str:
+    """The memory that runs out first; empty if none is about to, or if the run has finished."""
     ends = [
-        (memory.where is None, memory.exhausted_in_seconds, memory)
-        for memory in told
-        if memory is not None and memory.exhausted_in_seconds is not None
+        (process.totals.memory.where is None, seconds, process)
+        for process in processes
+        if (seconds := process.totals.memory.exhausted_in_seconds) is not None
+        and not (process.ended and not process.end.exception and not process.end.exit_status)
     ]
+    if not ends:
+        return ""
     # A rank also reports that another rank fills the memory. Name the one that fills it.
-    return min(ends, key=lambda end: end[:2])[2] if ends else None
+    _, until, process = min(ends, key=lambda end: end[:2])
+    left, ended, node = rough_duration(until), id(process) in over, process.head.node
+    if ended:
+        return f"When its log ends, memory was to run out in about {left}: {growth_of(process, over=ended)}."
+    what = {
+        SHARED_MEMORY: f"{_SHM} of node {node} is full",
+        CUDA: f"The GPU of rank {process.rank} runs out of memory",
+    }.get(process.totals.memory.exhausted or "", f"Node {node} runs out of memory")
+    return f"{what} in about {left}: {growth_of(process, over=ended)}."
+
+
+# -- notes on the logs -------------------------------------------------------------------------------------------------
 
 
 def _notes(processes: Sequence[ProcessLog], goodput: Goodput, now: float) -> list[str]:

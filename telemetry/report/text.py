@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY
-from telemetry.diagnosis.verdict import grows, trace_shows
 from telemetry.records import CATEGORIES, DATA_WAIT
 from telemetry.report.attempts import ASSUMED
 from telemetry.report.process_log import unix
-from telemetry.report.summary import growing_memory
+from telemetry.report.summary import growth_of, trace_shows
 from telemetry.util.files import open_regular
 from telemetry.util.text import (
     duration,
@@ -221,7 +220,7 @@ def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:
         lines.append(
             f"snapshot: steps {first.first_step} to {first.last_step} of rank {ranks}, for {first.reason}, in {folder}"
         )
-        told = ((trace.rank, trace_shows(trace.breakdown, trace.suggestions)) for trace in traces)
+        told = ((trace.rank, trace_shows(trace)) for trace in traces)
         lines += [f"  rank {rank}: {shown}" for rank, shown in told if shown]
         flops: dict[str, list[str]] = {}
         for trace in traces:
@@ -309,13 +308,13 @@ def memory_lines(found: Report) -> list[str]:
     """A line for each process whose memory grows or grew, also of attempts that were replaced."""
     lines = []
     for process in found.processes:
-        memory = growing_memory(process, over=id(process) in found.over)
-        if memory is None or not memory.bytes_per_hour:
+        memory, over = process.totals.memory, id(process) in found.over
+        if not memory.growth_bytes_per_hour:
             continue
         left = memory.exhausted_in_seconds
         until = "" if left is None else f", used up in about {rough_duration(left)}"
-        at = f" (newest line {process.last_time})" if memory.over else ""
-        lines.append(f"memory: {grows(memory)}{until}{at}")
+        at = f" (newest line {process.last_time})" if over else ""
+        lines.append(f"memory: {growth_of(process, over=over)}{until}{at}")
     more = len(lines) - _MAX_MEMORY_LINES
     return lines[:_MAX_MEMORY_LINES] + ([f"{more} more processes grow; --json has all"] if more > 0 else [])
 

@@ -26,7 +26,7 @@ from telemetry.util.text import duration, percent, plain_number, rough_duration
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.diagnosis.verdict import RunFinding
+    from telemetry.diagnosis.verdict import Loss
     from telemetry.report.contract import RankedAdvice, ReportValues
     from telemetry.report.html.charts import Chart
     from telemetry.report.html.recorder import RunRecorder
@@ -177,7 +177,7 @@ def _tiles(found: Report) -> list[_Tile]:
         _Tile("Wall clock", rough_duration(books.wall_seconds), f"{attempts} attempt{'s' * (attempts != 1)}"),
         _Tile("Goodput", percent(books.goodput_ratio), "of the wall clock trained something that was kept"),
         _Tile("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
-        _exposed_wait(found.verdict.finding),
+        _exposed_wait(found.verdict.loss),
         _Tile("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
         _Tile(
             "Cost of the agent",
@@ -187,14 +187,14 @@ def _tiles(found: Report) -> list[_Tile]:
     ]
 
 
-def _exposed_wait(finding: RunFinding) -> _Tile:
+def _exposed_wait(loss: Loss) -> _Tile:
     """The exposed wait of the rank that the verdict is about."""
-    worst = finding.worst
+    worst = loss.worst
     if worst is None:
-        return _Tile("Exposed wait", "not known" if finding.kind == VerdictKind.UNKNOWN else "-")
+        return _Tile("Exposed wait", "not known" if loss.kind == VerdictKind.UNKNOWN else "-")
     if worst.exposed_ratio is None:
         return _Tile("Exposed wait", "not measured")
-    starved = finding.kind == VerdictKind.STARVED
+    starved = loss.kind == VerdictKind.STARVED
     ratio, after = (worst.exposed_ratio, "") if starved else healthy_share(worst)
     return _Tile("Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})")
 
