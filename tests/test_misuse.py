@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from msgspec import structs
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
+from telemetry.agent.lines import StallLines
+from telemetry.agent.stalls import stall_record
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.costs import costs
-from telemetry.diagnosis.lines import LineShare, with_measured_collation
+from telemetry.diagnosis.lines import LineShare, line_advice, with_measured_collation
 from telemetry.diagnosis.misuse import misuse
+from telemetry.diagnosis.stalls import Stall
 from telemetry.hooks.batches import fingerprint
 from telemetry.hooks.loaders import traits_of
 from telemetry.records import LoaderTraits
 from telemetry.sources.workers import WorkersSource
+from telemetry.util.profiles import WAIT
 from tests.data_sets import Numbers
 from tests.running_agent import wait_for
 from tests.slice_cases import CASES, STARVED, a_slice, with_workers
@@ -269,6 +274,23 @@ def test_rows_in_memory_are_fetched_at_once_and_not_by_workers():
     assert advise("loader_on_training_thread", seen(rows, decoded))[0].setting == "num_workers"
     whole = structs.replace(ROWS, one_by_one=False)
     assert advise("loader_on_training_thread", seen(rows, whole))[0].setting == "num_workers"
+
+
+def test_a_line_that_fetches_a_row_cannot_be_done_once():
+    rows = a_slice(
+        source="training_thread", wait=0.6, compute=0.4, steps=100, process_cpu=1.0, cores=8.0,
+        timed_fetch=0.6, timed_fetch_cpu=0.6,
+    )  # fmt: skip
+    row = LineShare("train.py", 16, "__getitem__", None, 0.6, 0.6, 0.05)
+    for traits, several in ((ROWS, False), (structs.replace(ROWS, batch_size=16), True)):
+        evidence = seen(rows, traits)
+        about = line_advice(evidence, WAIT, row, cause="loader_on_training_thread")
+        assert len(about) == 2
+        stall = Stall("loader_on_training_thread", 0, costs(evidence), evidence.loop_seconds, None, evidence)
+        lines = StallLines((row,), WAIT, 60, "", about)
+        record = stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t", lines)
+        assert (about[0] in record.advice) is several
+        assert [line.line for line in record.evidence["lines"]] == [16]
 
 
 def test_rows_in_workers_are_fetched_at_once_as_well():

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def test_a_logger_in_each_step_is_named_with_its_lines():
     assert advice.predicted_speedup == pytest.approx(1 / 0.6, abs=0.01)
 
 
+def test_a_function_that_only_works_on_the_host_is_named_as_a_whole():
+    """As one that goes through the elements of a tensor: `Tensor.__iter__`, and operators on single numbers."""
+    through = Spot(f"{SITE}torch/_tensor.py", 1165, "__iter__", "torch._tensor")
+    second = HELPER._replace(line=6)
+    sampler = sampled(((through, HELPER, LOOP), 60), ((second, LOOP), 60), ((LINEAR, CALL, LOOP), 30), gil=0.9)
+    (finding,) = findings_of(CALM, sampler, COMPUTE)
+    assert "80 % of each step is accuracy at metrics.py:5 and metrics.py:6" in finding.text
+
+
 def test_a_function_of_a_private_module_is_named_with_its_package():
     spot = Spot(f"{SITE}numpy/lib/_function_base_impl.py", 4510, "percentile", "numpy.lib._function_base_impl")
     (finding,) = line_shares(sampled(((spot, LOOP), 50)).steps, STEP)
@@ -107,6 +117,7 @@ def test_a_method_is_named_with_its_class():
         ((JSON, LOOP), 0.0, 1.0, True),
         ((NUMPY, HELPER, LOOP), 0.0, 1.0, True),
         ((TENSOR_TEXT, LOOP), 0.0, 1.0, True),
+        ((Spot(f"{SITE}torch/_tensor.py", 1165, "__iter__", "torch._tensor"), HELPER, LOOP), 0.0, 1.0, True),
         ((LOCK, QUEUE, LOOP), 0.0, 0.0, False),  # it may wait for batches
         ((BERT, CALL, BERT, LOOP), 0.9, 1.0, False),
         ((Spot("/tmp/torchinductor_me/ab/cabc.py", 9, "call", "torch._inductor.cabc"), LOOP), 0.9, 1.0, False),
@@ -263,15 +274,26 @@ def count(end: threading.Event) -> None:
         sum(range(1000))
 
 
-def test_a_burst_of_samples_names_a_busy_thread_and_ends(monkeypatch):
+def compress(end: threading.Event) -> None:
+    """Computes without the GIL."""
+    data = os.urandom(1 << 20)
+    while not end.is_set():
+        zlib.compress(data)
+
+
+@pytest.mark.parametrize(
+    ("work", "enough"),
+    [(count, lambda thread: thread.free >= 12), (compress, lambda thread: thread.without_gil >= 3)],
+)
+def test_a_burst_of_samples_names_a_busy_thread_and_ends(monkeypatch, work, enough):
     monkeypatch.setattr(lines, "_EVERY_SECONDS", ((1e9, 0.2),))
     tracker, end = StepTracker(Ring()), threading.Event()
     tracker.category = S_COMPUTE
-    other = threading.Thread(target=count, args=(end,), name="counting")
+    other = threading.Thread(target=work, args=(end,), name="busy")
     other.start()
     sampler, interval = StepSampler(tracker), sys.getswitchinterval()
     try:
-        while not any(thread.profile.samples for thread in sampler.threads.values()):
+        while not any(thread.profile.samples and enough(thread) for thread in sampler.threads.values()):
             due = now_ns() + int(sampler.gap() * NS)
             time.sleep(max(0.0, (due - now_ns()) / NS))
             sampler.sample(due, 0)
@@ -280,7 +302,8 @@ def test_a_burst_of_samples_names_a_busy_thread_and_ends(monkeypatch):
         end.set()
         other.join()
     (found,) = sampler.threads.values()
-    assert found.name == "counting"
+    assert found.name == "busy"
+    assert work is compress or found.without_gil <= found.free / 2  # a thread that waits for the GIL does not run
     assert sampler.steps.samples
     assert sys.getswitchinterval() == interval
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from telemetry.agent.stuck import EXPECTED, OVERDUE, StuckMonitor, longest_phase, paused
+from telemetry.diagnosis.advice import WHOLE_BATCHES
 from telemetry.diagnosis.causes import advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
 from telemetry.diagnosis.misuse import misuse
@@ -147,7 +148,9 @@ def stall_record(
         advice = (*advice, *stuck.advice_on_locks()) if stall.cause == "worker_stuck" else stuck.advice()
     if lines is not None:
         evidence |= lines.evidence()
-        advice = (*advice, *lines.advice)
+        # A row is fetched by one line. There is nothing in it that could be done once, or twice as fast.
+        if all(each.action != WHOLE_BATCHES for each in advice):
+            advice = (*advice, *lines.advice)
     return StallRecord(
         rank=identity.rank,
         cause=stall.cause,

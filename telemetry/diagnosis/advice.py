@@ -96,6 +96,12 @@ def _with_workers(evidence: Evidence, action: str, workers: int, gain: float | N
     return Advice(action, "num_workers", str(workers), gain, because)
 
 
+WHOLE_BATCHES: Final = (
+    "fetch a whole batch at once: give the data set __getitems__, or index it with a list of indices "
+    "(sampler=BatchSampler(...), batch_size=None)"
+)
+
+
 def _fetched_row_by_row(evidence: Evidence, batch_cpu: float | None) -> list[Advice]:
     """Advice if samples are so small that their number takes the time. ``batch_cpu``: CPU seconds of a batch."""
     samples = evidence.traits.batch_size
@@ -107,11 +113,7 @@ def _fetched_row_by_row(evidence: Evidence, batch_cpu: float | None) -> list[Adv
         f"a batch is {samples} calls of __getitem__ and their collation, {1e6 * batch_cpu / samples:.0f} us for each; "
         "workers would have to send as much as they fetch"
     )
-    action = (
-        "fetch a whole batch at once: give the data set __getitems__, or index it with a list of indices "
-        "(sampler=BatchSampler(...), batch_size=None)"
-    )
-    return [_do(action, because)]
+    return [_do(WHOLE_BATCHES, because)]
 
 
 # -- sources that deliver fewer batches than the training loop could use -----------------------------------------------

@@ -221,6 +221,7 @@ def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
 
 _OPERATORS: Final = re.compile(r"torch\b")
 _TORCH_ON_HOST: Final = re.compile(r"torch\.(utils\.tensorboard|_tensor_str|serialization)\b")
+_TENSOR_ON_HOST: Final = frozenset({"__iter__", "__contains__", "__array__", "__format__", "__repr__"})
 _WAITS: Final = re.compile(
     rf"{re.escape(STANDARD_LIBRARY)}(threading|queue|selectors|socket|ssl|subprocess|multiprocessing|concurrent|asyncio)\b"
 )
@@ -238,7 +239,9 @@ def _is_host_work(stack: Stack, time: StackTime) -> bool:
         return False
     if not called:
         return time.gil_ns >= _HOLDS_IT * time.wall_ns and time.cpu_ns >= _ON_CORE * time.wall_ns
-    if any(_TORCH_ON_HOST.match(spot.module) for spot in called):
+    if any(_TORCH_ON_HOST.match(spot.module) for spot in called) or (
+        called[-1].module == "torch._tensor" and called[-1].function in _TENSOR_ON_HOST
+    ):
         return True
     operators = any(_OPERATORS.match(spot.module) for spot in called)
     return not operators and _WAITS.match(called[-1].file) is None

@@ -68,6 +68,8 @@ def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> lis
 _OF_A_BURST: Final = 2
 """The samples of a burst see the same step, or a few. So a burst counts as much as two independent samples."""
 
+_NEARLY_ALL: Final = 0.8
+
 
 def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     """The host's own work in the steps: logging, loops in Python. On a GPU it costs what the GPU idles, at most."""
@@ -75,10 +77,7 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     if not lines or not evidence.steps:
         return None
     in_steps = sampled.steps.wall_ns / (sampled.steps.wall_ns + sampled.wait_ns)
-    by_call: dict[str, list[LineShare]] = defaultdict(list)
-    for line in lines:
-        by_call[line.calls or line.named].append(line)
-    call, worst = max(by_call.items(), key=lambda item: sum(line.share for line in item[1]))
+    worst, named = _largest_work(lines, line_shares(sampled.steps, STEP))
     share = min(1.0, sum(line.share for line in worst))
     error = math.sqrt(max(share * (1 - share), 0.01) / (_OF_A_BURST * max(1, sampled.bursts)))
     if (share - ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
@@ -90,10 +89,8 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
         _gain_without(evidence, min(each * in_steps, 1.0 if idle is None else idle))
         for each in (share - ERRORS * error, share, min(0.98, share + ERRORS * error))
     )
-    places = _and([line.place for line in worst][:3])
     lost = min(share * in_steps, 1.0 if idle is None else idle)
     of_step = ms(share * evidence.step_compute_seconds)
-    named = f"{call} at {places}" if worst[0].calls else worst[0].named
     exact = low is not None and high is not None and gain is not None and gain <= SURE * low and high <= SURE * gain
     return Finding(
         kind="host_work",
@@ -109,6 +106,20 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
             ),
         ),
     )
+
+
+def _largest_work(on_host: Sequence[LineShare], lines: Sequence[LineShare]) -> tuple[list[LineShare], str]:
+    """The lines of the work that takes most: of one call, or of a function that hardly does anything else; its name."""
+    parts: dict[str, list[LineShare]] = defaultdict(list)
+    for line in on_host:
+        parts[line.calls or line.named].append(line)
+    for file, function in {(line.file, line.function) for line in on_host}:
+        part = [line for line in on_host if (line.file, line.function) == (file, function)]
+        whole = sum(line.share for line in lines if (line.file, line.function) == (file, function))
+        if sum(line.share for line in part) >= _NEARLY_ALL * whole:
+            parts.setdefault(function, part)
+    name, worst = max(parts.items(), key=lambda item: (sum(line.share for line in item[1]), -len(item[1])))
+    return worst, worst[0].named if len(worst) == 1 else f"{name} at {_and([line.place for line in worst][:3])}"
 
 
 def _gain_without(evidence: Evidence, share: float) -> float | None:

@@ -357,8 +357,8 @@ _COLLECTED_NS: Final = NS // 1000
 _BUSY_THREAD: Final = 0.1
 """A thread that is on a core for a smaller share of the time cannot hold the GIL for long."""
 
-_LOOKS: Final = 8
-"""Looks at the state of a thread, which take 10 µs each."""
+_LOOK_NS: Final = 20_000
+"""So long this thread keeps the GIL, to see whether another thread runs without it."""
 
 _MAX_LOOKED_AT: Final = 64
 _MAX_BUSY: Final = 4
@@ -506,6 +506,7 @@ class StepSampler:
         if not self._trains():
             return
         waiting = tracker.waiting_since > 0
+        self._take_busy_threads(waits, wall)  # before a file is read
         not_blocked = self._not_blocked(now_ns())
         collected = waits > 1 and collected_ns >= sure_ns
         if waits > 0 and collected_ns > 0 and not collected:
@@ -523,7 +524,6 @@ class StepSampler:
             if waits <= 0:
                 self.free += 1
                 self.idle += not is_running(tracker.native_thread)
-        self._take_busy_threads(waits, wall)
 
     def _take_busy_threads(self, waits: int, wall: int) -> None:
         for native, ident in self._watched.items():
@@ -533,8 +533,7 @@ class StepSampler:
                 thread.profile.add(stack, wall, wall)
             if waits <= 0:
                 thread.free += 1
-                # This thread holds the GIL. One that has only woken to take it soon sleeps again.
-                thread.without_gil += all(is_running(native) for _ in range(_LOOKS))
+                thread.without_gil += _runs_without_gil(native)
 
     def _not_blocked(self, now: int) -> float:
         """The share of the time since the sample before in which the training thread was on a core or wanted one."""
@@ -568,6 +567,21 @@ class StepSampler:
         self._watched = {native: ident for _, native, ident, _ in busy}
         for ran, native, _, name in busy:
             self.threads.setdefault(native, BusyThread(name, ran, passed))
+
+
+def _runs_without_gil(native: int) -> bool:
+    """Whether a thread is on a core while this one keeps the GIL.
+
+    Its state does not tell: a read of /proc gives the GIL up, which wakes a thread that waits for it.
+    """
+    clock = ~native << 3 | 6  # as pthread_getcpuclockid computes it; it fails once the thread has ended
+    try:
+        began, ran = now_ns(), clock_gettime_ns(clock)
+        while now_ns() - began < _LOOK_NS:
+            pass
+        return clock_gettime_ns(clock) - ran > (now_ns() - began) / 2
+    except OSError:
+        return False
 
 
 # -- the training thread in a job of several ranks ---------------------------------------------------------------------
