@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from telemetry.diagnosis.changes import correlation
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import Point, lost_by_cause, not_replaced, point_at, unix
@@ -88,8 +89,8 @@ def ratio_interval(a: Sequence[Window], b: Sequence[Window]) -> Ratio:
     """The ratio of the pace of B over that of A. Each has at least `FEWEST_WINDOWS` windows with steps."""
     sides = [_deviations(a), _deviations(b)]
     few = min(len(a), len(b)) < MANY_WINDOWS
-    correlation = _USUAL_CORRELATION if few else _correlation(*sides, caution=_CAUTION)
-    (in_a, free_a), (in_b, free_b) = (_bootstrap(each, correlation) for each in sides)
+    alike = _USUAL_CORRELATION if few else correlation(sides, at_most=_MAX_CORRELATION, caution=_CAUTION)
+    (in_a, free_a), (in_b, free_b) = (_bootstrap(each, alike) for each in sides)
     # Welch and Satterthwaite: degrees of freedom of a sum of two variances.
     freedom = (in_a + in_b) ** 2 / (in_a**2 / free_a + in_b**2 / free_b) if in_a + in_b > 0 else math.inf
     unseen = 2 * _BETWEEN_RUNS**2 + _slow_variance(*sides)
@@ -110,22 +111,23 @@ def _deviations(windows: Sequence[Window]) -> list[float]:
     return [(window.steps - whole * window.seconds) / mean for window in windows]
 
 
-def _bootstrap(deviations: Sequence[float], correlation: float) -> tuple[float, float]:
+def _bootstrap(deviations: Sequence[float], alike: float) -> tuple[float, float]:
     """The variance of the mean by a circular block bootstrap, and its degrees of freedom.
 
     Random draws of blocks converge to this variance, so none are drawn. The length of the blocks is best for an
     autoregressive series (Carlstein 1986). The correlation that such blocks do not show is added.
+    ``alike``: the correlation of neighbours.
     """
     count = len(deviations)
-    best = (2 * correlation / (1 - correlation**2)) ** (2 / 3) * count ** (1 / 3)
+    best = (2 * alike / (1 - alike**2)) ** (2 / 3) * count ** (1 / 3)
     size = max(1, min(math.ceil(best), count // _MIN_BLOCKS))
     ahead = [0.0]
     for value in [*deviations, *deviations[: size - 1]]:
         ahead.append(ahead[-1] + value)
     blocks = [ahead[start + size] - ahead[start] for start in range(count)]
     variance = sum(block * block for block in blocks) / (size * count * (count - size))
-    whole = (1 + correlation) / (1 - correlation)
-    shown = whole - 2 * correlation * (1 - correlation**size) / (size * (1 - correlation) ** 2)
+    whole = (1 + alike) / (1 - alike)
+    shown = whole - 2 * alike * (1 - alike**size) / (size * (1 - alike) ** 2)
     return variance * whole / shown, max(1.0, count / size - 1)
 
 
@@ -140,19 +142,7 @@ def _slow_variance(a: Sequence[float], b: Sequence[float]) -> float:
         return 0.0
     sides = [[sum(each[at : at + size]) / size for at in range(0, len(each) - size + 1, size)] for each in (a, b)]
     variance = sum(value * value / (len(side) - 1) for side in sides for value in side)
-    return _correlation(*sides) * variance
-
-
-def _correlation(a: Sequence[float], b: Sequence[float], *, caution: float = 0.0) -> float:
-    """The correlation of neighbours in either series, corrected for its bias in short series (Kendall 1954).
-
-    ``caution``: number of standard errors to add.
-    """
-    count = len(a) + len(b)
-    squares = sum(value * value for value in (*a, *b))
-    products = sum(one * next_ for side in (a, b) for one, next_ in pairwise(side))
-    found = (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
-    return min(_MAX_CORRELATION, max(0.0, found + caution / math.sqrt(count)))
+    return correlation(sides, at_most=_MAX_CORRELATION) * variance
 
 
 def mean_ratio(pairs: Sequence[Ratio], turns: int) -> Ratio:
@@ -407,15 +397,17 @@ def compare_runs(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     each = [None if why else ratio_interval(a.windows, b.windows) for a, b in pairs]
     known = [ratio for ratio in each if ratio is not None]
     found = mean_ratio(known, turns) if known else None
+    low, high = found.interval if found else (1.0, 1.0)
+    verdict = FASTER if low > 1 else SLOWER if high < 1 else NO_DIFFERENCE
     delay = Sides(*(_mean(run.without_core_ratio for run in runs) for runs in sides))
     return Comparison(
         ", ".join(run.name for run in sides[0]),
         ", ".join(run.name for run in sides[1]),
-        _verdict(found),
+        verdict if found else NOT_COMPARABLE,
         why=why,
         ratio=found and round(found.ratio, 5),
         interval=found and found.interval,
-        warning=_warning(delay) if found is not None else None,
+        warning=_warning(delay) if found else None,
         without_core_ratio=delay,
         turns=turns,
         pairs=[
@@ -428,13 +420,6 @@ def compare_runs(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
         causes=_causes(*sides),
         notes=[*_notes(pairs, turns)],
     )
-
-
-def _verdict(found: Ratio | None) -> str:
-    if found is None:
-        return NOT_COMPARABLE
-    low, high = found.interval
-    return FASTER if low > 1 else SLOWER if high < 1 else NO_DIFFERENCE
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -24,11 +24,11 @@ from telemetry.agent.findings import FindingLog, StepMonitor
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
-from telemetry.agent.memory import MemoryWatch
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.ticks import BetweenTicks, TickPace
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.config import TRIAL_VARIABLE
+from telemetry.diagnosis.memory import MemoryWatch
 from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.patching import Patches, keep
 from telemetry.hooks.ring import Ring
@@ -355,7 +355,8 @@ class Agent:
                 self._keep_up()
         with self.errors.contained("memory"):
             if self.accounting.steps_total:
-                self._memory.tick(self._collectors.samples, workers_end=self._workers_end_with_first_epoch())
+                newest, workers_end = self._collectors.samples, self._workers_end_with_first_epoch()
+                self._memory.tick(newest.memory, newest.nvml, newest.torch_memory, workers_end=workers_end)
         self._diagnose()
         self._keep_up()
         with self.errors.contained("snapshot"):
@@ -452,7 +453,7 @@ class Agent:
         totals, end = self._builder.update(), self.attempt.end.settled
         timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
         self._stall_monitor.end(totals, timed_out=timed_out)
-        self._changes.end(totals)
+        self._changes.tell(totals)
         self._tell(self._evaluations.judge(totals))
         self.findings.end()
 

@@ -11,15 +11,14 @@ from telemetry.log_lines import ChangedFigure, ChangeLine
 from telemetry.util.profiles import STEP
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from telemetry.agent.collectors import Samples
     from telemetry.agent.findings import FindingLog
     from telemetry.diagnosis.growth import StepGrowth, StepTrend
-    from telemetry.records import GpuSample, PressureSample, StepChange
+    from telemetry.records import StepChange
     from telemetry.sources.lines import StepSampler
     from telemetry.totals import Totals
-
-_DIGITS = 6
-
 
 _YOUNG_SECONDS: Final = 120.0
 """Until so many seconds of training, the samples of the whole run are those of its newest steps."""
@@ -42,17 +41,13 @@ class ChangeMonitor:
 
     def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
         """Add a tick, and tell growth that is new or has gone on. Returns a lasting change that this tick confirms."""
-        signals = _signals(samples.nvml, samples.pressure)
-        self._growth.tick(totals, signals | _memory_signals(samples))
+        gauges = _gauges(samples)
+        self._growth.tick(totals, gauges | _memory(samples))
         if self._growth.growth is not self._told:
             if self._told is None and totals.loop_seconds >= _YOUNG_SECONDS:
                 self._sampler.follow()
-            self._tell(totals)
-        return self._detector.tick(totals, signals)
-
-    def end(self, totals: Totals) -> None:
-        """Tell the growth once more with what it has cost in the whole run."""
-        self._tell(totals)
+            self.tell(totals)
+        return self._detector.tick(totals, gauges)
 
     @property
     def ratio(self) -> float | None:
@@ -64,7 +59,8 @@ class ChangeMonitor:
         """The trend of a short run; None for other runs."""
         return self._growth.trend()
 
-    def _tell(self, totals: Totals) -> None:
+    def tell(self, totals: Totals) -> None:
+        """Tell the growth, if there is any, with what it has cost in the run so far."""
         growth, newest = self._growth.growth, self._sampler.newest
         self._told = growth
         if growth is not None:
@@ -72,24 +68,29 @@ class ChangeMonitor:
             self._findings.tell(growth_finding(growth, totals, lines))
 
 
-def _memory_signals(samples: Samples) -> dict[str, float]:
-    memory, allocator = samples.memory, samples.torch_memory
-    found = {
-        "training_bytes": None if memory is None else memory.training_bytes,
-        "cuda_bytes": None if allocator is None else allocator.allocated_bytes,
-    }
-    return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def _signals(gpu: GpuSample | None, pressure: PressureSample | None) -> dict[str, float]:
-    """The machine's gauges. What was not measured is missing."""
+def _gauges(samples: Samples) -> dict[str, float]:
+    """The machine's gauges."""
+    gpu, pressure = samples.nvml, samples.pressure
     found: dict[str, float | None] = {}
     if gpu is not None:
-        found["gpu_clock_hertz"] = gpu.sm_clock_hertz
-        found["gpu_temperature_celsius"] = gpu.temperature_celsius
+        found |= {"gpu_clock_hertz": gpu.sm_clock_hertz, "gpu_temperature_celsius": gpu.temperature_celsius}
     if pressure is not None:
         found |= {f"{name}_pressure_ratio": ratio for name, ratio in pressure.pressure_ratio.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return _measured(found)
+
+
+def _memory(samples: Samples) -> dict[str, float]:
+    memory, allocator = samples.memory, samples.torch_memory
+    return _measured(
+        {
+            "training_bytes": None if memory is None else memory.training_bytes,
+            "cuda_bytes": None if allocator is None else allocator.allocated_bytes,
+        }
+    )
+
+
+def _measured(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def change_line(change: StepChange, at: str) -> ChangeLine:

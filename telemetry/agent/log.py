@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.attempt import AttemptLog
     from telemetry.agent.collectors import CollectorPoller
-    from telemetry.agent.memory import MemoryWatch
     from telemetry.agent.totals import StallCounts, TotalsBuilder
     from telemetry.config import Config
     from telemetry.diagnosis.growth import StepTrend
+    from telemetry.diagnosis.memory import MemoryWatch
     from telemetry.log_lines import Line, RunStartLine
     from telemetry.node.endpoint import NodeService
     from telemetry.util.clock import WallClock

@@ -339,13 +339,21 @@ def clearness(before: Sequence[float], after: Sequence[float], *, drift: bool = 
     sides = [_without_drift(side) for side in sides] if drift else sides
     scatter = max(1.4826 * median(abs(value) for side in sides for value in side), _MIN_SCATTER * usual)
     clipped = [[max(-3 * scatter, min(3 * scatter, value)) for value in side] for side in sides]
-    squares = sum(value * value for side in clipped for value in side)
-    products = sum(one * next_ for side in clipped for one, next_ in pairwise(side))
-    count = len(before) + len(after)
-    correlation = (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
-    correlation = min(_MAX_CORRELATION, max(0.0, correlation))
-    error = 1.2533 * scatter * math.sqrt((1 + correlation) / (1 - correlation) * (1 / len(before) + 1 / len(after)))
+    alike = correlation(clipped, at_most=_MAX_CORRELATION)
+    error = 1.2533 * scatter * math.sqrt((1 + alike) / (1 - alike) * (1 / len(before) + 1 / len(after)))
     return abs(level - usual) / error
+
+
+def correlation(sides: Sequence[Sequence[float]], *, at_most: float, caution: float = 0.0) -> float:
+    """The correlation of neighbours in two series, corrected for its bias in short series (Kendall 1954).
+
+    ``caution``: number of standard errors to add.
+    """
+    count = sum(map(len, sides))
+    squares = sum(value * value for side in sides for value in side)
+    products = sum(one * next_ for side in sides for one, next_ in pairwise(side))
+    found = (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
+    return min(at_most, max(0.0, found + caution / math.sqrt(count)))
 
 
 def _without_drift(values: Sequence[float]) -> list[float]:
@@ -356,8 +364,7 @@ def _without_drift(values: Sequence[float]) -> list[float]:
 
 
 def _described(before: Sequence[LoopBlock], after: Sequence[LoopBlock], at: LoopBlock) -> StepChange:
-    waits = [median(block.wait_seconds / block.steps for block in blocks) for blocks in (before, after)]
-    computes = [median(block.compute_seconds / block.steps for block in blocks) for blocks in (before, after)]
+    waits, computes = zip(part_levels(before), part_levels(after), strict=True)
     by_wait = abs(waits[1] - waits[0]) >= abs(computes[1] - computes[0])
     part = DATA_WAIT if by_wait else COMPUTE
     in_step = Companion(f"{part}_seconds", *(waits if by_wait else computes))
@@ -389,6 +396,12 @@ def _companions(before: Sequence[LoopBlock], after: Sequence[LoopBlock]) -> list
             found.append((size, companion))
     found.sort(key=lambda each: -each[0])
     return [companion for _, companion in found[:MAX_COMPANIONS]]
+
+
+def part_levels(blocks: Sequence[LoopBlock]) -> tuple[float, float]:
+    """The median wait and the median compute of a step."""
+    waits = median(block.wait_seconds / block.steps for block in blocks)
+    return waits, median(block.compute_seconds / block.steps for block in blocks)
 
 
 def _level(blocks: Sequence[LoopBlock]) -> float:

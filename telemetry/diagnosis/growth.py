@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.changes import FIRST_SECONDS, BlockBuilder, LoopBlock, clearness
+from telemetry.diagnosis.changes import FIRST_SECONDS, BlockBuilder, LoopBlock, clearness, part_levels
 from telemetry.diagnosis.findings import Finding
 from telemetry.records import COMPUTE, CUDA, DATA_WAIT, TRAINING, Advice
 from telemetry.util.text import byte_size, duration, rough_duration, rounded_percent
@@ -64,7 +64,6 @@ class StepGrowth:
         before_seconds, after_seconds: duration of a step at both ends.
         part: the part of a step that has grown most, ``data_wait`` or ``compute``; ``part_before_seconds`` and
             ``part_after_seconds``: its duration at both ends.
-        fetch_before_seconds, fetch_after_seconds: duration of a worker's fetch at both ends; None if unknown.
         memory, memory_bytes: the memory that grew with the steps, `TRAINING` or `CUDA`, and by how much; None and 0 if
             neither grew all the time.
     """
@@ -78,8 +77,6 @@ class StepGrowth:
     part: str
     part_before_seconds: float
     part_after_seconds: float
-    fetch_before_seconds: float | None = None
-    fetch_after_seconds: float | None = None
     memory: str | None = None
     memory_bytes: float = 0.0
 
@@ -177,11 +174,9 @@ def _is_new(last: float, known: Sequence[float], by: float) -> bool:
 def _described(window: Sequence[LoopBlock]) -> StepGrowth:
     ends = max(2, len(window) // 16)
     first, last = window[:ends], window[-ends:]
-    waits = [median(block.wait_seconds / block.steps for block in end) for end in (first, last)]
-    computes = [median(block.compute_seconds / block.steps for block in end) for end in (first, last)]
+    waits, computes = zip(part_levels(first), part_levels(last), strict=True)
     part = DATA_WAIT if waits[1] - waits[0] >= computes[1] - computes[0] else COMPUTE
     shown = waits if part == DATA_WAIT else computes
-    fetches = [_signal(end, "fetch_seconds") for end in (first, last)]
     before, (memory, size) = _first_seconds(window), _memory_growth(window)
     return StepGrowth(
         at_seconds=window[0].at_seconds,
@@ -193,8 +188,6 @@ def _described(window: Sequence[LoopBlock]) -> StepGrowth:
         part=part,
         part_before_seconds=max(0.0, shown[0] - (median(block.step_seconds for block in first) - before)),
         part_after_seconds=shown[1],
-        fetch_before_seconds=fetches[0],
-        fetch_after_seconds=fetches[1],
         memory=memory,
         memory_bytes=size,
     )
@@ -266,9 +259,8 @@ def growth_finding(growth: StepGrowth, totals: Totals, lines: Sequence[LineShare
         f"{rough_duration(growth.loop_seconds)} of training before, at step {growth.step}: "
     )
     grown = f"{duration(growth.part_before_seconds)} to {duration(growth.part_after_seconds)}"
-    text += (
-        f"waiting for data has grown from {grown}" if growth.part == DATA_WAIT else f"compute has grown from {grown}"
-    )
+    part = "waiting for data" if growth.part == DATA_WAIT else "compute"
+    text += f"{part} has grown from {grown}"
     caused = [line for line in lines if line.share * growth.after_seconds >= _MUCH_OF_GROWTH * longer]
     line = caused[0] if caused and growth.part == COMPUTE else None
     if line is not None:
@@ -408,7 +400,6 @@ def _continued(before: StepGrowth, now: StepGrowth) -> StepGrowth:
         loop_seconds=max(before.loop_seconds, now.loop_seconds + now.at_seconds - before.at_seconds),
         after_seconds=max(before.after_seconds, now.after_seconds),
         part_after_seconds=max(before.part_after_seconds, now.part_after_seconds),
-        fetch_after_seconds=now.fetch_after_seconds,
         memory=now.memory or before.memory,
         memory_bytes=max(before.memory_bytes, now.memory_bytes),
     )

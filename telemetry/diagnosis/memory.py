@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.log_lines import MemoryForecast
 from telemetry.records import CUDA, MEMORY_PARTS, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from telemetry.records import GpuSample, MemorySample, TorchMemorySample
 
 
 # -- the history of one figure in a fixed amount of memory, however long the run ---------------------------------------
@@ -37,40 +41,38 @@ class ReadingHistory:
         spacing: seconds between two readings at first. Readings in between are merged.
         max_spacing: largest distance of two readings in seconds.
         highest: whether merged readings become the highest of them, and not their mean.
+
+    Attributes:
+        readings: the merged readings, the oldest first.
     """
 
     def __init__(self, spacing: float, max_spacing: float, *, highest: bool = False) -> None:
-        self.spacing = spacing
+        self.readings: list[TimedReading] = []
+        self._spacing = spacing
         self._highest = highest
         self._max_spacing = max_spacing
-        self._merged: list[TimedReading] = []
         self._slot = 0
         self._now: list[TimedReading] = []  # readings to merge
 
     def add(self, seconds: float, value: float) -> bool:
         """Add a reading. Returns whether `readings` has changed."""
-        changed = bool(self._now) and int(seconds / self.spacing) != self._slot
+        changed = bool(self._now) and int(seconds / self._spacing) != self._slot
         if changed:
             self._close_slot()
-        self._slot = int(seconds / self.spacing)
+        self._slot = int(seconds / self._spacing)
         self._now.append(TimedReading(seconds, value))
         return changed
 
-    @property
-    def readings(self) -> tuple[TimedReading, ...]:
-        """The merged readings, the oldest first."""
-        return tuple(self._merged)
-
     def _close_slot(self) -> None:
-        self._merged.append(self._merge(self._now))
+        self.readings.append(self._merge(self._now))
         self._now = []
-        if len(self._merged) < MAX_READINGS:
+        if len(self.readings) < MAX_READINGS:
             return
-        if 2 * self.spacing > self._max_spacing:
-            del self._merged[0]
+        if 2 * self._spacing > self._max_spacing:
+            del self.readings[0]
             return
-        self.spacing *= 2
-        self._merged = [self._merge(pair) for pair in zip(self._merged[::2], self._merged[1::2], strict=True)]
+        self._spacing *= 2
+        self.readings = [self._merge(pair) for pair in zip(self.readings[::2], self.readings[1::2], strict=True)]
 
     def _merge(self, readings: Sequence[TimedReading]) -> TimedReading:
         times, values = zip(*readings, strict=True)
@@ -219,6 +221,12 @@ def _largest_fall(readings: Sequence[TimedReading]) -> float:
 # -- when the memory of a run is used up, and by which part ------------------------------------------------------------
 
 MEMORY: Final = "memory"
+USED: Final = "used"
+SHARED_MEMORY_USED: Final = "shared_memory_used"
+"""What this run and all others use of the limit and of /dev/shm, as minus the bytes that are left."""
+
+COPYABLE: Final = "copyable"
+"""Anonymous memory that the workers share with the process that forked them."""
 
 _MIN_BYTES: Final = 16 << 20
 _MIN_LIMIT_RATIO: Final = 0.01
@@ -242,42 +250,54 @@ _COPIED_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryReadings:
-    """The histories that are judged, and the newest readings. Bytes over seconds.
+    """What is judged.
 
     Attributes:
-        parts: histories by part, from `MEMORY_PARTS`.
-        used: memory that this run and all others use of the limit, as minus the bytes that are available.
-        shared_memory_used: bytes that this run and all others use of /dev/shm, as minus the bytes that are free.
-        workers_shared: anonymous memory that workers share with the process that forked them.
+        histories: bytes over seconds of `MEMORY_PARTS`, `USED`, `SHARED_MEMORY_USED` and `COPYABLE`.
         free: bytes that are left of ``memory``, ``shared_memory`` and ``cuda``, as far as they are known.
         limit_bytes: the memory limit, from which the least relevant growth is derived; None if not known.
         workers_end: whether the workers are started anew in each epoch, and no epoch has ended yet.
     """
 
-    parts: Mapping[str, tuple[TimedReading, ...]] = field(default_factory=dict)
-    used: tuple[TimedReading, ...] = ()
-    shared_memory_used: tuple[TimedReading, ...] = ()
-    workers_shared: tuple[TimedReading, ...] = ()
-    free: Mapping[str, float] = field(default_factory=dict)
-    limit_bytes: float | None = None
-    workers_end: bool = False
+    histories: Mapping[str, Sequence[TimedReading]]
+    free: Mapping[str, float]
+    limit_bytes: float | None
+    workers_end: bool
+
+    def of(self, name: str) -> Sequence[TimedReading]:
+        """One history; empty if it was not measured."""
+        return self.histories.get(name, ())
+
+    def least(self) -> float:
+        """The least growth of the memory that counts."""
+        return _least(self.limit_bytes)
+
+    def shared_memory_growth(self) -> LastingGrowth | None:
+        """The growth of what this run and all others use of /dev/shm."""
+        own, free = self.of(SHARED_MEMORY), self.free.get(SHARED_MEMORY)
+        size = None if not own or free is None else own[-1].value + free
+        return lasting_growth(self.of(SHARED_MEMORY_USED), _least(size))
+
+
+def _least(limit: float | None) -> float:
+    """The least growth that counts for memory with a limit."""
+    if limit is None:
+        return float(_MIN_BYTES)
+    return max(min(_MIN_BYTES, _MIN_SMALL_RATIO * limit), _MIN_LIMIT_RATIO * limit)
 
 
 def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
     """Judge the histories. Parts that were not measured for long enough are missing in the result."""
-    at_least = _least(now.limit_bytes)
-    growths = {part: lasting_growth(readings, at_least) for part, readings in now.parts.items()}
+    growths = {part: lasting_growth(now.of(part), now.least()) for part in MEMORY_PARTS}
     rates = {
-        part: growth.per_second if growth is not None else 0.0
+        part: 0.0 if growth is None else growth.per_second
         for part, growth in growths.items()
-        if long_enough(now.parts[part])
+        if long_enough(now.of(part))
     }
     ends = (
-        _end_of_memory(now, growths, at_least),
-        _end_of_part(
-            SHARED_MEMORY, lasting_growth(now.shared_memory_used, _least(_size_of_shared_memory(now))), now.free
-        ),
-        _end_of_part(CUDA, growths.get(CUDA), now.free),
+        _end_of_memory(now, growths),
+        _end_of_part(SHARED_MEMORY, now.shared_memory_growth(), now.free.get(SHARED_MEMORY)),
+        _end_of_part(CUDA, growths[CUDA], now.free.get(CUDA)),
     )
     first = min((end for end in ends if end is not None), key=lambda end: end.exhausted_in_seconds or 0, default=None)
     if first is not None:
@@ -293,42 +313,28 @@ def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
     return MemoryGrowth(rates, where, rates[where])
 
 
-def _least(limit: float | None) -> float:
-    """The least growth that counts for memory with a limit."""
-    return (
-        float(_MIN_BYTES) if limit is None else max(min(_MIN_BYTES, _MIN_SMALL_RATIO * limit), _MIN_LIMIT_RATIO * limit)
-    )
-
-
-def _size_of_shared_memory(now: MemoryReadings) -> float | None:
-    """What is used of /dev/shm, and what is free; None if that is not known."""
-    used, free = now.parts.get(SHARED_MEMORY), now.free.get(SHARED_MEMORY)
-    return None if not used or free is None else used[-1].value + free
-
-
-def _end_of_memory(
-    now: MemoryReadings, growths: Mapping[str, LastingGrowth | None], at_least: float
-) -> MemoryGrowth | None:
-    growth, free = lasting_growth(now.used, at_least), now.free.get(MEMORY)
+def _end_of_memory(now: MemoryReadings, growths: Mapping[str, LastingGrowth | None]) -> MemoryGrowth | None:
+    growth, free = lasting_growth(now.of(USED), now.least()), now.free.get(MEMORY)
     if growth is None:  # the memory of others goes up and down, but a part of this run may still grow
         own = [growth for part, growth in growths.items() if growth is not None and part != CUDA]
         growth = max(own, key=lambda growth: growth.per_second, default=None)
     if growth is None or free is None:
         return None
-    free = max(0.0, min(free, -peak(now.used, growth)))
+    free = max(0.0, min(free, -peak(now.of(USED), growth)))
     slopes = {
         part: slope
         for part in MEMORY_PARTS
-        if part != CUDA and (slope := slope_since(now.parts.get(part, ()), growth.since)) is not None
+        if part != CUDA and (slope := slope_since(now.of(part), growth.since)) is not None
     }
     where = max(slopes, key=lambda part: slopes[part], default=None)
     if where is not None and slopes[where] < _MIN_SHARE * growth.per_second:
         where = None
     horizon, copied = _HORIZON, False
     if where == WORKERS:
-        shared = slope_since(now.workers_shared, growth.since)
+        copyable = now.of(COPYABLE)
+        shared = slope_since(copyable, growth.since)
         copied = shared is not None and -shared >= _COPIED_SHARE * slopes[WORKERS]
-        if copied and now.workers_shared[-1].value < free:
+        if copied and copyable[-1].value < free:
             return None  # all that they can copy fits
         horizon = _FIRST_EPOCH_HORIZON if now.workers_end else _HORIZON
     seconds = growth.seconds_to(free)
@@ -337,8 +343,7 @@ def _end_of_memory(
     return MemoryGrowth({}, where, growth.per_second if where is None else slopes[where], seconds, MEMORY, copied)
 
 
-def _end_of_part(part: str, growth: LastingGrowth | None, left: Mapping[str, float]) -> MemoryGrowth | None:
-    free = left.get(part)
+def _end_of_part(part: str, growth: LastingGrowth | None, free: float | None) -> MemoryGrowth | None:
     if growth is None or free is None:
         return None
     seconds = growth.seconds_to(free)
@@ -373,3 +378,126 @@ def memory_advice(growth: MemoryGrowth) -> str:
     if growth.where is None:
         return ""
     return _COPIED if growth.copied_on_write else _BY_PART[growth.where]
+
+
+# -- follows the memory of a run ---------------------------------------------------------------------------------------
+
+READ_SECONDS: Final = 2.0
+"""Readings that come faster are merged."""
+
+_SPANS: Final = (1350.0, 64.0)
+"""Maximum seconds between two readings, for the two histories of each figure: they reach back a day and an hour."""
+
+_JUDGE_SECONDS: Final = 5.0
+
+_MAX_MISSED: Final = 3
+"""A forecast is withdrawn only after this many judgements without one, because a busy machine changes the pace."""
+
+
+class MemoryWatch:
+    """Keeps the memory histories of one rank, and judges them."""
+
+    def __init__(self) -> None:
+        self._histories: tuple[dict[str, ReadingHistory], ...] = tuple({} for _ in _SPANS)
+        self._last: MemorySample | None = None
+        self._changed = False
+        self._judged_ns = 0
+        self._growth: MemoryGrowth | None = None
+        self._missed = 0
+
+    def tick(
+        self,
+        sample: MemorySample | None,
+        gpu: GpuSample | None,
+        allocator: TorchMemorySample | None,
+        *,
+        workers_end: bool,
+        now: int | None = None,
+    ) -> None:
+        """Take a new reading, if there is one, and judge the histories if they have changed.
+
+        Do not call it before the first step has ended: what a run needs at its start is not growth.
+
+        Args:
+            sample: the newest reading.
+            gpu: that of the GPU.
+            allocator: that of the CUDA allocator.
+            workers_end: the workers start anew in each epoch, and the first epoch has not ended.
+            now: monotonic nanoseconds.
+        """
+        if sample is None or sample is self._last:
+            return
+        self._last = sample
+        now = now_ns() if now is None else now
+        for name, value in _values(sample, allocator).items():
+            for histories, span in zip(self._histories, _SPANS, strict=True):
+                if name not in histories:  # of what others use, peaks count
+                    highest = name in {USED, SHARED_MEMORY_USED}
+                    histories[name] = ReadingHistory(READ_SECONDS, span, highest=highest)
+                self._changed |= histories[name].add(now / NS, value)
+        if self._changed and now - self._judged_ns >= _JUDGE_SECONDS * NS:
+            self._changed = False
+            self._take(self._judge(_free(sample, gpu, allocator), sample, workers_end=workers_end), now)
+
+    def view(self, now: int | None = None) -> MemoryGrowth | None:
+        """The growth as of now; None before the first judgement."""
+        growth = self._growth
+        if growth is None or growth.exhausted_in_seconds is None:
+            return growth
+        passed = ((now_ns() if now is None else now) - self._judged_ns) / NS
+        return replace(growth, exhausted_in_seconds=max(0.0, growth.exhausted_in_seconds - passed))
+
+    def line_field(self, now: int | None = None) -> MemoryForecast:
+        """The growth for the log; empty if no memory grows for good."""
+        growth = self.view(now)
+        if growth is None or growth.where_bytes_per_second is None:
+            return MemoryForecast()
+        return MemoryForecast(
+            growth_bytes_per_hour=round(growth.where_bytes_per_second * 3600),
+            where=growth.where,
+            exhausted_in_seconds=growth.exhausted_in_seconds,
+            exhausted=growth.exhausted,
+            copied_on_write=growth.copied_on_write,
+            advice=memory_advice(growth) or None,
+        )
+
+    def _take(self, growth: MemoryGrowth, now: int) -> None:
+        forecast = self._growth is not None and self._growth.exhausted_in_seconds is not None
+        self._missed = self._missed + 1 if forecast and growth.exhausted_in_seconds is None else 0
+        self._growth = self.view(now) if 0 < self._missed <= _MAX_MISSED else growth
+        self._judged_ns = now
+
+    def _judge(self, free: Mapping[str, float], sample: MemorySample, *, workers_end: bool) -> MemoryGrowth:
+        """Judge the longer history, or the shorter one if growth began only lately."""
+        found = MemoryGrowth()
+        for histories in self._histories:
+            kept = {name: history.readings for name, history in histories.items()}
+            found = memory_outlook(MemoryReadings(kept, free, sample.memory_limit_bytes, workers_end))
+            if found.where_bytes_per_second is not None:
+                break
+        return found
+
+
+def _values(sample: MemorySample, allocator: TorchMemorySample | None) -> dict[str, float]:
+    """The measured values, by the name of their history."""
+    left, shared_left = sample.memory_available_bytes, sample.shared_memory_free_bytes
+    values = {
+        TRAINING: sample.training_bytes,
+        WORKERS: sample.workers_bytes,
+        SHARED_MEMORY: sample.shared_memory_bytes,
+        CUDA: None if allocator is None else allocator.allocated_bytes,
+        COPYABLE: sample.workers_shared_bytes,
+        USED: None if left is None else -left,
+        SHARED_MEMORY_USED: None if shared_left is None else -shared_left,
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _free(sample: MemorySample, gpu: GpuSample | None, allocator: TorchMemorySample | None) -> dict[str, float]:
+    """The bytes that are left, where that was measured."""
+    free = {MEMORY: sample.memory_available_bytes, SHARED_MEMORY: sample.shared_memory_free_bytes}
+    if gpu is not None and allocator is not None:
+        total, used = gpu.memory_total_bytes, gpu.memory_used_bytes
+        if total is not None and used is not None:  # tensors can also use what the allocator holds and does not use
+            free[CUDA] = max(0, total - max(0, used - allocator.reserved_bytes) - allocator.allocated_bytes)
+    return {name: float(value) for name, value in free.items() if value is not None}
