@@ -1,6 +1,6 @@
 """``telemetry doctor``: check what works on this machine, and what to do about the rest.
 
-Each small check answers one question. A check that raises becomes a finding itself. A check leaves nothing behind.
+Each small check answers one question, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -59,13 +59,6 @@ class CheckContext:
     gpus: bool = False
 
 
-WIDTH: Final = 100
-HEIGHT: Final = 24
-"""Size of a terminal. The output always fits."""
-
-_NAME_WIDTH: Final = 11
-
-
 def doctor(run_dir: str | None) -> int:
     """Print the findings. Returns 1 if there is a problem, else 0."""
     findings = examine(run_dir)
@@ -79,10 +72,7 @@ def examine(run_dir: str | None) -> list[Finding]:
     try:
         place = CheckContext(Config.load(given))
     except SettingError as error:
-        try:
-            place = CheckContext(Config.load(given, environ={}), error)
-        except SettingError:
-            place = CheckContext(Config.load({}, environ={}), error)
+        place = CheckContext(Config.load({} if error.name == "run_dir" else given, environ={}), error)
     findings: list[Finding] = []
     for check in CHECKS:
         name = check.__name__.removeprefix("check_").replace("_", " ")
@@ -93,23 +83,24 @@ def examine(run_dir: str | None) -> list[Finding]:
     return findings
 
 
+WIDTH: Final = 100
+_NAME_WIDTH: Final = 11
+
+
 def render(findings: Sequence[Finding]) -> str:
-    """The findings as lines that fit a terminal: at most two lines each, or one if there are many."""
+    """The findings as lines that fit a terminal, at most two for each."""
+    lines = []
+    for finding in findings:
+        text = " ".join(finding.text.split())  # an error message may have several lines
+        first = f"{finding.status} {finding.name:<{_NAME_WIDTH}} "
+        wrapped = textwrap.wrap(text, WIDTH - len(first), max_lines=2, placeholder=" ...") or [""]
+        lines += [(" " * len(first) if number else first) + line for number, line in enumerate(wrapped)]
     problems = sum(finding.status == PROBLEM for finding in findings)
     verdict = f"{problems} problem{'s' * (problems != 1)}, see the lines with !!" if problems else "no problem found"
-    for most in (2, 1):
-        lines = [line for finding in findings for line in _lines(finding, most)]
-        if len(lines) < HEIGHT:
-            break
-    return "\n".join([*lines[: HEIGHT - 1], f"{verdict}. Lines with -- are optional: the agent works without them."])
+    return "\n".join([*lines, f"{verdict}. Lines with -- are optional: the agent works without them."])
 
 
-def _lines(finding: Finding, most: int) -> list[str]:
-    text = " ".join(finding.text.split())  # an error message may have several lines
-    first = f"{finding.status} {finding.name:<{_NAME_WIDTH}} "
-    wrapped = textwrap.wrap(text, WIDTH - len(first), max_lines=most, placeholder=" ...") or [""]
-    return [(" " * len(first) if number else first) + line for number, line in enumerate(wrapped)]
-
+# -- settings and packages ---------------------------------------------------------------------------------------------
 
 OLDEST_PYTHON: Final = (3, 10)
 OLDEST_TORCH: Final = (2, 4)
@@ -142,17 +133,17 @@ def check_versions(_place: CheckContext) -> Results:
     """Whether the versions of Python and torch are supported."""
     torch = version_of("torch")
     oldest_python, oldest_torch = (".".join(map(str, version)) for version in (OLDEST_PYTHON, OLDEST_TORCH))
-    text = f"python {platform.python_version()}, torch {torch or 'missing'}, telemetry {__version__}"
+    problem = ""
     if sys.version_info[:2] < OLDEST_PYTHON:
-        yield PROBLEM, f"{text}; use Python {oldest_python} or newer"
+        problem = f"; use Python {oldest_python} or newer"
     elif runs_without_gil():
-        yield PROBLEM, f"{text}; Python's GIL is off, and no run will start; set PYTHON_GIL=1"
+        problem = "; Python's GIL is off, and no run will start; set PYTHON_GIL=1"
     elif torch is None:
-        yield PROBLEM, f"{text}; run pip install torch"
+        problem = "; run pip install torch"
     elif _release(torch) < OLDEST_TORCH:
-        yield PROBLEM, f"{text}; use torch {oldest_torch} or newer"
-    else:
-        yield OK, text
+        problem = f"; use torch {oldest_torch} or newer"
+    text = f"python {platform.python_version()}, torch {torch or 'missing'}, telemetry {__version__}"
+    yield PROBLEM if problem else OK, text + problem
 
 
 def check_packages(_place: CheckContext) -> Results:
@@ -163,12 +154,10 @@ def check_packages(_place: CheckContext) -> Results:
         yield PROBLEM, f"missing: {', '.join(missing)}; run pip install {' '.join(missing)}"
     else:
         yield OK, ", ".join(f"{package} {version}" for package, version in found.items())
-    deprecated = version_of("pynvml")
-    if deprecated is not None and _release(deprecated) < (12, 0):  # it contains a module of the same name
-        yield (
-            PROBLEM,
-            (f"pynvml {deprecated} overwrites nvidia-ml-py; run pip uninstall pynvml, then reinstall nvidia-ml-py"),
-        )
+    old = version_of("pynvml")
+    if old is not None and _release(old) < (12, 0):  # it contains a module of the same name
+        remedy = "run pip uninstall pynvml, then reinstall nvidia-ml-py"
+        yield PROBLEM, f"pynvml {old} overwrites nvidia-ml-py; {remedy}"
 
 
 def version_of(package: str) -> str | None:
@@ -186,12 +175,11 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers) if len(numbers) == 2 else (sys.maxsize,)
 
 
-# -- GPUs ----------------------------------------------------------------------------------------------------------
+# -- GPUs --------------------------------------------------------------------------------------------------------------
 
 _CUDA_SECONDS: Final = 60.0
 """A wedged driver hangs. But importing torch from a slow disk can take half a minute, too."""
 
-_MAX_GPU_LINES: Final = 4
 _SM_SOURCES: Final = {
     "gpm": "SM activity is read from hardware counters",
     "process": "SM activity is estimated by the driver (hardware counters need Hopper or newer, and permission)",
@@ -216,13 +204,11 @@ def check_gpu(place: CheckContext) -> Results:
     alike: dict[tuple[str, str], list[int]] = {}
     for device in devices:
         alike.setdefault(_about(device), []).append(device.index)
-    for (status, text), indexes in list(alike.items())[:_MAX_GPU_LINES]:
+    for (status, text), indexes in alike.items():
         shown = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges(indexes))
         yield status, f"{shown}: {text}"
     if not devices:
         yield ABSENT, "the NVIDIA driver works, but finds no GPU: there are no GPU metrics"
-    if len(alike) > _MAX_GPU_LINES:
-        yield ABSENT, f"and {len(alike) - _MAX_GPU_LINES} more kinds of GPU"
 
 
 def _about(device: GpuSummary) -> tuple[str, str]:
@@ -280,7 +266,7 @@ def _time_with_events(*, gpus: bool) -> tuple[str, str]:
     return OK, f"work on {torch.cuda.get_device_name()}; two events in a row are {apart:.1f} us apart"
 
 
-# -- metrics and logs ----------------------------------------------------------------------------------------------
+# -- metrics and logs --------------------------------------------------------------------------------------------------
 
 _BOARD_BYTES: Final = 16 << 20
 _RESOLVER_SECONDS: Final = 5.0
@@ -299,8 +285,7 @@ def check_endpoint(place: CheckContext) -> Results:
         address = numeric(host)
         if address is None:
             lookup = Lookup(host)
-            if not lookup.wait(_RESOLVER_SECONDS):
-                raise socket.gaierror(socket.EAI_AGAIN, f"the resolver did not answer for {_RESOLVER_SECONDS:g} s")
+            lookup.wait(_RESOLVER_SECONDS)
             address = lookup.result()
         refused = _bind(address, port)
         if refused is not None and refused.errno == errno.EADDRINUSE and port:
@@ -374,7 +359,7 @@ def check_board(_place: CheckContext) -> Results:
         yield OK, text
 
 
-# -- reports of the kernel -----------------------------------------------------------------------------------------
+# -- what the kernel reports -------------------------------------------------------------------------------------------
 
 
 def check_workers(_place: CheckContext) -> Results:
@@ -439,14 +424,14 @@ def check_memory(_place: CheckContext) -> Results:
     """The memory that is left, and whether the kernel reports which pages workers share."""
     from telemetry.sources.memory import MemorySource
 
-    available, limit = (sample := MemorySource(tuple).read()).memory_available_bytes, sample.memory_limit_bytes
+    sample = MemorySource(tuple).read()
+    available, limit = sample.memory_available_bytes, sample.memory_limit_bytes
     left = "unknown" if available is None or limit is None else f"{binary_size(available)} of {binary_size(limit)}"
-    left = f"left for this process: {left}"
     if _readable(Path("/proc/self/smaps_rollup")):
-        yield OK, left
+        yield OK, f"left for this process: {left}"
     else:
         lost = "memory that workers copy on write is seen as growth of no part of the run"
-        yield ABSENT, f"{left}; no /proc/PID/smaps_rollup: {lost}"
+        yield ABSENT, f"left for this process: {left}; no /proc/PID/smaps_rollup: {lost}"
 
 
 def _readable(path: Path) -> bool:
@@ -457,20 +442,8 @@ def _readable(path: Path) -> bool:
 
 
 CHECKS: Final[tuple[Callable[[CheckContext], Results], ...]] = (
-    check_enabled,
-    check_settings,
-    check_versions,
-    check_packages,
-    check_gpu,
-    check_cuda_events,
-    check_endpoint,
-    check_run_folder,
-    check_board,
-    check_workers,
-    check_threads,
-    check_schedstat,
-    check_pressure,
-    check_cgroup,
+    check_enabled, check_settings, check_versions, check_packages, check_gpu, check_cuda_events, check_endpoint,
+    check_run_folder, check_board, check_workers, check_threads, check_schedstat, check_pressure, check_cgroup,
     check_memory,
-)
+)  # fmt: skip
 """In the order of the output. `check_cuda_events` uses a result of `check_gpu`."""
