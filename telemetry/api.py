@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import numbers
-import operator
 import os
 import threading
 from contextlib import AbstractContextManager
@@ -158,14 +157,7 @@ def resumed(*, step: int) -> None:
         TypeError: it is no whole number.
         ValueError: it is negative.
     """
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = None
-    if number is None or isinstance(step, bool):
-        raise TypeError(f"step is a whole number, not {type(step).__name__}")
-    if number < 0:
-        raise ValueError(f"step is not negative, but {number} is")
+    number = _whole("step is", step)
     agent = _running()
     if agent is not None:
         agent.tracker.resume.told(agent.tracker, number)
@@ -195,14 +187,10 @@ def tokens(number: int, /) -> None:
         TypeError: it is no whole number.
         ValueError: it is negative.
     """
-    kind: Any = type(number)
-    if not issubclass(kind, numbers.Integral) or kind is bool:
-        raise TypeError(f"tokens are a whole number, not {kind.__name__}")
-    if number < 0:
-        raise ValueError(f"tokens are not negative, but {number} is")
+    count = _whole("tokens are", number)
     agent = _running()
     if agent is not None:
-        agent.tracker.tell_tokens(int(number))
+        agent.tracker.tell_tokens(count)
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:
@@ -222,15 +210,21 @@ def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bo
         TypeError: an argument is no whole number.
         ValueError: an argument is out of its range.
     """
-    for name, value, low, high in (("steps", steps, 1, 50), ("rank", rank, 0, 1 << 24)):
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} of a snapshot is a whole number, not {type(value).__name__}")
-        if not low <= value <= high:
-            raise ValueError(f"{name} of a snapshot is from {low} to {high}, not {value}")
+    steps = None if steps is None else _whole("steps of a snapshot are", steps, 1, 50)
+    rank = None if rank is None else _whole("rank of a snapshot is", rank, 0, 1 << 24)
     agent = _running()
     return agent is not None and agent.snapshots.request(rank, steps)
+
+
+def _whole(what: str, value: object, low: int = 0, high: int = 1 << 62) -> int:
+    """A checked whole number. A tensor is refused without reading it, which could wait for the GPU."""
+    kind: Any = type(value)
+    if not issubclass(kind, numbers.Integral) or kind is bool:
+        raise TypeError(f"{what} a whole number, not {kind.__name__}")
+    number: int = int(value)  # type: ignore[call-overload]
+    if not low <= number <= high:
+        raise ValueError(f"{what} from {low} to {high}, not {number}")
+    return number
 
 
 class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -92,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
     snapshot.add_argument("--rank", metavar="all|N", type=_rank, default="all",
                           help="the ranks to record (default: %(default)s)")
-    snapshot.add_argument("--steps", metavar="K", type=_steps, default="5",
+    snapshot.add_argument("--steps", metavar="K", type=_whole(1, 50), default="5",
                           help="number of steps, from 1 to 50 (default: %(default)s)")
-    snapshot.add_argument("--timeout", metavar="SECONDS", type=_above(0), default="300",
+    snapshot.add_argument("--timeout", metavar="SECONDS", type=_number(0.1), default="300",
                           help="maximum time to wait for the traces, in seconds (default: %(default)s)")
     snapshot.set_defaults(command=_snapshot)
 
@@ -161,7 +162,7 @@ def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
                          help="another pair of runs of the same two versions, A first whichever ran first, for a "
                          "shorter interval; may be given several times")
     compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    compare.add_argument("--fail-over", metavar="PERCENT", type=_percent, default=None,
+    compare.add_argument("--fail-over", metavar="PERCENT", type=_number(0, 99.9), default=None,
                          help="end with status 1 if B is slower by more than PERCENT: the whole 95%% interval must "
                          "say so")
     compare.set_defaults(command=_compare)
@@ -179,17 +180,17 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the dotted name of a module")
     tune.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     length = tune.add_argument_group("length", "how long a trial takes")
-    _add(length, "--seconds", "S", _above(0.0), 10.0, "training time that is measured, without the warm-up")
-    _add(length, "--steps", "N", _whole, None, "a trial also ends after this many measured steps")
-    _add(length, "--warm-up", "S", _above(-1.0), 3.0, "time after the first step that is not measured")
-    _add(length, "--start-seconds", "S", _above(0.0), 600.0, "maximum time until the first step has ended")
+    _add(length, "--seconds", "S", _number(0.1), 10.0, "training time that is measured, without the warm-up")
+    _add(length, "--steps", "N", _whole(1), None, "a trial also ends after this many measured steps")
+    _add(length, "--warm-up", "S", _number(0), 3.0, "time after the first step that is not measured")
+    _add(length, "--start-seconds", "S", _number(0.1), 600.0, "maximum time until the first step has ended")
     search = tune.add_argument_group("search", "which settings are tried")
-    _add(search, "--trials", "N", _whole, 5, "maximum number of trials, that of the script as it is included")
+    _add(search, "--trials", "N", _whole(1), 5, "maximum number of trials, that of the script as it is included")
     search.add_argument("--grid", metavar="NAME=V,V", action="append", default=[],
                         help="try all combinations instead, such as num_workers=0,2,4 prefetch_factor=2,4; may be "
                         "repeated")
     _add(search, "--memory", "BYTES", _size, None, "maximum memory of a trial, such as 8G (default: what there is)")
-    _add(search, "--nproc-per-node", "N", _whole, None, "start N ranks with torchrun, and tune all")
+    _add(search, "--nproc-per-node", "N", _whole(1), None, "start N ranks with torchrun, and tune all")
     files = tune.add_argument_group("files", "what a trial writes")
     files.add_argument("--scratch", action="store_true", help="run each trial in an empty working folder")
     files.add_argument("--no-protection", action="store_true", help="let trials write checkpoints")
@@ -207,29 +208,26 @@ def _add(  # noqa: PLR0917 - a row of the tables above
     group.add_argument(name, metavar=metavar, type=kind, default=default, help=text + shown)
 
 
-def _above(low: float) -> Callable[[str], float]:
+def _number(low: float, high: float = math.inf) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = float(text)
-        if not low < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not above {low:g}")
+        if not (low <= value <= high and value < math.inf):
+            raise argparse.ArgumentTypeError(f"{text} is not from {low:g} to {high:g}")
         return value
 
     return number
 
 
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
+def _whole(low: int, high: float = math.inf) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        return int(_number(low, high)(str(int(text))))
+
+    return whole_number
 
 
 def _size(text: str) -> int:
     factor = _UNITS.get(text[-1:].upper(), 1)
-    value = int(float(text[:-1] if factor > 1 else text) * factor)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+    return int(_number(1)(str(factor * float(text[:-1] if factor > 1 else text))))
 
 
 def _placeholder(doc: SettingDoc) -> str:
@@ -290,13 +288,6 @@ def _compare(options: argparse.Namespace) -> int:
     return compare(pairs, as_json=options.json, fail_over=options.fail_over)
 
 
-def _percent(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < 100:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
-    return number
-
-
 def _tune(options: argparse.Namespace) -> int:
     from telemetry.tune import tune
 
@@ -319,12 +310,6 @@ def _rank(text: str) -> int | None:
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: allowed is all, or the number of a rank")
     return None if text == "all" else int(text)
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 50:
-        raise argparse.ArgumentTypeError(f"{text}: allowed is a number of steps, from 1 to 50")
-    return int(text)
 
 
 def _demo(options: argparse.Namespace) -> int:

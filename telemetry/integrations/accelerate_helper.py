@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from telemetry.api import phase
-from telemetry.integrations.marked_phase import prefixed, tell_tokens
+from telemetry.integrations import prefixed, tell_tokens
 
 
 class AccelerateTelemetry:

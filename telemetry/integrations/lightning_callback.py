@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from telemetry.integrations.marked_phase import MarkedPhase, prefixed, tell_tokens
+from telemetry.integrations import MarkedPhase, prefixed, tell_tokens
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback
@@ -22,7 +22,6 @@ else:
         from lightning.pytorch import Callback
     except ImportError:
         from pytorch_lightning import Callback
-
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,24 +39,11 @@ class TelemetryLightningCallback(Callback):  # type: ignore[misc,unused-ignore]
         self._logged = 0
         self._tokens = tokens
 
-    def on_train_batch_start(  # noqa: D102
-        self,
-        trainer: Any,  # noqa: ARG002
-        pl_module: Any,  # noqa: ARG002
-        batch: Any,
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._tokens is not None:
             tell_tokens(self._tokens(batch))
 
-    def on_train_batch_end(  # noqa: D102
-        self,
-        trainer: Any,
-        pl_module: Any,  # noqa: ARG002
-        outputs: Any,  # noqa: ARG002
-        batch: Any,  # noqa: ARG002
-        batch_idx: int,  # noqa: ARG002
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step  # the same for several batches if gradients are accumulated
         if step == self._logged or not trainer.log_every_n_steps or step % trainer.log_every_n_steps:
             return
@@ -66,17 +52,13 @@ class TelemetryLightningCallback(Callback):  # type: ignore[misc,unused-ignore]
         for logger in trainer.loggers if figures else ():
             logger.log_metrics(dict(figures), step=step)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002, D102
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._phase.begin("evaluation")
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002, D102
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._phase.end()
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002, D102
-        self._phase.begin("evaluation")
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002, D102
-        self._phase.end()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002, D102
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._phase.end()

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
 
-from telemetry.integrations.marked_phase import MarkedPhase, prefixed, tell_tokens
+from telemetry.integrations import MarkedPhase, prefixed, tell_tokens
 
 
 class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -40,16 +40,15 @@ class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ign
         callbacks.insert(flow[0] + 1 if flow else 0, callback)
         return callback
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._tokens_told = state.num_input_tokens_seen  # of the attempts before this one
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._phase.end()
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
-        self._phase.end()
+    on_epoch_begin = on_save = on_train_end = on_step_begin
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a phase: Trainer now logs, evaluates and saves, in this order, but its callbacks only see the ends."""
         self._log_due = bool(control.should_log)
         # Trainer counts those of all ranks, where `include_num_input_tokens_seen` is set. The rest comes next time.
@@ -61,28 +60,14 @@ class TelemetryTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ign
         elif control.should_save:
             self._phase.begin("checkpoint")
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
-        self.on_step_end(args, state, control, **kwargs)
+    on_epoch_end = on_step_end
 
-    def on_log(  # noqa: D102
-        self,
-        args: Any,  # noqa: ARG002
-        state: Any,
-        control: Any,  # noqa: ARG002
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,  # noqa: ARG002
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         due, self._log_due = self._log_due, False
         if due and logs is not None and state.is_world_process_zero:
             logs.update(prefixed())
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._phase.end()
         if control.should_save:
             self._phase.begin("checkpoint")
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
-        self._phase.end()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002, D102
-        self._phase.end()
