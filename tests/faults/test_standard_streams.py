@@ -143,10 +143,9 @@ def without_reader() -> int:
 
 
 @pytest.mark.parametrize("stream", [full_device, without_reader])
-@pytest.mark.parametrize("source", ["print('done')", "sys.exit(3)"])
-def test_a_stderr_that_takes_nothing_leaves_the_exit_status(source, stream, tmp_path):
+def test_a_stderr_that_takes_nothing_leaves_the_exit_status(stream, tmp_path):
     """It takes neither the first line nor the last one."""
-    script, seen = write(tmp_path, "script.py", TRAINS + source), []
+    script, seen = write(tmp_path, "script.py", TRAINS + "print('done'); sys.exit(3)"), []
     for under in ((), FAST):
         target = stream()
         command, env = [sys.executable, *under, script], environment(TELEMETRY_END_LINE="on")
@@ -155,35 +154,9 @@ def test_a_stderr_that_takes_nothing_leaves_the_exit_status(source, stream, tmp_
         seen.append((done.returncode, done.stdout))
     assert seen[0] == seen[1]
     assert end_of(tmp_path / "run")["steps_total"] == 20
-
-
-@pytest.mark.parametrize("arguments", [("run", "nowhere.py"), ("run", "--port", "x", "train.py")])
-def test_a_full_stderr_leaves_the_status_of_a_usage_error(arguments, tmp_path):
-    command = [sys.executable, "-m", "telemetry", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), stderr=full_device(), check=False)
-    assert done.returncode == 2
-
-
-FILL = """
-    os.set_blocking(2, False)
-    try:
-        while os.write(2, b"x" * 512):
-            pass
-    except BlockingIOError:
-        os.set_blocking(2, True)
-"""
-
-
-def test_a_pipe_that_nobody_reads_does_not_hold_up_the_exit(tmp_path):
-    write(tmp_path, "script.py", FILL)
-    script = tmp_path / "script.py"
-    script.write_text(TRAINS + script.read_text())
-    reading, writing = os.pipe()
-    env = environment(TELEMETRY_END_LINE="on")
-    subprocess.run([sys.executable, *RUN, script], cwd=tmp_path, env=env, stderr=writing, timeout=HANG, check=True)
-    os.close(reading)
-    os.close(writing)
-    assert end_of(tmp_path / "run")
+    command = [sys.executable, "-m", "telemetry", "run", "nowhere.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), stderr=stream(), check=False)
+    assert done.returncode == 2, "a usage error"
 
 
 def test_a_full_pipe_or_one_without_a_reader_is_not_waited_for_at_the_start(tmp_path):
@@ -248,20 +221,20 @@ def test_a_stderr_that_is_replaced_gets_the_line(monkeypatch, tmp_path):
 LINE = re.compile(r"^telemetry: (?!run ).*; see: telemetry report .*\n", re.MULTILINE)
 
 STICKS = """
-    import sys, telemetry, time
+    import telemetry, time
     try:
         for number, _ in enumerate(telemetry.watch(range(100))):
             if number == 15:
                 time.sleep(100)
     finally:
-        time.sleep(float(sys.argv[1]))
+        time.sleep(1)
 """
 
 
-@pytest.mark.parametrize("clean_up", [0, 1], ids=["at once", "with ticks in between"])
-def test_a_stuck_run_that_is_interrupted_says_so_and_so_does_its_report(tmp_path, clean_up):
+def test_a_stuck_run_that_is_interrupted_says_so_and_so_does_its_report(tmp_path):
+    """Also if its clean-up takes several ticks."""
     script, env = write(tmp_path, "script.py", STICKS), quiet(TELEMETRY_END_LINE="on")
-    with Child(*RUN, "--stuck-seconds", "1", script, clean_up, cwd=tmp_path, env=env) as child:
+    with Child(*RUN, "--stuck-seconds", "1", script, cwd=tmp_path, env=env) as child:
         wait_for(lambda: events(tmp_path / "run", "stall_open", running=True), "it is stuck")
         child.send(signal.SIGINT)
         child.wait()
@@ -330,13 +303,6 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
     assert torn == []
     assert os.listdir(tmp_path / "shared") == ["plan.json"]
     assert os.listdir(tmp_path / "targets") == ["run.node.json"]
-
-
-def test_a_temporary_name_says_whose_it_is_and_repeats_never():
-    names = {files.temporary_name("x" * 255) for _ in range(1000)}
-    assert len(names) == 1000
-    assert all(name.startswith(".") and name.endswith(".tmp") and f".{os.getpid()}." in name for name in names)
-    assert max(len(os.fsencode(name)) for name in names) <= 255
 
 
 def test_what_cannot_be_written_whole_leaves_the_file_as_it_was(tmp_path):
