@@ -18,9 +18,9 @@ import telemetry
 from telemetry.config import Config
 from telemetry.records import RECORDED
 from telemetry.snapshot import agree, command, control
-from telemetry.snapshot.agree import Agreement, Answer, InvalidMessageError, Plan, Request, Result
+from telemetry.snapshot.agree import Agreement, Answer, InvalidMessageError, Plan, Request, Result, Trigger
 from telemetry.snapshot.command import snapshot
-from telemetry.snapshot.control import StepWatch, Trigger
+from telemetry.snapshot.control import StepWatch
 from telemetry.util import files
 from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
@@ -54,15 +54,14 @@ def clock(monkeypatch):
 class Ranks:
     def __init__(self, folder, clock, count: int) -> None:
         self.clock, self.count, self.folder = clock, count, folder
-        self.refuses: dict[int, str] = {}
+        self.triggers = [Trigger(Config()) for _ in range(count)]
         self.each = [self.rank(rank) for rank in range(count)]
         clock.now += 10
 
     def rank(self, rank: int, folder=None, far: bool = False) -> Agreement:
-        refuses = lambda _: self.refuses.get(rank)
-        where = folder or self.folder
         identity = Identity("r", rank, rank, self.count, "n", 1, "plain")
-        return Agreement(where, identity, 1.0, refuses=refuses, far=lambda: far)
+        job = SimpleNamespace(ranks_elsewhere=lambda _: far)
+        return Agreement(folder or self.folder, identity, 1.0, self.triggers[rank], job)
 
     def ask(self, by: int = 0, kind: str = agree.COMMAND, rank: int | None = None, steps: int = 5) -> Request:
         self.clock.now += 0.001
@@ -178,7 +177,7 @@ def test_a_busy_rank_reads_the_plan_and_does_not_answer(make):
 
 def test_the_policy_of_the_rank_that_writes_the_plan_refuses_for_all(make):
     ranks = make(2)
-    ranks.refuses[0] = "no more"
+    ranks.triggers[0].off = "no more"
     ranks.ask(1)
     assert {rank: plan.refused for rank, plan in ranks.ticks(3).items()} == {0: "no more", 1: "no more"}
 
@@ -196,15 +195,6 @@ def test_old_files_are_not_followed_and_then_removed(make):
     ranks.clock.now += 1000
     assert later_run.poll(0, 0.1) is None
     assert ranks.names() == []
-
-
-def test_the_last_result_removes_request_and_answers(make):
-    ranks = make(2)
-    ranks.ask()
-    plan = ranks.ticks(3)[0]
-    for rank in (0, 1):
-        ranks.each[rank].report(plan, Result(rank, "recorded", None, "x", 1, 2))
-    assert ranks.names() == ["plan.json", "result-0.json", "result-1.json"]
 
 
 BAD = [b"", b'{"kind": "stall"}', b"\xff\xfe", b"9" * 2_000_000, b'{"stall":' + b"[" * 100_000]
@@ -242,8 +232,9 @@ def test_a_plan_does_not_name_another_folder(folder):
 # -- nodes that see files late -------------------------------------------------------------------------------------
 
 
-def test_ranks_of_two_nodes_agree_though_each_sees_files_late(tmp_path, make, clock):
+def test_ranks_of_two_nodes_agree_though_each_sees_files_late(tmp_path, make, clock, monkeypatch):
     """Each node sees what the other one has written up to 30 s later, as with the cached folders of NFS."""
+    monkeypatch.setattr(agree, "caches_folders", lambda _: True)
     folders = [tmp_path / "a", tmp_path / "b"]
     two = make(4)
     two.each = [two.rank(rank, folders[rank // 2], far=True) for rank in range(4)]
@@ -293,6 +284,7 @@ def test_the_command_waits_for_nodes_that_see_files_late(tmp_path, make, clock, 
     (tmp_path / "snapshots").mkdir()
     start = {"event": "run_start", "settings": {"interval_seconds": 1.0}}
     (tmp_path / "logs" / "rank-0.1.jsonl").write_text(json.dumps(start) + "\n")
+    monkeypatch.setattr(agree, "caches_folders", lambda _: True)
     rank = make(2).rank(0, far=True)
 
     def poll() -> None:

@@ -1,4 +1,4 @@
-"""The agreement of the ranks on the steps to record: through small files, without a collective and without blocking.
+"""When a snapshot is taken, and how the ranks agree on its steps: by small files, without a collective or blocking.
 
 The files are in ``RUN_DIR/snapshots/.meeting``, by the id of the request:
 
@@ -30,14 +30,16 @@ from msgspec import Meta
 
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.records import StallRecord
-from telemetry.util.clock import unix_time
-from telemetry.util.files import opened, remove_file, replace_file
+from telemetry.util.clock import NS, now_ns, unix_time
+from telemetry.util.files import caches_folders, opened, remove_file, replace_file
 from telemetry.util.processes import MAX_RANK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
+    from telemetry.config import Config
+    from telemetry.node.peers import JobLink
     from telemetry.util.processes import Identity
 
 REQUEST: Final = "request"
@@ -172,6 +174,70 @@ def ranks_of(kind: str, names: Iterable[str]) -> set[int]:
     return {int(name.partition("-")[2]) for name in names if name.startswith(f"{kind}-")}
 
 
+# -- when a snapshot is taken --------------------------------------------------------------------------------------
+
+
+class Trigger:
+    """One rank's policy. It reads no clock.
+
+    Attributes:
+        taken: number of snapshots so far, with those that failed on this rank.
+        off: why this run takes no more snapshots; None if it may.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stall_since: float | None = None
+        self._fired = False
+        self._last: float | None = None
+        self.taken = 0
+        self.off: str | None = None
+
+    def stalled(self, now: float, cause: str | None) -> bool:
+        """Whether the open stall triggers a snapshot now. Called at each tick.
+
+        A stall triggers one snapshot, after the settle time and if the cooldown is over. A stall caused by checkpoints
+        triggers none, because a trace of steps does not show them.
+
+        Args:
+            now: monotonic seconds.
+            cause: the cause of the open stall; None without one.
+        """
+        if cause is None or cause == "checkpoint":
+            self._stall_since, self._fired = None, False
+            return False
+        if self._stall_since is None:
+            self._stall_since = now
+        held = now - self._stall_since
+        # A rank that waits for a straggler waits longer: the straggler's own snapshot shows the reason.
+        settle = self._config.snapshot_settle_seconds * (2 if cause == "straggler" else 1)
+        if self._fired or held < settle or self.refuses(now, STALL) is not None:
+            return False
+        self._fired = True
+        return True
+
+    def refuses(self, now: float, kind: str) -> str | None:
+        """Why a request is refused; None if it is not. The cooldown holds for stalls, not for a person's request."""
+        if self.off is not None:
+            return self.off
+        if self.taken >= self._config.max_snapshots:
+            return f"this run has taken its max_snapshots = {self._config.max_snapshots}"
+        if kind == STALL and self._last is not None:
+            left = self._last + self._config.snapshot_cooldown_seconds - now
+            if left > 0:
+                return f"the cooldown since the last snapshot has {left:.0f} s to go"
+        return None
+
+    def took(self, now: float) -> None:
+        """Count an agreed snapshot. It also shows the open stall, even if a person requested it."""
+        self.taken += 1
+        self._fired = self._stall_since is not None
+        self._last = now
+
+
+# -- the files and the agreement -----------------------------------------------------------------------------------
+
+
 class RequestFolder:
     """The files of all requests of a run, in ``RUN_DIR/snapshots/.meeting``. The ranks and the command use it."""
 
@@ -223,25 +289,19 @@ class Agreement:
     Args:
         snapshots: the folder ``RUN_DIR/snapshots``.
         tick_seconds: time between two calls of `poll`.
-        refuses: the policy of this rank: returns why a request is refused; None if it is not.
-        far: returns whether other nodes may see a file late. It is called only while there is a request.
+        trigger: the policy of this rank.
+        job: knows whether the job has ranks on other nodes; None without a board.
     """
 
     def __init__(
-        self,
-        snapshots: Path,
-        identity: Identity,
-        tick_seconds: float,
-        *,
-        refuses: Callable[[Request], str | None],
-        far: Callable[[], bool] = lambda: False,
+        self, snapshots: Path, identity: Identity, tick_seconds: float, trigger: Trigger, job: JobLink | None
     ) -> None:
         self._snapshots = snapshots
         self._files = RequestFolder(snapshots)
         self._identity = identity
         self._tick = tick_seconds
-        self._refuses = refuses
-        self._far = far
+        self._trigger = trigger
+        self._job = job
         self._began = unix_time()
         self._done: set[str] = set()  # ids that this rank has handled
         self._mine: set[str] = set()  # ids of this rank's own requests, which it may withdraw
@@ -287,12 +347,8 @@ class Agreement:
         return None
 
     def report(self, plan: Plan, result: Result) -> None:
-        """Write the result of a plan on this rank. The last rank to do so removes the request and the answers."""
-        id_ = plan.request.id
-        self._files.write(id_, f"result-{self._identity.rank}", result)
-        names = self._files.scan().get(id_, set())
-        if ranks_of("result", names) >= set(plan.ranks):
-            self._files.remove(id_, ["request", *(f"answer-{rank}" for rank in ranks_of("answer", names))])
+        """Write the result of a plan on this rank."""
+        self._files.write(plan.request.id, f"result-{self._identity.rank}", result)
 
     def _follow(self, id_: str, names: set[str], here: Answer | None, *, waits: bool) -> Plan | None:
         try:
@@ -329,7 +385,7 @@ class Agreement:
         complete = len(ranks) >= (1 if request.rank is not None else self._identity.world_size) and turn == 0
         if not complete and since < (_NOTICE_TICKS + 2 * turn) * here.hears:
             return None
-        refused = self._refuses(request)
+        refused = self._trigger.refuses(now_ns() / NS, request.kind)
         plan = Plan(request, refused) if refused else self._plan(request, ranks, now)
         if self._files.write(id_, "plan", plan, first=True):
             self._done.add(id_)
@@ -351,7 +407,9 @@ class Agreement:
         )
 
     def _here(self, steps: int, step_seconds: float, now: float) -> Answer:
-        hears = max(self._tick, CACHED_SECONDS / _NOTICE_TICKS) if self._far() else self._tick
+        job = self._job
+        far = job is not None and job.ranks_elsewhere(self._identity.world_size) and caches_folders(self._snapshots)
+        hears = max(self._tick, CACHED_SECONDS / _NOTICE_TICKS) if far else self._tick
         return Answer(self._identity.rank, steps, step_seconds, now, hears)
 
 

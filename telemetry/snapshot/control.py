@@ -1,4 +1,4 @@
-"""Controls the snapshots of one rank: when one is taken, and how its recording is saved.
+"""Controls the snapshots of one rank, and tells whether the steps stay slower after one.
 
 The agent thread decides, agrees with the other ranks and counts. The training thread records (`snapshot.capture`). A
 thread of its own exports, because an export takes seconds and the agent thread must go on sampling meanwhile.
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from telemetry.node.metrics import SnapshotsView
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
 from telemetry.snapshot import agree
-from telemetry.snapshot.agree import Agreement, Plan, Request, Result
+from telemetry.snapshot.agree import Agreement, Plan, Request, Result, Trigger
 from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
 from telemetry.snapshot.capture import Capture, Outcome
 from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, WorkerFetches, trace_name
 from telemetry.util.clock import NS, now_ns, unix_time
-from telemetry.util.files import caches_folders
 from telemetry.util.processes import slug
 from telemetry.util.threads import OwnThread, Wake
 
@@ -65,67 +64,6 @@ _END_SECONDS: Final = 1.0
 """The end of the run waits at most this time for the training thread to end a recording."""
 
 _LONG_SECONDS: Final = 3600.0
-
-
-# -- when a snapshot is taken --------------------------------------------------------------------------------------
-
-
-class Trigger:
-    """One rank's policy. It reads no clock.
-
-    Attributes:
-        taken: number of snapshots so far, with those that failed on this rank.
-        off: why this run takes no more snapshots; None if it may.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._stall_since: float | None = None
-        self._fired = False
-        self._last: float | None = None
-        self.taken = 0
-        self.off: str | None = None
-
-    def stalled(self, now: float, cause: str | None) -> bool:
-        """Whether the open stall triggers a snapshot now. Called at each tick.
-
-        A stall triggers one snapshot, after the settle time and if the cooldown is over. A stall caused by checkpoints
-        triggers none, because a trace of steps does not show them.
-
-        Args:
-            now: monotonic seconds.
-            cause: the cause of the open stall; None without one.
-        """
-        if cause is None or cause == "checkpoint":
-            self._stall_since, self._fired = None, False
-            return False
-        if self._stall_since is None:
-            self._stall_since = now
-        held = now - self._stall_since
-        # A rank that waits for a straggler waits longer: the straggler's own snapshot shows the reason.
-        settle = self._config.snapshot_settle_seconds * (2 if cause == "straggler" else 1)
-        if self._fired or held < settle or self.refuses(now, agree.STALL) is not None:
-            return False
-        self._fired = True
-        return True
-
-    def refuses(self, now: float, kind: str) -> str | None:
-        """Why a request is refused; None if it is not. The cooldown holds for stalls, not for a person's request."""
-        if self.off is not None:
-            return self.off
-        if self.taken >= self._config.max_snapshots:
-            return f"this run has taken its max_snapshots = {self._config.max_snapshots}"
-        if kind == agree.STALL and self._last is not None:
-            left = self._last + self._config.snapshot_cooldown_seconds - now
-            if left > 0:
-                return f"the cooldown since the last snapshot has {left:.0f} s to go"
-        return None
-
-    def took(self, now: float) -> None:
-        """Count an agreed snapshot. It also shows the open stall, even if a person requested it."""
-        self.taken += 1
-        self._fired = self._stall_since is not None
-        self._last = now
 
 
 class StepWatch:
@@ -282,13 +220,7 @@ class SnapshotControl:
         self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
         self._trigger = Trigger(config)
         self._watch = StepWatch()
-        self._agreement = Agreement(
-            self._folder,
-            identity,
-            config.interval_seconds,
-            refuses=lambda request: self._trigger.refuses(now_ns() / NS, request.kind),
-            far=lambda: job is not None and job.ranks_elsewhere(identity.world_size) and caches_folders(self._folder),
-        )
+        self._agreement = Agreement(self._folder, identity, config.interval_seconds, self._trigger, job)
         self._capture = Capture(tracker, profilers, config, identity)
         profilers.before_theirs = self._capture.give_way
         self._store = TraceStore(self._folder, slug(identity.node), config)

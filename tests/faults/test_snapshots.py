@@ -36,79 +36,39 @@ def whole(path) -> bool:
 
 # -- what they leave behind ----------------------------------------------------------------------------------------
 
-CYCLES = """
-from torch import nn
-from telemetry.config import Config
-from telemetry.hooks.attachment import Attachment
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.util import threads as own_threads
-from telemetry.snapshot.budget import Budget, BudgetWatch
-from telemetry.snapshot.capture import Capture
-from telemetry.snapshot.store import TraceStore, WorkerFetches
-from tests.snapshot_recording import ME, plan
 
-tracker = StepTracker(Ring())
-attachment = Attachment(tracker, print)
-attachment.attach()
-config = Config(snapshot_disk_bytes=1 << 18)
-capture = Capture(tracker, attachment.profilers, config, ME)
-trace_store = TraceStore(Path("run/snapshots"), "node", config)
-layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
-iterator = iter(DataLoader(Ones(), batch_size=4))
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-def threads_now():
-    return threading.active_count() + len(own_threads.running())
-
-
-grown, before = [], threads_now()
-for cycle in range(100):
-    now = tracker.ring.closed
-    capture.arm(plan(now + 4, now + 6), BudgetWatch(Budget.now(config, 1)))
-    for _ in range(8):
-        layers(next(iterator)).sum().backward()
-    tracker.ring.drain(1 << 20)
-    outcome = capture.take()
-    assert outcome.result == "recorded", outcome
-    trace_store.publish(outcome.trace, outcome.plan, "rank-0.gz", most_bytes=1 << 20, fetches=WorkerFetches([], 0, 0))
-    del outcome
-    if cycle >= 19:
-        grown.append(resident())
-kept = sum(path.stat().st_size for path in Path("run/snapshots").rglob("*"))
-tell([grown, kept, threads_now() - before])
-"""
-
-
-def test_a_hundred_snapshots_leave_no_memory_behind(tmp_path):
-    grown, kept, threads = run_loop(tmp_path, CYCLES, timeout=300)
-    early, late = max(grown[:20]), max(grown[-20:])
-    assert late - early < 8 * MIB, f"{(late - early) // MIB} MiB in 60 snapshots of about 1 MiB each"
-    assert kept < (1 << 18) + 65536, "the limit holds"
-    assert threads == 0
-
-
-def test_nothing_is_left_of_a_snapshot_but_its_files(tmp_path):
-    """No thread and no change of the environment. Inductor, which torch's own profiler imports, is not loaded."""
-    run_loop(
+def test_many_snapshots_leave_nothing_behind_but_their_files(tmp_path):
+    """No memory, no thread, no change of the environment, and not Inductor, which torch's own profiler imports."""
+    grown, kept = run_loop(
         tmp_path,
         """
         from tests.faults.inside import own_threads
-        start()
+        from telemetry.snapshot import control
+        control._MIN_STEPS = 1 << 30  # a busy machine may have slower steps afterwards
         before = dict(os.environ)
-        loop(recorded)
+        layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
+        start(interval_seconds=0.1, max_snapshots=1000, snapshot_disk_bytes=1 << 18)
+        grown = []
+        for batch in DataLoader(Ones(), batch_size=4):
+            layers(batch).sum().backward()
+            time.sleep(0.001)
+            if recorded() == 60:
+                break
+            if sum(agent().snapshots.counts.values()) == len(grown):
+                grown.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+                telemetry.request_snapshot(steps=3)
         assert "telemetry-export" not in own_threads()
         telemetry.stop()
         assert dict(os.environ) == before
         assert own_threads() == []
         assert "torch._inductor" not in sys.modules
+        tell([grown[10:], sum(path.stat().st_size for path in Path("run/snapshots").glob("request-*/*"))])
         """,
+        timeout=300,
     )
+    early, late = max(grown[:15]), max(grown[-15:])
+    assert late - early < 8 * MIB, f"{(late - early) // MIB} MiB in 35 snapshots of about 1 MiB each"
+    assert kept <= 1 << 18, "the limit holds"
 
 
 def test_a_folder_that_cannot_be_used_is_told_and_takes_no_requests(tmp_path):
