@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import child, grafana, inlining, machine, report, spread
-from benchmarks.fleet_prometheus import Prometheus, QueryError, recording_rules, write_configuration
+from benchmarks import child, grafana, machine, report, spread
+from benchmarks.fleet_prometheus import Prometheus, QueryError, inlined, recording_rules, write_configuration
 from benchmarks.fleet_ranks import fleet
 from benchmarks.report import Row
 
@@ -162,7 +162,7 @@ def time_queries(prometheus: Prometheus, range_seconds: int, rounds: int) -> lis
         values = _choice(prometheus, dashboard) | grafana.times(range_seconds, SCRAPE_SECONDS, SCRAPE_SECONDS)
         for query in grafana.queries_of(name, dashboard):
             expression = grafana.substituted(query.expression, values)
-            raw = inlining.inlined(expression, rules, metrics, f"{SCRAPE_SECONDS}s")
+            raw = inlined(expression, rules, metrics, f"{SCRAPE_SECONDS}s")
             timing = Timing(query, expression, raw)
             timings.append(timing)
             step, end = None if query.instant else SCRAPE_SECONDS, time.time()
@@ -236,7 +236,7 @@ def measure(ranks: int, ranks_per_node: int, seconds: float, rounds: int) -> lis
     Raises:
         ChildError: Prometheus or the endpoints do not start.
     """
-    command = [sys.executable, "-m", "benchmarks.fleet_server", str(ranks), str(ranks_per_node)]
+    command = [sys.executable, "-m", "benchmarks.fleet_ranks", str(ranks), str(ranks_per_node)]
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as folder:
         server = subprocess.Popen(command, env=child.environment(), stdout=subprocess.PIPE, text=True)
         try:

@@ -1,14 +1,20 @@
 """Simulated ranks: what the agent of each would show at a moment, with everything measured and changing values.
 
 The exposition is the real one (`telemetry.node.prometheus`). Only the view that it renders is simulated.
+
+``python -m benchmarks.fleet_ranks RANKS RANKS_PER_NODE``, started by `benchmarks.fleet`, prints its port, and serves
+them until it is terminated.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry import records  # RECORDS
 from telemetry._version import __version__
@@ -247,3 +253,56 @@ def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram
         counts[min(place + offset, len(bounds))] += int(count * share)
     counts[min(place + 2, len(bounds))] += count - sum(counts)
     return Histogram(bounds, tuple(counts), count * value)
+
+
+# -- a fleet of endpoints: nodes at one loopback port, each at its own path ------------------------------------------
+
+AGE_SECONDS: Final = 3600.0
+"""Age of the runs when they are first scraped."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, nodes: list[list[SimulatedRank]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.nodes = {f"/{ranks[0].node}/metrics": Node(ranks) for ranks in nodes}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing if a scraper disconnects."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # Prometheus keeps its connections
+    server: _Server
+
+    def do_GET(self) -> None:
+        node = self.server.nodes.get(self.path)
+        if node is None:
+            self.send_error(404)
+            return
+        now = time.time()
+        body = node.expose(rank.view(now) for rank in node.ranks)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        del format, args
+
+
+def main(argv: list[str]) -> None:
+    """Serve ``ranks`` simulated ranks."""
+    ranks, ranks_per_node = map(int, argv)
+    server = _Server(fleet(ranks, ranks_per_node, time.time() - AGE_SECONDS))
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -25,8 +25,8 @@ from benchmarks import (
 from benchmarks import fleet as fleet_benchmark
 from benchmarks import trace as trace_benchmark
 from benchmarks.effort import QUICK
+from benchmarks.fleet_prometheus import inlined
 from benchmarks.fleet_ranks import Node, fleet
-from benchmarks.inlining import inlined
 from telemetry.trace.reader import read_trace
 from tests.full_views import page
 
