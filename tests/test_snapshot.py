@@ -315,10 +315,10 @@ def trigger(most: int = 3) -> Trigger:
     return Trigger(Config(snapshot_settle_seconds=10, snapshot_cooldown_seconds=100, max_snapshots=most))
 
 
-def fired(one: Trigger, until: int, cause: str | None = CAUSE, since: int = 0) -> list[int]:
+def fired(one: Trigger, causes: list[str | None], since: int = 0) -> list[int]:
     """The seconds at which it fires, asked once a second, each taken."""
     found = []
-    for now in range(since, until):
+    for now, cause in enumerate(causes, since):
         if one.stalled(now, cause):
             found.append(now)
             one.took(now)
@@ -326,32 +326,21 @@ def fired(one: Trigger, until: int, cause: str | None = CAUSE, since: int = 0) -
 
 
 @pytest.mark.parametrize(
-    ("cause", "at"), [(CAUSE, [10]), ("straggler", [20]), ("checkpoint", [])],
-    ids=["once, when it has held", "the straggler first", "a trace of steps shows no checkpoint"],
+    ("causes", "at"),
+    [([CAUSE] * 300, [10]), (["straggler"] * 300, [20]), (["checkpoint"] * 300, []),
+     ([CAUSE] * 9 + [None] + [CAUSE] * 9, []), ([CAUSE] * 12 + [None] + [CAUSE] * 288, [10, 110])],
+    ids=["once, when it has held", "the straggler first", "a trace of steps shows no checkpoint",
+         "closed before it has settled", "the next one waits for the cooldown"],
 )  # fmt: skip
-def test_a_stall_triggers_one_snapshot(cause, at):
-    assert fired(trigger(), 300, cause) == at
-
-
-def test_a_stall_that_closes_before_it_has_settled_triggers_none():
-    one = trigger()
-    assert fired(one, 9) == []
-    assert fired(one, 10, cause=None, since=9) == []
-    assert fired(one, 19, since=10) == []
+def test_a_stall_triggers_one_snapshot(causes, at):
+    assert fired(trigger(), causes) == at
 
 
 def test_another_s_snapshot_shows_the_stall_too():
     one = trigger()
     one.stalled(0, CAUSE)
     one.took(5)
-    assert fired(one, 1000, since=6) == []
-
-
-def test_the_next_stall_waits_for_the_cooldown():
-    one = trigger()
-    assert fired(one, 12) == [10]
-    one.stalled(12, None)
-    assert fired(one, 300, since=13) == [110]
+    assert fired(one, [CAUSE] * 1000, since=6) == []
 
 
 def test_a_person_waits_for_no_cooldown_but_there_is_a_maximum():
@@ -362,7 +351,7 @@ def test_a_person_waits_for_no_cooldown_but_there_is_a_maximum():
     one.took(1)
     for kind in (agree.STALL, agree.API, agree.COMMAND):
         assert "max_snapshots = 2" in one.refuses(1000, kind)
-    assert fired(trigger(most=0), 100) == []
+    assert fired(trigger(most=0), [CAUSE] * 100) == []
     one.off = "slower"
     assert one.refuses(0, agree.COMMAND) == "slower"
 

@@ -10,19 +10,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.log_lines import LOG_NAME, Line, RunEndLine, RunStartLine
+from telemetry.log_lines import Line, RunEndLine, RunStartLine
 from telemetry.records import RECORDED
-from telemetry.report.logs import parsed
+from telemetry.report.logs import NoRunError, find_logs, parsed
 from telemetry.snapshot import agree
 from telemetry.snapshot.agree import InvalidMessageError, Plan, Request, RequestFolder, Result, ranks_of
-from telemetry.util.files import caches_folders, open_regular
+from telemetry.top.run_folder import LogTail
+from telemetry.util.files import caches_folders
 from telemetry.util.text import complain, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _POLL_SECONDS: Final = 0.1
-_TAIL_BYTES: Final = 1 << 16
 
 
 class SnapshotCommandError(Exception):
@@ -33,7 +33,7 @@ def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
     """Request a snapshot of one rank or all, and print where it is. Returns the exit status: 1 without a trace."""
     try:
         results = _results(Path(run_dir), rank, steps, timeout)
-    except (SnapshotCommandError, InvalidMessageError, OSError) as error:
+    except (SnapshotCommandError, NoRunError, InvalidMessageError, OSError) as error:
         complain(str(error))
         return 1
     except KeyboardInterrupt:
@@ -112,33 +112,15 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 def _interval_of_running(run_dir: Path) -> float:
     """Check that the run is still going on. Returns the time between two polls of its ranks, in seconds."""
-    logs = run_dir / "logs"
-    found = ((path, LOG_NAME.fullmatch(path.name)) for path in (logs.iterdir() if logs.is_dir() else ()))
-    paths = [path for path, match in found if match is not None and match["rotated"] is None]
-    if not paths:
-        raise SnapshotCommandError(f"{run_dir} is not a run folder: there is no log in {logs}")
-    read = [ends for path in paths if (ends := _ends_of(path)) is not None]
+    read = [lines for log in find_logs(run_dir)[0] if (lines := LogTail(log.paths[-1]).read())]
     if not read:
-        raise SnapshotCommandError(f"no log in {logs} can be read")
-    running = [first for first, newest in read if not isinstance(newest, RunEndLine)]
+        raise SnapshotCommandError(f"no log in {run_dir} can be read")
+    newest = [next((found for raw in reversed(lines) if (found := _line(raw))), Line()) for lines in read]
+    running = [lines[0] for lines, last in zip(read, newest, strict=True) if not isinstance(last, RunEndLine)]
     if not running:
-        raise SnapshotCommandError(f"the run in {run_dir} has ended, at {max(newest.time for _, newest in read)}")
-    return float(running[0].settings.interval_seconds) if isinstance(running[0], RunStartLine) else 1.0
-
-
-def _ends_of(path: Path) -> tuple[Line, Line] | None:
-    """The first and the newest complete line of a log; None if it cannot be read."""
-    try:
-        file = open_regular(path)
-        if file is None:
-            return None
-        with file:
-            first = file.readline(_TAIL_BYTES)
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).splitlines()
-    except OSError:
-        return None
-    return _line(first) or Line(), next((found for line in reversed(lines) if (found := _line(line))), Line())
+        raise SnapshotCommandError(f"the run in {run_dir} has ended, at {max(last.time for last in newest)}")
+    first = _line(running[0])
+    return float(first.settings.interval_seconds) if isinstance(first, RunStartLine) else 1.0
 
 
 def _line(raw: bytes) -> Line | None:
