@@ -529,19 +529,6 @@ def test_only_its_own_thread_calls_nvml_and_leaves_nothing_behind(state):
     assert state.callers == {"telemetry-nvml"}
 
 
-def test_a_state_file_is_read_again_at_each_call(state, tmp_path):
-    """What the tests of whole training processes stand on."""
-    path = tmp_path / "nvml.json"
-    fake.write_state(path, State(gpus=[Gpu(gpm=True, processes=[Process()]), partitioned()]))
-    seen = fake.install(path)
-    with source(seen) as made:
-        assert sample(seen, made).sm_active_ratio == 0.625
-        fake.write_state(path, State(gpus=[Gpu(gpm=True, utilization=7), partitioned()]))
-        until(lambda: made.read().utilization_ratio == 0.07)
-        fake.write_state(path, State(errors={"nvmlDeviceGetPowerUsage": fake.GPU_IS_LOST}))
-        reason(made, "GPU is lost")
-
-
 def test_importing_the_module_does_not_import_the_binding():
     code = "import sys, telemetry.sources.nvml; raise SystemExit('pynvml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

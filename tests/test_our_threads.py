@@ -22,7 +22,7 @@ from tests.running_agent import at_work
 ROOT = Path(__file__).parents[1]
 
 WATCHED = """
-import io, multiprocessing, os, socket, sys, threading, time, urllib.request
+import functools, io, multiprocessing, os, socket, sys, threading, time, urllib.request
 from importlib.abc import MetaPathFinder
 from telemetry.util.threads import named, running
 
@@ -42,6 +42,27 @@ class Watch(MetaPathFinder):
 sys.meta_path.insert(0, Watch())
 import torch
 import telemetry
+
+# From here on all functions of `time` are replaced, as a script may do it before it starts the agent.
+calls = os.open(sys.argv[1] + "/calls", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def seen_from(name, real):
+    @functools.wraps(real)
+    def replacement(*arguments):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        thread = named(threading.get_ident())
+        if thread is not None or caller.startswith("telemetry."):
+            os.write(calls, f"{name} in {caller} on {thread}\\n".encode())
+        return real(*arguments)
+    return replacement
+
+
+for name, real in list(vars(time).items()):
+    if callable(real) and not isinstance(real, type):
+        setattr(time, name, seen_from(name, real))
+time.sleep(0)
+
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -82,55 +103,20 @@ print(*sorted(started))
 """
 
 
-def trained(script: str, folder: Path) -> str:
-    """What the training prints. It ends without an error."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TELEMETRY_END_LINE": "off"}
-    arguments = [sys.executable, "-c", script, str(folder)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_our_threads_import_nothing(tmp_path):
+def test_our_threads_import_nothing_and_call_no_clock_and_no_sleep_of_a_script(tmp_path):
     """In a training with workers, a stall, a snapshot, checkpoints, evaluations, and a host that is a name.
 
     The thread of the endpoint imports `prometheus_client` at the first scrape. A fork waits for that.
     """
-    printed = trained(WATCHED, tmp_path)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TELEMETRY_END_LINE": "off"}
+    arguments = [sys.executable, "-c", WATCHED, str(tmp_path)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
     imports = [line.split() for line in (tmp_path / "imports").read_text().splitlines()]
     assert imports[0] == ["telemetry-endpoint", "prometheus_client"]
     assert {thread for thread, _ in imports} == {"telemetry-endpoint"}
     assert not [name for _, name in imports if name.startswith("telemetry.")]
-    assert {"telemetry-agent", "telemetry-export"} <= set(printed.split()), "these had something to do"
-
-
-REPLACED = """
-import functools
-
-calls = os.open(sys.argv[1] + "/calls", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-
-def seen_from(name, real):
-    @functools.wraps(real)
-    def replacement(*arguments):
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        thread = named(threading.get_ident())
-        if thread is not None or caller.startswith("telemetry."):
-            os.write(calls, f"{name} in {caller} on {thread}\\n".encode())
-        return real(*arguments)
-    return replacement
-
-
-for name, real in list(vars(time).items()):
-    if callable(real) and not isinstance(real, type):
-        setattr(time, name, seen_from(name, real))
-time.sleep(0)
-"""
-
-
-def test_our_threads_call_no_clock_and_no_sleep_of_a_script(tmp_path):
-    """In the same training, by a script that replaces all functions of `time` before it starts the agent."""
-    trained(WATCHED.replace("import telemetry\n", f"import telemetry\n{REPLACED}"), tmp_path)
+    assert {"telemetry-agent", "telemetry-export"} <= set(done.stdout.split()), "these had something to do"
     assert sorted(set((tmp_path / "calls").read_text().splitlines())) == []
 
 
@@ -259,11 +245,12 @@ SILENT = """
 import os, sys
 import torch
 from types import SimpleNamespace
+from telemetry.snapshot.agree import API, REQUEST, Request
 from telemetry.snapshot.capture import Session
 
 written = []
 sys.addaudithook(lambda event, _: written.append(event) if event in {"os.putenv", "os.unsetenv"} else None)
-plan = SimpleNamespace(request=SimpleNamespace(reason="test"), first_step=1, last_step=2)
+plan = SimpleNamespace(request=Request("1700000000000-a", API, REQUEST, None, 2, "a test"), first_step=1, last_step=2)
 for _ in range(2):
     session = Session(plan, SimpleNamespace(run="r", rank=0, world_size=1))
     session.prepare()

@@ -17,7 +17,6 @@ from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.node.board import Board
-from telemetry.node.metrics import HangView
 from telemetry.node.peers import candidates, of_node
 from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
 from telemetry.sources.lines import ThreadSamples
@@ -500,7 +499,7 @@ def test_on_a_calm_run_nothing_is_read_and_nothing_written(board):
     for _ in range(50):
         assert rank.tick(hangs=False) == []
     assert rank.asked == 0
-    assert (rank.part.state, rank.part.view(), rank.job.local) == (None, None, ())
+    assert (rank.part.state, rank.part.verdict, rank.job.local) == (None, None, ())
 
 
 def test_the_serving_rank_writes_one_line_when_it_knows_all_ranks(board):
@@ -514,7 +513,7 @@ def test_the_serving_rank_writes_one_line_when_it_knows_all_ranks(board):
     assert (line["event"], line["kind"]) == ("hang", "fetch")
     assert line["suspects"] == [{"rank": 1, "node": "n2", "where": "data.py:88 (read)", "doing": "in a fetch"}]
     assert line["recorder"].startswith("off; start the job with TORCH_FR_BUFFER_SIZE=")
-    assert rank.part.view() == HangView("fetch", 1, "data.py:88 (read)")
+    assert (rank.part.verdict.kind, rank.part.verdict.suspect.rank) == ("fetch", 1)
 
 
 def test_a_silent_rank_does_not_hold_the_line_back_which_comes_again(board):
@@ -552,7 +551,7 @@ def test_a_hang_is_over_once_steps_end_again(board):
     rank.tick()
     rank.tick(hangs=False)
     assert [line.get("over") for line in rank.tick(hangs=False)] == [None]
-    assert rank.part.view() is None
+    assert rank.part.verdict is None
     rank.tick(hangs=False, steps=8)
     assert [line.get("over") for line in rank.tick(hangs=False, steps=9)] == [None, True]
 

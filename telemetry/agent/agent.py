@@ -562,7 +562,7 @@ class Agent:
             last_step_unix_seconds=None if last is None else self._wall.unix_seconds(last),
             errors=dict(self.errors.counts),
             stalls=self._stall_monitor.view(),
-            hang=self.job_hang.view(),
+            hang=self.job_hang.verdict,
             snapshots=self.snapshots.view(),
             collectors=collectors.health(),
             gpu=samples.nvml,

@@ -18,7 +18,6 @@ from telemetry.diagnosis.hangs import (
     decide,
     with_sentence,
 )
-from telemetry.node.metrics import HangView
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from telemetry.sources.flight_recorder import FlightRecorder
 from telemetry.sources.proc import thread_state
@@ -151,6 +150,7 @@ class JobHang:
 
     Attributes:
         state: what this rank does while the job hangs, to be published; else None.
+        verdict: why the job hangs; None while nothing does, and on ranks that do not serve their node.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class JobHang:
         self._steps = 0
         self.state: HangState | None = None
         self._over: dict[str, Any] | None = None
-        self._verdict: HangVerdict | None = None
+        self.verdict: HangVerdict | None = None
 
     def tick(self) -> None:
         """Publish the state of this rank while a rank of the job is stuck, and decide if this rank serves its node.
@@ -198,20 +198,10 @@ class JobHang:
                 job.local, elsewhere = local, job.elsewhere
             self._decide((*local, *elsewhere), world_size, passed)
 
-    def view(self) -> HangView | None:
-        """The verdict for the endpoint; None while nothing hangs, and on ranks that do not serve their node."""
-        verdict = self._verdict
-        if verdict is None:
-            return None
-        first = next(iter(verdict.suspects), None)
-        if first is None:
-            return HangView(verdict.kind, None)
-        return HangView(verdict.kind, first.rank, first.where and first.where.rpartition("/")[2])
-
     @property
     def sentence(self) -> str:
         """Why the job hangs, on the rank that serves its node. Empty if it does not, or if no rank waits."""
-        verdict = self._verdict
+        verdict = self.verdict
         return verdict.sentence if verdict is not None and verdict.waiting else ""
 
     def _of_node(self, own: HangState, *, name_silent: bool) -> tuple[HangState, ...]:
@@ -252,21 +242,21 @@ class JobHang:
         if key == self._written:
             return
         self._since = self._since or self._wall.iso(self._now() - int(found.seconds * NS))
-        self._verdict = with_sentence(found, self._since[11:19])
+        self.verdict = with_sentence(found, self._since[11:19])
         self._written = key
         if self._lines < _MAX_LINES:
             self._lines += 1
             recorder = {"recorder": _RECORDER_OFF} if self._own.recorder_is_off else {}
-            self._event_log.emit("hang", {"since": self._since} | self._verdict.fields() | recorder)
+            self._event_log.emit("hang", {"since": self._since} | self.verdict.fields() | recorder)
 
     def _end(self) -> None:
         """End a hang. It is over if steps end again; otherwise the processes are about to end."""
         if self._began_ns is not None:
             if self._job is not None:
                 self._job.local = ()
-            if self._verdict is not None:
-                self._over = {"since": self._since, "kind": self._verdict.kind, "over": True}
-            self._began_ns = self.state = self._written = self._verdict = None
+            if self.verdict is not None:
+                self._over = {"since": self._since, "kind": self.verdict.kind, "over": True}
+            self._began_ns = self.state = self._written = self.verdict = None
             self._lines, self._since = 0, ""
         if self._over is not None and self._own.steps > self._steps:
             self._event_log.emit("hang", self._over)

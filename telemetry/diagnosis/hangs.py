@@ -138,6 +138,11 @@ class HangVerdict:
     silent: tuple[int, ...]
     sentence: str = ""
 
+    @property
+    def suspect(self) -> HangSuspect | None:
+        """The first of the suspects, if there is one."""
+        return next(iter(self.suspects), None)
+
     def fields(self) -> dict[str, Any]:
         """The fields of its line in the log. Ranks are ranges of a first and a last rank."""
         return {

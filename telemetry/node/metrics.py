@@ -25,6 +25,7 @@ from telemetry.records import (
 )
 
 if TYPE_CHECKING:
+    from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.records import (
         CollectorHealth,
         GpuSample,
@@ -48,18 +49,6 @@ class StallView:
     opened: dict[str, int]
     lost_seconds: dict[str, float]
     straggler: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HangView:
-    """A job that hangs: why, from `HANG_KINDS`, and the first rank that the others wait for, if there is one.
-
-    ``place``: file and line where that rank is, without folders, if known.
-    """
-
-    kind: str
-    suspect: int | None
-    place: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +87,7 @@ class RunView:
     last_step_unix_seconds: float | None
     errors: dict[str, int]
     stalls: StallView | None = None
-    hang: HangView | None = None
+    hang: HangVerdict | None = None
     snapshots: SnapshotsView | None = None
     collectors: tuple[CollectorHealth, ...] = ()
     gpu: GpuSample | None = None
@@ -254,6 +243,11 @@ def _durations(view: RunView) -> dict[str, float]:
     return {h.name: h.duration_seconds for h in view.collectors if h.duration_seconds is not None}
 
 
+def _hang_place(hang: HangVerdict) -> dict[str, float] | None:
+    where = None if hang.suspect is None else hang.suspect.where
+    return None if where is None else {where.rpartition("/")[2]: 1.0}
+
+
 # fmt: off
 
 CATEGORY: Final = MetricLabel("category", CATEGORIES)
@@ -327,17 +321,17 @@ STALLS: Final[MetricGroup[StallView]] = MetricGroup(record=lambda view: view.sta
             details="Multiply it by the number of GPUs to get GPU time."),
 ))
 _NO_HANG: Final = "unless the job hangs, and on ranks that do not serve their node"
-HANG: Final[MetricGroup[HangView]] = MetricGroup(record=lambda view: view.hang, absent=_NO_HANG, metrics=(
+HANG: Final[MetricGroup[HangVerdict]] = MetricGroup(record=lambda view: view.hang, absent=_NO_HANG, metrics=(
     gauge("training_hang_active", "1 for the kind of the hang, 0 for the others.", lambda hang: (hang.kind,),
           label=MetricLabel("kind", HANG_KINDS),
           details="The log has the ranks and a sentence, in lines with `event` = `hang`."),
     gauge("training_hang_suspect_rank", "Number of the rank that the others wait for while the job hangs.",
-          lambda hang: hang.suspect,
+          lambda hang: None if hang.suspect is None else hang.suspect.rank,
           absent="unless the job hangs and a rank is suspected, and on ranks that do not serve their node",
           details="Of several ranks the first."),
     gauge("training_hang_place_info",
           "Always 1. The label has the file and line where that rank is while the job hangs.",
-          lambda hang: None if hang.place is None else {hang.place: 1.0}, label=MetricLabel("place"),
+          _hang_place, label=MetricLabel("place"),
           absent="unless the job hangs and the line of the rank that is waited for is known, and on ranks that do "
           "not serve their node",
           details="It names no folder. There is one value for each hang, and none otherwise."),

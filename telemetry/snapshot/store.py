@@ -231,7 +231,8 @@ class TraceStore:
             size += len(begin) - events.start(1)
         packed = self._work / "packed"  # not a name that a reader of traces would look for
         with _new_file(packed) as file:
-            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=_LEVEL) as stream:
+            # Without a time of its own, it would call `time.time`, which the script may have replaced.
+            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=_LEVEL, mtime=0) as stream:
                 stream.write(begin)
                 while chunk := os.read(raw, _CHUNK):
                     stream.write(chunk)
