@@ -16,6 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from telemetry.hooks.patching import WeakMap
 from telemetry.node.prometheus import Exposition, Page, numbers_of
 from telemetry.util.clock import NS, now_ns, sleep, thread_time_ns
 from telemetry.util.files import LOWEST, Descriptor, raised, read_small
@@ -311,6 +312,7 @@ class Endpoint:
         self.cpu_seconds = 0.0
         self._socket = _raised(socket.socket(address.family, socket.SOCK_STREAM))
         self._listening = Descriptor(self._socket.fileno())
+        _endpoints[self] = None  # before it has a port, because a child may be forked at any moment
         try:
             self._listen(address, ports)
             self.port: int = self._socket.getsockname()[1]
@@ -487,6 +489,9 @@ def _response(status: int, page: Page, *, with_body: bool = True) -> bytes:
     return "\r\n".join([*head, "\r\n"]).encode() + (page.body if with_body else b"")
 
 
+_endpoints: Final[WeakMap[None]] = WeakMap()
+
+
 # -- which rank serves ---------------------------------------------------------------------------------------------
 
 _ANNOUNCED_SECONDS: Final = 0.2
@@ -635,9 +640,9 @@ class NodeService:
             self._targets.remove()
 
     def after_fork_in_child(self) -> None:
-        """Close the copies of the parent's files and sockets."""
-        if self.endpoint is not None:
-            self.endpoint.abandon()
+        """Close the copies of the parent's files and sockets, also those of an endpoint that is being made."""
+        for endpoint in _endpoints.objects():
+            endpoint.abandon()
         self.board.server_lock.close()
 
     # -- the endpoint ------------------------------------------------------------------------------------------
