@@ -11,7 +11,7 @@ LONG = """
     test_demo faults/test_ranks zoo/test_zoo faults/test_forks test_report_logs faults/test_disks
     faults/test_blocked_agent faults/test_memory test_workers faults/test_signals faults/test_standard_streams
     test_stalls test_agent faults/test_footprint faults/test_takeover faults/test_names_and_settings test_html
-    frameworks/test_resume frameworks/test_loader_epochs test_benchmarks test_lines_run
+    frameworks/test_resume test_benchmarks test_lines_run
     test_trace_ faults/test_unnoticed faults/test_seams faults/test_files_removed faults/test_endpoint
     test_compare test_sinks test_run_counts test_commands
 """.split()

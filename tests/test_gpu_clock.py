@@ -25,9 +25,6 @@ from tests.fakes.device import Device, Event
 from tests.report_logs import summarize
 from tests.running_agent import log_lines, wait_for
 
-# -- exposed wait on a device's own clock: a simulated GPU, stand-ins for other devices, and a real GPU ----------------
-
-
 # -- exposed wait by event pairs, with events that follow a simulated GPU ----------------------------------------------
 
 
@@ -227,22 +224,6 @@ def test_the_start_of_an_epoch_is_timed_each_time(gpu):
     assert sums(clock, "at_boundary")[0] == pytest.approx(3 * 500 * MS, rel=0.01)
 
 
-def test_the_hooks_drive_the_clock(observed, gpu):
-    clock = observed.tracker.gpu = GpuClock(gpu)
-
-    class Loader(Numbers):
-        def __getitem__(self, index):
-            gpu.sleep(200)
-            return index
-
-    for _ in range(2):
-        for _ in DataLoader(Loader(6), batch_size=1):
-            gpu.work(50)
-    observed.tracker.errors = 0
-    assert clock.pairs >= 12
-    assert ratio(clock) == pytest.approx(150 / 200, abs=0.02)
-
-
 def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):
     clock = GpuClock(gpu)
     for _ in range(5):
@@ -266,16 +247,6 @@ def test_events_are_used_again_on_their_own_device_only(gpu):
     clock.epoch_boundary()
     assert clock.pairs == 20
     assert clock.distrusted == 0
-
-
-def test_a_replay_without_an_optimizer_is_timed_in_its_own_stream(gpu):
-    clock = GpuClock(gpu)
-    gpu.place = DeviceStream(0, 7)  # warming up before a capture
-    clock.worked()
-    gpu.place = DeviceStream(0, 0)
-    run(gpu, clock, 5, work=5, wait=200)
-    clock.epoch_boundary()
-    assert clock.pairs == 4
 
 
 # -- exposed wait on devices other than CUDA, with stand-ins for their torch modules -----------------------------------
@@ -393,16 +364,6 @@ def test_xla_counts_once_its_runtime_is_initialised(monkeypatch):
     module._XLAC = SimpleNamespace(_xla_runtime_is_initialized=lambda: True)
     assert device_in_use(None) == "xla"
     assert device_in_use("cpu") is None
-
-
-def test_an_accelerator_counts_once_memory_of_it_is_allocated(monkeypatch):
-    allocated = False
-    named = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type="mps"))
-    monkeypatch.setattr(torch, "accelerator", named, raising=False)  # torch 2.4 has none
-    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: allocated, raising=False)
-    assert device_in_use(None) is None
-    allocated = True
-    assert device_in_use(None) == "mps"
 
 
 def test_events_that_fail_leave_the_reason_in_the_verdict(agent, device, monkeypatch):

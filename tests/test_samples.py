@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-import warnings
 from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,14 +165,6 @@ def test_a_stream_whose_workers_end_at_different_times_is_unknown_from_then_on(c
     trainer = Trainer()
     trainer.train(loader_of(Stream(90, first_more=True), 2, workers=3), stop_after=stop_after)
     assert counted() == (trainer.counts if known else (None, None))
-
-
-def test_short_epochs_of_kept_workers_in_another_order_each(counted):
-    """Several are over before the agent reads the first. The last ones have fewer batches than workers."""
-    trainer = Trainer()
-    trainer.train(loader_of(Texts(), workers=2, shuffle=True, persistent_workers=True), epochs=6)
-    trainer.train(loader_of(Texts(3), workers=3, persistent_workers=True), epochs=3)
-    assert counted() == trainer.counts
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -415,20 +406,6 @@ def test_samples_of_indices(indices, samples):
 
 
 # -- the script notices nothing ------------------------------------------------------------------------------------
-
-
-def warning(items):
-    warnings.warn("of the caller", stacklevel=2)
-    return packed(items)
-
-
-def test_a_warning_of_the_collate_function_names_torch_s_file(counted):
-    trainer = Trainer()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.train(DataLoader(Stream(), batch_size=4, collate_fn=warning))
-    assert {Path(each.filename).name for each in caught if str(each.message) == "of the caller"} == {"fetch.py"}
-    assert counted() == trainer.counts
 
 
 def broken(items):

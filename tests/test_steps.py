@@ -58,18 +58,6 @@ def test_worker_start_up_and_the_first_batch_are_data_wait(observed):
     assert ledger.ns[DATA_WAIT] <= took
 
 
-def test_slow_batches_are_waiting_and_slow_steps_are_compute(observed):
-    for _ in DataLoader(Numbers(4, seconds=0.02), batch_size=1):
-        time.sleep(0.01)
-    ledger = observed.read()
-    waits = sorted(step.wait_seconds for step in observed.steps)
-    assert len(waits) == 4
-    assert waits[0] >= 0.02
-    assert all(step.seconds - step.wait_seconds >= 0.01 for step in observed.steps)
-    assert ledger.ns[DATA_WAIT] >= 4 * 0.02e9
-    assert ledger.ns[COMPUTE] >= 4 * 0.01e9
-
-
 def test_an_iterator_alive_before_the_start_counts():
     iterator = iter(DataLoader(Numbers(6), batch_size=1))
     next(iterator)
@@ -81,17 +69,6 @@ def test_an_iterator_alive_before_the_start_counts():
         assert agent.accounting.stats.steps == 5
     finally:
         telemetry.stop()
-
-
-def test_an_exception_in_the_loop_leaves_the_state_right(observed):
-    loader = DataLoader(Numbers(8), batch_size=1)
-    with pytest.raises(RuntimeError, match="mine"):
-        for _ in loader:
-            raise RuntimeError("mine")
-    list(loader)
-    observed.read()
-    assert observed.ledger.batches == 9
-    assert len(observed.steps) == 9
 
 
 def test_two_loaders_zipped_are_one_step(observed):
@@ -232,23 +209,6 @@ def test_the_end_of_workers_that_are_left_with_break_is_data_wait(observed):
     assert observed.ledger.iterations_left == 1
     assert took > 0.05e9
     assert 0.9 * took < observed.ledger.boundary_wait_ns <= took
-
-
-def test_each_first_batch_asked_for_alone_is_an_epoch_boundary(observed):
-    loader = DataLoader(Numbers(64), batch_size=1, num_workers=1)
-    began = time.perf_counter_ns()
-    for _ in range(4):
-        next(iter(loader))
-    took = time.perf_counter_ns() - began
-    observed.read()
-    assert (observed.ledger.batches, observed.ledger.epoch_boundaries, observed.ledger.iterations_left) == (
-        4,
-        3,
-        4,
-    )  # the first began the run
-    assert observed.ledger.ns[DATA_WAIT] > 0.9 * took
-    assert len(observed.steps) == 3
-    assert all(step.wait_seconds > 0.9 * step.seconds for step in observed.steps)
 
 
 def test_stopping_workers_in_a_garbage_collection_counts_as_collection(observed):

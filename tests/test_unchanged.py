@@ -101,19 +101,6 @@ def test_a_patch_over_ours_stays(observed):
         torch.save = torch.serialization.save
 
 
-def test_iterators_are_not_kept_alive(observed):
-    loader = DataLoader(Numbers(8), batch_size=1, num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
-    (worker,) = iterator._workers
-    assert len(observed.tracker.loaders.live()) == 1
-    del iterator
-    gc.collect()
-    worker.join(10)
-    assert not worker.is_alive()
-    assert not observed.tracker.loaders.live()
-
-
 # -- warnings of torch's loaders name torch's file, as they do without the agent ---------------------------------------
 
 

@@ -48,7 +48,6 @@ def device_in_use(trained_on: str | None) -> str | None:
         xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
         if _says_yes(getattr(xla, "_xla_runtime_is_initialized", None)):
             return "xla"
-        return _allocated(torch)
     return None
 
 
@@ -58,18 +57,6 @@ def _names(torch: ModuleType) -> Iterator[str]:
         yield str(torch._C._get_privateuse1_backend_name())  # a device that an extension adds to torch
     except Exception:
         return  # torch is half imported
-
-
-def _allocated(torch: ModuleType) -> str | None:
-    """The accelerator, if some of its memory is allocated. Used for devices that report no more (MPS)."""
-    named = getattr(vars(torch).get("accelerator"), "current_accelerator", None)
-    used = getattr(vars(torch).get("_C"), "_accelerator_isAllocatorInitialized", None)
-    try:
-        device = named() if named is not None else None
-        return str(device.type) if device is not None and _says_yes(used) else None
-    except Exception as error:
-        let_pass(error)
-        return None
 
 
 def _says_yes(question: Callable[[], object] | None) -> bool:

@@ -217,20 +217,6 @@ def test_structlog_and_what_it_would_load_are_the_script_s_own(tmp_path):
     assert lines[-1]["event"] == "run_end"
 
 
-def test_the_script_s_own_prometheus_client_keeps_its_registry(tmp_path):
-    source = """
-        import telemetry
-        telemetry.start("run")
-        import prometheus_client
-        mine = prometheus_client.Counter("training_steps", "A metric of the script's, of the same name.")
-        mine.inc()
-        text = prometheus_client.generate_latest().decode()
-        assert "training_steps_total 1.0" in text
-        assert "telemetry_" not in text and "training_time" not in text
-        """
-    run(tmp_path, source)
-
-
 # -- threads -------------------------------------------------------------------------------------------------------
 
 

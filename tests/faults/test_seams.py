@@ -5,16 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-import urllib.error
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import telemetry
 from telemetry.hooks.device import DeviceStream, GpuClock
-from telemetry.node import prometheus
 from tests.faults.processes import HANG, end_of, events, fetch, told, value, wait_for
 
 BATCHES = 6
@@ -165,15 +162,6 @@ def test_an_error_that_is_kept_keeps_nothing_of_the_training_alive(start, monkey
     assert model() is None
 
 
-def test_an_error_of_gradients_or_device_stays_there(start, unharmed, monkeypatch):
-    agent = start()
-    with monkeypatch.context() as patch:
-        patch.setattr(agent.tracker, "grad_enabled", break_)
-        patch.setattr(agent.tracker, "_torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=break_)))
-        assert train(epochs=2) == unharmed[False]
-    assert counted(agent, "hook")
-
-
 class BrokenEvents:
     """CUDA events that fail at one of their calls."""
 
@@ -319,18 +307,6 @@ def test_an_error_in_the_rendering_leaves_the_log(seam, start, unharmed, monkeyp
         wait_for(lambda: windows() > lines, "the log goes on")
         assert value(fetch(agent.metrics_url), "training_run_info") == 1, "the newest state that there is"
     assert shown(agent, "exposition")
-
-
-def test_a_board_that_cannot_be_read_is_an_error_of_one_request(start, monkeypatch):
-    agent = start()
-    with monkeypatch.context() as patch:
-        patch.setattr(prometheus, "rendered", break_)
-        with pytest.raises(urllib.error.HTTPError) as failed:
-            fetch(agent.metrics_url)
-        assert failed.value.code == 500
-        assert b"Broken" not in failed.value.read(), "nothing of the inside is told"
-    assert shown(agent, "endpoint") == 1
-    assert "training_run_info" in fetch(agent.metrics_url)
 
 
 # -- in its start and its end --------------------------------------------------------------------------------------

@@ -149,14 +149,6 @@ def test_mlflow_has_every_window_in_the_scripts_run(done):
     assert [run.info.run_id for run in client.search_runs(["0"])] == [run_id]
 
 
-def test_forked_child_has_no_figures(done):
-    assert json.loads((done["folder"] / "child.json").read_text()) == {}
-
-
-def test_last_figures_are_those_of_the_last_window(done):
-    assert done["run"]["figures"]["steps_total"] == STEPS == windows(done)[-1]["steps_total"]
-
-
 SERVICE_DOWN = """
 import os, sys, time, mlflow, torch, telemetry
 from torch.utils.data import DataLoader

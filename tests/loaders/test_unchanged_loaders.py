@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
+from tests.faults.processes import HANG, ROOT, environment
 from tests.loaders import torch_cases, watch_cases
-from tests.loaders.observations import ATTACHED, BARE, observed
 
 GROUPS = {"torch_cases": torch_cases.CASES, "watch_cases": watch_cases.CASES}
+BARE, ATTACHED = "1", "0"
+"""The value of ``TELEMETRY_DISABLED``."""
 
 
 @pytest.fixture(scope="module")
 def observations(tmp_path_factory):
-    return observed(GROUPS, tmp_path_factory.mktemp("groups"))
+    """For each group: what the bare run observed, and what the run under the agent, at the same time."""
+    folder, running, seen = tmp_path_factory.mktemp("groups"), {}, {}
+    for key in [(group, disabled) for group in GROUPS for disabled in (BARE, ATTACHED)]:
+        group, disabled = key
+        results = folder / group / disabled / "results.json"
+        results.parent.mkdir(parents=True)
+        command = [sys.executable, "-W", "ignore", "-m", "tests.loaders.observe", group, str(results)]
+        env = environment(TELEMETRY_DISABLED=disabled)
+        running[key] = results, subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        for key, (results, process) in running.items():
+            _, errors = process.communicate(timeout=2 * HANG)
+            seen[key] = json.loads(results.read_text()) | {"stderr": errors, "status": process.returncode}
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.wait()
+    return seen
 
 
 @pytest.mark.parametrize("group,case", [(group, case) for group, cases in GROUPS.items() for case in cases])
@@ -29,10 +52,5 @@ def test_nothing_fails_inside_and_stop_leaves_nothing(observations, group):
     assert attached["errors"] == 0
     for what in ("stopped", "stderr", "status"):
         assert attached[what] == bare[what]
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_the_bare_run_leaves_nothing_behind_either(observations, group):
-    """Otherwise there would be nothing to compare."""
-    left = {name: case["descriptors left"] for name, case in observations[group, BARE]["cases"].items()}
-    assert left == dict.fromkeys(left, 0)
+    left = {name: case["descriptors left"] for name, case in bare["cases"].items()}
+    assert left == dict.fromkeys(left, 0), "otherwise there would be nothing to compare"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
-import os
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, _utils, get_worker_info
+from torch.utils.data import DataLoader, _utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -44,14 +42,6 @@ def test_the_wait_for_thread_workers_is_counted_and_their_fetches_are_not(agent)
     assert layers() == {"_MapDatasetFetcher": 0, "_IterableDatasetFetcher": 0}
 
 
-def test_an_agent_starts_while_thread_workers_are_there(tmp_path):
-    batches = iter(DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext()))
-    while get_worker_info() is None:
-        next(batches)
-    assert telemetry.start(tmp_path, port="off", start_line=False).running
-    list(batches)
-
-
 def start_in_worker(worker_id: int) -> None:
     assert not telemetry.start(port="off", start_line=False).running
 
@@ -60,24 +50,6 @@ def start_in_worker(worker_id: int) -> None:
 def test_no_agent_starts_in_a_worker_process(method):
     loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context=method, worker_init_fn=start_in_worker)
     assert len(list(loader)) == 2
-
-
-def test_no_fetch_of_a_thread_worker_is_marked_for_nvtx(observed):
-    observed.tracker.profiler_ranges.nvtx = True
-    for _ in range(3):
-        list(DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext()))
-    observed.tracker.profiler_ranges.nvtx = False
-    assert layers() == {"_MapDatasetFetcher": 0, "_IterableDatasetFetcher": 0}
-
-
-def test_a_thread_worker_keeps_no_memory_of_ours_open(observed):
-    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
-    list(loader)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        list(loader)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 class Nvtx:
@@ -238,12 +210,6 @@ def test_a_loader_is_watched_where_nothing_is_patched(tmp_path):
     assert (len(watched), watched.num_workers) == (4, 1)
     agent.accounting.update()
     assert agent.accounting.ledger.batches == 4
-
-
-def test_a_loader_s_iterator_needs_no_watch(agent):
-    iterator = iter(DataLoader(Numbers()))
-    assert telemetry.watch(iterator) is iterator
-    assert telemetry.watch(None) is None
 
 
 def test_what_was_watched_goes_on_without_an_agent_and_with_the_next(tmp_path):

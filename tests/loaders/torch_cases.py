@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 import threading
@@ -12,7 +11,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.loaders.observe import EPOCHS, depth, raised
 from tests.loaders.unusual_loaders import (
-    BufferedLoader,
     FailingContext,
     Numbers,
     Outer,
@@ -64,11 +62,6 @@ def fails(worker_id: int) -> None:
 def thread_workers():
     loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
     return epochs(loader), of(loader)
-
-
-def buffered_thread_workers():
-    loader = BufferedLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
-    return epochs(loader), type(iter(loader)).__name__
 
 
 def no_workers():
@@ -151,20 +144,11 @@ def stateful_loader():
     return epochs(plain), epochs(threads, 60), of(threads), [b.tolist() for b in iterator], state, epochs(forked, 2)
 
 
-def left_in_the_middle():
-    loader = DataLoader(Numbers(8), num_workers=1, multiprocessing_context=ThreadContext())
-    for _ in range(30):
-        with contextlib.closing(iter(x for x in loader)) as batches:
-            first = next(batches).tolist()
-    return first
-
-
 CASES = {
     case.__name__: case
     for case in (
         no_workers,
         thread_workers,
-        buffered_thread_workers,
         process_workers,
         persistent_workers,
         two_threads_read_one_loader,
@@ -173,6 +157,5 @@ CASES = {
         nested_loaders,
         failures,
         stateful_loader,
-        left_in_the_middle,
     )
 }

@@ -71,27 +71,6 @@ class ThreadContext(SpawnContext):
     Queue = PlainQueue
 
 
-class BufferedLoader(DataLoader):
-    """Iterates over the loader on a thread of its own; the training thread takes batches out of a queue."""
-
-    def __iter__(self):
-        ready: queue.Queue = queue.Queue(2)
-        end = object()
-
-        def fill(source) -> None:
-            try:
-                for batch in source:
-                    ready.put(batch)
-            finally:
-                ready.put(end)
-
-        thread = threading.Thread(target=fill, args=(super().__iter__(),), daemon=True)
-        thread.start()
-        while (batch := ready.get()) is not end:
-            yield batch
-        thread.join()
-
-
 class TogetherThread(WorkerThread):
     """A worker that starts while another thread starts one too: both are making an iterator."""
 

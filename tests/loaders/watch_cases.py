@@ -7,7 +7,6 @@ import copy
 import io
 import itertools
 import pickle
-import threading
 
 import numpy as np
 import torch
@@ -164,11 +163,6 @@ def generators():
     ]
 
 
-def iterators():
-    watched = telemetry.watch(iter([1, 2, 3]))
-    return [everything(lambda: iter([1, 2, 3])), next(watched), next(iter(watched)), list(watched), list(watched)]
-
-
 def raising():
     class Failing:
         def __iter__(self):
@@ -195,40 +189,6 @@ def raising():
     ]
 
 
-def by_two_threads():
-    watched = telemetry.watch(Reiterable())
-    seen: list = []
-    threads = [
-        threading.Thread(target=lambda: seen.append([list(watched) for _ in range(EPOCHS)] == [[1, 2, 3]] * EPOCHS))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return seen
-
-
-class Entered(Resetting):
-    """To be used in a ``with`` statement."""
-
-    def __enter__(self):
-        self.at = -1
-        return self
-
-    def __exit__(self, *error: object) -> bool:
-        self.at = -2
-        return True
-
-
-def in_a_with_statement():
-    source = Entered()
-    with telemetry.watch(source) as entered:
-        seen = [source.at, list(entered), list(entered)]
-        raise ValueError("is swallowed")
-    return seen, source.at
-
-
 CASES = {
     case.__name__: case
     for case in (
@@ -242,9 +202,6 @@ CASES = {
         like_a_loader,
         attributes,
         generators,
-        iterators,
         raising,
-        by_two_threads,
-        in_a_with_statement,
     )
 }
