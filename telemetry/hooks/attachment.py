@@ -22,7 +22,6 @@ class Attachment:
     """The hooks of one tracker. They are placed now if torch is imported, else when it is imported.
 
     Args:
-        tracker: gets every event.
         on_error: called with the error if a hook cannot be placed; the other hooks are not affected.
         gpu_events: whether to time waits with events of the GPU, or of another device, once it is used.
         nvtx: whether to mark steps, waits, phases and the workers' fetches as NVTX ranges.
@@ -68,13 +67,8 @@ class Attachment:
     def watch_gpu(self, name: str = CUDA) -> str | None:
         """Time waits on the device that the training uses, if the config wants it and the device can.
 
-        Call it once a tick while the device is in use, from any thread.
-
-        Args:
-            name: the type of device, as `device_in_use` returns it.
-
-        Returns:
-            Why there is no such clock; None if there is one.
+        Call it once a tick while the device (as `device_in_use` names it) is in use, from any thread. Returns why its
+        clock measures nothing; None if it does.
         """
         tracker = self._tracker
         tracker.accelerator = name

@@ -161,12 +161,10 @@ def fingerprint(batch: object) -> int:
 
 
 class FetchedSamples:
-    """Counts the samples of each batch: its indices, or the items of an iterable data set.
+    """Counts the samples of each batch: its indices, or the items of an iterable data set (``stream``).
 
-    It looks only at the list that torch's fetcher gets or makes, at no value and no code of the user.
-
-    Args:
-        stream: whether the data set is iterable. Then items are counted, because a batch may be shorter than requested.
+    A batch of such a data set may be shorter than requested. It looks only at the list that torch's fetcher gets or
+    makes, at no value and no code of the user.
     """
 
     def __init__(self, *, stream: bool) -> None:
@@ -203,13 +201,7 @@ class FetchedSamples:
 
 
 class BatchCounter:
-    """Notes the samples and tokens of a worker's batches. Its methods never raise.
-
-    Args:
-        block: the block of its loader.
-        worker: the number of the worker.
-        stream: whether the data set is iterable.
-    """
+    """Notes the samples and tokens of a worker's batches. Its methods never raise."""
 
     def __init__(self, block: WorkerBlock, worker: int, *, stream: bool) -> None:
         self._block = block
@@ -691,8 +683,7 @@ class TrainedBatches:
     def tokens(self, told: int | None) -> int | None:
         """Tokens of the training batches so far; None if unknown, or not yet known.
 
-        Args:
-            told: tokens that the script has reported, which replace later counts; None if it reports none.
+        ``told``: tokens that the script has reported, which replace later counts; None if it reports none.
         """
         if told is not None:
             return self._tokens_before + told

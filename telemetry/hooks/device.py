@@ -119,13 +119,7 @@ class DeviceEvents:
 
     They are recorded in the current stream of the device that holds the optimizer's parameters, which need not be the
     current device: with ``model.to("cuda:3")`` alone, that stays device 0. Its stream is idle, and a first call to it
-    would take about 500 MiB of its memory.
-
-    Args:
-        torch: the module ``torch``.
-        name: the type of device.
-        captures: the captures in progress. The device must not be used during one.
-        tracker: has the index of the device, once it is known.
+    would take about 500 MiB of its memory. The tracker has the index of the device, once it is known.
     """
 
     def __init__(self, torch: ModuleType, name: str, captures: Captures, tracker: StepState) -> None:
@@ -218,9 +212,6 @@ class GpuClock:
 
     The number of steps between two timed ones is random. Long waits come once in as many steps as there are workers:
     with a fixed number they could be timed always or never. In a simulation of four workers, 0.8 s of 72 s were seen.
-
-    Args:
-        device: the device whose events are used.
 
     Attributes:
         sampled: exposed wait and host wait, in ns, of the ordinary steps whose pairs were read, by `wait_class`.

@@ -124,10 +124,7 @@ class EvaluationDetector:
     def requested(self, iterator: object, optimizer_steps: int, closed: int) -> bool:
         """Note that a batch is about to be requested. Returns whether it is for an evaluation.
 
-        Args:
-            iterator: the iterator that gives the batch.
-            optimizer_steps: optimizer steps so far.
-            closed: training steps that have ended so far.
+        ``closed``: training steps that have ended so far.
         """
         if id(iterator) != self._iterator:
             self.leave(optimizer_steps)

@@ -42,12 +42,7 @@ _MAX_OPTIMIZERS: Final = 64
 
 
 class OptimizerSteps:
-    """Counts the steps of optimizers.
-
-    Args:
-        tracker: gets the steps.
-        captures: the CUDA graphs that are being captured.
-    """
+    """Counts the steps of optimizers."""
 
     def __init__(self, tracker: StepTracker, captures: Captures) -> None:
         self._tracker = tracker

@@ -216,9 +216,6 @@ class ImportWatch(MetaPathFinder):
     """Calls back once for each watched module: now if it is already imported, else when it has been imported.
 
     It is in ``sys.meta_path`` only while it waits for a module.
-
-    Args:
-        on_error: called with what a callback raises.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:

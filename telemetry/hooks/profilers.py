@@ -40,9 +40,6 @@ _DAEMON_VARIABLE: Final = "KINETO_USE_DAEMON"
 class ProfilerWatch:
     """Tracks the profilers of the process.
 
-    Args:
-        on_error: called if our code fails while one of theirs begins.
-
     Attributes:
         before_theirs: called before one of theirs begins, on its thread. It returns when ours has ended.
     """
@@ -120,14 +117,7 @@ class ProfilerRanges:
         self._step: Sequence[End] = ()
 
     def use_nvtx(self, nvtx: Any) -> None:
-        """Make NVTX ranges from now on.
-
-        Args:
-            nvtx: ``torch.cuda.nvtx``.
-
-        Raises:
-            RuntimeError: this torch has no NVTX.
-        """
+        """Make NVTX ranges from now on, with ``torch.cuda.nvtx``. It raises RuntimeError if this torch has no NVTX."""
         nvtx.range_end(nvtx.range_start("telemetry"))
         self.makers += (lambda name: functools.partial(nvtx.range_end, nvtx.range_start(name)),)
         self.nvtx = True

@@ -180,13 +180,10 @@ def _counted_in(states: Any) -> int | None:
 
 
 def step_of(states: Iterable[Any]) -> int | None:
-    """How many steps an optimizer's state has had, if it counts them as Adam and others do.
+    """How many steps an optimizer has had, if the states of its parameters count them as Adam's and others' do.
 
     Only a number on the host is read. Reading one on a device would wait for the device, and reading a distributed
     tensor perhaps for the other ranks.
-
-    Args:
-        states: the state of each parameter.
     """
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     newest: int | None = None

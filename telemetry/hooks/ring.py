@@ -91,14 +91,7 @@ class Ring:
         self._stretches = 0
 
     def push(self, start: int, end: int, entry: int, source: Any = None) -> None:
-        """Write one span. If the ring is full, add it to the dropped ones.
-
-        Args:
-            start: start of the span, monotonic ns.
-            end: end of the span, monotonic ns.
-            entry: code of the span, see `code`.
-            source: source of the batch; None for the same as before.
-        """
+        """Write one span (see `Entry`). If the ring is full, add it to the dropped ones."""
         stretch = self._stretch
         if stretch is not None and entry == STEP and self.open and self.head + 2 * STRIDE > self.tail + WORDS:
             stretch.add_step(start, end)  # the fast path, while the ring is full

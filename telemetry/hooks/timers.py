@@ -87,7 +87,6 @@ class _Stamp(NamedTuple):
 class _Collection(NamedTuple):
     """A collection that stopped the training thread. ``own``: that thread collected."""
 
-    began_ns: int
     ended_ns: int
     lost_ns: int
     own: bool
@@ -182,11 +181,7 @@ class GarbageTimer:
         return 0 if begins else at_ns
 
     def read(self, *, workers: bool) -> None:
-        """Add up the collections that have ended since the last call. The agent thread calls this.
-
-        Args:
-            workers: whether workers fetch the batches.
-        """
+        """Add up the collections that ended since the last call. ``workers``: whether workers fetch the batches."""
         counted = _counted()
         young, full = (new - old for new, old in zip(counted, self._counted, strict=True))
         self._counted = counted
@@ -287,13 +282,13 @@ class GarbageTimer:
         newer = takewhile(lambda stamp: stamp[1] >= since_ns, reversed([*self._stamps]))
         began: _Stamp | None = None
         for stamp in map(_Stamp._make, reversed([*newer])):
-            if stamp.begins:
-                began = stamp
-            elif began is not None:
-                found = _collection(began, stamp, workers=workers)
-                began = None
-                if found is not None:
-                    yield found
+            if began is not None and not stamp.begins:
+                category, waiting_since, batch_seen, training = began.state
+                own, asking = began.thread == training, waiting_since > 0 and batch_seen
+                if (category == S_COMPUTE or (own and asking)) and (own or not (waiting_since and workers)):
+                    lost = stamp.at_ns - began.at_ns - (stamp.ran_ns - began.ran_ns)
+                    yield _Collection(stamp.at_ns, max(0, lost), own, asking, began.at_boundary)
+            began = stamp if stamp.begins else None
 
 
 def _counted() -> tuple[int, int]:
@@ -324,18 +319,6 @@ def _hook_is_interrupted() -> bool:
             return True
         inside, frame = inside and is_ours, back
     return False
-
-
-def _collection(began: _Stamp, ended: _Stamp, *, workers: bool) -> _Collection | None:
-    category, waiting_since, batch_seen, training = began.state
-    elsewhere = began.thread != training
-    asking = waiting_since > 0 and batch_seen
-    if category != S_COMPUTE and (elsewhere or not asking):
-        return None
-    if elsewhere and waiting_since and workers:
-        return None
-    lost = max(0, ended.at_ns - began.at_ns - (ended.ran_ns - began.ran_ns))
-    return _Collection(began.at_ns, ended.at_ns, lost, not elsewhere, asking, began.at_boundary)
 
 
 # -- times what the training thread itself does inside ``next()`` if workers fetch -------------------------------------
@@ -378,11 +361,6 @@ class TimedWait:
 
     During the wait it replaces the iterator's ``_next_index``. It does not keep the iterator alive, because the workers
     end with the iterator.
-
-    Args:
-        timer: gets the sums.
-        garbage: times garbage collections.
-        iterator: the iterator of the loader.
     """
 
     def __init__(self, timer: SamplerTimer, garbage: GarbageTimer, iterator: object) -> None:
@@ -506,9 +484,6 @@ _MAX_FOLLOWED: Final = 8
 
 class BatchRelease:
     """Follows one batch at a time: `follow` on the training thread, `read` on the agent thread.
-
-    Args:
-        ring: shows when the next batch came.
 
     Attributes:
         wanted: whether to follow the next batch of workers. Set on the agent thread.

@@ -80,9 +80,6 @@ class Interrupted(NamedTuple):
 class StepTracker(StepState):
     """Follows the training thread.
 
-    Args:
-        ring: gets the spans.
-
     Attributes:
         steady_iterator_id: ``id()`` of the iterator that gives ordinary batches, 0 for none. It stays if something
             other than the loop switches the fast path off. Training thread only.

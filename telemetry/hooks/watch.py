@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 # -- a wrapper around a watched iterable: it behaves like the object inside, and its waits are timed -------------------
 # Python looks up special methods on the class. So for each class of watched objects a class of wrappers is made, with
 # exactly the same special methods. ``getattr`` passes everything else to the object. Numpy makes an array of an object
-# of an unknown class; functions of torch take no wrapper, and operators none as their other operand.
+# of an unknown class; functions of torch take no wrapper.
 
-_NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {"__lt__", "__le__", "__gt__", "__ge__", "__getstate__"} | {
+_NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {
+    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__hash__", "__getstate__"),
+    *("__repr__", "__str__", "__format__", "__dir__"),
+} | {
     *("__class_getitem__", "__copy__", "__deepcopy__", "__del__", "__dict__", "__get__", "__set__", "__delete__"),
     *("__getattr__", "__iter__", "__next__", "__set_name__", "__instancecheck__"),
     *("__array_function__", "__array_ufunc__", "__torch_function__"),
@@ -77,27 +80,6 @@ class Watched(Wrapper):
 
     def __delattr__(self, name: str) -> None:
         delattr(self._telemetry_object, name)
-
-    def __dir__(self) -> list[str]:
-        return dir(self._telemetry_object)
-
-    def __repr__(self) -> str:
-        return repr(self._telemetry_object)
-
-    def __str__(self) -> str:
-        return str(self._telemetry_object)
-
-    def __format__(self, form: str) -> str:
-        return format(self._telemetry_object, form)
-
-    def __eq__(self, other: object) -> Any:
-        return self._telemetry_object == unwrapped(other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._telemetry_object != unwrapped(other)
-
-    def __hash__(self) -> int:
-        return hash(self._telemetry_object)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle the object inside, so that unpickling does not need this package."""
@@ -179,7 +161,7 @@ def _class_for(kind: type) -> type[Watched]:
 
 def _make_class(kind: type) -> type[Watched]:
     special: dict[str, Any] = {}
-    for base in reversed(kind.__mro__[:-1]):
+    for base in reversed(kind.__mro__):
         special |= {name: value for name, value in vars(base).items() if _is_special(name)}
     members: dict[str, Any] = {
         name: _passed_on(name) if value is not None else None
@@ -188,7 +170,6 @@ def _make_class(kind: type) -> type[Watched]:
     }
     if "__next__" in special:
         members["__next__"] = _next
-    members["__hash__"] = Watched.__hash__ if callable(kind.__hash__) else None
     members |= {
         "__slots__": (),
         "__class__": property(lambda self: self._telemetry_object.__class__),
@@ -213,7 +194,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
     def method(self: Watched, *args: Any, **kwargs: Any) -> Any:
         inside = self._telemetry_object
-        result = getattr(type(inside), name)(inside, *args, **kwargs)
+        result = getattr(type(inside), name)(inside, *map(unwrapped, args), **kwargs)
         return self if result is inside else result
 
     method.__name__ = name
