@@ -79,62 +79,12 @@ def test_each_fetch_is_counted_with_and_without_workers(agent, workers):
     assert metrics[f"{name}_bucket", repr(FETCH_BUCKETS[5])] == 0
 
 
-def test_the_ledger_is_whole_at_every_moment_also_in_a_wait_that_lasts(agent):
-    release = threading.Event()
-
-    class Stuck(Numbers):
-        def __getitem__(self, index):
-            if index == 2:
-                release.wait(30)
-            return index
-
-    def look():
-        waited = wait_for(lambda: (v := data_wait()) > 0.3 and v)
-        assert data_wait() >= waited
-        release.set()
-
-    def data_wait() -> float:
-        return scrape(agent)["training_time_seconds_total", "data_wait"]
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    list(DataLoader(Stuck(4), batch_size=1))
-    watcher.join()
-    assert release.is_set()
-
-
-def test_start_twice_is_one_agent(agent, tmp_path):
-    assert telemetry.start(tmp_path / "other") is agent
-
-
 def test_a_bad_setting_starts_nothing(tmp_path):
     before = threads.running(), threading.active_count()
     with pytest.raises(SettingError, match="interval_seconds"):
         telemetry.start(tmp_path / "run", interval_seconds=-1)
     assert (threads.running(), threading.active_count()) == before
     assert not (tmp_path / "run").exists()
-
-
-def test_stop_and_start_again(tmp_path):
-    for number in range(3):
-        agent = telemetry.start(tmp_path / str(number), port=0, start_line=False)
-        list(DataLoader(Numbers(3), batch_size=1))
-        telemetry.stop()
-        telemetry.stop()
-        assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 3
-        assert threads.running() == []
-
-
-def test_the_start_line_is_the_only_output_and_can_be_turned_off(tmp_path, capfd):
-    agent = telemetry.start(tmp_path / "run", port=0)
-    telemetry.stop()
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert f"metrics at http://127.0.0.1:{agent.config.port or ''}"[:25] in err
-    assert str(tmp_path / "run") in err
-    telemetry.start(tmp_path / "run", port=0, start_line=False)
-    telemetry.stop()
-    assert capfd.readouterr() == ("", "")
 
 
 def test_patch_and_port_off_leave_torch_alone_serve_nothing_and_watch_still_works(tmp_path):

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from telemetry.agent.attempt import RunSoFar
     from telemetry.agent.log import LogWindow
     from telemetry.config import Config
-    from telemetry.node.metrics import Metric, RunView
+    from telemetry.node.metrics import Metric, RunView, StallView
     from telemetry.records import StallRecord
     from telemetry.sinks.thread import Sink, SinkThread
+    from telemetry.totals import Totals
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
@@ -48,14 +50,20 @@ class Figure:
     read: Callable[[Any], float | None]
 
 
-def _of_loop(window: LogWindow, seconds: float | None) -> float | None:
-    loop = window.added.all_loop_seconds
-    return None if seconds is None or loop <= 0 else seconds / loop
+def _rate(name: str, what: str) -> Figure:
+    def read(window: LogWindow) -> float | None:
+        count, seconds = getattr(window.added, name), window.added.wall_seconds
+        return count / seconds if count is not None and seconds > 0 else None
+
+    return Figure(f"{name}_per_second", f"{what} per second of wall clock.", read)
 
 
-def _per_second(window: LogWindow, count: float | None) -> float | None:
-    seconds = window.added.wall_seconds
-    return count / seconds if count is not None and seconds > 0 else None
+def _share(name: str, what: str, of: Callable[[Totals], float | None]) -> Figure:
+    def read(window: LogWindow) -> float | None:
+        seconds, loop = of(window.added), window.added.all_loop_seconds
+        return None if seconds is None or loop <= 0 else seconds / loop
+
+    return Figure(f"{name}_ratio", f"Share of the training loop (wait plus compute) that was {what}.", read)
 
 
 def _quantiles(name: str, what: str, of: Callable[[LogWindow], Percentiles | None]) -> Iterator[Figure]:
@@ -67,67 +75,46 @@ def _quantiles(name: str, what: str, of: Callable[[LogWindow], Percentiles | Non
         )
 
 
+def _of_view(names: Iterable[str], name: str, what: str, of: Callable[[RunView], dict[str, float]]) -> Iterator[Figure]:
+    """A figure for each key of a dictionary of the view."""
+    for key in names:
+        read = partial(lambda view, key: of(view).get(key), key=key)
+        yield Figure(name.format(key), what.format(f"`{key}`"), read)
+
+
+def _of_stalls(name: str, what: str, of: Callable[[StallView], float]) -> Figure:
+    return Figure(name, what, lambda view: None if view.stalls is None else of(view.stalls))
+
+
 WINDOW_FIGURES: Final = (
-    Figure(
-        "steps_per_second",
-        "Training steps per second of wall clock.",
-        lambda window: _per_second(window, window.added.steps),
-    ),
-    Figure(
-        "samples_per_second",
-        "Samples that this rank trained on, per second of wall clock.",
-        lambda window: _per_second(window, window.added.samples),
-    ),
-    Figure(
-        "tokens_per_second",
-        "Tokens that this rank trained on, per second of wall clock.",
-        lambda window: _per_second(window, window.added.tokens),
-    ),
-    Figure(
-        "data_wait_ratio",
-        "Share of the training loop (wait plus compute) that was wait.",
-        lambda window: _of_loop(window, window.added.ledger_seconds.get(DATA_WAIT, 0.0)),
-    ),
-    Figure(
-        "exposed_wait_ratio",
-        "Share of the training loop that was exposed wait.",
-        lambda window: _of_loop(window, window.added.exposed_wait_seconds),
-    ),
+    _rate("steps", "Training steps"),
+    _rate("samples", "Samples that this rank trained on,"),
+    _rate("tokens", "Tokens that this rank trained on,"),
+    _share("data_wait", "wait", lambda added: added.ledger_seconds.get(DATA_WAIT, 0.0)),
+    _share("exposed_wait", "exposed wait", lambda added: added.exposed_wait_seconds),
     *_quantiles("step_seconds", "Duration of a step", lambda window: window.step),
     *_quantiles("data_wait_seconds", "Wait of a step for its batch", lambda window: window.wait),
 )
 
 STATE_FIGURES: Final = (
-    *(
-        Figure(
-            f"{category}_seconds_total",
-            f"Time of the ledger's category `{category}` so far.",
-            lambda view, category=category: view.totals.ledger_seconds.get(category),  # type: ignore[misc]
-        )
-        for category in CATEGORIES
+    *_of_view(
+        CATEGORIES,
+        "{}_seconds_total",
+        "Time of the ledger's category {} so far.",
+        lambda view: view.totals.ledger_seconds,
     ),
-    Figure(
-        "stall_active",
-        "1 while a stall is open, else 0.",
-        lambda view: None if view.stalls is None else float(view.stalls.active is not None),
-    ),
-    Figure(
-        "stalls_total",
-        "Stalls that have opened so far.",
-        lambda view: None if view.stalls is None else sum(view.stalls.opened.values()),
-    ),
-    Figure(
+    _of_stalls("stall_active", "1 while a stall is open, else 0.", lambda stalls: float(stalls.active is not None)),
+    _of_stalls("stalls_total", "Stalls that have opened so far.", lambda stalls: sum(stalls.opened.values())),
+    _of_stalls(
         "stall_lost_seconds_total",
         "Time that this rank has lost in stalls so far.",
-        lambda view: None if view.stalls is None else sum(view.stalls.lost_seconds.values()),
+        lambda stalls: sum(stalls.lost_seconds.values()),
     ),
-    *(
-        Figure(
-            f"overhead_{thread}_seconds_total",
-            f"Time that the agent has cost so far, thread `{thread}`.",
-            lambda view, thread=thread: view.totals.overhead_seconds.get(thread),  # type: ignore[misc]
-        )
-        for thread in ("training", "agent")
+    *_of_view(
+        ("training", "agent"),
+        "overhead_{}_seconds_total",
+        "Time that the agent has cost so far, thread {}.",
+        lambda view: view.totals.overhead_seconds,
     ),
 )
 

@@ -69,24 +69,6 @@ def test_a_full_disk_costs_log_lines_and_nothing_else(tmp_path):
     assert lines[-1]["errors_total"]["jsonl"] >= lines[-1]["log_lines_dropped"] >= dropped > 3
 
 
-def test_a_board_without_room_never_shows_half_a_state(tmp_path):
-    """/dev/shm is full of the workers' batches: the last complete state stays, and no partial one is served."""
-    source = """
-        import os, telemetry
-        from tests.faults.inside import errors, fill, page, tell, until
-        telemetry.start("run", run="r")
-        fill("/dev/shm/filler", 256)
-        until(lambda: errors("exposition") > 2)
-        left = [name for _, _, names in os.walk("/dev/shm") for name in names if name.endswith(".tmp")]
-        tell([page(), left])
-        """
-    page, left = run(tmp_path, source, start=mounting(tmpfs("/dev/shm", "size=32k")))
-    assert value(page, "training_run_info", run="r", rank="0") == 1
-    assert value(page, "training_time_seconds_total", category="other") is not None
-    assert end_of(tmp_path / "run")["errors_total"]["exposition"] > 2
-    assert left == []
-
-
 RANKS_WITHOUT_ROOM = """
     import sys
     from contextlib import ExitStack
@@ -220,28 +202,6 @@ def test_no_room(place, room, tmp_path):
         assert snapshots[0]["result"] == "recorded"
     if place == "shm":
         assert "more than snapshot_max_bytes" in snapshots[0]["why"]
-
-
-def test_a_run_folder_in_the_place_of_a_disk_that_is_too_small_for_snapshots_is_told(tmp_path):
-    """The log gives the reason: the maximum size of the trace, the space that must stay free, and the free space."""
-    (tmp_path / "disk").mkdir()
-    source = """
-        import torch, telemetry
-        from pathlib import Path
-        from tests.faults.inside import tell
-        from torch.utils.data import DataLoader
-        agent = telemetry.start("disk/run")
-        telemetry.request_snapshot(steps=2)
-        while not sum(agent.snapshots.counts.values()):
-            for batch in DataLoader(range(200)):
-                torch.relu(batch)
-        telemetry.stop()
-        (log,) = Path("disk/run/logs").iterdir()
-        tell([line for line in log.read_text().splitlines() if '"event":"snapshot"' in line])
-        """
-    (line,) = map(json.loads, run(tmp_path, source, start=mounting(tmpfs("disk", "size=64m"))))
-    assert line["result"] == "failed"
-    assert "1024 MiB must stay free, and 6" in line["why"]
 
 
 def test_a_file_may_not_grow_any_more(tmp_path):
