@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import structs
@@ -25,7 +25,17 @@ from telemetry.records import (
     RankPace,
     WorkersSample,
 )
-from telemetry.totals import Conditions, EpochTotals, GarbageTotals, OwnTotals, SamplerTotals, Tick, Totals, together
+from telemetry.totals import (
+    Conditions,
+    EpochTotals,
+    GarbageTotals,
+    OwnTotals,
+    SampledTotals,
+    SamplerTotals,
+    Tick,
+    Totals,
+    together,
+)
 from telemetry.util.processes import identify
 
 
@@ -102,10 +112,6 @@ class Slice:
     gpu_throttled: tuple[str, ...] = ()
 
 
-def plus(before: float | None, more: float | None) -> float | None:
-    return None if before is None or more is None else before + more
-
-
 def next_tick(before: Totals, part: Slice) -> Tick:
     """The tick at the end of a slice."""
     readings = Readings(
@@ -128,62 +134,35 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         DATA_WAIT: part.wait, COMPUTE: part.compute, EVALUATION: part.evaluation, CHECKPOINT: part.checkpoint,
         STARTUP: part.startup,
     }  # fmt: skip
-    waits, histogram = before.wait_seconds_by_source, part.workers and part.workers.fetch_duration
-    epochs, garbage, own, sampler = before.epochs, before.garbage, before.own, before.sampler
-    totals = Totals(
-        wall_seconds=before.wall_seconds + part.seconds,
-        ledger_seconds={name: before.ledger_seconds.get(name, 0.0) + seconds for name, seconds in spent.items()},
-        steps=before.steps + part.steps,
-        batches=before.batches + part.batches,
-        exposed_wait_seconds=plus(before.exposed_wait_seconds, part.exposed),
-        exposed_after_first_seconds=plus(before.exposed_after_first_seconds, part.exposed),
-        outlier_wait_seconds=before.outlier_wait_seconds + part.outlier_wait,
-        checkpoint_steps=before.checkpoint_steps + part.checkpoint_steps,
-        checkpoint_steps_compute_seconds=before.checkpoint_steps_compute_seconds + part.checkpoint_steps_compute,
-        wait_seconds_by_source=waits | {part.source: waits.get(part.source, 0.0) + part.wait},
+    histogram = part.workers and part.workers.fetch_duration
+    added = Totals(
+        wall_seconds=part.seconds, ledger_seconds=spent, steps=part.steps, batches=part.batches,
+        exposed_wait_seconds=part.exposed, exposed_after_first_seconds=part.exposed,
+        outlier_wait_seconds=part.outlier_wait, checkpoint_steps=part.checkpoint_steps,
+        checkpoint_steps_compute_seconds=part.checkpoint_steps_compute, wait_seconds_by_source={part.source: part.wait},
         epochs=EpochTotals(
-            epochs.boundaries + part.boundaries,
-            epochs.left + part.left,
-            epochs.boundary_wait_seconds + part.boundary_wait,
-            epochs.near_boundary_wait_seconds + part.near_boundaries,
-            epochs.first_fetches + part.first_fetches,
-            epochs.first_fetch_seconds + part.first_fetch,
+            part.boundaries, part.left, part.boundary_wait, part.near_boundaries, part.first_fetches, part.first_fetch,
         ),
-        deliveries=together(before.deliveries, Deliveries(
+        deliveries=Deliveries(
             batches=part.matched, fetch_wait_seconds=part.fetch_wait, transfer_wait_seconds=part.transfer_wait,
             from_busy=part.from_busy, transfer_wait_busy_worker_seconds=part.transfer_wait_busy,
             transfer_wait_long_fetch_seconds=part.transfer_wait_long, head_of_line_wait_seconds=part.head_of_line,
-        )),
+        ),
         sampler=SamplerTotals(
-            sampler.timed_batches + part.timed_waits,
-            sampler.seconds + part.timed_sampler,
-            sampler.cpu_seconds + part.timed_sampler_cpu,
-            sampler.receive_cpu_seconds + part.timed_receiving_cpu,
-            sampler.boundary_seconds + part.boundary_sampler,
-            sampler.boundary_cpu_seconds + part.boundary_sampler_cpu,
+            part.timed_waits, part.timed_sampler, part.timed_sampler_cpu, part.timed_receiving_cpu,
+            part.boundary_sampler, part.boundary_sampler_cpu,
         ),
         garbage=GarbageTotals(
-            garbage.seconds + part.garbage,
-            garbage.wait_seconds + part.garbage_wait,
-            garbage.boundary_wait_seconds + part.boundary_garbage,
-            garbage.collections + part.collections,
-            garbage.younger_collections + part.younger_collections,
+            part.garbage, part.garbage_wait, part.boundary_garbage, part.collections, part.younger_collections,
         ),
         own=OwnTotals(
-            own.fetch_seconds + part.timed_fetch,
-            own.fetch_cpu_seconds + part.timed_fetch_cpu,
-            own.releases + part.releases,
-            own.release_seconds + part.release,
-            own.samples + part.samples,
-            own.in_sync_samples + part.in_sync,
+            part.timed_fetch, part.timed_fetch_cpu, part.releases, part.release, part.samples, part.in_sync,
         ),
-        process_cpu_seconds=plus(before.process_cpu_seconds, part.process_cpu),
-        run_queue_delay_seconds=plus(before.run_queue_delay_seconds, part.own_runnable),
-        worker_fetches=before.worker_fetches + part.worker_fetches,
-        worker_fetch_seconds=before.worker_fetch_seconds + part.worker_fetch,
-        sampled=integrated(before.sampled, readings),
-        fetch_counts=histogram.counts if histogram else before.fetch_counts,
+        process_cpu_seconds=part.process_cpu, run_queue_delay_seconds=part.own_runnable,
+        worker_fetches=part.worker_fetches, worker_fetch_seconds=part.worker_fetch,
+        sampled=integrated(SampledTotals(), readings),
     )  # fmt: skip
+    totals = replace(together(before, added), fetch_counts=histogram.counts if histogram else before.fetch_counts)
     conditions = Conditions(
         source=part.source, settings=part.settings, traits=part.traits, read_by_thread=part.read_by_thread,
         iterated_at=part.iterated_at, empty_workers=part.empty_workers, same_batches=part.same_batches,
