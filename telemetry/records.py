@@ -293,8 +293,7 @@ class Deliveries:
         from_busy: batches whose worker was in another fetch during their transfer.
             ``transfer_wait_busy_worker_seconds``: the transfer wait for these. ``transfer_wait_long_fetch_seconds``:
             the part of it in which the worker was in a fetch much longer than its usual ones.
-        head_of_line_wait_seconds: fetch wait during which a later batch was finished. ``head_of_line_worker_seconds``:
-            the same by the number of the worker that was waited for.
+        head_of_line_wait_seconds: fetch wait during which a later batch was finished.
     """
 
     batches: int = 0
@@ -305,7 +304,6 @@ class Deliveries:
     transfer_wait_busy_worker_seconds: float = 0.0
     transfer_wait_long_fetch_seconds: float = 0.0
     head_of_line_wait_seconds: float = 0.0
-    head_of_line_worker_seconds: dict[int, float] = field(default_factory=dict)
 
     def log_fields(self) -> dict[str, float]:
         """The sums as fields of the log. The waits have the names of their metrics; the other names are older."""

@@ -645,7 +645,6 @@ def test_a_slow_fetch_is_late_and_blocks_those_behind_it(observed):
     assert 0.2 < found.fetch_wait_seconds
     assert found.fetch_wait_seconds > found.transfer_wait_seconds
     assert 0.6 * found.fetch_wait_seconds < found.head_of_line_wait_seconds <= found.fetch_wait_seconds
-    assert max(found.head_of_line_worker_seconds, key=found.head_of_line_worker_seconds.get) == 0
 
 
 def test_what_takes_long_to_move_is_not_late(observed):

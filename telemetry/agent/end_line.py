@@ -10,7 +10,7 @@ from telemetry.records import COMPUTE, DATA_WAIT, StallRecord
 from telemetry.util.text import rough_duration, rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from telemetry.diagnosis.findings import Finding
@@ -28,7 +28,7 @@ def verdict_at_end(
     *,
     stall: StallRecord | None = None,
     findings: Sequence[Finding] = (),
-    peers: Iterable[RankPace] = (),
+    peers: Sequence[RankPace] = (),
     world_size: int = 1,
     stuck: StallRecord | None = None,
     job_hang: str = "",
@@ -50,26 +50,13 @@ def verdict_at_end(
         step_lines: the lines of code in which its steps spend their time.
         end: how this process ends; None if only its agent does.
     """
-    ranks, stalls = [own], [] if stall is None else [stall]
-    for peer in peers:
-        if peer.run_exposed_seconds is not None:
-            ranks.append(
-                RankWaits(
-                    rank=peer.rank,
-                    steps=peer.last_step,
-                    wait_seconds=peer.run_wait_seconds,
-                    compute_seconds=peer.run_loop_seconds - peer.run_wait_seconds,
-                    first_wait_seconds=peer.run_first_wait_seconds,
-                    exposed_seconds=peer.run_exposed_seconds,
-                    starved_ratio=own.starved_ratio,
-                )
-            )
-        if peer.run_cause:
-            lost = {"lost_seconds": {peer.run_cause: peer.run_lost_seconds}}
-            stalls.append(StallRecord(rank=peer.rank, cause=peer.run_cause, evidence=lost))
+    stalls = [
+        *([] if stall is None else [stall]),
+        *(_stall_of(peer, peer.run_cause) for peer in peers if peer.run_cause),
+    ]
     return judge(
         RunFacts(
-            ranks=ranks,
+            ranks=[own, *(found for peer in peers if (found := _waits_of(peer, own.starved_ratio)))],
             stalls=stalls,
             findings=findings,
             world_size=world_size,
@@ -82,6 +69,25 @@ def verdict_at_end(
             step_lines={own.rank: step_lines},
         )
     )
+
+
+def _waits_of(peer: RankPace, starved_ratio: float) -> RankWaits | None:
+    """The waits of another rank over the run; None if its exposed wait is unknown."""
+    if peer.run_exposed_seconds is None:
+        return None
+    return RankWaits(
+        rank=peer.rank,
+        steps=peer.last_step,
+        wait_seconds=peer.run_wait_seconds,
+        compute_seconds=peer.run_loop_seconds - peer.run_wait_seconds,
+        first_wait_seconds=peer.run_first_wait_seconds,
+        exposed_seconds=peer.run_exposed_seconds,
+        starved_ratio=starved_ratio,
+    )
+
+
+def _stall_of(peer: RankPace, cause: str) -> StallRecord:
+    return StallRecord(rank=peer.rank, cause=cause, evidence={"lost_seconds": {cause: peer.run_lost_seconds}})
 
 
 def own_waits(totals: Totals, rank: int, starved_ratio: float, unmeasured: str | None) -> RankWaits:

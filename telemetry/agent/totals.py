@@ -416,7 +416,7 @@ class TotalsBuilder:
 
     def _with_loaders(self, counted: Totals, sampled: ThreadSamples | None) -> Totals:
         """Count what the workers have done, and the training thread itself for its batches."""
-        tracker, ledger, timer = self._tracker, self._accounting.ledger, self._tracker.sampler_timer
+        ledger, timer = self._accounting.ledger, self._tracker.sampler_timer
         workers, epochs = self._collectors.samples.workers, counted.epochs
         epochs = replace(
             epochs,
@@ -447,15 +447,19 @@ class TotalsBuilder:
                 boundary_seconds=timer.boundary_sampler_ns / NS,
                 boundary_cpu_seconds=timer.boundary_sampler_cpu_ns / NS,
             ),
-            own=OwnTotals(
-                fetch_seconds=tracker.timed_fetch_ns / NS,
-                fetch_cpu_seconds=tracker.timed_fetch_cpu_ns / NS,
-                collate_seconds=tracker.timed_collate_ns / NS,
-                releases=tracker.batch_release.freed,
-                release_seconds=tracker.batch_release.ns / NS,
-                samples=counted.own.samples + (0 if sampled is None else sampled.samples),
-                in_sync_samples=counted.own.in_sync_samples + (0 if sampled is None else sampled.in_sync),
-            ),
+            own=self._own(sampled),
+        )
+
+    def _own(self, sampled: ThreadSamples | None) -> OwnTotals:
+        tracker, before = self._tracker, self.totals.own
+        return OwnTotals(
+            fetch_seconds=tracker.timed_fetch_ns / NS,
+            fetch_cpu_seconds=tracker.timed_fetch_cpu_ns / NS,
+            collate_seconds=tracker.timed_collate_ns / NS,
+            releases=tracker.batch_release.freed,
+            release_seconds=tracker.batch_release.ns / NS,
+            samples=before.samples + (0 if sampled is None else sampled.samples),
+            in_sync_samples=before.in_sync_samples + (0 if sampled is None else sampled.in_sync),
         )
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:

@@ -313,9 +313,8 @@ class Fetches:
 
     def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
         """The sums over these batches: slack, fetch wait and transfer wait. The first batch of an epoch is left out."""
-        batches, slack, fetch_wait, transfer_wait = 0, 0, 0, 0
+        batches, slack, fetch_wait, transfer_wait, head_of_line = 0, 0, 0, 0, 0
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
-        head_of_line: dict[int, int] = {}  # by the worker that the batches wait for
         workers, not_in_turn, of_epoch = self._workers, self._not_in_turn, self._of_epoch
         for epoch, number, requested, arrived in arrivals:
             place, worker = divmod(number, workers)
@@ -337,8 +336,7 @@ class Fetches:
                 after = range(number + 1, number + workers)
                 behind = min((e for n in after if (e := self.finished_ns(epoch, n)) is not None), default=finished)
                 if behind < finished:
-                    blocked = finished - max(behind, requested)
-                    head_of_line[worker] = head_of_line.get(worker, 0) + blocked
+                    head_of_line += finished - max(behind, requested)
             else:
                 since = requested
                 slack += requested - finished
@@ -356,8 +354,7 @@ class Fetches:
             from_busy=from_busy,
             transfer_wait_busy_worker_seconds=transfer_wait_busy / NS,
             transfer_wait_long_fetch_seconds=transfer_wait_long / NS,
-            head_of_line_wait_seconds=sum(head_of_line.values()) / NS,
-            head_of_line_worker_seconds={worker: blocked / NS for worker, blocked in head_of_line.items()},
+            head_of_line_wait_seconds=head_of_line / NS,
         )
 
     def blocked(self, epoch: int, next_batch: int, now_ns: int) -> HeadOfLine | None:
