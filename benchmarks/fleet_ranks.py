@@ -20,6 +20,7 @@ from telemetry import records  # RECORDS
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
+from telemetry.diagnosis.memory import MemoryGrowth
 from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.node.board import RankHead, RankState
 from telemetry.node.metrics import AttemptView, RunView, SnapshotsView, StallView
@@ -31,7 +32,6 @@ from telemetry.records import (
     GpuSample,
     Histogram,
     HostSample,
-    MemoryGrowth,
     PressureSample,
     ProcessSample,
     TorchMemorySample,

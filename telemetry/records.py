@@ -81,7 +81,7 @@ class Histogram:
     total: float
 
 
-# -- the results of reading the ring: steps, phases and dropped spans --------------------------------------------------
+# -- the results of reading the ring: steps, phases and checkpoints ----------------------------------------------------
 
 
 class Step(NamedTuple):
@@ -96,41 +96,6 @@ class Step(NamedTuple):
     seconds: float
     wait_seconds: float
     checkpoint: bool = False
-
-
-class DroppedSpans(NamedTuple):
-    """The sums of one stretch of spans that did not fit into the ring, from its first span to its newest.
-
-    Stamps are monotonic nanoseconds; categories are indices into `CATEGORIES`.
-
-    Attributes:
-        stretch: number of the stretch in this run, from 1. No span was kept between the spans of one stretch.
-        start_ns, end_ns: start of its first span, end of its newest.
-        ns: time by category. The sum is ``end_ns - start_ns``.
-        first, category: category of the training thread during the first span, and after the newest.
-        entered_ns: when the thread entered ``category``; 0 if it has been in it since the start.
-        steps, batches: steps that ended, and training batches that came.
-        last_step_ns: end of the newest of those steps; 0 for none.
-        open: whether a step is open after the newest span. ``opened``: whether a step was opened in this stretch.
-        wait_ns, compute_ns, checkpoint: wait and compute of the newest step in this stretch, and whether it has a
-            checkpoint in this stretch.
-    """
-
-    stretch: int
-    start_ns: int
-    end_ns: int
-    ns: tuple[int, ...]
-    first: int
-    category: int
-    entered_ns: int
-    steps: int
-    batches: int
-    last_step_ns: int
-    open: bool
-    opened: bool
-    wait_ns: int
-    compute_ns: int
-    checkpoint: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +354,7 @@ class WorkersSample:
     opened: EpochOpenings = field(default=EpochOpenings(), metadata=SKIP)
 
 
-# -- readings of the memory of a run, and their result -----------------------------------------------------------------
+# -- readings of the memory of a run -----------------------------------------------------------------------------------
 
 TRAINING: Final = "training"
 WORKERS: Final = "workers"
@@ -425,63 +390,6 @@ class MemorySample:
     shared_memory_free_bytes: int | None = None
     memory_available_bytes: int | None = None
     memory_limit_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryGrowth:
-    """How the memory of a run grows.
-
-    Attributes:
-        bytes_per_second: lasting growth by part, from `MEMORY_PARTS`; 0 for a part that does not grow for good. A part
-            is missing if it was not measured for long enough.
-        where: the part that grows most; None if none does, or if none of them causes the growth.
-        where_bytes_per_second: growth of that part, or else of what uses up the memory.
-        exhausted_in_seconds: time until no memory is left, at this rate; None if that is not in sight.
-        exhausted: the memory that is used up then: ``memory``, ``shared_memory`` or ``cuda``.
-        copied_on_write: whether the growth of the workers is memory of the training process that they copy.
-    """
-
-    bytes_per_second: dict[str, float] = field(default_factory=dict)
-    where: str | None = None
-    where_bytes_per_second: float | None = None
-    exhausted_in_seconds: float | None = None
-    exhausted: str | None = None
-    copied_on_write: bool = False
-
-
-# -- a lasting change of the duration of steps -------------------------------------------------------------------------
-
-
-class Companion(NamedTuple):
-    """A figure that changed together with the steps, before and after. Its name contains its unit."""
-
-    what: str
-    before: float
-    after: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepChange:
-    """One lasting change.
-
-    Attributes:
-        at_seconds: time of the change on the clock of `Totals.wall_seconds`. ``step``: the first step after it.
-        before_seconds, after_seconds: median duration of a step.
-        part: the part of a step that changed most: ``data_wait`` or ``compute``.
-        companions: figures that changed with it. The first is the seconds of that part in a step.
-    """
-
-    at_seconds: float
-    step: int
-    before_seconds: float
-    after_seconds: float
-    part: str
-    companions: tuple[Companion, ...] = ()
-
-    @property
-    def ratio(self) -> float:
-        """Step time after the change over step time before it."""
-        return self.after_seconds / self.before_seconds
 
 
 # -- epochs ------------------------------------------------------------------------------------------------------------

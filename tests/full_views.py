@@ -7,6 +7,7 @@ import msgspec
 from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HangSuspect, HangVerdict
+from telemetry.diagnosis.memory import MemoryGrowth
 from telemetry.node.board import Numbers, RankHead, RankState
 from telemetry.node.metrics import COLLECTOR, AttemptView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
@@ -18,7 +19,6 @@ from telemetry.records import (
     GpuSample,
     Histogram,
     HostSample,
-    MemoryGrowth,
     PressureSample,
     ProcessSample,
     TorchMemorySample,

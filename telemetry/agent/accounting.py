@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.agent.evaluations import EvaluationWaits
 from telemetry.hooks.batches import TrainedBatches
 from telemetry.hooks.device import device_in_use, wait_class
-from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
+from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP, DroppedSpans
 from telemetry.records import (
     CATEGORIES,
     CHECKPOINT,
@@ -20,7 +20,6 @@ from telemetry.records import (
     DATA_WAIT,
     EVALUATION,
     STARTUP,
-    DroppedSpans,
     Epochs,
     Histogram,
     PhaseSpan,

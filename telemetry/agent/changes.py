@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from telemetry.agent.collectors import Samples
     from telemetry.agent.findings import FindingLog
+    from telemetry.diagnosis.changes import StepChange
     from telemetry.diagnosis.growth import StepGrowth, StepTrend
-    from telemetry.records import StepChange
     from telemetry.sources.lines import StepSampler
     from telemetry.totals import Totals
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, Companion, StepChange
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -206,6 +206,38 @@ _MIN_COMPANION_SHARE: Final = 0.05
 
 _COMPANION_MINIMA: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
 """Least differences of these figures in addition to the factor."""
+
+
+class Companion(NamedTuple):
+    """A figure that changed together with the steps, before and after. Its name contains its unit."""
+
+    what: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """One lasting change.
+
+    Attributes:
+        at_seconds: time of the change on the clock of `Totals.wall_seconds`. ``step``: the first step after it.
+        before_seconds, after_seconds: median duration of a step.
+        part: the part of a step that changed most: ``data_wait`` or ``compute``.
+        companions: figures that changed with it. The first is the seconds of that part in a step.
+    """
+
+    at_seconds: float
+    step: int
+    before_seconds: float
+    after_seconds: float
+    part: str
+    companions: tuple[Companion, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """Step time after the change over step time before it."""
+        return self.after_seconds / self.before_seconds
 
 
 class ChangeDetector:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.log_lines import MemoryForecast
-from telemetry.records import CUDA, MEMORY_PARTS, SHARED_MEMORY, TRAINING, WORKERS, MemoryGrowth
+from telemetry.records import CUDA, MEMORY_PARTS, SHARED_MEMORY, TRAINING, WORKERS
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
@@ -246,6 +246,28 @@ _MIN_SHARE: Final = 0.3
 
 _COPIED_SHARE: Final = 0.5
 """Workers copy on write if their shared memory falls by this share of the growth of their own memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrowth:
+    """How the memory of a run grows.
+
+    Attributes:
+        bytes_per_second: lasting growth by part, from `MEMORY_PARTS`; 0 for a part that does not grow for good. A part
+            is missing if it was not measured for long enough.
+        where: the part that grows most; None if none does, or if none of them causes the growth.
+        where_bytes_per_second: growth of that part, or else of what uses up the memory.
+        exhausted_in_seconds: time until no memory is left, at this rate; None if that is not in sight.
+        exhausted: the memory that is used up then: ``memory``, ``shared_memory`` or ``cuda``.
+        copied_on_write: whether the growth of the workers is memory of the training process that they copy.
+    """
+
+    bytes_per_second: dict[str, float] = field(default_factory=dict)
+    where: str | None = None
+    where_bytes_per_second: float | None = None
+    exhausted_in_seconds: float | None = None
+    exhausted: str | None = None
+    copied_on_write: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP, DroppedSpans
+from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.util.clock import sleep
 
 Entry = tuple[int, int, int, Any]
@@ -56,6 +56,41 @@ STEP: Final = code(S_DATA_WAIT, S_COMPUTE, CLOSES | OPENS | BATCH)
 
 _UNWRITTEN: Final = (0, 0, STEP, None)
 """An entry before the fast path stores its two stamps."""
+
+
+class DroppedSpans(NamedTuple):
+    """The sums of one stretch of spans that did not fit into the ring, from its first span to its newest.
+
+    Stamps are monotonic nanoseconds; categories are indices into `CATEGORIES`.
+
+    Attributes:
+        stretch: number of the stretch in this run, from 1. No span was kept between the spans of one stretch.
+        start_ns, end_ns: start of its first span, end of its newest.
+        ns: time by category. The sum is ``end_ns - start_ns``.
+        first, category: category of the training thread during the first span, and after the newest.
+        entered_ns: when the thread entered ``category``; 0 if it has been in it since the start.
+        steps, batches: steps that ended, and training batches that came.
+        last_step_ns: end of the newest of those steps; 0 for none.
+        open: whether a step is open after the newest span. ``opened``: whether a step was opened in this stretch.
+        wait_ns, compute_ns, checkpoint: wait and compute of the newest step in this stretch, and whether it has a
+            checkpoint in this stretch.
+    """
+
+    stretch: int
+    start_ns: int
+    end_ns: int
+    ns: tuple[int, ...]
+    first: int
+    category: int
+    entered_ns: int
+    steps: int
+    batches: int
+    last_step_ns: int
+    open: bool
+    opened: bool
+    wait_ns: int
+    compute_ns: int
+    checkpoint: bool
 
 
 class Ring:

@@ -26,11 +26,11 @@ from telemetry.records import (
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.hangs import HangVerdict
+    from telemetry.diagnosis.memory import MemoryGrowth
     from telemetry.records import (
         CollectorHealth,
         GpuSample,
         HostSample,
-        MemoryGrowth,
         PressureSample,
         ProcessSample,
         TorchMemorySample,
