@@ -129,18 +129,17 @@ class Readings:
 
 def integrated(before: SampledTotals, tick: Readings) -> SampledTotals:
     """The totals with one more tick."""
-    sample, none = tick.samples.workers, WorkerTotals()
-    added = SampledTotals(cpu=_cpu(tick), gpu=_gpu(tick))
+    sample, workers, idle = tick.samples.workers, before.workers, before.idle_workers
+    read, written = before.read_bytes, before.written_bytes
     if sample is not None:
-        workers = _workers(tick, sample)
-        added = replace(
-            added,
-            workers=workers if tick.in_loop else none,
-            idle_workers=none if tick.in_loop else workers,
-            read_bytes=Sampled.over(sample.read_bytes_per_second, tick.seconds),
-            written_bytes=Sampled.over(sample.written_bytes_per_second, tick.seconds),
-        )
-    return together(before, added)
+        if tick.in_loop:
+            workers = together(workers, _workers(tick, sample))
+        else:
+            idle = together(idle, _workers(tick, sample))
+        read = together(read, Sampled.over(sample.read_bytes_per_second, tick.seconds))
+        written = together(written, Sampled.over(sample.written_bytes_per_second, tick.seconds))
+    cpu, gpu = together(before.cpu, _cpu(tick)), together(before.gpu, _gpu(tick))
+    return SampledTotals(workers, idle, read, written, cpu, gpu)
 
 
 def _workers(tick: Readings, sample: WorkersSample) -> WorkerTotals:
@@ -405,7 +404,7 @@ class TotalsBuilder:
     def _garbage(self) -> GarbageTotals:
         garbage, source = self._tracker.garbage, self._tracker.loaders.newest()
         garbage.read(workers=source is not None and source.kind == "workers")
-        _, younger, whole = gc.get_stats()
+        younger, whole = gc.get_stats()[1:3]
         return GarbageTotals(
             seconds=garbage.ns / NS,
             wait_seconds=garbage.wait_ns / NS,
