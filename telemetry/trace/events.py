@@ -33,14 +33,12 @@ _LATEST_US: Final = 1e17
 
 # -- traits of a name ----------------------------------------------------------------------------------------------
 
-STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, COPY, SYNCHRONIZING, ELIGIBLE, MATRIX = (
-    1 << bit for bit in range(9)
-)
+STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, WAITS, ELIGIBLE, MATRIX = (1 << bit for bit in range(8))
 """Traits of a host event: a step's annotation; the wait for a batch; a collective; an annotation of Lightning; clearing
-the gradients; an operator that copies; one that waits for the device; one whose work tensor cores can do; one that
+the gradients; an operator that may copy or wait for the device; one whose work tensor cores can do; one that
 multiplies matrices, convolves or attends, or may do so."""
 
-COLLECTIVE, COMPUTE, TENSOR_CORE, LAYOUT, BLOCKING = (1 << bit for bit in range(9, 14))
+COLLECTIVE, COMPUTE, TENSOR_CORE, LAYOUT, BLOCKING = (1 << bit for bit in range(8, 13))
 """Traits of a device event or a runtime call: a collective's kernel; computation, as Holistic Trace Analysis defines
 it; a kernel on tensor cores; one that only changes the memory layout; a call that waits until the device is done."""
 
@@ -48,10 +46,9 @@ _MARKS: Final = STEP | LOADER | COMMUNICATION | ZERO_GRAD
 _STEP_MARK: Final = re.compile(r"ProfilerStep#(\d{1,18})")
 _LOADER: Final = re.compile(r"enumerate\(DataLoader\)#.*\.__next__|enumerate\(DataPipe\)#.*", re.DOTALL)
 _COLLECTIVE: Final = re.compile(r"(nccl|gloo|mpi|ucc|rccl|hccl|xccl):")
-_COPIES: Final = frozenset({"aten::copy_", "aten::to", "aten::_to_copy"})
-_WAITS: Final = _COPIES | {
-    "aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal",
-    "aten::masked_select", "aten::unique2", "aten::_unique2",
+_WAITS: Final = {
+    "aten::copy_", "aten::to", "aten::_to_copy", "aten::item", "aten::_local_scalar_dense", "aten::nonzero",
+    "aten::is_nonzero", "aten::equal", "aten::masked_select", "aten::unique2", "aten::_unique2",
 }  # fmt: skip
 _ELIGIBLE: Final = re.compile(
     r"aten::_?(cudnn_|miopen_|thnn_)?conv(olution|_tbc|_transpose|\d)|aten::(addmm|addmv|addr|addbmm|baddbmm|bmm|mm|mv|"
@@ -90,8 +87,7 @@ def _traits(name: str) -> int:
         COMMUNICATION: _COLLECTIVE.match(name),
         LIGHTNING: name.startswith("[pl]"),
         ZERO_GRAD: name.startswith("Optimizer.zero_grad"),
-        COPY: name in _COPIES,
-        SYNCHRONIZING: name in _WAITS,
+        WAITS: name in _WAITS,
         ELIGIBLE: _ELIGIBLE.match(name),
         MATRIX: _MATRIX.search(name) and not _NO_MATRIX.search(name),
         COLLECTIVE: _COLLECTIVE_KERNEL.match(name),
@@ -324,7 +320,7 @@ class TraceEvents:
             self.marks.packed += row
         if kind == OPERATOR and not trait & (STEP | LIGHTNING):
             self.operators.packed += row
-            if trait & (COPY | SYNCHRONIZING):
+            if trait & WAITS:
                 self._keep_details(external, args)
             elif trait & MATRIX:
                 signature = self._signature(name, args)
