@@ -266,7 +266,7 @@ def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return
     if loss.kind == VerdictKind.UNKNOWN or worst is None:
         said = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
         unseen = _unseen(loss.unseen) or _NOTHING_SEEN
-        return f"Not known whether this run waits for data.{unseen}{said}{other_time}"
+        return f"Not known whether this run waits for data.{unseen}{said}{other_time}{_steps(facts)}"
     if loss.kind == VerdictKind.UNMEASURED:
         return (
             f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
