@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.change_series import STEADY
 from benchmarks.step_series import Loop, ticks
+from telemetry.agent.changes import ChangeMonitor
 from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, GrowthDetector, growth_finding
 from telemetry.diagnosis.growth import STEADY as STEADY_TREND
 from telemetry.diagnosis.lines import LineShare
+from telemetry.util.profiles import StackProfile
+from telemetry.util.stacks import Spot
 
 MINUTE = 60.0
 HOUR = 3600.0
@@ -142,6 +146,31 @@ def test_a_kept_graph_is_told_with_its_line_and_its_memory():
     steps_then = run.totals.steps * 0.013
     assert advice.predicted_speedup == pytest.approx(run.totals.loop_seconds / steps_then, rel=0.2)
     assert finding.share_ratio == pytest.approx(1 - steps_then / run.totals.loop_seconds, abs=0.05)
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_the_line_that_grows_is_named_and_not_the_longest(followed):
+    """As in a step that sleeps for 8 ms, and goes through a list that becomes longer and longer."""
+    sleeps = (Spot("/home/me/train.py", 25, "main", "__main__"),)
+    sums = (Spot("/home/me/train.py", 33, "main", "__main__"),)
+
+    def part(first, second):
+        profile = StackProfile()
+        for stack, samples in ((sleeps, first), (sums, second)):
+            for _ in range(samples):
+                profile.add(stack, 1_000_000, 1_000_000)
+        return profile
+
+    newest = part(60, 60) if followed else None
+    parts = [part(60, 12), part(54, 18), part(48, 30), part(42, 36)][: 2 if followed else 4]
+    sampler, told = SimpleNamespace(parts=parts, newest=newest, follow=lambda: None), []
+    monitor = ChangeMonitor(sampler, SimpleNamespace(tell=told.append))
+    loop = Loop(step_seconds=0.010, wait_share=0.01, first=1.0, slower=computes(lambda now: 1 + now / 44))
+    for totals, _ in ticks(loop, 44, random.Random(1)):
+        monitor.tick(totals, SimpleNamespace(nvml=None, pressure=None, memory=None, torch_memory=None))
+    monitor.tell(totals)
+    assert "of each step is main at train.py:33 now" in told[-1].text
+    assert [line.line for line in told[-1].lines] == [33, 25]
 
 
 def test_other_growth_has_other_advice():

@@ -8,20 +8,21 @@ from telemetry.diagnosis.changes import ChangeDetector
 from telemetry.diagnosis.growth import GrowthDetector, growth_finding
 from telemetry.diagnosis.lines import line_shares
 from telemetry.log_lines import ChangedFigure, ChangeLine
-from telemetry.util.profiles import STEP
+from telemetry.util.profiles import STEP, StackProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from telemetry.agent.collectors import Samples
     from telemetry.agent.findings import FindingLog
     from telemetry.diagnosis.changes import StepChange
     from telemetry.diagnosis.growth import StepGrowth, StepTrend
+    from telemetry.diagnosis.lines import LineShare
     from telemetry.sources.lines import StepSampler
     from telemetry.totals import Totals
 
 _YOUNG_SECONDS: Final = 120.0
-"""Until so many seconds of training, the samples of the whole run are those of its newest steps."""
+"""Until so many seconds of training, there are enough samples of the run to compare its halves."""
 
 
 class ChangeMonitor:
@@ -63,9 +64,37 @@ class ChangeMonitor:
         """Tell the growth, if there is any, with what it has cost in the run so far."""
         growth, newest = self._growth.growth, self._sampler.newest
         self._told = growth
-        if growth is not None:
-            lines = line_shares(self._sampler.steps if newest is None else newest, STEP)
-            self._findings.tell(growth_finding(growth, totals, lines))
+        if growth is None:
+            return
+        parts, ends = self._sampler.parts, (growth.before_seconds, growth.after_seconds)
+        half, quarter = len(parts) // 2, (ends[1] - ends[0]) / 4
+        if newest is None:
+            before, after = (ends[0] + quarter, _merged(parts[:half])), (ends[1] - quarter, _merged(parts[half:]))
+        else:
+            before, after = (ends[0], _merged(parts)), (ends[1], newest)
+        self._findings.tell(growth_finding(growth, totals, _by_growth(*before, *after)))
+
+
+def _merged(parts: Sequence[StackProfile]) -> StackProfile:
+    merged = StackProfile()
+    for part in parts:
+        merged.merge(part)
+    return merged
+
+
+def _by_growth(
+    before_seconds: float, before: StackProfile, after_seconds: float, after: StackProfile
+) -> list[LineShare]:
+    """The lines of the later steps, first the one that has grown most. ``seconds``: of a step."""
+    known = {(line.file, line.line, line.calls): line.share for line in line_shares(before, STEP)}
+    lines = line_shares(after, STEP)
+    if not known:  # too few samples
+        return [*lines]
+
+    def growth(line: LineShare) -> float:
+        return line.share * after_seconds - known.get((line.file, line.line, line.calls), 0.0) * before_seconds
+
+    return sorted(lines, key=growth, reverse=True)
 
 
 def _gauges(samples: Samples) -> dict[str, float]:

@@ -251,7 +251,7 @@ def growth_finding(growth: StepGrowth, totals: Totals, lines: Sequence[LineShare
     Args:
         growth: the growth.
         totals: the run so far.
-        lines: the lines of code in which the steps spend their time now, the largest share first.
+        lines: the lines of code in which the steps spend their time now, first the one that has grown most.
     """
     longer = growth.after_seconds - growth.before_seconds
     text = (

@@ -346,6 +346,9 @@ _EVERY_SECONDS: Final = ((60.0, 1.7), (300.0, 5.0), (float("inf"), 20.0))
 """Mean time from one burst to the next, up to so many seconds of training. Later it is 12 samples a minute. If the time
 grew at once, one burst would count as much as all before it."""
 
+_PART_SECONDS: Final = 10.0
+_FIRST_SECONDS: Final = 120.0
+
 _NOT_YET_NS: Final = NS // 2
 
 _LATE_BURST_NS: Final = 6 * NS // 1000
@@ -398,6 +401,8 @@ class StepSampler:
         bursts: how many bursts there have been.
         wait_ns: time in waits for batches, by the same samples.
         evaluation: the stacks of the training thread in waits of evaluations for their loaders.
+        parts: the stacks in ``steps`` before `follow` was called, in parts: one for each ten seconds of the first two
+            minutes of training, and the last one for all that came later, too.
         newest: like ``steps``, since `follow` was called; None before.
         free: samples of steps that found the GIL free. ``idle``: those of them in which the training thread had nothing
             to run: it slept, or waited for a device or for storage, but not for the GIL.
@@ -419,6 +424,7 @@ class StepSampler:
         self.bursts = 0
         self.steps = StackProfile()
         self.evaluation = StackProfile()
+        self.parts: list[StackProfile] = []
         self.newest: StackProfile | None = None
         self.wait_ns = 0
         self.free = self.idle = 0
@@ -472,6 +478,8 @@ class StepSampler:
             return False
         self._first_ns = self._first_ns or now
         passed = (now - self._first_ns) / NS
+        if self.newest is None and len(self.parts) * _PART_SECONDS <= passed < _FIRST_SECONDS:
+            self.parts.append(StackProfile())
         seconds = next(every for until, every in _EVERY_SECONDS if passed < until)
         self._next_ns = now + int(seconds * (0.5 + self._random.random()) * NS)
         self._times.part = _BURST_SAMPLES * _BURST_GAP_SECONDS / seconds
@@ -518,9 +526,9 @@ class StepSampler:
             self.wait_ns += wall
         elif stack:
             gil = wall if waits > 0 and not collected else 0
-            for profile in (self.steps, self.newest):
-                if profile is not None:
-                    profile.add(stack, wall, int(wall * not_blocked), gil_ns=gil)
+            profiles = [self.steps, self.newest] if self.newest is not None else [self.steps, *self.parts[-1:]]
+            for profile in profiles:
+                profile.add(stack, wall, int(wall * not_blocked), gil_ns=gil)
             if waits <= 0:
                 self.free += 1
                 self.idle += not is_running(tracker.native_thread)
