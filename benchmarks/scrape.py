@@ -187,8 +187,9 @@ def full_view() -> RunView:
 
 def _filled(hint: Any, name: str) -> Any:
     """A value of an annotated type with every field filled, including fields that are added later."""
-    from telemetry import records
+    from telemetry import records, totals
     from telemetry.config import STEP_BUCKETS
+    from telemetry.diagnosis import hangs, memory
     from telemetry.node import metrics
     from telemetry.records import CATEGORIES, Histogram
 
@@ -196,7 +197,7 @@ def _filled(hint: Any, name: str) -> Any:
         return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         # Modules import the records only for type checking, so their names are given here.
-        modules = (records, metrics, records, records)
+        modules = (records, totals, hangs, memory, metrics)
         names = {name: value for module in modules for name, value in vars(module).items()} | {"Histogram": Histogram}
         hints = typing.get_type_hints(hint, localns=names)
         return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})
