@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -36,14 +36,15 @@ CELSIUS: Final = "celsius"
 COUNT: Final = "count"
 
 _SCALES: Final = {RATIO: (100.0, "%"), HERTZ: (1e-6, "MHz"), WATTS: (1.0, "W"), CELSIUS: (1.0, "°C")}
+_TEXTS: Final = {SECONDS: duration, RATIO: percent, BYTES: byte_size}
 
 
 def shown(value: float | None, unit: str) -> str:
     """A figure with its unit; a dash if it was not measured."""
     if value is None or not np.isfinite(value):
         return "-"
-    if unit in {SECONDS, RATIO, BYTES}:
-        return duration(value) if unit == SECONDS else percent(value) if unit == RATIO else byte_size(value)
+    if unit in _TEXTS:
+        return _TEXTS[unit](value)
     factor, sign = scale_of(unit, value)
     return f"{value * factor:.0f} {sign}" if sign else f"{value:.1f}"
 
@@ -57,11 +58,22 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
     return _SCALES.get(unit, (1.0, ""))
 
 
-# -- the kinds of charts -------------------------------------------------------------------------------------------
+# -- a chart -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Table:
+class TimeAxis(NamedTuple):
+    """The bins of all charts over time. ``begins``: Unix time at which each bin begins."""
+
+    begins: tuple[float, ...]
+    width_seconds: float
+
+    @property
+    def middles_ms(self) -> Figures:
+        """The middle of each bin in milliseconds of Unix time."""
+        return (np.array(self.begins) + self.width_seconds / 2) * 1000.0
+
+
+class Table(NamedTuple):
     """A table of texts. ``note``: a sentence about omitted rows."""
 
     title: str
@@ -70,8 +82,7 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """A line, an area or a part of the bars. ``low`` and ``high``: a band around it, or None."""
 
     label: str
@@ -86,81 +97,15 @@ class Curve:
         """Whether any figure was measured."""
         return bool(np.isfinite(self.values).any())
 
-
-def _legend(curves: Sequence[Curve]) -> list[dict[str, str]]:
-    return [
-        {"field": f"c{number}", "label": curve.label, "colour": curve.colour, "dash": curve.dash}
-        for number, curve in enumerate(curves)
-    ]
-
-
-@dataclass(frozen=True)
-class TimeChart:
-    """Curves over time. ``stacked``: they are drawn as areas that fill the space from 0 to 1."""
-
-    key: str
-    title: str
-    unit: str
-    curves: tuple[Curve, ...]
-    stacked: bool = False
-    note: str = ""
-    kind: str = "time"
-
     @property
-    def legend(self) -> list[dict[str, str]]:
-        """Fields of the legend for the template."""
-        return _legend(self.curves)
-
-    def read_out(self) -> dict[str, Any]:
-        """Values that the page shows at the cursor."""
-        return {"fields": [[each["field"], each["label"]] for each in self.legend]}
-
-    def table(self) -> Table:
-        """The main figures as text, for people who cannot see the chart."""
-        rows = [[curve.label, *(shown(value, self.unit) for value in _spread_of(curve))] for curve in self.curves]
-        return Table(self.title, ("", "lowest", "mean", "highest", "last"), rows)
-
-
-def _spread_of(curve: Curve) -> list[float | None]:
-    values = curve.values[np.isfinite(curve.values)]
-    if not len(values):
-        return [None] * 4
-    low = curve.low if curve.low is not None else curve.values
-    high = curve.high if curve.high is not None else curve.values
-    return [float(np.nanmin(low)), float(values.mean()), float(np.nanmax(high)), float(values[-1])]
-
-
-@dataclass(frozen=True)
-class BarChart:
-    """Stacked bars, one for each label. ``wide``: upright bars without gaps, for hundreds of ranks."""
-
-    key: str
-    title: str
-    unit: str
-    labels: tuple[str, ...]
-    curves: tuple[Curve, ...]
-    wide: bool = False
-    note: str = ""
-    kind: str = "bars"
-
-    @property
-    def legend(self) -> list[dict[str, str]]:
-        """Fields of the legend for the template."""
-        return _legend(self.curves)
-
-    def read_out(self) -> dict[str, Any]:
-        """Values that the page shows at the cursor."""
-        return {"labels": self.labels, "fields": [[each["field"], each["label"]] for each in self.legend]}
-
-    def table(self) -> Table:
-        """The main figures as text, for people who cannot see the chart."""
-        rows = [
-            [label, *(shown(float(curve.values[at]), self.unit) for curve in self.curves)]
-            for at, label in enumerate(self.labels[:MAX_TABLE_ROWS])
-        ]
-        left = len(self.labels) - len(rows)
-        headings = ("", *(curve.label for curve in self.curves))
-        return Table(self.title, headings, rows, f"{left} more" if left > 0 else "")
+    def spread(self) -> list[float | None]:
+        """Its lowest, mean, highest and last figure."""
+        values = self.values[np.isfinite(self.values)]
+        if not len(values):
+            return [None] * 4
+        low = self.values if self.low is None else self.low
+        high = self.values if self.high is None else self.high
+        return [float(np.nanmin(low)), float(values.mean()), float(np.nanmax(high)), float(values[-1])]
 
 
 @dataclass(frozen=True)
@@ -178,47 +123,10 @@ class HeatMetric:
     high: float
 
     def read_out(self) -> dict[str, Any]:
-        """Values that the page shows at the cursor."""
+        """What the page shows at the cursor."""
         factor, unit = scale_of(self.unit, self.high)
         more = bool((self.cells > self.high * (1 + 1e-6)).any())
         return {"low": self.low * factor, "high": self.high * factor, "more": more, "unit": unit, "label": self.label}
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Figures of ranks over time. One metric is shown at a time, the first at the start.
-
-    Attributes:
-        rows: the label of each row, which shows a rank or several ranks.
-        bins_per_cell: width of a cell in time bins.
-        outliers: sentences about ranks that differ from the others.
-    """
-
-    metrics: tuple[HeatMetric, ...]
-    rows: tuple[str, ...]
-    bins_per_cell: int
-    outliers: tuple[str, ...]
-    note: str
-    key: str = "ranks"
-    title: str = "Ranks over time"
-    kind: str = "heat"
-
-    def read_out(self) -> dict[str, Any]:
-        """Values that the page shows at the cursor."""
-        metrics = {metric.key: metric.read_out() for metric in self.metrics}
-        bins = self.metrics[0].cells.shape[1]
-        return {"rows": self.rows, "metrics": metrics, "bins": bins, "per": self.bins_per_cell}
-
-    def table(self) -> Table:
-        """The main figures as text, for people who cannot see the chart."""
-        rows = []
-        for metric in self.metrics:
-            cells, median = metric.cells, np.nanmedian(metric.cells)
-            filled = np.where(np.isfinite(cells), cells, median)
-            odd = int(np.abs(filled.mean(axis=1) - np.median(filled)).argmax())
-            spread = (np.nanmin(cells), median, np.nanmax(cells))
-            rows.append([metric.label, *(shown(float(value), metric.unit) for value in spread), self.rows[odd]])
-        return Table(self.title, ("", "lowest", "median", "highest", "most different"), rows)
 
 
 @dataclass(frozen=True)
@@ -231,53 +139,92 @@ class Mark:
     text: str
 
 
-@dataclass(frozen=True)
-class MarkChart:
-    """All marks, with a row for each kind."""
+TIME: Final = "time"
+BARS: Final = "bars"
+HEAT: Final = "heat"
+MARKS: Final = "marks"
+"""The kinds of charts: curves over time, stacked bars, ranks over time in colours, and events."""
 
-    marks: tuple[Mark, ...]
-    kinds: tuple[str, ...]
-    note: str
-    key: str = "marks"
-    title: str = "Events"
-    kind: str = "marks"
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of the page.
+
+    Attributes:
+        curves: of a chart over time, or of bars. ``stacked``: areas that fill the space from 0 to 1.
+        rows: a label for each bar, each row of the heat map (one rank or several), or each kind of marks.
+        upright: bars without gaps, for hundreds of ranks.
+        metrics: of the heat map, which shows one at a time, the first at the start. ``bins_per_cell``: width of a cell.
+        outliers: sentences about ranks that differ from the others.
+    """
+
+    key: str
+    title: str
+    kind: str = TIME
+    unit: str = ""
+    curves: tuple[Curve, ...] = ()
+    rows: tuple[str, ...] = ()
+    note: str = ""
+    stacked: bool = False
+    upright: bool = False
+    metrics: tuple[HeatMetric, ...] = ()
+    bins_per_cell: int = 1
+    outliers: tuple[str, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
     @property
     def legend(self) -> list[dict[str, str]]:
-        """Fields of the legend for the template."""
-        return [{"field": "", "label": kind, "colour": palette.MARKS[kind], "dash": "solid"} for kind in self.kinds]
+        """The legend for the template."""
+        if self.kind == MARKS:
+            return [{"field": "", "label": kind, "colour": palette.MARKS[kind], "dash": "solid"} for kind in self.rows]
+        return [
+            {"field": f"c{number}", "label": curve.label, "colour": curve.colour, "dash": curve.dash}
+            for number, curve in enumerate(self.curves)
+        ]
 
     def read_out(self) -> dict[str, Any]:
-        """Values that the page shows at the cursor."""
-        return {"marks": [asdict(mark) for mark in self.marks], "kinds": self.kinds}
+        """What the page shows at the cursor."""
+        fields = [[each["field"], each["label"]] for each in self.legend]
+        if self.kind == HEAT:
+            metrics = {metric.key: metric.read_out() for metric in self.metrics}
+            bins = self.metrics[0].cells.shape[1]
+            return {"rows": self.rows, "metrics": metrics, "bins": bins, "per": self.bins_per_cell}
+        if self.kind == MARKS:
+            return {"marks": [asdict(mark) for mark in self.marks], "kinds": self.rows}
+        return {"fields": fields} if self.kind == TIME else {"labels": self.rows, "fields": fields}
 
     def table(self) -> Table:
         """The main figures as text, for people who cannot see the chart."""
-        rows = [[kind, str(sum(mark.kind == kind for mark in self.marks))] for kind in self.kinds]
-        return Table(self.title, ("", "marks"), rows)
+        headings: tuple[str, ...] = ("", "lowest", "mean", "highest", "last")
+        if self.kind == HEAT:
+            rows = [self._spread_of(metric) for metric in self.metrics]
+            return Table(self.title, ("", "lowest", "median", "highest", "most different"), rows)
+        if self.kind == MARKS:
+            rows = [[kind, str(sum(mark.kind == kind for mark in self.marks))] for kind in self.rows]
+            return Table(self.title, ("", "marks"), rows)
+        if self.kind == TIME:
+            rows = [[curve.label, *(shown(value, self.unit) for value in curve.spread)] for curve in self.curves]
+            return Table(self.title, headings, rows)
+        rows = [
+            [label, *(shown(float(curve.values[at]), self.unit) for curve in self.curves)]
+            for at, label in enumerate(self.rows[:MAX_TABLE_ROWS])
+        ]
+        left = len(self.rows) - len(rows)
+        headings = ("", *(curve.label for curve in self.curves))
+        return Table(self.title, headings, rows, f"{left} more" if left > 0 else "")
 
-
-Chart = TimeChart | BarChart | HeatMap | MarkChart
-
-
-@dataclass(frozen=True)
-class TimeAxis:
-    """The bins of all charts over time. ``begins``: Unix time at which each bin begins."""
-
-    begins: tuple[float, ...]
-    width_seconds: float
-
-    @property
-    def middles_ms(self) -> Figures:
-        """The middle of each bin in milliseconds of Unix time."""
-        return (np.array(self.begins) + self.width_seconds / 2) * 1000.0
+    def _spread_of(self, metric: HeatMetric) -> list[str]:
+        cells, median = metric.cells, np.nanmedian(metric.cells)
+        filled = np.where(np.isfinite(cells), cells, median)
+        odd = int(np.abs(filled.mean(axis=1) - np.median(filled)).argmax())
+        spread = (np.nanmin(cells), median, np.nanmax(cells))
+        return [metric.label, *(shown(float(value), metric.unit) for value in spread), self.rows[odd]]
 
 
 # -- sampled figures -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sampled:
+class _Sampled(NamedTuple):
     """The curve of a sampled figure. ``name``: the figure's name in the log."""
 
     name: str
@@ -286,8 +233,7 @@ class _Sampled:
     dash: str = "solid"
 
 
-@dataclass(frozen=True)
-class _SampledChart:
+class _SampledChart(NamedTuple):
     key: str
     title: str
     unit: str
@@ -396,7 +342,7 @@ def sampled_charts(sums: Sums, wanted: Sequence[_SampledChart]) -> tuple[list[Ch
         measured = tuple(curve for curve in curves if curve.is_measured)
         missing += [f"{each.title}: {curve.label}" for curve in curves if not curve.is_measured]
         if measured:
-            charts.append(TimeChart(each.key, each.title, each.unit, measured, note=each.note))
+            charts.append(Chart(each.key, each.title, TIME, each.unit, measured, note=each.note))
     return charts, missing
 
 
@@ -414,7 +360,7 @@ def _sampled_curve(sums: Sums, wanted: _Sampled) -> Curve:
 # -- the ledger, steps, throughput and cost over time ---------------------------------------------------------------
 
 
-def ledger_shares(sums: Sums) -> TimeChart:
+def ledger_shares(sums: Sums) -> Chart:
     """How the time of all ranks was spent, as shares."""
     spent = {c: sums.all(c) for c in palette.CATEGORIES}
     total = np.sum(list(spent.values()), axis=0)
@@ -422,15 +368,16 @@ def ledger_shares(sums: Sums) -> TimeChart:
         Curve(c.replace("_", " "), colour, _ratio(spent[c], total)) for c, colour in palette.CATEGORIES.items()
     )
     note = "The time of all ranks, by category."
-    return TimeChart("ledger", "Ledger over time", RATIO, curves, stacked=True, note=note)
+    return Chart("ledger", "Ledger over time", TIME, RATIO, curves, stacked=True, note=note)
 
 
 def steps_over_time(sums: Sums) -> list[Chart]:
     """Percentiles of steps and waits of all ranks, and steps per second, if they are known."""
     found = [
-        TimeChart(
+        Chart(
             f"{name}-percentiles",
             f"{title} duration",
+            TIME,
             SECONDS,
             tuple(
                 Curve(label, colour, sums.percentiles(name, label), dash=dash)
@@ -441,7 +388,7 @@ def steps_over_time(sums: Sums) -> list[Chart]:
     ]
     pace = Curve("steps per second", palette.GREEN, _ratio(sums.all(STEPS), sums.all(DATA_WAIT) + sums.all(COMPUTE)))
     note = "Steps of the mean rank per second of its training loop."
-    found.append(TimeChart("pace", "Pace", COUNT, (pace,), note=note))
+    found.append(Chart("pace", "Pace", TIME, COUNT, (pace,), note=note))
     return [chart for chart in found if any(curve.is_measured for curve in chart.curves)]
 
 
@@ -456,24 +403,25 @@ def throughput(sums: Sums) -> list[Chart]:
         rates = np.nansum(_ratio(sums.of(name), known), axis=0)
         curve = Curve(f"{name} per second", colour, np.where(unknown, np.nan, rates))
         if curve.is_measured:
-            charts.append(TimeChart(f"{name}-rate", f"{name.capitalize()} per second", COUNT, (curve,), note=note))
+            charts.append(Chart(f"{name}-rate", f"{name.capitalize()} per second", TIME, COUNT, (curve,), note=note))
     return charts
 
 
-def agent_cost(sums: Sums) -> TimeChart:
+def agent_cost(sums: Sums) -> Chart:
     """The cost of the agent as a share of the wall clock."""
     wall = np.sum([sums.of(c) for c in palette.CATEGORIES], axis=0).sum(axis=0)
     curves = (
         Curve("agent thread (CPU)", palette.BLUE, _ratio(sums.all(AGENT), wall)),
         Curve("hooks on the training thread", palette.ORANGE, _ratio(sums.all(HOOKS), wall)),
     )
-    return TimeChart("agent-cost", "Cost of the agent", RATIO, curves, note="Share of the wall clock of the mean rank.")
+    note = "Share of the wall clock of the mean rank."
+    return Chart("agent-cost", "Cost of the agent", TIME, RATIO, curves, note=note)
 
 
 _MAX_BARS: Final = 512
 
 
-def ledger_by_rank(ranks: Sequence[Rank]) -> BarChart:
+def ledger_by_rank(ranks: Sequence[Rank]) -> Chart:
     """The ledger of each rank, over all its processes. If there are many ranks, a bar shows a group of neighbours."""
     ledgers: dict[int, dict[str, float]] = {}
     for entry in ranks:
@@ -490,7 +438,7 @@ def ledger_by_rank(ranks: Sequence[Rank]) -> BarChart:
         curves.append(Curve(category.replace("_", " "), colour, spent / totals))
     note = f"Each bar is {size} ranks." if size > 1 else ""
     labels = tuple(named(group) for group in groups)
-    return BarChart("ledger-ranks", "Ledger by rank", RATIO, labels, tuple(curves), wide=True, note=note)
+    return Chart("ledger-ranks", "Ledger by rank", BARS, RATIO, tuple(curves), labels, note, upright=True)
 
 
 # -- ranks over time -----------------------------------------------------------------------------------------------
@@ -521,7 +469,7 @@ _SAMPLED: Final = (
 )
 
 
-def heat_map(sums: Sums, nodes: Mapping[int, str]) -> HeatMap | None:
+def heat_map(sums: Sums, nodes: Mapping[int, str]) -> Chart | None:
     """Ranks over time. The first metric is the one with the largest outlier."""
     ranks = sums.ranks
     found = [metric for metric in _metrics(sums) if np.isfinite(metric.cells).any()]
@@ -535,12 +483,15 @@ def heat_map(sums: Sums, nodes: Mapping[int, str]) -> HeatMap | None:
         note = f"Each row is {size} ranks, and shows the one that differs most from all ranks at that time. "
     bins = max(1, -(-len(groups) * found[0].cells.shape[1] // _MAX_HEAT_CELLS))
     of_rows = [[ranks[at] for at in group] for group in groups]
-    return HeatMap(
-        tuple(_thinned(metric if size == 1 else _worst_of(metric, groups), bins) for metric in found),
-        tuple(f"{named(own)} ({_places(own, nodes, ' …')})" for own in of_rows),
-        bins,
-        tuple(text for metric in found if (text := _outlier(metric, ranks, nodes))),
-        f"{note}Empty: not measured, or the rank was not there.",
+    return Chart(
+        "ranks",
+        "Ranks over time",
+        HEAT,
+        rows=tuple(f"{named(own)} ({_places(own, nodes, ' …')})" for own in of_rows),
+        note=f"{note}Empty: not measured, or the rank was not there.",
+        metrics=tuple(_thinned(metric if size == 1 else _worst_of(metric, groups), bins) for metric in found),
+        bins_per_cell=bins,
+        outliers=tuple(text for metric in found if (text := _outlier(metric, ranks, nodes))),
     )
 
 
@@ -649,7 +600,7 @@ _MAX_OF_A_KIND: Final = 256
 
 def mark_chart(
     values: ReportValues, processes: Sequence[ProcessLog], recorder: RunRecorder, end: float
-) -> MarkChart | None:
+) -> Chart | None:
     """All marks; None without any. ``end``: Unix time of the newest line."""
     found = [*_marks(values, processes, end)]
     marks: list[Mark] = []
@@ -665,7 +616,7 @@ def mark_chart(
         if recorder.phases_seen.get(kind, 0) > len(phases):
             notes.append(f"The newest {len(phases)} of {recorder.phases_seen[kind]} {kind}s are marked.")
     kinds = tuple(kind for kind in _KINDS if any(mark.kind == kind for mark in marks))
-    return MarkChart(tuple(marks), kinds, " ".join(notes)) if marks else None
+    return Chart("marks", "Events", MARKS, rows=kinds, note=" ".join(notes), marks=tuple(marks)) if marks else None
 
 
 def _marks(values: ReportValues, processes: Sequence[ProcessLog], end: float) -> Iterator[Mark]:

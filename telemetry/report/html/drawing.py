@@ -13,13 +13,12 @@ from bokeh.models.annotations import Span
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
-from telemetry.report.html import charts as specs
-from telemetry.report.html import palette
+from telemetry.report.html import charts, palette
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.html.charts import BarChart, Chart, Figures, HeatMap, Mark, MarkChart, TimeAxis, TimeChart
+    from telemetry.report.html.charts import Chart, Figures, Mark, TimeAxis
 
 _HEIGHT: Final = 210
 _MARK_ROW: Final = 22
@@ -41,14 +40,13 @@ def heat_colours() -> str:
 
 def drawing(chart: Chart, axis: TimeAxis, marks: Sequence[Mark]) -> dict[str, Any]:
     """A chart as the object that the page gives to Bokeh, and the unit of its figures."""
-    if isinstance(chart, specs.TimeChart):
+    unit, factor = "", 1.0
+    if chart.kind == charts.TIME:
         plot, unit, factor = _time_chart(chart, axis, marks)
-    elif isinstance(chart, specs.BarChart):
+    elif chart.kind == charts.BARS:
         plot, unit, factor = _bars(chart)
-    elif isinstance(chart, specs.HeatMap):
-        plot, unit, factor = _heat_map(chart, axis), "", 1.0
     else:
-        plot, unit, factor = _marks(chart, axis), "", 1.0
+        plot = _heat_map(chart, axis) if chart.kind == charts.HEAT else _marks(chart, axis)
     return {"item": json_item(plot), "unit": unit, "factor": factor}
 
 
@@ -93,9 +91,9 @@ def _narrow(values: Figures, factor: float) -> Any:
     return (values * factor).astype(np.float32)
 
 
-def _time_chart(chart: TimeChart, axis: TimeAxis, marks: Sequence[Mark]) -> tuple[Any, str, float]:
+def _time_chart(chart: Chart, axis: TimeAxis, marks: Sequence[Mark]) -> tuple[Any, str, float]:
     top = 1.0 if chart.stacked else _top([each for curve in chart.curves for each in (curve.values, curve.high)])
-    factor, unit = specs.scale_of(chart.unit, top)
+    factor, unit = charts.scale_of(chart.unit, top)
     limit = top * factor if chart.stacked else max(top * factor * 1.08, 1e-6)
     plot = _over_time(_HEIGHT, axis, Range1d(start=0, end=limit), unit)
     data: dict[str, Any] = {"x": axis.middles_ms}
@@ -110,7 +108,7 @@ def _time_chart(chart: TimeChart, axis: TimeAxis, marks: Sequence[Mark]) -> tupl
         width = 1e3 * axis.width_seconds
         plot.vbar_stack(names, x="x", width=width, color=colours, line_width=1, source=source)
         return plot, unit, factor
-    if chart.unit == specs.SECONDS:
+    if chart.unit == charts.SECONDS:
         _overlay(plot, marks, limit)
     for number, curve in enumerate(chart.curves):
         if f"l{number}" in data:
@@ -141,8 +139,8 @@ def _overlay(plot: Any, marks: Sequence[Mark], top: float) -> None:
             plot.segment(times, 0, times, top, color=palette.MARKS[kind], line_dash=dash, line_width=1.5)
 
 
-def _marks(chart: MarkChart, axis: TimeAxis) -> Any:
-    rows = list(reversed(chart.kinds))
+def _marks(chart: Chart, axis: TimeAxis) -> Any:
+    rows = list(reversed(chart.rows))
     plot = _over_time(30 + _MARK_ROW * len(rows), axis, Range1d(start=-0.5, end=len(rows) - 0.5), "")
     plot.yaxis.ticker = FixedTicker(ticks=list(range(len(rows))))
     plot.yaxis.major_label_overrides = dict(enumerate(rows))
@@ -163,24 +161,24 @@ def _marks(chart: MarkChart, axis: TimeAxis) -> Any:
     return plot
 
 
-def _bars(chart: BarChart) -> tuple[Any, str, float]:
+def _bars(chart: Chart) -> tuple[Any, str, float]:
     names = [f"c{number}" for number in range(len(chart.curves))]
     colours = [curve.colour for curve in chart.curves]
-    top = 1.0 if chart.unit == specs.RATIO else _top([np.sum([curve.values for curve in chart.curves], axis=0)])
-    factor, unit = specs.scale_of(chart.unit, top)
-    places = np.arange(len(chart.labels), dtype=np.float64)
+    top = 1.0 if chart.unit == charts.RATIO else _top([np.sum([curve.values for curve in chart.curves], axis=0)])
+    factor, unit = charts.scale_of(chart.unit, top)
+    places = np.arange(len(chart.rows), dtype=np.float64)
     source = ColumnDataSource(
         {"x": places, **{n: _narrow(c.values, factor) for n, c in zip(names, chart.curves, strict=True)}}
     )
-    along, across = Range1d(start=-0.5, end=len(chart.labels) - 0.5), Range1d(start=0, end=max(top * factor, 1e-6))
-    if chart.wide:
+    along, across = Range1d(start=-0.5, end=len(chart.rows) - 0.5), Range1d(start=0, end=max(top * factor, 1e-6))
+    if chart.upright:
         plot = _plot(_HEIGHT, along, across, unit)
-        thick = 0.92 if len(chart.labels) <= 128 else 1.0
+        thick = 0.92 if len(chart.rows) <= 128 else 1.0
         plot.vbar_stack(names, x="x", width=thick, color=colours, line_width=1 if thick == 1.0 else 0, source=source)
-        _label_some(plot.xaxis, chart.labels)
+        _label_some(plot.xaxis, chart.rows)
         plot.tags = ["bars"]
         return plot, unit, factor
-    plot = _plot(50 + _BAR_ROW * len(chart.labels), across, Range1d(start=len(chart.labels) - 0.5, end=-0.5), "")
+    plot = _plot(50 + _BAR_ROW * len(chart.rows), across, Range1d(start=len(chart.rows) - 0.5, end=-0.5), "")
     plot.hbar_stack(names, y="x", height=0.72, color=colours, line_width=0, source=source)
     plot.yaxis.ticker = FixedTicker(ticks=[int(at) for at in places])
     plot.yaxis.major_label_overrides = {int(at): str(int(at) + 1) if len(places) > 1 else "" for at in places}
@@ -192,7 +190,7 @@ def _bars(chart: BarChart) -> tuple[Any, str, float]:
     return plot, unit, factor
 
 
-def _heat_map(chart: HeatMap, axis: TimeAxis) -> Any:
+def _heat_map(chart: Chart, axis: TimeAxis) -> Any:
     rows, bins = chart.metrics[0].cells.shape
     height = 60 + max(90, min(420, 14 * rows))
     plot = _over_time(height, axis, Range1d(start=0, end=rows), "")
@@ -200,7 +198,7 @@ def _heat_map(chart: HeatMap, axis: TimeAxis) -> Any:
     width = bins * chart.bins_per_cell * axis.width_seconds * 1e3
     clear = "rgba(0,0,0,0)"
     for number, metric in enumerate(chart.metrics):
-        factor, _ = specs.scale_of(metric.unit, metric.high)
+        factor, _ = charts.scale_of(metric.unit, metric.high)
         low, high = metric.low * factor, max(metric.high, metric.low + 1e-12) * factor
         colours = LinearColorMapper(palette=Viridis256, low=low, high=high, nan_color=clear)
         image = plot.image(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -16,9 +15,8 @@ from telemetry.diagnosis.verdict import VerdictKind, healthy_share
 from telemetry.records import CATEGORIES
 from telemetry.report.attempts import FAILED, KILLED, RUNNING, log_interval
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
-from telemetry.report.html import charts as specs
-from telemetry.report.html import drawing, palette
-from telemetry.report.html.charts import MAX_TABLE_ROWS, BarChart, Curve, MarkChart, Sums, Table, TimeAxis
+from telemetry.report.html import charts, drawing, palette
+from telemetry.report.html.charts import BARS, MAX_TABLE_ROWS, Chart, Curve, Sums, Table, TimeAxis
 from telemetry.report.process_log import unix
 from telemetry.report.text import KWH, memory_lines, sum_lines
 from telemetry.util.text import duration, percent, plain_number, rough_duration
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.diagnosis.verdict import Loss
-    from telemetry.report.contract import RankedAdvice, ReportValues
-    from telemetry.report.html.charts import Chart
+    from telemetry.report.contract import ReportValues
     from telemetry.report.html.recorder import RunRecorder
     from telemetry.report.summary import Report
 
@@ -70,19 +67,7 @@ _NO_MARKUP: Final = str.maketrans(
 """The characters that could end a script element are escaped."""
 
 
-@dataclass(frozen=True)
-class _Card:
-    """One advice: what to set, if it is a setting; the predicted factor on the steps per second, and that as text."""
-
-    typed: str
-    action: str
-    because: str
-    about: str
-    gain: str = ""
-
-
-@dataclass(frozen=True)
-class _Tile:
+class _Tile(NamedTuple):
     """One figure of the run, as text. ``note``: what it refers to, or why it is absent."""
 
     label: str
@@ -90,8 +75,7 @@ class _Tile:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class _Section:
+class _Section(NamedTuple):
     """A part of the page. ``absent``: figures that it would show but that were not measured."""
 
     key: str
@@ -108,20 +92,20 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
     grid.widen(_BIN_INTERVALS * max(map(log_interval, found.processes), default=0.0), _MIN_BINS)
     axis = TimeAxis(tuple(grid.begins()), grid.width_seconds) if grid.used else None
     sections = [each for each in _sections(found, recorder, axis) if each.charts or each.tables or each.absent]
-    charts = [chart for section in sections for chart in section.charts]
-    marks = [mark for chart in charts if isinstance(chart, MarkChart) for mark in chart.marks]
+    drawn = [chart for section in sections for chart in section.charts]
+    marks = [mark for chart in drawn for mark in chart.marks]
     items = {
-        chart.key: drawing.drawing(chart, axis or TimeAxis((0.0,), 1.0), marks) | chart.read_out() for chart in charts
+        chart.key: drawing.drawing(chart, axis or TimeAxis((0.0,), 1.0), marks) | chart.read_out() for chart in drawn
     }
     state, kind = _state_of(found)
-    cards = [_card(advice) for advice in found.values.advice]
+    advice = found.values.advice
     page = {
         "run": found.values.run,
         "state": state,
         "kind": kind,
         "verdict": found.values.verdict,
-        "first": cards[:_MAX_ADVICE],
-        "more": cards[_MAX_ADVICE:],
+        "first": advice[:_MAX_ADVICE],
+        "more": advice[_MAX_ADVICE:],
         "tiles": _tiles(found),
         "facts": _facts(found, axis),
         "notes": [*memory_lines(found), *found.notes, *_own_notes(recorder)],
@@ -161,10 +145,6 @@ def _state_of(found: Report) -> tuple[str, str]:
     if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
         return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
     return words, kind
-
-
-def _card(advice: RankedAdvice) -> _Card:
-    return _Card(advice.typed or advice.setting or "", advice.action, advice.because, advice.about, advice.gain)
 
 
 def _tiles(found: Report) -> list[_Tile]:
@@ -235,33 +215,33 @@ def _sections(found: Report, recorder: RunRecorder, axis: TimeAxis | None) -> li
     sums = Sums(recorder) if axis else None
     end = max((time for process in found.processes if (time := unix(process.last_time)) is not None), default=0.0)
     nodes = {process.rank: str(process.head.node) for process in found.processes}
-    marks = specs.mark_chart(values, found.processes, recorder, end) if sums else None
-    steps = [*specs.steps_over_time(sums), *([marks] if marks else [])] if sums else []
-    heat = specs.heat_map(sums, nodes) if sums else None
+    marks = charts.mark_chart(values, found.processes, recorder, end) if sums else None
+    steps = [*charts.steps_over_time(sums), *([marks] if marks else [])] if sums else []
+    heat = charts.heat_map(sums, nodes) if sums else None
     stalls, lines = _stalls(values), _hot_lines(values)
     sections = [
-        _Section("ledger", "Where the time went", [specs.ledger_shares(sums)] if sums else []),
+        _Section("ledger", "Where the time went", [charts.ledger_shares(sums)] if sums else []),
         _Section("ranks", "Every rank, over time", [heat] if heat else []),
         _Section("steps", "Steps and waits", steps, absent="" if steps else "no step has ended"),
         _Section("stalls", "Stalls", tables=stalls),
         _Section("lines", "Hot lines", (), lines, "" if lines else "lines are sampled during a stall, and none was"),
     ]
-    rates = specs.throughput(sums) if sums else []
+    rates = charts.throughput(sums) if sums else []
     sections.append(_Section("throughput", "Throughput and energy", rates, _spent(values), _unknown_sums(values)))
     for key, title, wanted in (
-        ("gpu", "GPU", specs.GPU),
-        ("workers", "Workers", specs.WORKERS),
-        ("host", "Memory and CPU", specs.HOST),
+        ("gpu", "GPU", charts.GPU),
+        ("workers", "Workers", charts.WORKERS),
+        ("host", "Memory and CPU", charts.HOST),
     ):
-        charts, missing = specs.sampled_charts(sums, wanted) if sums else ([], [])
-        absent = "; ".join(missing) if charts else "no sample of it is in the logs"
-        sections.append(_Section(key, title, charts, absent=absent))
+        sampled, missing = charts.sampled_charts(sums, wanted) if sums else ([], [])
+        absent = "; ".join(missing) if sampled else "no sample of it is in the logs"
+        sections.append(_Section(key, title, sampled, absent=absent))
     return [
         *sections,
         _snapshots(values),
         _Section("attempts", "Attempts and goodput", [_goodput(values)], [_attempts(values)]),
-        _Section("by-rank", "Every rank, in sum", [specs.ledger_by_rank(values.ranks)], [_ranks(values)]),
-        _Section("agent", "What the agent cost", [specs.agent_cost(sums)] if sums else []),
+        _Section("by-rank", "Every rank, in sum", [charts.ledger_by_rank(values.ranks)], [_ranks(values)]),
+        _Section("agent", "What the agent cost", [charts.agent_cost(sums)] if sums else []),
     ]
 
 
@@ -335,18 +315,18 @@ def _snapshots(values: ReportValues) -> _Section:
         for at, s in enumerate(read, 1)
     ]  # fmt: skip
     headings = ("", "rank", "steps", "for", "trace", "FLOPs", "advice")
-    chart = BarChart("breakdown", "Average step of each snapshot", specs.RATIO, labels, curves)
+    chart = Chart("breakdown", "Average step of each snapshot", BARS, charts.RATIO, curves, labels)
     return _Section(key, title, [chart], [Table("Snapshots", headings, rows)])
 
 
-def _goodput(values: ReportValues) -> BarChart:
+def _goodput(values: ReportValues) -> Chart:
     books = values.job.goodput
     curves = tuple(
         Curve(name.replace("_", " "), palette.GOODPUT[name], np.array([float(books.seconds[name])]))
         for name in GOODPUT_SECONDS
     )
     note = f"Goodput {percent(books.goodput_ratio)}, effective training time {percent(books.ettr_ratio)}."
-    return BarChart("goodput", "The wall clock of the run", specs.SECONDS, ("run",), curves, note=note)
+    return Chart("goodput", "The wall clock of the run", BARS, charts.SECONDS, curves, ("run",), note)
 
 
 def _attempts(values: ReportValues) -> Table:
