@@ -6,11 +6,10 @@ import os
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from telemetry.log_lines import StallCloseLine, StallOpenLine
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
-from telemetry.report.process_log import Point, point_at, unix
+from telemetry.report.process_log import Point, point_at, stalls_of, totals_at, unix
 from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
 from telemetry.util.processes import clean_name, node_name, process_started
 from telemetry.util.text import named
@@ -18,8 +17,9 @@ from telemetry.util.text import named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.log_lines import Heartbeat, TotalsLine
-    from telemetry.report.process_log import ProcessLog, Save
+    from telemetry.log_lines import Heartbeat, PhaseLine, TotalsLine
+    from telemetry.records import StallRecord
+    from telemetry.report.process_log import ProcessLog
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
@@ -454,11 +454,11 @@ class Course:
         """Whether the position of the attempt is known, or it has done a step."""
         return self.source != ASSUMED or self.steps > 0
 
-    def save_at_cut(self, life: Life) -> Save | None:
+    def save_at_cut(self, life: Life) -> PhaseLine | None:
         """The checkpoint of a process at the last position that was kept; None without one."""
         value = self._cut_value(life)
         for save in reversed(life.log.saves):
-            if save.point is not None and getattr(save.point, self.axis) == value:
+            if save.loop_seconds is not None and getattr(totals_at(save), self.axis) == value:
                 return save
         return None
 
@@ -469,8 +469,8 @@ class Course:
         if self.kept >= self.end:
             return end
         save = self.save_at_cut(life)
-        if save is not None and save.point is not None:
-            at = save.point
+        if save is not None:
+            at = totals_at(save)
         else:
             points = [life.first_point, *life.log.progress.points, life.last_point]
             at = point_at(points, self.axis, self._cut_value(life))
@@ -510,10 +510,11 @@ def newest_checkpoint(course: Course) -> float | None:
     """
     by_position: dict[float, set[int]] = {}
     saves = [(life, save) for life in course.attempt.lives for save in life.log.saves if save.complete]
-    resumable = [pair for pair in saves if pair[1].holds_optimizer] or saves
+    resumable = [pair for pair in saves if pair[1].holds_optimizer is not False] or saves
     for life, save in resumable:
         by_optimizer = course.axis == "optimizer_steps"
-        value = save.optimizer_steps - life.offset if by_optimizer else save.steps - course.replayed
+        value = (save.optimizer_steps_total or 0) - life.offset
+        value = value if by_optimizer else (save.steps_total or 0) - course.replayed
         by_position.setdefault(course.resumed + max(0.0, value) / course.rate, set()).add(life.rank)
     writers = max((len(ranks) for ranks in by_position.values()), default=0)
     return max((position for position, ranks in by_position.items() if len(ranks) == writers), default=None)
@@ -576,39 +577,20 @@ Part = tuple[str, str]
 """First: wait for the first batch (`BEGINNING`), replay, kept steps or lost steps. Second: `DATA_WAIT` or `COMPUTE`."""
 
 
-class Stuck(NamedTuple):
-    """A time without progress.
-
-    Attributes:
-        opened: time when it was noticed. ``closed``: time when it was over; None if it never was.
-        before: seconds that it had lasted when it was noticed.
-        steps: steps of the loop that had ended before it.
-        category: what the training thread was doing, by the categories of the ledger.
-    """
-
-    opened: str
-    closed: str | None
-    before: float
-    steps: int
-    category: str
-
-    def seconds(self, end: float) -> float:
-        """Length of the time. ``end``: Unix time of the end of the process."""
-        opened, closed = unix(self.opened), end if self.closed is None else unix(self.closed)
-        return 0.0 if opened is None or closed is None else max(0.0, closed - opened) + self.before
-
-
-def stuck_of(log: ProcessLog) -> list[Stuck]:
+def stuck_of(log: ProcessLog) -> list[StallRecord]:
     """The times in which a process was stuck."""
-    found: list[Stuck] = []
-    for line in log.stalls:
-        evidence, opened = line.evidence, line.opened or line.time
-        if isinstance(line, StallOpenLine) and "stuck_in" in evidence:
-            before = float(evidence.get("stuck_for_seconds") or 0.0)
-            found.append(Stuck(opened, None, before, line.first_step or 0, evidence["stuck_in"]))
-        elif isinstance(line, StallCloseLine) and found and found[-1].opened == opened:
-            found[-1] = found[-1]._replace(closed=line.closed or line.time or None)
-    return found
+    return [stall for stall in stalls_of(log) if stall.stuck_in is not None]
+
+
+def _stuck_seconds(stall: StallRecord, end: float) -> float:
+    """How long a process was stuck. ``end``: Unix time of its end."""
+    opened, closed = unix(stall.opened or ""), end if stall.closed is None else unix(stall.closed)
+    return 0.0 if opened is None or closed is None else max(0.0, closed - opened) + _unnoticed(stall)
+
+
+def _unnoticed(stall: StallRecord) -> float:
+    """Seconds for which it had been stuck when it was noticed."""
+    return float(stall.evidence.get("stuck_for_seconds") or 0.0)
 
 
 def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
@@ -627,11 +609,11 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     }
     total = 0.0
     for stuck in stuck_of(life.log):
-        if stuck.category in _PHASES:
+        if stuck.stuck_in in _PHASES:
             continue
-        left, there = stuck.seconds(life.end), _place(stuck, life, course, cut)
+        left, there = _stuck_seconds(stuck, life.end), _place(stuck, life, course, cut)
         # The agent notices late that the run goes on: then the part may be shorter.
-        for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.category)):
+        for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.stuck_in)):
             taken = max(0.0, min(left, parts[part]))
             parts[part] -= taken
             total += taken
@@ -639,30 +621,31 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     return parts, total
 
 
-def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
-    if stuck.steps == 0 and stuck.category == DATA_WAIT:
+def _place(stuck: StallRecord, life: Life, course: Course, cut: Point) -> str:
+    steps = stuck.first_step or 0
+    if steps == 0 and stuck.stuck_in == DATA_WAIT:
         return BEGINNING
-    if stuck.steps < life.totals.resumption.replayed_batches:
+    if steps < life.totals.resumption.replayed_batches:
         return REPLAYED
-    if stuck.closed is None or stuck.steps >= cut.steps:
+    if stuck.closed is None or steps >= cut.steps:
         return LOST_STEPS
-    save, opened = course.save_at_cut(life), unix(stuck.opened)
-    if save is None or opened is None or stuck.steps + 1 != save.steps:
+    save, opened = course.save_at_cut(life), unix(stuck.opened or "")
+    if save is None or opened is None or steps + 1 != save.steps_total:
         return KEPT
     saved = unix(save.started)  # both in one step
-    return LOST_STEPS if saved is not None and saved <= opened - stuck.before else KEPT
+    return LOST_STEPS if saved is not None and saved <= opened - _unnoticed(stuck) else KEPT
 
 
 def stuck_in_phases(life: Life) -> dict[str, float]:
     """Seconds for which a process was stuck in evaluations and in checkpoints."""
     stuck = dict.fromkeys(_PHASES, 0.0)
     for each in stuck_of(life.log):
-        if each.category in stuck:
-            stuck[each.category] += each.seconds(life.end)
+        if each.stuck_in in stuck:
+            stuck[each.stuck_in] += _stuck_seconds(each, life.end)
     return {phase: min(seconds, life.spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
 
 
 def stuck_in_saves(log: ProcessLog) -> float:
     """Seconds of hangs in checkpoints that have ended. They are not part of the usual cost of a checkpoint."""
-    hangs = [each for each in stuck_of(log) if each.category == CHECKPOINT and each.closed is not None]
-    return min(log.save_seconds, sum(each.seconds(0.0) for each in hangs))
+    hangs = [each for each in stuck_of(log) if each.stuck_in == CHECKPOINT and each.closed is not None]
+    return min(log.save_seconds, sum(_stuck_seconds(each, 0.0) for each in hangs))

@@ -33,7 +33,7 @@ from telemetry.log_lines import (
     TotalsLine,
     WindowLine,
 )
-from telemetry.records import HotLine, StallRecord
+from telemetry.records import COMPUTE, DATA_WAIT, HotLine, StallRecord
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -136,15 +136,11 @@ class Progress:
         return [Point(*self._values[at : at + _WIDTH]) for at in range(0, len(self._values), _WIDTH)]
 
 
-class Save(NamedTuple):
-    """A checkpoint, see `SavedCheckpoint`. ``point``: totals then; None if it was completed in the background."""
-
-    optimizer_steps: int
-    steps: int
-    complete: bool
-    holds_optimizer: bool
-    point: Point | None
-    started: str
+def totals_at(save: PhaseLine) -> Point:
+    """The totals of a process at a checkpoint, as far as the line has them."""
+    wait, compute = ((save.loop_seconds or {}).get(name, 0.0) for name in (DATA_WAIT, COMPUTE))
+    steps, optimizer_steps = save.steps_total or 0, save.optimizer_steps_total or 0
+    return Point(0.0, steps, optimizer_steps, data_wait=wait, compute=compute)
 
 
 # -- one process ---------------------------------------------------------------------------------------------------
@@ -198,7 +194,7 @@ class ProcessLog:
     errors: list[ErrorLine] = field(default_factory=list)
     end: RunEndLine = RunEndLine()
     beat: Heartbeat | None = None
-    saves: deque[Save] = field(default_factory=lambda: deque(maxlen=_MAX_SAVES))
+    saves: deque[PhaseLine] = field(default_factory=lambda: deque(maxlen=_MAX_SAVES))
     saves_total: int = 0
     save_seconds: float = 0.0
     progress: Progress = field(default_factory=Progress)
@@ -290,14 +286,10 @@ class ProcessLog:
     def _add_save(self, line: PhaseLine) -> None:
         if line.complete is None or line.optimizer_steps_total is None:
             return  # no checkpoint
-        steps, point = line.steps_total or 0, None
-        if line.loop_seconds is not None:
-            wait, compute = (line.loop_seconds.get(name, 0.0) for name in ("data_wait", "compute"))
-            point = Point(0.0, steps, line.optimizer_steps_total, data_wait=wait, compute=compute)
+        if line.loop_seconds is not None:  # it has stopped the training
             self.saves_total += 1
             self.save_seconds += line.seconds
-        holds_optimizer = line.holds_optimizer is not False
-        self.saves.append(Save(line.optimizer_steps_total, steps, line.complete, holds_optimizer, point, line.started))
+        self.saves.append(line)
 
 
 def not_replaced(processes: Sequence[ProcessLog]) -> list[ProcessLog]:
