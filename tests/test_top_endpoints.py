@@ -28,7 +28,7 @@ def views(*texts: str):
     """The views after each of some expositions of one endpoint."""
     queue = list(texts)
     endpoints = Endpoints([URL], read=lambda _: queue.pop(0))
-    return [endpoints.read() for _ in texts]
+    return [endpoints.poll() for _ in texts]
 
 
 def test_a_rank_between_two_expositions():
@@ -68,14 +68,14 @@ def test_a_dead_endpoint_is_named_and_the_others_are_shown():
         return exposition(100, rank=1)
 
     endpoints = Endpoints([URL, "http://other:9464/metrics"], read=read)
-    view = endpoints.read()
+    view = endpoints.poll()
     assert view.notes[0] == f"{URL} does not answer: refused"
     assert [row.rank for row in view.rows] == [1]
 
 
 def test_nothing_listens_there():
     endpoints = Endpoints([URL])
-    view = endpoints.read()
+    view = endpoints.poll()
     assert view.headline.text.startswith("Waiting for the endpoints")
     assert "does not answer" in view.notes[0]
 

@@ -209,9 +209,9 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def verdict_of(processes: Sequence[ProcessLog], *, broke_off: bool = False) -> Verdict:
-    """The verdict on processes that no later one has replaced, by their logs alone. ``broke_off``: see `RunFacts`."""
-    return judge(replace(_facts(processes), broke_off=broke_off))
+def verdict_of(processes: Sequence[ProcessLog], *, end: RunEnd | None = None, broke_off: bool = False) -> Verdict:
+    """The verdict on processes that no later one has replaced, by their logs alone. For the others see `RunFacts`."""
+    return judge(replace(_facts(processes), end=end, broke_off=broke_off))
 
 
 def _facts(processes: Sequence[ProcessLog]) -> RunFacts:

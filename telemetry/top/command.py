@@ -71,11 +71,10 @@ def _shows_blocks(encoding: str) -> bool:
 
 
 def _print(source: Endpoints | RunFolder, frame: Frame) -> int:
-    read = source.read if isinstance(source, Endpoints) else source.poll
-    view = read()
+    view = source.poll()
     if view.running:
         time.sleep(_BEATS_SECONDS * (2 if isinstance(source, Endpoints) else 1))
-        view = read()
+        view = source.poll()
     width = min(max(80, shutil.get_terminal_size((100, 24)).columns), 200)
     text = frame.printed(view, width=width, now=time.time(), rows=_PRINTED_ROWS)
     return show(text) or (0 if view.rows else 1)

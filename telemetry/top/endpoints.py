@@ -178,7 +178,7 @@ class _Known:
 class Endpoints:
     """Follows the endpoints at URLs such as ``http://node:9464/metrics``. ``read`` returns the exposition at a URL."""
 
-    pause_seconds = 1.0
+    pause_seconds = 2.0
 
     def __init__(self, urls: Sequence[str], read: Callable[[str], str] = fetch) -> None:
         self._urls = list(dict.fromkeys(urls))
@@ -186,38 +186,35 @@ class Endpoints:
         self._answers: dict[str, tuple[str, float]] = {}
         self._errors: dict[str, str] = {}
         self._known: dict[tuple[str, int], _Known] = {}
-        self._taken: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._started = False
 
     def poll(self) -> JobView:
-        """The view of the newest values. The first call starts the threads."""
-        if not self._started:
-            self._started = True
-            for first in range(min(_MAX_THREADS, len(self._urls))):
-                share = self._urls[first::_MAX_THREADS]
-                threading.Thread(target=self._follow, args=(share,), name="telemetry-top-url", daemon=True).start()
-        return self._view()
+        """Read all endpoints, some at a time, and make the view of their values."""
+        shares = [self._urls[first::_MAX_THREADS] for first in range(min(_MAX_THREADS, len(self._urls)))]
+        threads = [threading.Thread(target=self._scrape, args=(share,), daemon=True) for share in shares]
+        self._answers, self._errors = {}, {}
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self._view(time.time(), time.monotonic())
 
-    def read(self) -> JobView:
-        """Read each endpoint once, on this thread."""
+    def _scrape(self, urls: Sequence[str]) -> None:
+        for url in urls:
+            try:
+                self._answers[url] = self._read(url), time.monotonic()
+            except Exception as error:
+                said = str(error) if isinstance(error, ScrapeError) else f"{url} cannot be read: {type(error).__name__}"
+                self._errors[url] = said
+
+    def _view(self, now: float, here: float) -> JobView:
         for url in self._urls:
-            self._scrape(url)
-        return self._view()
-
-    def _view(self) -> JobView:
-        now, here = time.time(), time.monotonic()
-        with self._lock:
-            answers, errors = dict(self._answers), dict(self._errors)
-        for url, (text, at) in answers.items():
-            if self._taken.get(url) != at:
-                self._taken[url] = at
-                try:
-                    for scraped in _by_rank(text):
-                        self._take(scraped, now, at)
-                except ValueError as error:
-                    errors[url] = f"{url} does not show metrics: {error}"
-        notes = [errors[url] for url in self._urls if url in errors]
+            text, at = self._answers.get(url, ("", here))
+            try:
+                for scraped in _by_rank(text):
+                    self._take(scraped, now, at)
+            except ValueError as error:
+                self._errors[url] = f"{url} does not show metrics: {error}"
+        notes = [self._errors[url] for url in self._urls if url in self._errors]
         self._known = {key: known for key, known in self._known.items() if here - known.changed <= _GONE_SECONDS}
         facts = [known.facts for known in self._known.values()]
         for known in self._known.values():
@@ -228,25 +225,6 @@ class Endpoints:
             return waiting("Waiting for the endpoints: none has shown a rank yet.", now, notes)
         run = facts[-1].log.run
         return job_view([each for each in facts if each.log.run == run], now, notes)
-
-    def _follow(self, urls: Sequence[str]) -> None:
-        while True:
-            began = time.monotonic()
-            for url in urls:
-                self._scrape(url)
-            time.sleep(max(2.0, 2 * (time.monotonic() - began)))
-
-    def _scrape(self, url: str) -> None:
-        try:
-            text = self._read(url)
-        except Exception as error:
-            said = str(error) if isinstance(error, ScrapeError) else f"{url} cannot be read: {type(error).__name__}"
-            with self._lock:
-                self._errors[url] = said
-        else:
-            with self._lock:
-                self._errors.pop(url, None)
-                self._answers[url] = text, time.monotonic()
 
     def _take(self, scraped: _Scraped, now: float, at: float) -> None:
         key = scraped.run, scraped.rank

@@ -14,7 +14,7 @@ from telemetry.report.attempts import FINISHED, KILLED, RUNNING, lives_of
 from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
 from telemetry.report.process_log import not_replaced
 from telemetry.report.summary import verdict_of
-from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
+from telemetry.top.view import JobView, RankFacts, RecentTotals, end_of, job_view, most_time, waiting
 from telemetry.util.files import caches_folders, open_regular
 from telemetry.util.text import one_line
 
@@ -339,8 +339,8 @@ class RunFolder:
         ended_as = tuple((each.log.rank, each.log.pid, each.log.started, each.log.last_time) for each in facts)
         if ended_as != self._ended_as:
             try:
-                broke_off = any(each.how != FINISHED for each in facts)
-                self._whole = verdict_of(not_replaced(load(self._path)), broke_off=broke_off), []
+                whole, broke_off = not_replaced(load(self._path)), any(each.how != FINISHED for each in facts)
+                self._whole = verdict_of(whole, end=end_of(facts), broke_off=broke_off), []
             except (NoRunError, OSError) as error:
                 note = f"the verdict is on the ends of the logs alone; their whole cannot be read: {error}"
                 self._whole = None, [one_line(note)]

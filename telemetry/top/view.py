@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import ENDED, LEFT
-from telemetry.diagnosis.verdict import VerdictKind
+from telemetry.diagnosis.verdict import RunEnd, VerdictKind
 from telemetry.log_lines import GpuLine, MemoryForecast, StallCloseLine, StallOpenLine, TotalsLine
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
@@ -389,7 +389,7 @@ def job_view(
     suspects = {s.rank: s.doing or "others wait" for s in hang.suspects if s.rank is not None} if hang else {}
     waits = {rank for group in hang.waiting for rank in group.ranks} if hang else set()
     return JobView(
-        headline=_headline(facts, now, whole),
+        headline=_headline(facts, whole),
         run=facts[-1].log.run,
         rows=tuple(row_of(each, now, suspects, waits) for each in facts),
         notes=(*notes, *_missing(facts)) if running else tuple(notes),
@@ -407,9 +407,9 @@ def _missing(facts: Sequence[RankFacts]) -> list[str]:
     return [f"nothing is known of {named(ranks)}: the job has {size} ranks"] if ranks else []
 
 
-def _headline(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> Headline:
+def _headline(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
     """The verdict in the words of the report, with the node of the first rank that it names."""
-    said = _ended(facts, now, whole) if all(each.how != RUNNING for each in facts) else _going_on(facts, now)
+    said = _ended(facts, whole) if all(each.how != RUNNING for each in facts) else _going_on(facts)
     nodes = {each.log.rank: each.node for each in facts}
     if len(set(nodes.values())) == 1:
         return said
@@ -421,51 +421,40 @@ def _headline(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> 
     return said._replace(text=_RANK.sub(on_node, said.text, count=1))
 
 
-def _going_on(facts: Sequence[RankFacts], now: float) -> Headline:
-    found = verdict_of([_recent_log(each) for each in facts])
+def _going_on(facts: Sequence[RankFacts]) -> Headline:
+    end = end_of(facts)
+    found = verdict_of([_recent_log(each) for each in facts], end=end)
     kind, text = found.kind, found.text
     if kind == VerdictKind.NO_STEPS and any(each.totals.steps_total for each in facts):
         doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
         in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
-        text = f"No training step has ended in the last {rough_duration(RECENT_SECONDS)}{in_}."
-    if kind in {VerdictKind.HANGS, VerdictKind.STUCK}:
-        return Headline(text, BAD)
-    ended = _who_ended(facts, now)
-    return Headline(f"{ended} {text}", BAD) if ended else Headline(text, _LEVELS.get(kind, UNSURE))
+        text = text.replace(" yet.", f" in the last {rough_duration(RECENT_SECONDS)}{in_}.")
+    return Headline(text, BAD if end is not None else _LEVELS.get(kind, UNSURE))
 
 
-def _ended(facts: Sequence[RankFacts], now: float, whole: Verdict | None) -> Headline:
+def _ended(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
+    logs = [_log_with(each, each.totals, each.log.stalls) for each in facts]
     broke_off = any(each.how != FINISHED for each in facts)
-    found = whole or verdict_of([_log_with(each, each.totals, each.log.stalls) for each in facts], broke_off=broke_off)
-    kind, said = found.kind, found.text
-    level = _LEVELS.get(kind, UNSURE)
+    found = whole or verdict_of(logs, end=end_of(facts), broke_off=broke_off)
+    level = _LEVELS.get(found.kind, UNSURE)
+    if broke_off:
+        return Headline(f"The run has ended. {found.text}", BAD)
     if whole is None and level == GOOD:
         level = UNSURE  # stalls that are over may not be known
-    if broke_off:
-        return Headline(f"The run has ended. {_who_ended(facts, now)} {said}", BAD)
     who = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
-    return Headline(f"The run has ended: {who} finished, at {clock(max(each.seen for each in facts))}. {said}", level)
+    when = clock(max(each.seen for each in facts))
+    return Headline(f"The run has ended: {who} finished, at {when}. {found.text}", level)
 
 
-def _who_ended(facts: Sequence[RankFacts], now: float) -> str:
-    """The rank that failed first, and the ranks that are gone; empty without any. Others may fail because of it."""
+def end_of(facts: Sequence[RankFacts]) -> RunEnd | None:
+    """How the first ranks have ended that did not finish; None without any. Others may fail because of them."""
     failed = [each for each in facts if each.how == FAILED]
     gone = [each for each in facts if each.how == KILLED]
     own = [each for each in failed if not each.log.end.lost_peer]
-    text = ""
     if own or (failed and not gone):
         first = min(own or failed, key=lambda each: each.seen)
-        end = first.log.end
-        why = end.exception or f"exit status {end.exit_status or 0:.0f}"
-        more = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
-        text = f"Rank {first.log.rank} failed at {clock(first.seen)} with {why}{more}."
-    if gone:
-        first = min(gone, key=lambda each: each.seen)
-        who = named(each.log.rank for each in gone)
-        ago = rough_duration(max(0.0, now - first.seen))
-        said = f"{who[:1].upper()}{who[1:]} did not end by {'itself' if len(gone) == 1 else 'themselves'}"
-        text += f"{' ' if text else ''}{said}; the newest sign of life is of {clock(first.seen)}, {ago} ago."
-    return text
+        return RunEnd((first.log.rank,), first.log.end)
+    return RunEnd(tuple(sorted({each.log.rank for each in gone})), None) if gone else None
 
 
 def _recent_log(facts: RankFacts) -> ProcessLog:
