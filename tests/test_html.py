@@ -138,12 +138,11 @@ def test_a_path_that_cannot_be_written(tmp_path, capsys, path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("target", ["fifo", "link to a fifo", "link to nothing"])
+@pytest.mark.parametrize("target", ["fifo", "link to a fifo"])
 def test_what_is_no_regular_file_is_left_alone(tmp_path, capsys, target):
     short_run(tmp_path)
     path, fifo = tmp_path / "page", tmp_path / "fifo"
-    if target != "link to nothing":
-        os.mkfifo(path if target == "fifo" else fifo)
+    os.mkfifo(path if target == "fifo" else fifo)
     if target != "fifo":
         path.symlink_to(fifo)
     before = [(each.name, each.lstat().st_ino, each.lstat().st_mode) for each in sorted(tmp_path.iterdir())]

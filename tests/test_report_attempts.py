@@ -116,15 +116,6 @@ def spent(folder) -> dict[str, float]:
 # -- where attempts resume, and what they lose ----------------------------------------------------------------------
 
 
-def test_a_run_that_ends_by_itself_is_one_attempt(tmp_path):
-    Process(tmp_path, begin=0, pid=1).window(15).end(25)
-    assert told(tmp_path, "end", "steps", "lost_steps", "resumed_from_step") == [("finished", 20, 0, None)]
-    assert spent(tmp_path)["productive"] == pytest.approx(18)
-    assert spent(tmp_path)["startup"] == pytest.approx(5), "from the start of the process, not that of the agent"
-    assert job(tmp_path)["goodput"]["wall_seconds"] == pytest.approx(25)
-    assert "attempts:" not in text_of(load(tmp_path))
-
-
 def test_a_kill_costs_the_steps_after_the_checkpoint_and_the_downtime(tmp_path):
     Process(tmp_path, begin=0, pid=1).window(15).checkpoint(10).window(25).beat(28).write(torn=b'{"time":"2026-')
     Process(tmp_path, begin=60, pid=2).resumed(10).window(15).end(25)
@@ -549,14 +540,6 @@ def test_samples_of_all_attempts_are_added_up(tmp_path):
     (tmp_path / "logs" / "rank-0.99.jsonl").write_text(second)
     throughput = whole(tmp_path)[0]["throughput"]
     assert (throughput["samples"], throughput["samples_per_second"]) == (780, 10.0)
-
-
-def test_large_figures_are_no_powers_of_ten(tmp_path):
-    samples, joules = 29 * 123_456, {"data_wait": 3.6e6 * 12_345, "compute": 0.0}
-    rank(tmp_path, 0, price=1.0, samples_total=samples + 1234560, gpu_energy_total_joules=joules, gpu_uuid="G")
-    _, text = whole(tmp_path)
-    assert ", 123456 per second of the training loop" in text
-    assert "energy: 12345 of 12345 kWh" in text
 
 
 def test_energy_of_ranks_that_share_a_gpu_counts_once(tmp_path):

@@ -20,11 +20,12 @@ from telemetry.config import Config
 from telemetry.log_lines import KINDS, GpuLine, HostLine, Line, WindowLine, WorkersLine
 from telemetry.records import CATEGORIES
 from telemetry.report import logs
-from telemetry.report.command import report
 from telemetry.report.logs import load
 from telemetry.report.process_log import ProcessLog
+from telemetry.report.text import as_text
 from telemetry.util.sketch import Sketch
-from tests.report_logs import START, line, summarize, window, write
+from telemetry.util.text import show
+from tests.report_logs import START, line, reported, summarize, text_of, window, write
 
 pytest.importorskip("bokeh")  # what draws the page
 
@@ -104,51 +105,66 @@ def replaced(value, path, junk):
     return changed
 
 
-def write_lines(folder: Path, lines) -> None:
-    (folder / "logs").mkdir(exist_ok=True)
-    (folder / "logs" / "rank-0.10.jsonl").write_bytes(
+def write_lines(folder: Path, lines, rank: int = 0) -> None:
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "logs" / f"rank-{rank}.{10 + rank}.jsonl").write_bytes(
         b"".join(msgspec.json.encode(COMMON | each) + b"\n" for each in lines)
     )
 
 
+def whole_ranks(folder: Path, capsys) -> list[dict]:
+    """The ranks of ``--json``, from a report that can be printed in both forms."""
+    found = reported(load(folder))
+    assert show(as_text(found)) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    values = json.loads(msgspec.json.encode(found.values), parse_constant=lambda name: pytest.fail(name))
+    return values["ranks"]
+
+
+ALONE = {"run", "rank", "pid", "life"}
+"""These fields decide which process a line belongs to. Of the others, each junk has a rank in one run."""
+
+
 @pytest.mark.parametrize("number", range(len(LINES)), ids=lambda number: f"{number}-{LINES[number]['event']}")
 def test_no_field_of_a_log_can_break_the_report(tmp_path, capsys, number):
-    whole = COMMON | LINES[number]
+    whole, alone, job = COMMON | LINES[number], tmp_path / "alone", tmp_path / "job"
     for path in places(whole):
-        for junk in JUNK:
+        for at, junk in enumerate(JUNK):
             lines = [*LINES[:number], replaced(whole, path, junk), *LINES[number + 1 :]]
-            write_lines(tmp_path, lines)
-            assert report(str(tmp_path), as_json=True) == 0, (path, junk)
-            found = json.loads(capsys.readouterr().out)
-            for rank in found["ranks"]:
-                assert abs(sum(rank["ledger"].values()) - rank["wall_seconds"]) <= 0.01 * rank["wall_seconds"] or (
-                    path[0] in {"wall_seconds", "ledger_total_seconds"}
-                ), (path, junk)
-            assert report(str(tmp_path), as_json=False) == 0, (path, junk)
-            assert "\x1b" not in capsys.readouterr().out
+            if path[0] in ALONE:
+                write_lines(alone, lines)
+                whole_ranks(alone, capsys)
+            else:
+                lines = [each | {"rank": at, "pid": 10 + at} for each in lines]
+                write_lines(job, [lines[0] | {"life": f"ab{at}"}, *lines[1:]], at)
+        if path[0] in ALONE:
+            continue
+        ranks = whole_ranks(job, capsys)
+        assert {rank["rank"] for rank in ranks} == {*range(len(JUNK))}, path
+        for rank in ranks:
+            assert abs(sum(rank["ledger"].values()) - rank["wall_seconds"]) <= 0.01 * rank["wall_seconds"] or (
+                path[0] in {"wall_seconds", "ledger_total_seconds"}
+            ), (path, rank)
 
 
 def test_no_field_of_a_heartbeat_can_break_the_report(tmp_path, capsys):
-    write_lines(tmp_path, LINES[:-1])  # it was killed
-    folder = tmp_path / "attempts"
-    folder.mkdir()
+    (tmp_path / "attempts").mkdir()
     beats = [replaced(BEAT, path, junk) for path in places(BEAT) for junk in [*JUNK, float("inf"), float("nan")]]
     contents = [json.dumps(beat).encode() for beat in (BEAT, *beats)]
     contents += [b"", b"[" * 100_000, b'{"life": "ab", "unix_seconds": 1' + b"0" * 5000 + b"}", b"\xff\x00" * 500]
-    for number, content in enumerate(contents):
-        (folder / "ab.beat").write_bytes(content)
-        assert report(str(tmp_path), as_json=True) == 0, content[:300]
-        found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-        assert number or found["ranks"][0]["steps"] == 100
-        assert report(str(tmp_path), as_json=False) == 0, content[:300]
-        assert "\x1b" not in capsys.readouterr().out
+    for rank, content in enumerate(contents):
+        own = {"rank": rank, "pid": 10 + rank}
+        write_lines(tmp_path, [LINES[0] | {"life": f"ab{rank}"} | own, *(each | own for each in LINES[1:-1])], rank)
+        (tmp_path / "attempts" / f"ab{rank}.beat").write_bytes(content.replace(b'"ab"', f'"ab{rank}"'.encode()))
+    ranks = whole_ranks(tmp_path, capsys)
+    assert len(ranks) == len(contents)
+    assert ranks[0]["steps"] == 100
 
 
-def test_a_damaged_line_leaves_the_totals_before_it(tmp_path, capsys):
+def test_a_damaged_line_leaves_the_totals_before_it(tmp_path):
     write_lines(tmp_path, [*LINES[:-1], LINES[-1] | {"ledger_total_seconds": {"data_wait": "much"}}])
     assert summarize(load(tmp_path))["ranks"][0]["ledger"]["data_wait"] == 5.0
-    report(str(tmp_path), as_json=False)
-    assert "1 field(s) of its log are of the wrong type" in capsys.readouterr().out
+    assert "1 field(s) of its log are of the wrong type" in text_of(load(tmp_path))
 
 
 def test_what_the_agent_writes_is_of_the_types_of_the_records(agent):
@@ -326,22 +342,15 @@ def side_by_side(monkeypatch):
     return used
 
 
-def test_several_processes_read_the_same(tmp_path, side_by_side):
-    for rank in range(5):
-        rotated_log(tmp_path, rank, f"life{rank}")
-    alone = load(tmp_path)
-    assert not side_by_side
-    assert [told(each) for each in load(tmp_path, side_by_side=True)] == [told(each) for each in alone]
-    assert side_by_side == [3]
-
-
-def test_a_process_that_got_another_rank_stays_one(tmp_path, side_by_side):
+def test_several_processes_read_the_same_also_of_one_that_got_another_rank(tmp_path, side_by_side):
     for rank in range(3):
         rotated_log(tmp_path, rank, f"life{rank}")
     before = dict(started=time_at(0), life="life2", claimed_rank=0)
     early = window(7, seconds=(9.0,), wait=0.1, compute=0.9, steps=0) | {"time": time_at(1), "life": "life2"}
     write(tmp_path, 7, line("run_start", 7, **before), early, pid=12)
-    alone, together = load(tmp_path), load(tmp_path, side_by_side=True)
+    alone = load(tmp_path)
+    assert not side_by_side
+    together = load(tmp_path, side_by_side=True)
     assert side_by_side == [3]
     assert len(together) == 3
     assert sorted(map(str, map(told, together))) == sorted(map(str, map(told, alone)))

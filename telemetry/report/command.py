@@ -84,17 +84,13 @@ def _write_page(path: str, found: Report, recorder: RunRecorder) -> int:
 
 
 def _replaceable(path: str) -> str:
-    """The path, or the real one if it is a symbolic link. A device, such as ``/dev/null``, must not be replaced.
+    """The real path of a file. A device, such as ``/dev/null``, must not be replaced.
 
     Raises:
-        OSError: something is there that is no regular file; a link leads nowhere.
+        OSError: something is there that is no regular file.
         ValueError: no file can have this name.
     """
-    if Path(path).is_symlink():
-        try:
-            path = os.path.realpath(path, strict=True)
-        except FileNotFoundError:
-            raise OSError("it is a link that leads to no file") from None
+    path = os.path.realpath(path)
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

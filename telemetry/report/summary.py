@@ -72,7 +72,6 @@ class Report:
         values: contents of ``--json``.
         verdict: verdict on the processes that no later one has replaced: ``now``.
         processes: all processes of the run, by rank and start.
-        goodput: where the wall clock of the run went.
         lost_seconds: time lost in stalls, by cause, over all processes.
         over: ids of the processes that have ended, by themselves or not.
         notes: a line for each thing that is missing or damaged in the logs.
@@ -82,7 +81,6 @@ class Report:
     verdict: Verdict
     now: Sequence[ProcessLog]
     processes: Sequence[ProcessLog]
-    goodput: Goodput
     lost_seconds: dict[str, float]
     over: set[int]
     notes: list[str]
@@ -123,7 +121,7 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
         cost=cost_of(ranks, processes, goodput),
     )
     notes = [*_notes(processes, goodput, now), *problems]
-    return Report(values, verdict, current, processes, goodput, lost_by_cause(processes), over, notes)
+    return Report(values, verdict, current, processes, lost_by_cause(processes), over, notes)
 
 
 def _rank(process: ProcessLog, attempt: int | None) -> Rank:

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.findings import Finding
     from telemetry.log_lines import ChangedFigure
     from telemetry.records import Advice, HotLine, StallRecord
-    from telemetry.report.attempts import Course
-    from telemetry.report.contract import Change, Rank, ReportValues, Snapshot
-    from telemetry.report.goodput import Goodput
+    from telemetry.report.contract import Change, Job, JobAttempt, Rank, ReportValues, Snapshot
     from telemetry.report.summary import Report
 
 KWH: Final = 3.6e6
@@ -89,7 +87,7 @@ def as_text(found: Report) -> str:
     lines += ["", *memory] if memory else []
     for text in sum_lines(values):
         lines += ["", text]
-    lines += _attempts(found.goodput)
+    lines += _attempts(values.job)
     lines += ["", *found.notes] if found.notes else []
     return "\n".join(lines) + "\n"
 
@@ -378,23 +376,22 @@ def _step_trend(ranks: Sequence[Rank]) -> str:
     return f"steps: they {_TRENDS[trend.kind]} in {rough_duration(trend.loop_seconds)} of training: {ends}"
 
 
-def _attempts(goodput: Goodput) -> list[str]:
-    courses = goodput.courses
-    if len(courses) < 2 or goodput.wall_seconds <= 0:
+def _attempts(job: Job) -> list[str]:
+    attempts = job.attempts
+    if len(attempts) < 2 or job.goodput.wall_seconds <= 0:
         return []
-    shown = courses[-_MAX_ATTEMPTS:]
+    shown = attempts[-_MAX_ATTEMPTS:]
     lines = ["", "attempts:"]
-    if len(shown) < len(courses):
-        lines.append(f"the newest {len(shown)} of {len(courses)} attempts; --json has all")
+    if len(shown) < len(attempts):
+        lines.append(f"the newest {len(shown)} of {len(attempts)} attempts; --json has all")
     return [*lines, *map(_attempt, shown)]
 
 
-def _attempt(course: Course) -> str:
-    attempt = course.attempt
-    text = f"  attempt {attempt.number}: {attempt.how}, {course.steps} steps on {attempt.ranks} ranks"
-    if course.source != ASSUMED or course.resumed:
-        assumed = " (assumed: the newest complete checkpoint)" if course.source == ASSUMED else ""
-        text += f", resumed at step {course.resumed:.0f}{assumed}"
-    if course.lost_steps:
-        text += f", {course.lost_steps} steps lost"
+def _attempt(attempt: JobAttempt) -> str:
+    text = f"  attempt {attempt.attempt}: {attempt.end}, {attempt.steps} steps on {attempt.ranks} ranks"
+    if attempt.resumed_from_step is not None:
+        assumed = " (assumed: the newest complete checkpoint)" if attempt.resumed_from == ASSUMED else ""
+        text += f", resumed at step {attempt.resumed_from_step}{assumed}"
+    if attempt.lost_steps:
+        text += f", {attempt.lost_steps} steps lost"
     return text if attempt.reason is None else f"{text} ({attempt.reason})"

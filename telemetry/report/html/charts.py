@@ -14,7 +14,7 @@ from telemetry.report.process_log import unix
 from telemetry.util.text import byte_size, duration, named, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from telemetry.report.contract import Rank, ReportValues
     from telemetry.report.html.recorder import Array, RunRecorder
@@ -36,7 +36,7 @@ CELSIUS: Final = "celsius"
 COUNT: Final = "count"
 
 _SCALES: Final = {RATIO: (100.0, "%"), HERTZ: (1e-6, "MHz"), WATTS: (1.0, "W"), CELSIUS: (1.0, "°C")}
-_TEXTS: Final = {SECONDS: duration, RATIO: percent, BYTES: byte_size}
+_TEXTS: Final[Mapping[str, Callable[[float], str]]] = {SECONDS: duration, RATIO: percent, BYTES: byte_size}
 
 
 def shown(value: float | None, unit: str) -> str:
