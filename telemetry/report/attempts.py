@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.log_lines import StallOpenLine
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.process_log import Point, point_at, stalls_of, totals_at, unix
 from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
@@ -577,20 +578,23 @@ Part = tuple[str, str]
 """First: wait for the first batch (`BEGINNING`), replay, kept steps or lost steps. Second: `DATA_WAIT` or `COMPUTE`."""
 
 
-def stuck_of(log: ProcessLog) -> list[StallRecord]:
-    """The times in which a process was stuck."""
-    return [stall for stall in stalls_of(log) if stall.stuck_in is not None]
+class Stuck(NamedTuple):
+    """A time without progress. ``before``: seconds that it had lasted when it was noticed."""
+
+    stall: StallRecord
+    before: float
+
+    def seconds(self, end: float) -> float:
+        """Length of the time. ``end``: Unix time of the end of the process."""
+        opened, closed = unix(self.stall.opened or ""), end if self.stall.closed is None else unix(self.stall.closed)
+        return 0.0 if opened is None or closed is None else max(0.0, closed - opened) + self.before
 
 
-def _stuck_seconds(stall: StallRecord, end: float) -> float:
-    """How long a process was stuck. ``end``: Unix time of its end."""
-    opened, closed = unix(stall.opened or ""), end if stall.closed is None else unix(stall.closed)
-    return 0.0 if opened is None or closed is None else max(0.0, closed - opened) + _unnoticed(stall)
-
-
-def _unnoticed(stall: StallRecord) -> float:
-    """Seconds for which it had been stuck when it was noticed."""
-    return float(stall.evidence.get("stuck_for_seconds") or 0.0)
+def stuck_of(log: ProcessLog) -> list[Stuck]:
+    """The times in which a process was stuck, by the lines with which they were noticed."""
+    lines = [line for line in log.stalls if isinstance(line, StallOpenLine) and "stuck_in" in line.evidence]
+    before = {line.opened or line.time: float(line.evidence.get("stuck_for_seconds") or 0.0) for line in lines}
+    return [Stuck(stall, before[stall.opened]) for stall in stalls_of(log) if stall.opened in before]
 
 
 def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
@@ -609,11 +613,11 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     }
     total = 0.0
     for stuck in stuck_of(life.log):
-        if stuck.stuck_in in _PHASES:
+        if stuck.stall.stuck_in in _PHASES:
             continue
-        left, there = _stuck_seconds(stuck, life.end), _place(stuck, life, course, cut)
+        left, there = stuck.seconds(life.end), _place(stuck, life, course, cut)
         # The agent notices late that the run goes on: then the part may be shorter.
-        for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.stuck_in)):
+        for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.stall.stuck_in)):
             taken = max(0.0, min(left, parts[part]))
             parts[part] -= taken
             total += taken
@@ -621,31 +625,31 @@ def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
     return parts, total
 
 
-def _place(stuck: StallRecord, life: Life, course: Course, cut: Point) -> str:
-    steps = stuck.first_step or 0
-    if steps == 0 and stuck.stuck_in == DATA_WAIT:
+def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
+    stall, steps = stuck.stall, stuck.stall.first_step or 0
+    if steps == 0 and stall.stuck_in == DATA_WAIT:
         return BEGINNING
     if steps < life.totals.resumption.replayed_batches:
         return REPLAYED
-    if stuck.closed is None or steps >= cut.steps:
+    if stall.closed is None or steps >= cut.steps:
         return LOST_STEPS
-    save, opened = course.save_at_cut(life), unix(stuck.opened or "")
+    save, opened = course.save_at_cut(life), unix(stall.opened or "")
     if save is None or opened is None or steps + 1 != save.steps_total:
         return KEPT
     saved = unix(save.started)  # both in one step
-    return LOST_STEPS if saved is not None and saved <= opened - _unnoticed(stuck) else KEPT
+    return LOST_STEPS if saved is not None and saved <= opened - stuck.before else KEPT
 
 
 def stuck_in_phases(life: Life) -> dict[str, float]:
     """Seconds for which a process was stuck in evaluations and in checkpoints."""
     stuck = dict.fromkeys(_PHASES, 0.0)
     for each in stuck_of(life.log):
-        if each.stuck_in in stuck:
-            stuck[each.stuck_in] += _stuck_seconds(each, life.end)
+        if each.stall.stuck_in in stuck:
+            stuck[each.stall.stuck_in] += each.seconds(life.end)
     return {phase: min(seconds, life.spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
 
 
 def stuck_in_saves(log: ProcessLog) -> float:
     """Seconds of hangs in checkpoints that have ended. They are not part of the usual cost of a checkpoint."""
-    hangs = [each for each in stuck_of(log) if each.stuck_in == CHECKPOINT and each.closed is not None]
-    return min(log.save_seconds, sum(_stuck_seconds(each, 0.0) for each in hangs))
+    hangs = [each for each in stuck_of(log) if each.stall.stuck_in == CHECKPOINT and each.stall.closed]
+    return min(log.save_seconds, sum(each.seconds(0.0) for each in hangs))
