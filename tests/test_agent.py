@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import Config, SettingError
+from telemetry.hooks.loaders import LoaderRegistry
 from telemetry.hooks.worker_block import FETCH_BUCKETS, WorkerCounters
 from telemetry.records import GpuSample, StallRecord
 from telemetry.report.logs import load
@@ -289,7 +290,7 @@ def test_another_worker_in_the_same_place_takes_no_fetch_away():
             counts = (self.fetches, *(0,) * len(FETCH_BUCKETS))
             return (WorkerCounters(pid=1, tid=1, fetches=self.fetches, wall_ns=self.fetches, histogram=counts),)
 
-    source, block = WorkersSource(tuple, tuple), Block()
+    source, block = WorkersSource(LoaderRegistry()), Block()
     seen = []
     for fetches in (5, 2, 3):
         block.fetches = fetches

@@ -102,7 +102,7 @@ def test_the_line_that_gives_a_sample_is_known():
 
 def opened_by(observed, dataset, workers):
     """How an epoch begins in the workers of a loader, after all its batches."""
-    source = WorkersSource(observed.tracker.loaders.live, observed.tracker.loaders.take_retired)
+    source = WorkersSource(observed.tracker.loaders)
     iterator = iter(DataLoader(dataset, batch_size=4, num_workers=workers, persistent_workers=True))
     for _ in iterator:
         pass

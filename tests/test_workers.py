@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from telemetry.hooks.loaders import Arrival
 from telemetry.hooks.worker import WorkerProbe
-from telemetry.hooks.worker_block import FETCH_BUCKETS, WorkerBlock, WorkerCounters
+from telemetry.hooks.worker_block import FETCH_BUCKETS, RECENT, WorkerBlock, WorkerCounters
 from telemetry.sources.proc import read_schedule
 from telemetry.sources.workers import Fetches, WorkersSource
 from telemetry.util.clock import now_ns
@@ -316,8 +315,7 @@ class Spinning(Numbers):
 
 @pytest.fixture
 def source(observed):
-    sources = observed.tracker.loaders
-    return WorkersSource(sources.live, sources.take_retired)
+    return WorkersSource(observed.tracker.loaders)
 
 
 def fetch_on(source, iterator, batches: int):
@@ -401,45 +399,6 @@ def test_workers_that_share_a_core_are_runnable_but_not_running(source):
     assert sample.runnable_ratio > sample.blocked_ratio
 
 
-class Stored(Numbers):
-    """Each sample lies in a file that is not in memory."""
-
-    def __init__(self, size, folder):
-        super().__init__(size)
-        self.folder = folder
-
-    def __getitem__(self, index):
-        with (self.folder / str(index)).open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return len(file.read())
-
-
-def io_lines() -> list[str]:
-    """What the kernel says this process has had read from storage, if it tells."""
-    io = Path("/proc/self/io")
-    return [line for line in io.read_text().splitlines() if line.startswith("read_bytes")] if io.exists() else []
-
-
-def test_what_workers_read_from_storage(source, tmp_path):
-    size, samples = 1 << 20, 20
-    for number in range(samples):
-        with (tmp_path / str(number)).open("wb") as file:
-            file.write(bytes(size))
-            os.fsync(file.fileno())
-    stored = Stored(samples, tmp_path)
-    before = io_lines()
-    assert stored[0] == size
-    if io_lines() == before:
-        pytest.skip("files lie in memory here, or the kernel does not tell what is read from storage")
-    iterator = iter(DataLoader(stored, batch_size=1, num_workers=1, persistent_workers=True))
-    began = now_ns()
-    source.read()  # knows the worker, which has hardly begun
-    assert sum(int(batch) for batch in iterator) == size * samples
-    sample = source.read()
-    read = sample.read_bytes_per_second * (now_ns() - began) / 1e9
-    assert 0.5 * size * samples < read < 2 * size * samples
-
-
 class Arrays(Numbers):
     def __getitem__(self, index):
         return np.zeros(3_000_000, np.uint8)
@@ -457,6 +416,7 @@ def test_what_workers_write_are_batches_that_are_pickled(source, collate, expect
     written = sample.written_bytes_per_second * (now_ns() - began) / 1e9
     batches = sample.fetches_total - before.fetches_total
     assert written / batches == pytest.approx(expected, rel=0.2, abs=5000)
+    assert sample.read_bytes_per_second < 1e6, "nothing is read from storage"
 
 
 class Held(Numbers):
@@ -736,21 +696,29 @@ def test_transfers_from_busy_and_idle_workers_are_told_apart(observed, tmp_path)
     assert found.transfer_wait_seconds > 0
 
 
+def a_worker(starts, ends, fetching_since=0):
+    """A worker whose fetches began and ended at these seconds."""
+
+    def ns(seconds):
+        return tuple(int(at * 1e9) for at in seconds + [0] * (RECENT - len(seconds)))
+
+    wall = sum(end - start for start, end in zip(starts, ends, strict=True))
+    return WorkerCounters(
+        worker=0, pid=1, tid=1, fetches=len(ends), wall_ns=wall * 10**9, fetching_since_ns=fetching_since * 10**9,
+        epoch=1, ended=len(ends), recent_started_ns=ns(starts), recent_finished_ns=ns(ends),
+    )  # fmt: skip
+
+
+def arrival(number, requested, arrived):
+    return Arrival(1, number, requested * 10**9, arrived * 10**9)
+
+
 @pytest.mark.parametrize(("took", "long"), [([10, 10, 10, 10], 0), ([10, 10, 90, 10], 5), ([10, 25, 10, 10], 0)])
 def test_a_wait_behind_a_long_fetch_differs_from_a_usual_wait(took, long):
     """Each is asked for 1 s after its fetch has ended, and is 5 s in coming, while the worker fetches the next."""
-    ends = list(itertools.accumulate(took, initial=100))[1:]
-    starts = [end - seconds for end, seconds in zip(ends, took, strict=True)]
-
-    def ns(seconds):
-        return tuple(int(at * 1e9) for at in seconds + [0] * (64 - len(seconds)))
-
-    worker = WorkerCounters(
-        worker=0, pid=1, tid=1, fetches=4, wall_ns=sum(took) * 10**9, fetching_since_ns=0, epoch=1, ended=4,
-        recent_started_ns=ns(starts), recent_finished_ns=ns(ends),
-    )  # fmt: skip
-    arrivals = [Arrival(1, n, int((ends[n] + 1) * 1e9), int((ends[n] + 6) * 1e9)) for n in range(1, 4)]
-    found = Fetches([worker], 1).deliveries(arrivals)
+    *starts, _ = itertools.accumulate(took, initial=100)
+    ends = [start + seconds for start, seconds in zip(starts, took, strict=True)]
+    found = Fetches([a_worker(starts, ends)], 1).deliveries(arrival(n, ends[n] + 1, ends[n] + 6) for n in range(1, 4))
     assert (found.transfer_wait_seconds, found.from_busy, found.transfer_wait_busy_worker_seconds) == (15, 2, 10)
     assert found.transfer_wait_long_fetch_seconds == long
 
@@ -758,12 +726,7 @@ def test_a_wait_behind_a_long_fetch_differs_from_a_usual_wait(took, long):
 @pytest.mark.parametrize(("since", "long"), [(111, 5), (125, 0)])
 def test_a_fetch_in_progress_is_long_by_what_it_has_taken_so_far(since, long):
     """Two of 10 s each are over; the second's batch is there at 150 s."""
-    worker = WorkerCounters(
-        worker=0, pid=1, tid=1, fetches=2, wall_ns=20 * 10**9, fetching_since_ns=since * 10**9, epoch=1, ended=2,
-        recent_started_ns=(90 * 10**9, 100 * 10**9, *[0] * 62),
-        recent_finished_ns=(100 * 10**9, 110 * 10**9, *[0] * 62),
-    )  # fmt: skip
-    found = Fetches([worker], 1).deliveries([Arrival(1, 1, 145 * 10**9, 150 * 10**9)])
+    found = Fetches([a_worker([90, 100], [100, 110], since)], 1).deliveries([arrival(1, 145, 150)])
     assert (found.transfer_wait_busy_worker_seconds, found.transfer_wait_long_fetch_seconds) == (5, long)
 
 

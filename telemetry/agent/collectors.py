@@ -77,7 +77,7 @@ class CollectorPoller:
         self._tracker = tracker
         self._errors = errors
         self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
-        self._workers = WorkersSource(tracker.loaders.live, tracker.loaders.take_retired)
+        self._workers = WorkersSource(tracker.loaders)
         sources: list[Collector[Any]] = [
             self._nvml,
             HostSource(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from operator import add, sub
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, WorkerCounters
 from telemetry.records import Deliveries, EpochOpenings, Histogram, WorkersSample
@@ -19,47 +19,45 @@ from telemetry.totals import together
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from telemetry.hooks.loaders import Arrival, LoaderHandle
+    from telemetry.hooks.loaders import Arrival, LoaderHandle, LoaderRegistry
     from telemetry.hooks.worker_block import WorkerBlock
-    from telemetry.sources.proc import Io, Schedule, Stat
+    from telemetry.sources.proc import Stat
 
 # -- the source --------------------------------------------------------------------------------------------------------
 
 _TICK_NS: Final = 10_000_000
 _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
+_SHARES: Final = (
+    *("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "pickling_ratio"),
+    *("read_bytes_per_second", "written_bytes_per_second"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One worker at one moment. ``busy_ns`` includes the fetch in progress."""
+    """One worker at one moment. ``busy_ns`` includes the fetch in progress. None: not known."""
 
     cpu_seconds: float
     busy_ns: int | None
-    schedule: Schedule | None
-    io: Io | None
+    run_ns: int | None
+    runnable_ns: int | None
+    read_bytes: int | None
+    written_bytes: int | None
 
 
 class WorkersSource:
-    """All workers of all live iterators.
-
-    Args:
-        live: returns the live iterators.
-        retired: returns each iterator that has ended and must still be read, once.
-    """
+    """All workers of all live iterators. Iterators that have ended are read once more."""
 
     name = "workers"
 
-    def __init__(
-        self, live: Callable[[], Iterable[LoaderHandle]], retired: Callable[[], Iterable[LoaderHandle]]
-    ) -> None:
-        self._live = live
-        self._retired = retired
+    def __init__(self, loaders: LoaderRegistry) -> None:
+        self._loaders = loaders
         self._stats: dict[int, Stat] = {}  # by pid, at the newest reading
         self._trained = False
         self._not_in_turn: dict[tuple[int, ...], set[int]] = {}
-        self._before: dict[tuple[int, int], _Seen] = {}
+        self._before: dict[tuple[int, int], _Seen] = {}  # by pid and start
         self._before_ns = 0
         self._counted: dict[tuple[int, int, int], WorkerCounters] = {}
         self._histogram = _NONE_YET
@@ -69,22 +67,20 @@ class WorkersSource:
     def read(self) -> WorkersSample:
         """The live workers of this process. Without workers the counts are zero."""
         before = self._deliveries
-        for loader in self._retired():
+        for loader in self._loaders.take_retired():
             self._deliver(loader, self._count(loader.block), now_ns())
-        now = now_ns()
-        blocked: HeadOfLine | None = None
+        now, live = now_ns(), self._loaders.live()
+        blocked = HeadOfLine()
         seen: dict[tuple[int, int], _Seen] = {}
-        self._stats = stats = {}
+        self._stats = {}
         fetched: dict[int, tuple[int, float]] = {}
-        resident, ready, longest = 0, None, 0.0
-        live = list(self._live())
+        ready, longest, everyone = None, 0, 0
         self._not_in_turn = {loader.pids: epochs for loader in live if (epochs := self._not_in_turn.get(loader.pids))}
         self._trained = trained = self._trained or any(loader.training for loader in live)
-        everyone = 0
         for loader in live:
-            counted = self._count(loader.block)
-            counters = {c.pid: c for c in counted}
-            blocked = self._deliver(loader, counted, now) or blocked
+            counters = self._count(loader.block)
+            blocked = self._deliver(loader, counters, now) or blocked
+            by_pid = {worker.pid: worker for worker in counters}
             if loader.training or not trained:
                 ready = _ready(loader.queue, ready)
             everyone += loader.threads
@@ -92,37 +88,32 @@ class WorkersSource:
                 stat = read_stat(pid)
                 if stat is None or not is_worker_of_ours(stat.parent):
                     continue  # the worker has ended, or its pid belongs to another process by now
-                stats[pid] = stat
-                resident += stat.resident_bytes
+                self._stats[pid] = stat
                 everyone += 1
                 if trained and not loader.training:
                     continue
-                # With its threads, and the programs that it has run: their CPU time is not blocked time of the worker.
-                cpu, worker = stat.cpu_seconds + stat.children_cpu_seconds, counters.get(pid)
-                if worker is None:
-                    seen[pid, stat.start_ticks] = _Seen(cpu, None, None, read_io(pid))
-                    continue
-                since = worker.fetching_since_ns
-                fetching = max(0, now - since) if since else 0
-                busy = worker.wall_ns + fetching
-                seen[pid, stat.start_ticks] = _Seen(cpu, busy, read_schedule(pid, worker.tid), read_io(pid))
-                longest = max(longest, fetching / NS)
-                fetched[pid] = (worker.fetches, worker.wall_ns / NS)
+                worker = by_pid.get(pid)
+                fetching = 0
+                if worker is not None:
+                    fetching = max(0, now - worker.fetching_since_ns) if worker.fetching_since_ns else 0
+                    fetched[pid] = (worker.fetches, worker.wall_ns / NS)
+                longest = max(longest, fetching)
+                seen[pid, stat.start_ticks] = _look(pid, stat, worker, fetching)
         taken = self._deliveries.batches - before.batches
         slack = self._deliveries.slack_seconds - before.slack_seconds
         sample = WorkersSample(
             workers=everyone,
             training_workers=len(seen),
-            resident_memory_bytes=resident,
+            resident_memory_bytes=sum(stat.resident_bytes for stat in self._stats.values()),
             ready_batches=ready if seen else None,
-            fetching_seconds=longest,
+            fetching_seconds=longest / NS,
             fetches_total=sum(self._histogram.counts),
             fetch_duration=self.fetches,
             slack_seconds=slack / taken if taken else None,
             deliveries=self._deliveries,
-            head_of_line_batches=blocked.batches if blocked is not None else 0,
-            head_of_line_worker=blocked.worker if blocked is not None else None,
-            head_of_line_since_seconds=blocked.seconds if blocked is not None else None,
+            head_of_line_batches=blocked.batches,
+            head_of_line_worker=blocked.worker,
+            head_of_line_since_seconds=blocked.seconds,
             fetched=fetched,
             allowed_cores=_allowed_cores(pid for pid, _ in seen),
             opened=self._opened,
@@ -148,23 +139,20 @@ class WorkersSource:
         counters = block.read()
         for worker in counters:
             key = (id(block), worker.worker, worker.pid)
-            before: WorkerCounters | None = self._counted.get(key)
+            before = self._counted.get(key) or WorkerCounters()
             # Memory is reused, and a block's id with it: smaller counters belong to another worker.
-            if before is not None and (
-                worker.wall_ns < before.wall_ns or min(map(sub, worker.histogram, before.histogram)) < 0
-            ):
-                before = None
-            seen, seen_ns = (_NONE_YET.counts, 0) if before is None else (before.histogram, before.wall_ns)
-            counts = tuple(map(add, self._histogram.counts, map(sub, worker.histogram, seen)))
-            self._histogram = Histogram(FETCH_BUCKETS, counts, self._histogram.total + (worker.wall_ns - seen_ns) / NS)
+            if worker.wall_ns < before.wall_ns or min(map(sub, worker.histogram, before.histogram)) < 0:
+                before = WorkerCounters()
             self._counted[key] = worker
+            counts = tuple(map(add, self._histogram.counts, map(sub, worker.histogram, before.histogram)))
+            seconds = self._histogram.total + (worker.wall_ns - before.wall_ns) / NS
+            self._histogram = Histogram(FETCH_BUCKETS, counts, seconds)
             opened = self._opened
-            known = before or WorkerCounters()
             self._opened = replace(
                 opened,
-                firsts=opened.firsts + worker.firsts - known.firsts,
-                first_seconds=opened.first_seconds + (worker.first_wall_ns - known.first_wall_ns) / NS,
-                start_seconds=opened.start_seconds + (worker.first_wait_ns - known.first_wait_ns) / NS,
+                firsts=opened.firsts + worker.firsts - before.firsts,
+                first_seconds=opened.first_seconds + (worker.first_wall_ns - before.first_wall_ns) / NS,
+                start_seconds=opened.start_seconds + (worker.first_wait_ns - before.first_wait_ns) / NS,
             )
         self._look_at_streams(block, counters)
         return counters
@@ -201,38 +189,49 @@ class WorkersSource:
         """Means over the workers that also existed at the last reading, as shares of the wall clock since then."""
         wall = now - self._before_ns
         both = [(self._before[worker], after) for worker, after in seen.items() if worker in self._before]
-        names = ("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "pickling_ratio")
-        rates = ("read_bytes_per_second", "written_bytes_per_second")
-        shares: dict[str, float | None] = dict.fromkeys(names + rates)
+        shares: dict[str, float | None] = dict.fromkeys(_SHARES)
         if not both or wall <= 0:
             return shares
 
-        def share(total: float) -> float:
-            return total / len(both) / wall
+        def added(name: str) -> int | None:
+            """The sum over the workers; None if it is unknown of one."""
+            pairs = [(getattr(before, name), getattr(after, name)) for before, after in both]
+            return None if any(None in pair for pair in pairs) else sum(max(0, now - then) for then, now in pairs)
 
-        process_cpu = NS * share(sum(after.cpu_seconds - before.cpu_seconds for before, after in both))
+        every = len(both) * wall
+        process_cpu = NS * sum(after.cpu_seconds - before.cpu_seconds for before, after in both) / every
         shares["cpu_ratio"] = process_cpu
-        known = [(a.busy_ns, b.busy_ns) for b, a in both if a.busy_ns is not None and b.busy_ns is not None]
-        scheduled = [(a.schedule, b.schedule) for b, a in both if a.schedule is not None and b.schedule is not None]
-        if len(known) == len(both):
-            busy = share(sum(max(0, now - then) for now, then in known))
-            shares["busy_ratio"] = min(1.0, busy)
-            if len(scheduled) == len(both):
-                run = min(1.0, share(sum(a.run_ns - b.run_ns for a, b in scheduled)))
-                runnable = min(1.0, share(sum(a.runnable_ns - b.runnable_ns for a, b in scheduled)))
-                # The kernel counts the whole process in ticks of 10 ms, and the thread exactly.
-                elsewhere = process_cpu - run > _TICK_NS / wall
-                cpu = max(run, min(busy - runnable, process_cpu)) if elsewhere else run
-                shares["cpu_ratio"] = cpu
-                shares["runnable_ratio"] = runnable
-                shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
-                # At most one thread more, Python's own: everything beyond one core is threads of the data set.
-                shares["pickling_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
-        told = [(b.io, a.io) for b, a in both if b.io is not None and a.io is not None]
-        if len(told) == len(both):
-            shares["read_bytes_per_second"] = NS / wall * sum(a.read_bytes - b.read_bytes for b, a in told)
-            shares["written_bytes_per_second"] = NS / wall * sum(a.written_bytes - b.written_bytes for b, a in told)
+        busy_ns, run_ns, runnable_ns = added("busy_ns"), added("run_ns"), added("runnable_ns")
+        if busy_ns is not None:
+            shares["busy_ratio"] = min(1.0, busy_ns / every)
+        if busy_ns is not None and run_ns is not None and runnable_ns is not None:
+            busy, run, runnable = busy_ns / every, min(1.0, run_ns / every), min(1.0, runnable_ns / every)
+            # The kernel counts the whole process in ticks of 10 ms, and the thread exactly.
+            elsewhere = process_cpu - run > _TICK_NS / wall
+            cpu = max(run, min(busy - runnable, process_cpu)) if elsewhere else run
+            shares["cpu_ratio"] = cpu
+            shares["runnable_ratio"] = runnable
+            shares["blocked_ratio"] = min(1.0, max(0.0, busy - cpu - runnable))
+            # At most one thread more, Python's own: everything beyond one core is threads of the data set.
+            shares["pickling_ratio"] = max(0.0, min(1.0, process_cpu) - cpu)
+        for name in ("read_bytes", "written_bytes"):
+            transferred = added(name)
+            if transferred is not None:
+                shares[f"{name}_per_second"] = NS / wall * transferred
         return shares
+
+
+def _look(pid: int, stat: Stat, worker: WorkerCounters | None, fetching_ns: int) -> _Seen:
+    io, schedule = read_io(pid), None if worker is None else read_schedule(pid, worker.tid)
+    return _Seen(
+        # With its threads, and the programs that it has run: their CPU time is not blocked time of the worker.
+        cpu_seconds=stat.cpu_seconds + stat.children_cpu_seconds,
+        busy_ns=None if worker is None else worker.wall_ns + fetching_ns,
+        run_ns=None if schedule is None else schedule.run_ns,
+        runnable_ns=None if schedule is None else schedule.runnable_ns,
+        read_bytes=None if io is None else io.read_bytes,
+        written_bytes=None if io is None else io.written_bytes,
+    )
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:
@@ -259,8 +258,7 @@ _LONG: Final = 3.0
 """A fetch is long if it takes this many times the mean of its worker's fetches."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOfLine:
+class HeadOfLine(NamedTuple):
     """Finished batches that wait behind one that is not finished.
 
     Attributes:
@@ -269,9 +267,9 @@ class HeadOfLine:
         seconds: how long its fetch has taken; 0.0 if it has not begun.
     """
 
-    batches: int
-    worker: int
-    seconds: float
+    batches: int = 0
+    worker: int | None = None
+    seconds: float | None = None
 
 
 class Fetches:
