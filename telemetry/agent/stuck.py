@@ -27,6 +27,7 @@ from telemetry.sources.stacks import (
     all_stacks,
     fetch_in,
     inside,
+    live_workers,
     place,
     stack_hash,
 )
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting, StepStats, StepTimes
     from telemetry.config import Config
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.hooks.worker_block import StackPort
     from telemetry.records import RankPace
     from telemetry.sources.stacks import StuckPlace
     from telemetry.totals import Passed
@@ -404,16 +404,9 @@ class StuckMonitor:
 
     def stacks(self) -> list[str]:
         """The stacks of all threads and workers, each as a text. Takes at most 1.5 s."""
-        workers: list[tuple[int, int, float | None, StackPort | None]] = []
-        for loader in sorted(self._tracker.loaders.live(), key=lambda handle: not handle.training):
-            ports = loader.block.stack_ports() if loader.block is not None else {}
-            counters = {c.pid: c for c in loader.block.read()} if loader.block is not None else {}
-            for number, pid in enumerate(loader.pids):
-                since = counters[pid].fetching_since_ns if pid in counters else None
-                seconds = None if since is None else (now_ns() - since) / NS if since else 0.0
-                workers.append((number, pid, seconds, ports.get(pid)))
+        workers = live_workers(self._tracker.loaders)
         texts = all_stacks(self._tracker.thread, workers)
-        self.fetch = fetch_in(texts)
+        self.fetch = fetch_in(workers)
         if self._stuck is not None:
             self._stuck = replace(self._stuck, worker=self.fetch)
         return texts

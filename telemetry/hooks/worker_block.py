@@ -9,7 +9,6 @@ import mmap
 import os
 import struct
 from ctypes import Array, Structure, c_int64, sizeof
-from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
 from telemetry.util.clock import NS, now_ns
@@ -63,7 +62,8 @@ class WorkerCounters(Structure):
         ended: fetches that have ended, including those that raised. The first is number 0.
         epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % EPOCHS]``.
         recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % RECENT``.
-        stack_pipe, stack_inode, stack_thread: see `StackPort`.
+        stack_pipe, stack_inode, stack_thread: how it can be asked for its stacks: its descriptor of a pipe, the
+            inode that this must have, and the kernel's number of the thread that answers. `SharedArea` gets the answer.
         firsts: first fetches of an epoch. ``first_wall_ns``: their time. ``first_wait_ns``: time from the begin of an
             iteration until they began.
         exhausted_epoch: the newest epoch in which an iterable data set has given its last item.
@@ -121,22 +121,6 @@ class BlockHead(Structure):
     samples_wanted: int
     tokens_found: int
     tokens_left: int
-
-
-@dataclass(frozen=True, slots=True)
-class StackPort:
-    """How a worker can be asked for its Python stacks.
-
-    Attributes:
-        pipe, inode: the worker's descriptor of the pipe, and the inode that it must have.
-        thread: the kernel's number of the thread that answers.
-        area: gets the answer.
-    """
-
-    pipe: int
-    inode: int
-    thread: int
-    area: SharedArea
 
 
 class AreaContent(NamedTuple):
@@ -376,16 +360,6 @@ class WorkerBlock:
     def stack_area(self, worker: int) -> SharedArea:
         """The area for a worker's stacks when they are requested."""
         return SharedArea(self._memory, self._stacks_at + worker * SharedArea.BYTES)
-
-    def stack_ports(self) -> dict[int, StackPort]:
-        """How to ask each worker for its stacks, by pid."""
-        return {
-            worker.pid: StackPort(
-                worker.stack_pipe, worker.stack_inode, worker.stack_thread, self.stack_area(worker.worker)
-            )
-            for worker in self.read()
-            if worker.stack_pipe
-        }
 
 
 def _sum(counts: list[int]) -> int | None:

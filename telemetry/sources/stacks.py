@@ -18,7 +18,8 @@ from telemetry.util.stacks import Stack, is_library, line_of, python_threads, st
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.hooks.worker_block import StackPort
+    from telemetry.hooks.loaders import LoaderRegistry
+    from telemetry.hooks.worker_block import SharedArea, WorkerCounters
     from telemetry.sources.proc import Schedule
 
 MAX_BYTES: Final = 1 << 16
@@ -54,45 +55,31 @@ def place(stack: Stack) -> str:
     return f"{line_of(stack[0])} < {'' if own is stack[1] else '... < '}{line_of(own)}"
 
 
-def all_stacks(training: int, workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[str]:
+# -- all stacks of a process and its workers ---------------------------------------------------------------------------
+
+
+def all_stacks(training: int, workers: Sequence[WorkerStack]) -> list[str]:
     """One text per stack: the training thread's, the workers' and the other threads' except the agent's.
 
     Stacks at the same place share one text.
 
     Args:
         training: ident of the training thread.
-        workers: number, pid, seconds of the fetch in progress (None: unknown, 0: none) and port of each worker.
+        workers: they are asked now.
     """
-    first, *others = _threads(training) or [("training thread, which has ended", "")]
-    headings: dict[str, list[str]] = {}
-    for heading, stack in [first, *_workers(workers), *others]:
-        headings.setdefault(stack, []).append(heading)
-    return _bounded([f"{', '.join(those)}\n{stack}" for stack, those in headings.items()])
-
-
-def _threads(training: int) -> list[tuple[str, str]]:
-    """Heading and stack of every thread except the agent's. The training thread comes first."""
     stacks = []
     for thread in sorted(python_threads(), key=lambda thread: thread.ident != training):
         kind = "training thread" if thread.ident == training else "thread"
         state = thread_state("self", thread.native) if thread.native is not None else ""
         stacks.append((f"{kind} {thread.name}{f' ({state})' if state else ''}", stack_text(thread.stack)))
-    return stacks
-
-
-def _workers(workers: Sequence[tuple[int, int, float | None, StackPort | None]]) -> list[tuple[str, str]]:
-    """Heading and stack of every worker. The worker with the longest running fetch comes first."""
-    oldest = sorted(workers, key=lambda worker: -(worker[2] or 0.0))
-    answers = ask_workers([(pid, port) for _, pid, _, port in oldest])
-    return [
-        (_heading(number, pid, seconds, answer.state), answer.stack or f"  no stack: {answer.missing}\n")
-        for (number, pid, seconds, _), answer in zip(oldest, answers, strict=True)
-    ]
-
-
-def _heading(number: int, pid: int, seconds: float | None, state: str) -> str:
-    doing = "" if seconds is None else f"in a fetch for {seconds:.1f} s" if seconds else "in no fetch"
-    return f"worker {number} ({', '.join(part for part in (f'pid {pid}', doing, state) if part)})"
+    first, *others = stacks or [("training thread, which has ended", "")]
+    oldest = sorted(workers, key=lambda worker: -(worker.seconds or 0.0))
+    ask_workers(oldest)
+    of_workers = [(worker.heading, worker.stack or f"  no stack: {worker.missing}\n") for worker in oldest]
+    headings: dict[str, list[str]] = {}
+    for heading, stack in [first, *of_workers, *others]:
+        headings.setdefault(stack, []).append(heading)
+    return _bounded([f"{', '.join(those)}\n{stack}" for stack, those in headings.items()])
 
 
 def _bounded(texts: Sequence[str]) -> list[str]:
@@ -117,58 +104,80 @@ _MAX_WORKERS: Final = 64
 
 @dataclass(slots=True)
 class WorkerStack:
-    """The stack of one worker.
+    """A worker and, once it was asked, its stack.
 
     Attributes:
+        number: its number in its loader.
+        counters: what it has recorded; None if nothing.
+        area: gets its answer.
+        seconds: how long its fetch has taken; 0.0: it is in none, None: unknown.
         stack: its lines. The main thread's come first. If it is empty, ``missing`` is the reason.
         state: state of its main thread, in words; empty if unknown.
     """
 
+    number: int
     pid: int
+    counters: WorkerCounters | None
+    area: SharedArea | None
+    seconds: float | None = None
     state: str = ""
     stack: str = ""
     missing: str = ""
 
+    @property
+    def heading(self) -> str:
+        """Such as ``worker 3 (pid 77, in a fetch for 61.2 s, sleeping)``."""
+        seconds = self.seconds
+        doing = "" if seconds is None else f"in a fetch for {seconds:.1f} s" if seconds else "in no fetch"
+        return f"worker {self.number} ({', '.join(part for part in (f'pid {self.pid}', doing, self.state) if part)})"
 
-def ask_workers(workers: Sequence[tuple[int, StackPort | None]]) -> list[WorkerStack]:
-    """Ask all workers for their stacks at the same time. Takes at most 1.5 s.
+
+def live_workers(loaders: LoaderRegistry) -> list[WorkerStack]:
+    """The workers of all live iterators, those of training loaders first."""
+    found = []
+    for loader in sorted(loaders.live(), key=lambda handle: not handle.training):
+        known = {worker.pid: worker for worker in loader.block.read()} if loader.block is not None else {}
+        for number, pid in enumerate(loader.pids):
+            worker = WorkerStack(number, pid, known.get(pid), None)
+            if worker.counters is not None and loader.block is not None:
+                since = worker.counters.fetching_since_ns
+                worker.area = loader.block.stack_area(worker.counters.worker)
+                worker.seconds = (now_ns() - since) / NS if since else 0.0
+            found.append(worker)
+    return found
+
+
+def ask_workers(workers: Sequence[WorkerStack]) -> None:
+    """Ask all workers for their stacks at the same time. Takes at most 1.5 s. Only the first 64 are asked.
 
     A thread of the worker is woken through a pipe, and answers in memory. No signal is sent: it would interrupt the
     worker's system calls, and C libraries take that for an error. The pipe is opened through /proc, which allows it for
     files of the same user's processes. ptrace is not needed.
-
-    Args:
-        workers: pid and port (None if the worker has none) of each. Only the first 64 workers are asked.
-
-    Returns:
-        One result per worker, in the same order.
     """
-    answers, waiting = [], []
-    for place, (pid, port) in enumerate(workers):
-        answer = WorkerStack(pid)
-        answers.append(answer)
+    waiting = []
+    for place, worker in enumerate(workers):
+        counters, area = worker.counters, worker.area
         if place >= _MAX_WORKERS:
-            answer.missing = f"only {_MAX_WORKERS} workers are asked"
-        elif port is None:
-            answer.missing = "it was started before the agent, or could not be made ready to be asked"
+            worker.missing = f"only {_MAX_WORKERS} workers are asked"
+        elif counters is None or area is None or not counters.stack_pipe:
+            worker.missing = "it was started before the agent, or could not be made ready to be asked"
         else:
-            before, number = _schedules(pid, port), now_ns()
-            answer.missing = _silent(pid) or _wake(pid, port, number)
-            if not answer.missing:
-                waiting.append((answer, port, number, before))
+            before, number = _schedules(worker.pid, counters), now_ns()
+            worker.missing = _silent(worker.pid) or _wake(worker.pid, counters, number)
+            if not worker.missing:
+                waiting.append((worker, counters, area, number, before))
     began, left = now_ns(), waiting
     while left and now_ns() - began < _ALL_SECONDS * NS:
         sleep(_POLL_SECONDS)
-        for answer, port, number, _ in left:
-            found = port.area.read()
-            if found is not None and (found.session, found.pid) == (number, answer.pid):
-                answer.stack = found.content.decode("utf-8", "replace")
+        for worker, _, area, number, _ in left:
+            found = area.read()
+            if found is not None and (found.session, found.pid) == (number, worker.pid):
+                worker.stack = found.content.decode("utf-8", "replace")
         left = [each for each in left if not each[0].stack]
-    for answer, port, number, before in left:
-        answer.missing = _silent(answer.pid) or _late(answer.pid, port, number, before)
-    for answer in answers:
-        answer.state = thread_state(answer.pid, answer.pid)
-    return answers
+    for worker, counters, _, number, before in left:
+        worker.missing = _silent(worker.pid) or _late(worker.pid, counters, number, before)
+    for worker in workers:
+        worker.state = thread_state(worker.pid, worker.pid)
 
 
 def _silent(pid: int) -> str:
@@ -182,17 +191,17 @@ def _silent(pid: int) -> str:
     return "it is stopped, by a signal or a debugger" if stopped else ""
 
 
-def _wake(pid: int, port: StackPort, number: int) -> str:
+def _wake(pid: int, counters: WorkerCounters, number: int) -> str:
     """Write the request into the worker's pipe. Returns why it was not written; empty if it was."""
-    closed, path = "it has closed our pipe", f"/proc/{pid}/fd/{port.pipe}"
+    closed, path = "it has closed our pipe", f"/proc/{pid}/fd/{counters.stack_pipe}"
     try:
         # Look first, because opening another file may change something for its owner.
-        if str(Path(path).readlink()) != f"pipe:[{port.inode}]":
+        if str(Path(path).readlink()) != f"pipe:[{counters.stack_inode}]":
             return closed
         # Open it for reading, too: without a reader, a write would send SIGPIPE.
         pipe = raised(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         try:
-            if os.fstat(pipe).st_ino != port.inode:
+            if os.fstat(pipe).st_ino != counters.stack_inode:
                 return closed
             os.write(pipe, STACK_REQUEST.pack(number))
         finally:
@@ -204,9 +213,9 @@ def _wake(pid: int, port: StackPort, number: int) -> str:
     return ""
 
 
-def _late(pid: int, port: StackPort, number: int, before: tuple[Schedule, Schedule] | None) -> str:
+def _late(pid: int, counters: WorkerCounters, number: int, before: tuple[Schedule, Schedule] | None) -> str:
     """Why it did not answer in time, judging by the kernel's figures for its answering and its main thread."""
-    after = _schedules(pid, port)
+    after = _schedules(pid, counters)
     if before is None or after is None:
         return "it did not answer in time"
     seconds = (now_ns() - number) / NS
@@ -220,9 +229,9 @@ def _late(pid: int, port: StackPort, number: int, before: tuple[Schedule, Schedu
     )
 
 
-def _schedules(pid: int, port: StackPort) -> tuple[Schedule, Schedule] | None:
+def _schedules(pid: int, counters: WorkerCounters) -> tuple[Schedule, Schedule] | None:
     """The figures of the answering and the main thread; None if the kernel does not report them."""
-    answering, main = read_schedule(pid, port.thread), read_schedule(pid, pid)
+    answering, main = read_schedule(pid, counters.stack_thread), read_schedule(pid, pid)
     return (answering, main) if answering is not None and main is not None else None
 
 
@@ -234,7 +243,6 @@ _DDP: Final = f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}distributed.py"
 _BACKWARD: Final = f"{os.sep}torch{os.sep}autograd{os.sep}graph.py"
 _WRAPPERS: Final = frozenset({"wrapper", "inner", "_fn", "<lambda>"})
 
-_WORKER: Final = re.compile(r"worker \d+ \(pid \d+, in a fetch for [0-9.]+ s(?:, ([^)]*))?\)")
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -277,19 +285,14 @@ def in_backward(stack: Stack) -> bool:
     return bool(stack) and stack[0].file.endswith(_BACKWARD)
 
 
-def fetch_in(texts: Sequence[str]) -> StuckPlace | None:
-    """Where the worker with the longest fetch stands, from the stacks of a stuck run; None without a fetch."""
-    for text in texts:
-        heading, _, frames = text.partition("\n")
-        worker = _WORKER.search(heading)
-        if worker is None:
-            continue
-        found = _FRAME.findall(frames)
-        own = next(((file, line) for file, line, _ in found if not is_library(file)), None)
-        if own is not None:
-            return StuckPlace(_line(*own), found[0][2], worker.group(1) or "")
-        return StuckPlace(None, found[0][2] if found else None, worker.group(1) or "")
-    return None
+def fetch_in(workers: Sequence[WorkerStack]) -> StuckPlace | None:
+    """Where the worker with the longest fetch stands, once it was asked; None without a fetch."""
+    worker = max(workers, key=lambda worker: worker.seconds or 0.0, default=None)
+    if worker is None or not worker.seconds:
+        return None
+    found = _FRAME.findall(worker.stack)
+    own = next((_line(file, line) for file, line, _ in found if not is_library(file)), None)
+    return StuckPlace(own, found[0][2] if found else None, worker.state)
 
 
 def _line(file: str, line: int | str) -> str:

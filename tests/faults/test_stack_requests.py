@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import functools
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from telemetry.sources.stacks import ask_workers
+from telemetry.sources.stacks import ask_workers, live_workers
 from telemetry.util import threads
 from tests.data_sets import Numbers
 from tests.faults.processes import wait_for
@@ -22,26 +23,28 @@ from tests.faults.processes import wait_for
 
 @pytest.fixture
 def workers(start):
-    """Starts an agent, and iterates a loader with one worker. Returns the iterator, its worker and where that is asked."""
+    """Starts an agent, and iterates a loader with one worker. Returns the iterator, its worker, and what asks it."""
     agent = start(port="off")
 
     def begin(dataset, **settings):
-        iterator = iter(DataLoader(dataset, **{"batch_size": 1, "num_workers": 1} | settings))
-        count = len(iterator._workers)
-        found = wait_for(lambda: len(found := ports(agent)) == count and found, "the workers are ready")
-        return iterator, iterator._workers[0], found
+        iterator = iter(DataLoader(dataset, batch_size=1, num_workers=1, **settings))
+        ready = lambda: [worker.counters and worker.counters.stack_pipe for worker in live(agent)]
+        wait_for(lambda: all(ready()), "the workers are ready")
+        return iterator, iterator._workers[0], functools.partial(asked, agent)
 
     return begin
 
 
-def ports(agent) -> dict:
-    found = agent.tracker.loaders.live()
-    return found[0].block.stack_ports() if found else {}
+def live(agent):
+    return live_workers(agent.tracker.loaders)
 
 
-def asked(pid: int, port):
-    (answer,) = ask_workers([(pid, port)])
-    return answer
+def asked(agent, **changed):
+    """The answer of the only worker, or of who is asked instead."""
+    (worker,) = live(agent)
+    worker = dataclasses.replace(worker, **changed)
+    ask_workers([worker])
+    return worker
 
 
 def pipe_of_ours() -> int:
@@ -90,10 +93,10 @@ class Reading(Numbers):
 def test_a_worker_that_has_taken_our_pipe_away_is_never_hurt(tmp_path, workers, what):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
-    iterator, worker, found = workers(Reading(100), worker_init_fn=functools.partial(what, victim))
+    iterator, worker, ask = workers(Reading(100), worker_init_fn=functools.partial(what, victim))
     next(iterator)
     for _ in range(3):
-        answer = asked(worker.pid, found[worker.pid])
+        answer = ask()
         assert (answer.stack, answer.missing) == ("", "it has closed our pipe")
     assert len([*iterator]) == 99  # the workers are alive and as fast as before
     assert victim.read_bytes() == b"precious"
@@ -121,14 +124,14 @@ class Forking(Numbers):
 
 def test_a_child_of_a_worker_neither_answers_nor_takes_the_request(workers):
     """The child has the pipe, too. It exits as a program does, which ends its threads, and would wait for them."""
-    iterator, worker, found = workers(Forking(20))
+    iterator, worker, ask = workers(Forking(20))
     assert int(next(iterator)) == 0
     (child,) = map(int, Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split())
     for _ in range(20):
-        answer = asked(worker.pid, found[worker.pid])
+        answer = ask()
         assert "_worker_loop" in answer.stack, answer
         assert "in as_a_child" not in answer.stack
-    assert asked(child, found[worker.pid]).stack == ""
+    assert ask(pid=child).stack == ""
     assert len([*iterator]) == 19
 
 
@@ -177,18 +180,17 @@ def test_a_worker_s_own_code_sees_no_thread_and_no_signal_of_ours(start, context
 
 
 def test_the_thread_that_answers_has_the_signals_blocked(workers):
-    _, worker, found = workers(Numbers(100))
-    with open(f"/proc/{worker.pid}/task/{found[worker.pid].thread}/status") as status:
+    _iterator, worker, ask = workers(Numbers(100))
+    with open(f"/proc/{worker.pid}/task/{ask().counters.stack_thread}/status") as status:
         blocked = int(next(line.split()[1] for line in status if line.startswith("SigBlk:")), 16)
     ours = signal.valid_signals() - {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT")}
     assert all(blocked >> (number - 1) & 1 for number in ours - {signal.SIGKILL, signal.SIGSTOP})
 
 
 def test_who_is_no_worker_of_ours_is_never_asked(workers):
-    _, worker, found = workers(Numbers(100))
-    port = found[worker.pid]
+    _iterator, _, ask = workers(Numbers(100))
     with subprocess.Popen(["sleep", "600"]) as other:
-        answers = ask_workers([(other.pid, port), (os.getpid(), port), (1, port), (2**22 + 5, port)])
+        answers = [ask(pid=pid) for pid in (other.pid, os.getpid(), 1, 2**22 + 5)]
         assert [answer.stack for answer in answers] == [""] * 4
         assert other.poll() is None
         other.kill()
@@ -218,8 +220,8 @@ class InTwoPlaces(Numbers):
 
 def test_an_answer_is_of_now(workers):
     dataset = InTwoPlaces()
-    iterator, worker, found = workers(dataset, multiprocessing_context="fork")
-    stack = lambda: asked(worker.pid, found[worker.pid]).stack
+    iterator, worker, ask = workers(dataset, multiprocessing_context="fork")
+    stack = lambda: ask().stack
     wait_for(lambda: "in first_place" in stack(), "it reads")
     os.write(dataset.to_fifo, b"x")
     next(iterator)
@@ -251,11 +253,11 @@ class Busy(Numbers):
 def test_a_busy_worker_is_asked_again_and_again(workers):
     """Asking changes nothing in the training process."""
     before = handled_signals()
-    iterator, worker, found = workers(Busy(4))
+    iterator, worker, ask = workers(Busy(4))
     next(iterator)
-    wait_for(lambda: "deep" in asked(worker.pid, found[worker.pid]).stack, "it is busy")
+    wait_for(lambda: "deep" in ask().stack, "it is busy")
     for _ in range(50):
-        answer = asked(worker.pid, found[worker.pid])
+        answer = ask()
         assert "in spin" in answer.stack, answer
         assert "thread Thread-" in answer.stack
     assert worker.is_alive()
@@ -263,13 +265,15 @@ def test_a_busy_worker_is_asked_again_and_again(workers):
     assert handled_signals() == before
 
 
-def test_all_workers_are_asked_at_once(workers):
-    _iterator, _, everyone = workers(Numbers(600), num_workers=16)  # its workers end with it
+def test_all_workers_are_asked_at_once(start):
+    agent = start(port="off")
+    iterator = iter(DataLoader(Numbers(600), batch_size=1, num_workers=16))
 
     def answered():
-        answers = ask_workers([*everyone.items()])
-        return all(answer.stack for answer in answers) and answers
+        everyone = live(agent)
+        ask_workers(everyone)
+        return all(worker.stack for worker in everyone) and everyone
 
     answers = wait_for(answered, "all answer")
-    assert [answer.pid for answer in answers] == list(everyone)
+    assert [answer.pid for answer in answers] == [worker.pid for worker in iterator._workers]
     assert all("_worker_loop" in answer.stack for answer in answers)
