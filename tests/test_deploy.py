@@ -1,8 +1,4 @@
-"""The files of deploy/, offline: each with known fields only, and against the others that it has to agree with.
-
-Programs that are in no package registry (Vector, OpenTelemetry's collector, Grafana Alloy, Kubernetes operators) are not
-run: the names of the fields that their references have, and that are used here, stand below.
-"""
+"""The files of deploy/, offline: valid where there is a schema, and in agreement with one another."""
 
 import json
 import re
@@ -43,24 +39,10 @@ def load_all(path):
     return [document for document in yaml.load_all(path.read_text(), Strict) if document is not None]
 
 
-def keys_of(document, but=()):
-    """Every key in a document, without what is below the keys ``but``."""
-    if isinstance(document, list):
-        return set().union(*(keys_of(each, but) for each in document))
-    if not isinstance(document, dict):
-        return set()
-    return document.keys() | keys_of([value for key, value in document.items() if key not in but], but)
-
-
 # -- Kubernetes ----------------------------------------------------------------------------------------------------------
 
-CUSTOM = {
-    "PodMonitor": "namespaceSelector any selector matchLabels podMetricsEndpoints port interval scrapeTimeout relabelings "
-    "metricRelabelings sourceLabels targetLabel regex action",
-    "PrometheusRule": "groups",
-    "PyTorchJob": "nprocPerNode runPolicy cleanPodPolicy pytorchReplicaSpecs Master Worker replicas restartPolicy template",
-}
-"""What is used of the custom resources; pods in them are validated as pods."""
+CUSTOM = {"PodMonitor", "PrometheusRule", "PyTorchJob"}
+"""Resources without a schema here; pods in them are validated as pods."""
 
 MANIFESTS = [
     (path, index, document)
@@ -78,7 +60,6 @@ def test_kubernetes_manifests_are_valid(manifest):
     if kind not in CUSTOM:
         kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
         return
-    assert keys_of(spec, but=("matchLabels", "groups", "template")) <= set(CUSTOM[kind].split())
     for replica in spec.get("pytorchReplicaSpecs", {}).values():
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"} | replica["template"]["metadata"]}
         kubernetes_validate.validate(pod | {"spec": replica["template"]["spec"]}, KUBERNETES_VERSION, strict=True)
@@ -148,15 +129,8 @@ def test_compose_mounts_what_is_there_and_listens_on_loopback():
 
 
 def test_grafana_is_provisioned_with_the_sources_and_the_dashboards():
-    sources, dashboards = (
-        load(DEPLOY / "compose" / "grafana" / f"{name}.yml") for name in ("datasources", "dashboards")
-    )
-    assert keys_of(sources, but=("jsonData",)) == set(
-        "apiVersion datasources name uid type access url isDefault editable jsonData".split()
-    )
-    assert keys_of(dashboards) <= set(
-        "apiVersion providers name folder type disableDeletion allowUiUpdates updateIntervalSeconds options path".split()
-    )
+    folder = DEPLOY / "compose" / "grafana"
+    sources, dashboards = load(folder / "datasources.yml"), load(folder / "dashboards.yml")
     for source in sources["datasources"]:
         assert source["type"] in {"prometheus", "alertmanager"}
         assert re.fullmatch(r"http://127\.0\.0\.1:[0-9]+", source["url"])
@@ -169,18 +143,6 @@ def test_grafana_is_provisioned_with_the_sources_and_the_dashboards():
 
 COLLECTOR = DEPLOY / "opentelemetry" / "collector.yaml"
 
-COLLECTOR_FIELDS = set(
-    "receivers prometheus config scrape_configs job_name scrape_interval scrape_timeout file_sd_configs files "
-    "refresh_interval metric_relabel_configs regex action processors memory_limiter check_interval limit_mib batch "
-    "exporters otlphttp endpoint service pipelines metrics".split()
-)
-ALLOY_FIELDS = {
-    "discovery.file": "files refresh_interval",
-    "prometheus.scrape": "targets job_name scrape_interval scrape_timeout forward_to",
-    "prometheus.relabel": "regex action forward_to",
-    "prometheus.remote_write": "url",
-}
-
 
 def prometheus_job():
     config = load(DEPLOY / "prometheus" / "prometheus.yml")
@@ -188,9 +150,8 @@ def prometheus_job():
     return {"scrape_interval": config["global"]["scrape_interval"]} | job
 
 
-def test_the_collector_has_known_fields_and_uses_all_that_is_defined():
+def test_the_collector_uses_all_that_is_defined():
     config, text = load(COLLECTOR), COLLECTOR.read_text()
-    assert keys_of(config) == COLLECTOR_FIELDS
     pipeline = config["service"]["pipelines"]["metrics"]
     for kind in ("receivers", "processors", "exporters"):
         assert set(pipeline[kind]) == set(config[kind])
@@ -216,10 +177,8 @@ def test_alloy_scrapes_as_prometheus_does():
     found = {}
     for component, label, body in re.findall(r'^([\w.]+) "(\w+)" \{\n(.*?)^\}', text, re.DOTALL | re.MULTILINE):
         found[component] = dict(re.findall(r"(\w+) *= (.+)", body))
-        assert found[component].keys() == set(ALLOY_FIELDS[component].split())
         for reference in re.findall(r"\b(?:discovery|prometheus)\.[\w.]+", body):
             assert re.search(r'^{} "{}" \{{'.format(*reference.rsplit(".", 2)[:2]), text, re.MULTILINE), reference
-    assert found.keys() == ALLOY_FIELDS.keys()
     job = prometheus_job()
     (rule,), (files,) = job["metric_relabel_configs"], job["file_sd_configs"]
     scrape, relabel, discovery = (found[f] for f in ("prometheus.scrape", "prometheus.relabel", "discovery.file"))
@@ -232,15 +191,6 @@ def test_alloy_scrapes_as_prometheus_does():
 
 
 # -- logs ----------------------------------------------------------------------------------------------------------------
-
-VECTOR_OPTIONS = {
-    "file": "include read_from max_line_bytes fingerprint ignore_older_secs",
-    "remap": "source drop_on_error",
-    "loki": "endpoint encoding labels out_of_order_action",
-    "clickhouse": "endpoint database table date_time_best_effort batch",
-    "postgres": "endpoint table batch",
-}
-"""Of each type of component, what Vector's reference has and is used here."""
 
 
 def interpolated(name):
@@ -263,9 +213,6 @@ def test_logs_flow_from_the_files_to_the_store(store):
     kinds = {kind: base.get(kind, {}) | sink.get(kind, {}) for kind in ("sources", "transforms", "sinks")}
     components = {name: component for kind in kinds.values() for name, component in kind.items()}
 
-    for name, component in components.items():
-        extra = component.keys() - set(VECTOR_OPTIONS[component["type"]].split()) - {"type", "inputs"}
-        assert not extra, f"{name}: {extra}"
     (name,) = kinds["sinks"]
     for _ in components:  # upstream, to the source
         if "inputs" not in components[name]:

@@ -123,12 +123,11 @@ class Notifier:
         (partial(partial(print, SECRET), SECRET), "builtins.print"),
         (Notifier(SECRET), f"{__name__}.Notifier"),
         (Notifier(SECRET).tell, f"{__name__}.Notifier.tell"),
-        (Notifier, f"{__name__}.Notifier"),
         ([SECRET].append, "list.append"),
         ("mypackage.alerts.notify", "mypackage.alerts.notify"),
         (None, None),
     ],
-    ids=["partial", "object", "method", "class", "method of a list", "dotted name", "none"],
+    ids=["partial", "object", "method", "method of a list", "dotted name", "none"],
 )
 def test_a_callback_is_shown_by_its_name(callback, shown):
     assert Config.load({"on_stall": callback}, {}).as_log_fields()["on_stall"] == shown
