@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.changes import change_line
+from telemetry.agent.findings import change_line
 from telemetry.diagnosis.changes import ChangeDetector
 from telemetry.log_lines import fields_of
 

@@ -41,15 +41,13 @@ def said(capsys, *arguments):
     [
         (("train.py", "--name", "a b"), "train.py is no command; did you mean: telemetry run train.py --name 'a b'"),
         (("run", "python", "train.py"), "python is the interpreter, not a script: leave it out"),
-        (("run", "python3.11", "train.py"), "python3.11 is the interpreter, not a script: leave it out"),
-        (("run", "/usr/bin/python3", "train.py"), "/usr/bin/python3 is the interpreter, not a script: leave it out"),
+        (
+            ("run", "/usr/bin/python3.11", "train.py"),
+            "/usr/bin/python3.11 is the interpreter, not a script: leave it out",
+        ),
         (
             ("run", "torchrun", "train.py"),
             "cannot open torchrun: No such file or directory; torchrun comes first: torchrun ... -m telemetry run SCRIPT",
-        ),
-        (
-            ("run", "srun", "train.py"),
-            "cannot open srun: No such file or directory; srun comes first: srun ... telemetry run SCRIPT",
         ),
         (("run", "--rundir", "x", "train.py"), "there is no option --rundir; did you mean --run-dir?"),
         (("report", "x", "y"), "there is no argument y"),
@@ -135,7 +133,7 @@ def hostile_run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_report_cannot_command_the_terminal(hostile_run, encoding):
     text, as_json = (telemetry("report", hostile_run, *more, encoding=encoding) for more in ((), ("--json",)))
     for done in (text, as_json):
@@ -146,13 +144,11 @@ def test_a_report_cannot_command_the_terminal(hostile_run, encoding):
     assert "owned" in json.loads(as_json.stdout)["ranks"][0]["node"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_errors_of_the_commands_cannot_command_it(hostile_run, tmp_path, encoding):
+def test_errors_of_the_commands_cannot_command_it(hostile_run, tmp_path):
+    encoding = "latin-1"
     for arguments in (
-        ["report", f"no{TITLE}where\u20ac"],
         ["trace", f"no{TITLE}where\u20ac"],
         ["snapshot", hostile_run],
-        ["snapshot", f"no{TITLE}where\u20ac"],
         ["snapshot", hostile_run, "--rank", f"{TITLE}\u20ac"],
         ["run", f"no{TITLE}where\u20ac.py"],
         ["doctor", "--run-dir", tmp_path / f"a{TITLE}\u20ac"],

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry._version import __version__
 from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt import FOLDER, AttemptLog, RunSoFar
-from telemetry.agent.changes import ChangeMonitor, change_line
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.figures import FigureOutput
-from telemetry.agent.findings import FindingLog, StepMonitor
+from telemetry.agent.findings import ChangeMonitor, FindingLog, StepMonitor, change_line
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
