@@ -117,15 +117,6 @@ def test_first_steps_and_evaluations_do_not_count(tmp_path, compared):
     assert result["per_step_seconds"]["evaluation"]["difference"] > 0.01
 
 
-def test_a_slow_stretch_widens_the_interval(tmp_path, compared):
-    """A disturbance of a third of one run is no difference between the two."""
-    a, paces = run_of(tmp_path / "a", noisy(1, memory=0.0)), noisy(2, memory=0.0)
-    b = run_of(tmp_path / "b", [*paces[:26], *(0.9 * pace for pace in paces[26:])])
-    result = compared(a, b)[1]
-    assert result["verdict"] == "no difference"
-    assert result["interval"][1] - result["interval"][0] > 0.05
-
-
 def test_the_exit_status_serves_a_ci_job_that_chance_does_not_fail(tmp_path, compared):
     a, b = run_of(tmp_path / "a", noisy(1)), run_of(tmp_path / "b", noisy(2, 80.0))
     assert [compared(a, b, options=("--fail-over", percent), text=False)[0] for percent in ("5", "30")] == [1, 0]
@@ -175,7 +166,7 @@ def test_a_run_with_one_window_is_refused_with_what_to_do(tmp_path, compared, wi
 def test_of_few_windows_a_run_that_is_twice_as_fast_is_faster(tmp_path, compared):
     """Of a run of half a minute to a minute and a half with the default settings, after its first steps."""
     verdicts = []
-    for windows in range(2, 8):
+    for windows in (2, 4, 7):
         for seed in range(0, 10, 2):
             a, b = (
                 run_of(tmp_path / name, noisy(s, pace, count=1 + windows, scatter=0.03, exact=False), seconds=10.0)
@@ -288,19 +279,6 @@ def test_the_tables_are_means_of_all_runs(tmp_path, compared):
     alone = [compared(pair)[1]["steps"]["b"] for pair in pairs]
     assert result["steps"]["b"] == pytest.approx(sum(alone), abs=1)
     assert result["causes"] == {"workers_cpu_bound": {"a": 0, "b": pytest.approx(80.0 / 8000 / 2, rel=0.02)}}
-
-
-def test_no_category_is_named_if_the_means_go_the_other_way(tmp_path, compared):
-    """The clear pair says that B is faster. The means of seconds are those of slow runs, which say little."""
-    clear, slow = (
-        [run_of(tmp_path / f"{name}{scatter}", noisy(3, pace, scatter=scatter)) for name, pace in each]
-        for scatter, each in ((0.01, (("a", 100.0), ("b", 130.0))), (0.5, (("a", 20.0), ("b", 16.0))))
-    )
-    _, result, text = compared(clear, slow)
-    assert result["verdict"] == "faster"
-    assert result["per_step_seconds"]["compute"]["difference"] > 0
-    assert "B is faster" in text
-    assert "of the difference is" not in text
 
 
 def test_settings_of_all_runs_are_compared_and_notes_name_the_pair(tmp_path, compared):

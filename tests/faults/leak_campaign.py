@@ -194,13 +194,12 @@ def table(forecasts: Sequence[Forecast]) -> list[str]:
     return [*lines, "", f"{right} of {len(forecasts)} parts named rightly, {within} of {len(forecasts)} within 25 %."]
 
 
-def about(options: argparse.Namespace, ways: Sequence[str], loads: tuple[float, float]) -> str:
+def about(options: argparse.Namespace, loads: tuple[float, float]) -> str:
     """What was run. ``loads``: load averages of the machine, at the start and at the end."""
     command = f"python -m tests.faults.leak_campaign --times {options.times} --seed {options.seed}"
     command += f" --together {options.together}" + (f" --only {options.only}" if options.only else "")
-    omitted = [f"`{what}`" for what in WAYS if what not in ways]
     return (
-        f"`{command}`{', without ' + ', '.join(omitted) if omitted else ''}: scripts that leak in a memory cgroup until "
+        f"`{command}`: scripts that leak in a memory cgroup until "
         f"the kernel kills one of their processes. The machine has {os.cpu_count()} cores. Its load average was "
         f"{loads[0]:.1f} at the start and {loads[1]:.1f} at the end."
     )
@@ -228,7 +227,7 @@ def main() -> None:
     print("\n".join(lines))
     if options.results:
         loads = (load, os.getloadavg()[0])
-        heading = ["# Forecasts of the end of memory", "", about(options, ways, loads), ""]
+        heading = ["# Forecasts of the end of memory", "", about(options, loads), ""]
         options.results.write_text("\n".join([*heading, *lines]) + "\n", encoding="utf-8")
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-from argparse import Namespace
 
 import pytest
 
-from tests.faults.leak_campaign import WAYS, LeakingRun, about
+from tests.faults.leak_campaign import LeakingRun
 from tests.faults.memory_group import MIB, limited_group
 from tests.faults.processes import events, quiet, report, report_text, wait_for, write
 from tests.faults.warm_python import WarmChild
@@ -31,15 +30,6 @@ def test_a_leak_is_found_before_the_kernel_kills(tmp_path):
     assert (said["where"], said["exhausted"]) == ("workers", "memory")
     assert said["exhausted_in_seconds"] > 0
     assert report(run.run_dir)["ranks"][0]["memory"]["where"] == "workers"
-
-
-def test_the_campaign_says_what_it_ran():
-    options = Namespace(times=2, seed=3, together=10, only="kept_tensors")
-    told = about(options, ["kept_tensors"], (17.6, 15.4))
-    assert "leak_campaign --times 2 --seed 3 --together 10 --only kept_tensors`, without `copied_list`, " in told
-    assert "17.6 at the start and 15.4 at the end" in told
-    options.only = None
-    assert "without" not in about(options, list(WAYS), (1.0, 1.0))
 
 
 # -- the OOM killer ------------------------------------------------------------------------------------------------

@@ -163,7 +163,6 @@ def test_hostile_names_write_nothing_outside_the_run_folder(named):
     ("variables", "rank"),
     [
         ({"RANK": "../1", "WORLD_SIZE": "2"}, 0),
-        ({"RANK": "9" * 100, "WORLD_SIZE": "2"}, None),
         ({"NODE_NAME": 'a"\nb/../c', "TORCHELASTIC_RUN_ID": "../../up", "RANK": "3", "WORLD_SIZE": "4"}, 3),
     ],
 )
@@ -176,9 +175,8 @@ def test_variables_of_a_launcher_that_make_no_sense(variables, rank, tmp_path):
         tell(page())
         """
     ((info, _),) = samples(run(tmp_path, source, env=quiet(**variables)))["training_run_info"]
-    if rank is not None:
-        assert info["rank"] == str(rank)
-        assert {line["rank"] for line in log_lines(tmp_path / "run")} == {rank}
+    assert info["rank"] == str(rank)
+    assert {line["rank"] for line in log_lines(tmp_path / "run")} == {rank}
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "results.json", "run"}
 
 
