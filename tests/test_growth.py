@@ -7,10 +7,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from telemetry.agent.changes import ChangeMonitor
 
 from benchmarks.change_series import STEADY
 from benchmarks.step_series import Loop, ticks
+from telemetry.agent.findings import ChangeMonitor
 from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, GrowthDetector, growth_finding
 from telemetry.diagnosis.growth import STEADY as STEADY_TREND
 from telemetry.diagnosis.lines import LineShare
