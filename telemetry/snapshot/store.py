@@ -13,14 +13,16 @@ one mebibyte, it would block the training.
 
 from __future__ import annotations
 
+import errno
 import gzip
+import itertools
 import os
 import re
 import shutil
 import stat
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -31,6 +33,7 @@ from telemetry.util.files import file_system_of, opened
 from telemetry.util.processes import pid_namespace, start_ticks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from telemetry.config import Config
@@ -193,10 +196,7 @@ class TraceStore:
 
     def _probe_disk(self) -> None:
         start = now_ns()
-        with _new_file(self._work / "probe") as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        _write(self._work / "probe", [bytes(_PROBE_BYTES)])
         (self._work / "probe").unlink()
         seconds = (now_ns() - start) / NS
         if seconds > _PROBE_SECONDS:
@@ -230,14 +230,7 @@ class TraceStore:
             begin = os.read(raw, events.start(1)) + fetches.events(int(base[1]))
             size += len(begin) - events.start(1)
         packed = self._work / "packed"  # not a name that a reader of traces would look for
-        with _new_file(packed) as file:
-            # Without a time of its own, it would call `time.time`, which the script may have replaced.
-            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=_LEVEL, mtime=0) as stream:
-                stream.write(begin)
-                while chunk := os.read(raw, _CHUNK):
-                    stream.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(packed, _compressed(itertools.chain([begin], iter(lambda: os.read(raw, _CHUNK), b""))))
         if _unpacked_size(packed) != size:
             raise StoreError("what was read back is not what was written")
         return packed, size
@@ -288,5 +281,26 @@ def _unpacked_size(packed: Path) -> int:
     return size
 
 
-def _new_file(path: Path) -> BinaryIO:
-    return os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
+def _compressed(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    yield from map(compressor.compress, chunks)
+    yield compressor.flush()
+
+
+def _write(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a new file to the disk.
+
+    Without a file object, because its copy in a child that is forked meanwhile would write what it has buffered.
+    """
+    file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        for chunk in chunks:
+            left = memoryview(chunk)
+            while left:
+                written = os.write(file, left)
+                if not written:
+                    raise OSError(errno.ENOSPC, "no room for the trace")
+                left = left[written:]
+        os.fsync(file)
+    finally:
+        os.close(file)
