@@ -260,6 +260,8 @@ def hang(way: str, odd: int, step: int) -> Trial:
     """One job that hangs."""
     what, kind, line, signum = WAYS[way]
     variables = {"AT": str(step)} if way != "node" else ACQUAINTED
+    if way == "ddp":  # torch 2.9 has the recorder for gloo, but off
+        variables["TORCH_FR_BUFFER_SIZE"] = "2000"
     ranks = {"all-save": [0, 1, 2, 3], "node": [r for r in range(4) if NODES[r] == NODES[odd]]}.get(way, [odd])
     trial = functools.partial(Trial, way, f"rank {odd} on {NODES[odd]}, step {variables['AT']}")
     with tempfile.TemporaryDirectory() as name, HangingJob(Path(name), what, odd=odd, nodes=NODES, **variables) as job:
