@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -55,13 +54,6 @@ def test_file_is_as_generated_and_small_enough_for_a_config_map(name):
     assert (FOLDER / f"{name}.json").read_text() == text(name), "run python -m grafana.generate"
     assert os.path.getsize(FOLDER / f"{name}.json") < 500_000
     assert sorted(path.stem for path in FOLDER.glob("*.json")) == sorted(NAMES)
-
-
-def test_nothing_else_needs_the_sdk():
-    """A development dependency: neither the package nor what deploys it may ask for it."""
-    files = [path for folder in ("telemetry", "deploy", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    assert not [path for path in files if re.search(r"^\s*(from|import) grafana", path.read_text(), re.MULTILINE)]
-    assert sys.version_info < (3, 11) or find_spec("grafana_foundation_sdk")
 
 
 @each
@@ -148,17 +140,6 @@ def seen_in_dashboards():
         seen |= waiting
         waiting = set().union(*(recorded.get(found, set()) for found in waiting)) - seen
     return seen
-
-
-def test_names_are_found_in_queries():
-    expression = """
-        sum by (run) (rate(training_steps_total{run="$run", rank=~"$rank"}[$__rate_interval])) / 60
-          and on (run) topk(3, a:b:c @ end()) or vector(0) unless bool_x > bool 1e3
-          or {__name__=~'training_(a|b)_bytes|c'}
-    """
-    assert names_read(expression) == {
-        "training_steps_total", "a:b:c", "bool_x", "training_a_bytes", "training_b_bytes", "c",
-    }  # fmt: skip
 
 
 @each

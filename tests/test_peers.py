@@ -105,17 +105,6 @@ def test_a_node_that_is_gone_is_forgotten_and_one_that_joins_is_found(tmp_path):
     assert {p.node for p in job.heard["n0000"]} == {"n0001", "late"}
 
 
-def test_a_folder_that_is_not_shared_is_told_apart(tmp_path):
-    alone = Job(tmp_path, nodes=1)
-    alone.cycles(2)
-    assert alone.exchanges["n0000"].shared is None
-    alone.cycles(20)
-    assert alone.exchanges["n0000"].shared is False
-    together = Job(tmp_path / "shared", nodes=2)
-    together.cycles(3)
-    assert together.exchanges["n0000"].shared is True
-
-
 def test_files_of_killed_attempts_are_removed_after_an_hour(tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()

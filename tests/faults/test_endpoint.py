@@ -21,7 +21,7 @@ from telemetry.node.endpoint import MAX_CONNECTIONS, Endpoint, HostNames, NodeSe
 from telemetry.node.prometheus import Page, TargetFile
 from telemetry.util import threads
 from telemetry.util.errors import ErrorLog
-from tests.faults.processes import HANG, end_of, fetch, quiet, run, told, value, wait_for
+from tests.faults.processes import HANG, fetch, quiet, run, told, value, wait_for
 from tests.free_ports import free_ports
 
 PAGE = b'# HELP x X.\n# TYPE x gauge\nx{rank="0"} 1.0\n'
@@ -498,39 +498,6 @@ def test_an_address_needs_no_resolver(host, service, lookups):
     assert one.tick() == ""
     assert one.service.endpoint is not None
     assert asked == []
-
-
-RESOLVER = """
-    import socket, threading, telemetry
-    from telemetry.util.threads import named
-    from tests.faults.inside import agent, page, steps, tell, until
-
-    real, asked_on = socket.getaddrinfo, []
-
-    def getaddrinfo(host, port, *args, flags=0, **kwargs):
-        if flags & socket.AI_NUMERICHOST or host != "node.example":
-            return real(host, port, *args, flags=flags, **kwargs)
-        asked_on.append(named(threading.get_ident()))
-        return answer(port, *args, flags=flags, **kwargs)
-
-    socket.getaddrinfo = getaddrinfo
-"""
-
-
-def test_the_training_starts_at_once_with_a_silent_resolver(tmp_path):
-    """The resolver never answers. The script ends before it could have answered."""
-    source = """
-    answer = lambda *_, **__: threading.Event().wait(300)
-    telemetry.start("run", host="node.example", port=9464)
-    until(lambda: any(agent()._node.board.path.glob("rank-0.*")))
-    for _ in telemetry.watch(range(100)):
-        pass
-    until(lambda: steps() >= 99)
-    tell([asked_on, agent().metrics_url])
-    telemetry.stop()
-"""
-    assert run(tmp_path, RESOLVER + source) == [["telemetry-resolver"], None]
-    assert end_of(tmp_path / "run")["steps_total"] == 100
 
 
 def test_a_port_that_another_program_has(tmp_path):

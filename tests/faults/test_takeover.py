@@ -318,22 +318,3 @@ def test_a_forked_child_releases_no_lock(other, lock):
         os._exit(0)
     os.waitpid(pid, 0)
     assert other.ask("take") == "False"
-
-
-def test_a_lock_whose_file_was_removed_goes_back_to_who_had_it(other, lock):
-    clock = Clock()
-    mine = ServerLock(lock, clock)
-    assert other.ask("take") == "True"
-    assert not mine.take()
-    lock.unlink()
-    clock.pass_(1)
-    assert not mine.take(), "the file is there again, and the other one has not looked yet"
-    assert other.ask("take") == "True"
-    lock.unlink()
-    other.process.kill()
-    other.process.wait()
-    seconds = 0
-    while not mine.take() and seconds < 60:
-        clock.pass_(1)
-        seconds += 1
-    assert seconds <= 8, "it does not come back"

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.node.board import Board
 from telemetry.util.processes import identify
-from tests.faults.processes import log_lines, report, report_text
+from tests.faults.processes import log_lines, ranks_in, report, report_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train_ddp.py")
@@ -45,23 +44,9 @@ def get(url, seconds=3.0):
         return answer.read().decode()
 
 
-class Samples(list):
-    """Samples of one exposition."""
-
-    def ranks(self, name):
-        return sorted(int(labels["rank"]) for sample, labels, _ in self if sample == name)
-
-    def value(self, name, **labels):
-        found = [v for n, has, v in self if n == name and labels.items() <= has.items()]
-        assert len(found) == 1, f"{name}{labels}: {found}"
-        return found[0]
-
-
 def scrape(port):
-    text = get(f"http://127.0.0.1:{port}/metrics")
-    return Samples(
-        (s.name, s.labels, s.value) for family in text_string_to_metric_families(text) for s in family.samples
-    )
+    """The page at a port of this machine."""
+    return get(f"http://127.0.0.1:{port}/metrics")
 
 
 class Job:
@@ -102,8 +87,8 @@ class Job:
 
         def all_step():
             assert self.running(), self.stderr
-            seen = scrape(port or self.port)
-            return all(seen.value("training_steps_total", rank=str(rank)) >= 3 for rank in ranks)
+            steps = ranks_in(scrape(port or self.port))
+            return all(steps[str(rank)] >= 3 for rank in ranks)
 
         wait_for(f"steps of ranks {list(ranks)} at port {port or self.port}\n{self.stderr}", all_step, seconds)
 

@@ -9,10 +9,16 @@ from datetime import datetime
 import pytest
 
 from stack.jobs import scrape, wait_for
+from tests.faults.processes import ranks_in
 
 pytestmark = pytest.mark.stack
 
 TAKEOVER_SECONDS = 3.0
+
+
+def shown(page):
+    """The ranks on a page."""
+    return sorted(int(rank) for rank in ranks_in(page))
 
 
 def lose_the_server(job, prometheus, end, *, shown_on):
@@ -29,10 +35,8 @@ def lose_the_server(job, prometheus, end, *, shown_on):
 
     def goes_on():
         seen = scrape(job.port)
-        ended = {int(labels["rank"]) for name, labels, value in seen if name == "training_run_ended" and value}
-        return (
-            seen.ranks("training_steps_total") == ranks and (serving in ended) == shown_on and job.server() != serving
-        )
+        ended = {int(rank) for rank, value in ranks_in(seen, "training_run_ended").items() if value}
+        return shown(seen) == ranks and (serving in ended) == shown_on and job.server() != serving
 
     wait_for("another rank at the same port", goes_on, 10, every=0.02)
     seconds = time.monotonic() - began
@@ -77,7 +81,7 @@ def test_another_rank_takes_the_port_over(prometheus, side_by_side, launch, reco
 
     shutil.rmtree(job.board)  # as systemd does at a user's logout
     remaining = sorted({0, 1, 2, 3} - {killed, ended})
-    wait_for("the board again", lambda: scrape(job.port).ranks("training_steps_total") == remaining, 10)
+    wait_for("the board again", lambda: shown(scrape(job.port)) == remaining, 10)
 
     for rank in remaining:
         stop(rank)
