@@ -161,12 +161,3 @@ def test_a_print_fits_the_paper(opened, tmp_path):
         each => each.getBoundingClientRect().right > 720).map(each => `${each.tagName} ${each.className}`).slice(0, 5)"""
     wait_for("the charts are as narrow", lambda: max(tab.evaluate(widths)) <= 720)
     assert tab.evaluate(beyond) == []
-
-
-def test_the_heat_map_changes_its_metric(opened):
-    tab = opened()
-    select = tab.locator("[data-metrics]")
-    assert select.input_value().startswith("gpu.")  # in which one rank differs most
-    high = tab.locator("[data-high]").inner_text()
-    select.select_option("wait")
-    assert tab.locator("[data-high]").inner_text() != high

@@ -54,19 +54,3 @@ def test_seconds_without_a_unit_are_divided():
     assert "> 8)" in numbers["run_rank:training_stuck:seconds"][1]
     assert "[120s], 240) > 1" in numbers["TrainingHostMemoryLow"][1]
     assert "< 1800" in numbers["TrainingMemoryRunningOut"][1], "the agent's forecast, which is as long as ever"
-
-
-def test_the_configuration_is_the_shipped_one_at_other_ports(tmp_path):
-    path = shipped.prometheus(tmp_path, alertmanager=1234, remote_write=5678)
-
-    text = (PROMETHEUS / "prometheus.yml").read_text() + (PROMETHEUS / "remote-write.victoriametrics.yml").read_text()
-    expected = yaml.safe_load(text)
-    expected["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    expected["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = ["127.0.0.1:1234"]
-    expected["scrape_configs"][0]["scrape_timeout"] = "1s"
-    expected["scrape_configs"][0]["file_sd_configs"][0]["refresh_interval"] = "1s"
-    expected["remote_write"][0]["url"] = "http://127.0.0.1:5678/api/v1/write"
-    assert yaml.safe_load(path.read_text()) == expected
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
-        ["prometheus.yml", "targets", *expected["rule_files"]]
-    )
