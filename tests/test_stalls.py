@@ -23,6 +23,7 @@ from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import Advice, Deliveries, ProcessSample, RankPace
 from telemetry.report.logs import load
+from telemetry.totals import together
 from tests.monitored_rank import Run
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
@@ -90,6 +91,11 @@ def test_the_first_batch_and_the_end_of_an_epoch_are_no_stall():
     first = a_slice(wait=12.0, compute=0.2, steps=1, boundary_wait=12.0, boundaries=1)
     end = a_slice(wait=4.0, compute=0.0, steps=0, boundary_wait=4.0, boundaries=1)
     assert Detector(30).play(first, *[a_slice()] * 60, end, *[a_slice()] * 60) == []
+
+
+def test_a_machine_that_slept_is_no_stall():
+    asleep = a_slice(wait=4000.0, compute=0.1)
+    assert Detector(30).play(*[a_slice()] * 40, asleep, *[a_slice()] * 40) == []
 
 
 SHARED = with_workers(
@@ -256,28 +262,6 @@ def test_no_input_crashes_anything(pieces):
             assert gain is None or (gain >= WORTH_IT and not math.isnan(gain))
 
 
-def costliest(part):
-    lost = costs(evidence_over([part]))
-    return max(lost, key=lambda cause: lost[cause])
-
-
-@given(
-    st.floats(0.85, 1.0), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1),
-    st.sampled_from(["cpu_ratio", "blocked_ratio", "runnable_ratio"]),
-)  # fmt: skip
-def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(busy, cpu, runnable, blocked, more, which):
-    cause = {
-        "cpu_ratio": "workers_cpu_bound",
-        "blocked_ratio": "workers_io_bound",
-        "runnable_ratio": "workers_throttled",
-    }[which]
-    part = with_workers(busy=busy, cpu=cpu, runnable=runnable, blocked=blocked, **STARVED)
-    if costliest(part) != cause:
-        return
-    grown = dataclasses.replace(part.workers, **{which: getattr(part.workers, which) + more})
-    assert costliest(dataclasses.replace(part, workers=grown)) == cause
-
-
 GROWS = {
     "checkpoint": ("checkpoints", "seconds"),
     "gc_pause": ("garbage", "seconds"),
@@ -293,7 +277,7 @@ GROWS = {
 
 @given(st.sampled_from(sorted(GROWS)), st.lists(slices, min_size=1, max_size=3), st.floats(0.0, 1e5))
 @settings(max_examples=500, deadline=None)
-def test_nor_does_more_of_what_else_a_cause_is_told_by(cause, pieces, more):
+def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(cause, pieces, more):
     """The case in which it is named, and whatever else there may be."""
     of_it = next(part for case, part in CASES.items() if case.partition(",")[0] == cause)
     for evidence in (evidence_over([of_it]), evidence_over(pieces)):
@@ -353,26 +337,23 @@ def test_the_first_batch_is_no_stall_however_long_it_is_waited_for(run):
 
 
 def test_the_waits_for_batches_are_taken_apart_from_tick_to_tick(run):
+    each = Deliveries(
+        batches=1, fetch_wait_seconds=0.1, transfer_wait_seconds=0.5, from_busy=1,
+        transfer_wait_busy_worker_seconds=0.4, transfer_wait_long_fetch_seconds=0.3, head_of_line_wait_seconds=0.05,
+    )  # fmt: skip
+    deliveries = Deliveries()
     run.request(0.5, 0.6)
     for second in range(1, 12):
         run.request(second - 0.3, second + 0.5)
-        taken_apart = dict(fetch_wait=0.1, transfer_wait=0.5, transfer_wait_long_fetch=0.3, head_of_line=0.05)
-        deliveries = Deliveries(
-            batches=second,
-            fetch_wait_seconds=taken_apart["fetch_wait"] * second,
-            transfer_wait_seconds=taken_apart["transfer_wait"] * second,
-            from_busy=second,
-            transfer_wait_busy_worker_seconds=0.4 * second,
-            transfer_wait_long_fetch_seconds=taken_apart["transfer_wait_long_fetch"] * second,
-            head_of_line_wait_seconds=taken_apart["head_of_line"] * second,
-        )
+        deliveries = together(deliveries, each)
         run.tick(second + 0.6, deliveries=deliveries)
     ((_, stall),) = [line for line in run.lines if line[0] == "stall_open"]
     evidence = stall["evidence"]
     ticks = round(evidence["fetch_wait_seconds"] / 0.1)
     assert ticks >= 5
-    for name in taken_apart:
-        assert evidence[f"{name}_seconds"] == pytest.approx(taken_apart[name] * ticks)
+    for name in ("fetch_wait", "transfer_wait", "transfer_wait_long_fetch"):
+        assert evidence[f"{name}_seconds"] == pytest.approx(getattr(each, f"{name}_seconds") * ticks)
+    assert evidence["head_of_line_seconds"] == pytest.approx(0.05 * ticks)
     assert evidence["moving_from_busy_seconds"] == pytest.approx(0.4)
 
 
@@ -498,25 +479,23 @@ def test_both_are_named_and_the_first_stays_the_cause():
     assert fields["evidence"]["share_ratio"] == pytest.approx(0.40, abs=0.02)
     assert other["share_ratio"] == pytest.approx(0.33, abs=0.02)
     assert other["advice"][0]["setting"] == "num_workers"
-
-
-def test_advice_for_the_first_says_what_remains_afterwards():
-    fields = fields_of(recorded(), "checkpoint")
     first = fields["advice"][0]
-    after = fields["evidence"]["also"][0]["share_ratio"] * first["predicted_speedup"]
+    after = other["share_ratio"] * first["predicted_speedup"]
     assert f"afterwards loader_on_training_thread with {100 * after:.0f} % of the time remain" in first["because"]
 
 
-def test_the_cause_of_a_stall_stays_first_if_another_costs_more():
-    shares = shares_of("loader_on_training_thread", recorded())
-    assert [share.cause for share in shares] == ["loader_on_training_thread", "checkpoint"]
-
-
-def test_a_cause_that_costs_less_than_half_of_the_first_is_not_named():
-    evidence = recorded()
-    small = with_part(evidence, "checkpoints", seconds=2.0)
-    assert [share.cause for share in shares_of("loader_on_training_thread", small)] == ["loader_on_training_thread"]
-    assert "also" not in fields_of(small, "loader_on_training_thread")["evidence"]
+@pytest.mark.parametrize(
+    ("checkpoints", "also"),
+    [
+        pytest.param({}, ["checkpoint"], id="costs more"),
+        pytest.param({"seconds": 2.0}, [], id="less than half as much"),
+    ],
+)
+def test_which_other_cause_is_named_beside_the_first(checkpoints, also):
+    evidence = with_part(recorded(), "checkpoints", **checkpoints)
+    named = ["loader_on_training_thread", *also]
+    assert [share.cause for share in shares_of("loader_on_training_thread", evidence)] == named
+    assert ("also" in fields_of(evidence, "loader_on_training_thread")["evidence"]) == bool(also)
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDED if path != TWO], ids=lambda path: path.stem)
@@ -598,34 +577,21 @@ def reported(tmp_path, capsys, advice, *options):
     return capsys.readouterr().out
 
 
-def test_the_report_writes_the_range(tmp_path, capsys):
-    text = reported(tmp_path, capsys, RANGE | {"predicted_low": 1.0})
-    assert "try num_workers=8: use more workers, predicted 1 to 4.1 times the steps per second (why)" in text
-    assert text.count("predicted 1 to 4.1 times the steps per second") == 2, "the verdict has it too"
-
-
-def test_the_page_writes_the_range(tmp_path, capsys):
-    page = tmp_path / "page.html"
-    reported(tmp_path, capsys, RANGE | {"predicted_low": 1.0}, "--html", str(page))
-    assert "<strong>1 to 4.1×</strong> <span>steps per second, predicted</span>" in page.read_text()
-
-
-@pytest.mark.parametrize("low", [None, 4.1, "much"])
-def test_without_a_range_the_report_writes_one_factor(tmp_path, capsys, low):
+@pytest.mark.parametrize(("low", "told"), [(1.0, "1 to 4.1"), (None, "4.1"), (4.1, "4.1"), ("much", "4.1")])
+def test_the_report_writes_the_range(tmp_path, capsys, low, told):
     text = reported(tmp_path, capsys, RANGE | {"predicted_low": low})
-    assert "use more workers, predicted 4.1 times the steps per second (why)" in text
+    assert f"try num_workers=8: use more workers, predicted {told} times the steps per second (why)" in text
+    assert text.count(f"predicted {told} times the steps per second") == 2, "the verdict has it too"
 
 
-def test_the_report_as_json_has_both_ends(tmp_path, capsys):
-    told = json.loads(reported(tmp_path, capsys, RANGE | {"predicted_low": 1.0}, "--json"))
-    assert told["stalls"][0]["advice"][0] == RANGE | {"predicted_low": 1.0}
-
-
-def test_an_old_log_has_no_range(tmp_path, capsys):
-    told = json.loads(reported(tmp_path, capsys, RANGE, "--json"))
-    assert told["stalls"][0]["advice"][0]["predicted_low"] is None
+def test_the_page_and_the_json_have_the_range(tmp_path, capsys):
+    page, advice = tmp_path / "page.html", RANGE | {"predicted_low": 1.0}
+    reported(tmp_path, capsys, advice, "--html", str(page))
+    assert "<strong>1 to 4.1×</strong> <span>steps per second, predicted</span>" in page.read_text(encoding="utf-8")
+    assert json.loads(reported(tmp_path, capsys, advice, "--json"))["stalls"][0]["advice"] == [advice]
+    of_old_log = json.loads(reported(tmp_path, capsys, RANGE, "--json"))
+    assert of_old_log["stalls"][0]["advice"] == [RANGE | {"predicted_low": None}]
 
 
 def test_a_range_alone_is_no_prediction():
     assert Advice("a", predicted_low=1.2).gain == ""
-    assert Advice("a", None, None, 2.0, "b").predicted_low is None
