@@ -26,7 +26,7 @@ from telemetry.diagnosis.evidence import Evidence, aggregate
 from telemetry.hooks.checkpoints import SAVING
 from telemetry.hooks.device import device_in_use
 from telemetry.hooks.loaders import asks_for_its_worker, is_random
-from telemetry.hooks.patching import ImportWatch, Patches, WeakMap, unseen
+from telemetry.hooks.patching import FAILED, ImportWatch, Patches, WeakMap, unseen
 from telemetry.hooks.ring import S_EVALUATION
 from telemetry.util.clock import NS, monotonic, now_ns
 from telemetry.util.files import replace_file
@@ -68,12 +68,12 @@ class TrialPlan(Struct, frozen=True):
     """What a trial shall do. ``telemetry tune`` writes it, and the training process reads it.
 
     Attributes:
-        folder: the folder of this trial, for its outcome and its temporary files.
+        folder: for its outcome and its temporary files.
         seconds: training-loop seconds to measure. ``steps``: the trial also ends after so many measured steps.
         warm_up_seconds: time after the first step that is not measured.
         start_seconds: maximum time until the first step has ended. ``max_seconds``: maximum time after that.
         loaders: for each place of a DataLoader, the settings to change.
-        sharing_strategy: the sharing strategy to set; None to leave it.
+        saves: whether the script writes checkpoints.
     """
 
     folder: str
@@ -123,15 +123,12 @@ class TrialOutcome(Struct, frozen=True):
     """What one rank of a trial has measured. The training process writes it, and ``telemetry tune`` reads it.
 
     Attributes:
-        pid: pid of the training process.
         end: why the measurement ended, one of ``ENDED_…``.
         warm: whether the warm-up was left out.
         device: type of the device that trained; None for the CPU.
-        loaders: where loaders were made.
-        saves: how many checkpoints were not written.
-        hook_errors: how many hooks failed.
+        saves: how many checkpoints were not written. ``hook_errors``: how many hooks failed.
         steps: whole steps that were measured. ``seconds``: their time in the training loop.
-        evidence: the evidence of the measured time; None without a step.
+        evidence: that of the measured time; None without a step.
     """
 
     pid: int = 0
@@ -202,7 +199,9 @@ class TrialHooks:
         self._of_dataset: dict[int, tuple[weakref.ref[Any], LoaderFacts]] = {}
         watch = ImportWatch(functools.partial(errors.note, "trial"))
         watch.when_imported("torch", self._patch_torch)
-        watch.when_imported(_STATEFUL, lambda module: self._patch_constructor(module.StatefulDataLoader))
+        watch.when_imported(
+            _STATEFUL, lambda module: self._patches.replace(module.StatefulDataLoader, "__init__", self._overridden)
+        )
         if not plan.saves:
             for name in _SAVES.keys() - {"torch"}:
                 watch.when_imported(name, self._patch_saves)
@@ -211,15 +210,13 @@ class TrialHooks:
         if not self._plan.saves:
             self._patch_saves(torch)
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
-        self._patch_constructor(dataloader.DataLoader)
-        self._patches.replace(dataloader._BaseDataLoaderIter, "__init__", self._noted)
-        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._counted)
+        iterator, on_error = dataloader._BaseDataLoaderIter, self._tracker.fault
+        self._patches.replace(dataloader.DataLoader, "__init__", self._overridden)
+        self._patches.around(iterator, "__init__", after=self._iterates, on_error=on_error)
+        self._patches.around(iterator, "__next__", before=self._requested, after=self._came, on_error=on_error)
         if self._plan.sharing_strategy is not None:
             multiprocessing: Any = sys.modules["torch.multiprocessing"]
             multiprocessing.set_sharing_strategy(self._plan.sharing_strategy)
-
-    def _patch_constructor(self, kind: type) -> None:
-        self._patches.replace(kind, "__init__", self._overridden)
 
     def _patch_saves(self, module: ModuleType) -> None:
         for name in _SAVES[module.__name__]:
@@ -265,13 +262,9 @@ class TrialHooks:
         return __init__
 
     def _facts_of(self, frame: FrameType | None, dataset: object) -> LoaderFacts:
-        """The facts of the place where a loader is being made.
+        """The facts of the place where a loader is being made: the stack of ``frame``.
 
         A library such as accelerate makes a new loader from the script's. That one belongs to the script's place.
-
-        Args:
-            frame: the frame that calls the constructor.
-            dataset: the loader's data set.
         """
         stack = own_stack(frame)
         library = _library(stack)
@@ -299,38 +292,25 @@ class TrialHooks:
                 facts.refused["in_order"] = "this version of torch does not have it"
         self._of_loader[loader] = facts
 
-    def _noted(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        @unseen
-        def __init__(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(iterator, loader, *args, **kwargs)
-            facts = self._of_loader.get(loader)
-            if facts is not None:
-                self._of_iterator[iterator] = facts
+    def _iterates(self, _noted: None, result: object, iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
+        facts = self._of_loader.get(loader)
+        if facts is not None and result is not FAILED:
+            self._of_iterator[iterator] = facts
 
-        return __init__
+    def _requested(self, _iterator: Any) -> int:
+        if self.over and get_ident() == self._tracker.thread:
+            os._exit(0)  # between two steps, when a script does not write a file
+        return now_ns()
 
-    def _counted(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(original)
-        @unseen
-        def __next__(iterator: Any) -> Any:  # noqa: N807
-            if self.over and get_ident() == self._tracker.thread:
-                os._exit(0)  # between two steps, when a script does not write a file
-            start = now_ns()
-            batch = original(iterator)
-            facts = self._of_iterator.get(iterator)
-            if facts is not None:
-                self._count(facts, (now_ns() - start) / NS, batch)
-            return batch
-
-        return __next__
-
-    def _count(self, facts: LoaderFacts, seconds: float, batch: object) -> None:
+    def _came(self, start: int | None, batch: object, iterator: Any) -> None:
+        facts, now = self._of_iterator.get(iterator), now_ns()
+        if facts is None or start is None or batch is FAILED:
+            return
         if self._tracker.category == S_EVALUATION:
             facts.evaluation_batches += 1
             return
         facts.batches += 1
-        facts.wait_seconds += seconds
+        facts.wait_seconds += (now - start) / NS
         if facts.batches <= _MEASURED_BATCHES:
             parts = list(_parts([batch]))
             facts.batch_bytes = max(facts.batch_bytes, sum(getattr(part, "nbytes", 0) for part in parts))

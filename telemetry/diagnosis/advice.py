@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from telemetry.diagnosis.costs import THRESHOLDS, crowded_out, first_fetch_cost, less, own_time, without_own_time
 from telemetry.diagnosis.misuse import SPLIT
 from telemetry.diagnosis.model import (
+    Fetch,
     alone_in_worker,
     best_workers,
     gain_of,
@@ -74,8 +75,9 @@ _MUCH_LONGER: Final = 1.5
 """From this factor on, the reason mentions that rare checkpoints take longer than frequent ones."""
 
 
-def _do(action: str, because: str, gain: float | None = None) -> Advice:
-    return Advice(action, None, None, gain, because)
+def _do(action: str, because: str, gain: float | None = None, low: float | None = None) -> Advice:
+    """Advice that is not about a setting. ``low``: the low end of the gain."""
+    return Advice(action, None, None, gain, because, None if low == gain else low)
 
 
 def _cpu_words(share: float | None) -> str:
@@ -170,7 +172,7 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
     else:
         action = "make the sampler cheaper: precompute its indices, or draw them with torch or NumPy"
     then = None if at_least is None else max(now - own.exposed_ratio * each, at_least)
-    return [_do(action, because, None if then is None else gain_of(evidence, then, now=now))]
+    return [_do(action, because, gain_of(evidence, then, now=now))]
 
 
 def _run_queue_delay_ratio(evidence: Evidence) -> float:
@@ -181,23 +183,23 @@ def _run_queue_delay_ratio(evidence: Evidence) -> float:
 def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | None = None) -> list[Advice]:
     """Advice to fetch in workers. ``fetch``: seconds for the batches of a step; by default the whole wait."""
     fetch = evidence.wait_seconds / evidence.steps if fetch is None else fetch
-    moved, fetch_cpu, first = _without_own_fetches(evidence, fetch)
-    workers, step = best_workers(moved, fetch, fetch_cpu, boundary=first)
+    moved, in_worker, first = _without_own_fetches(evidence, fetch)
+    workers, step = best_workers(moved, in_worker, boundary=first)
     if evidence.edges.count >= THRESHOLDS.epoch_boundaries and not evidence.traits.set_epoch:
         action += " that are kept between epochs (persistent_workers=True)"
     on_cpu = evidence.own_fetch_cpu_ratio
     because = f"{why}: {ms(fetch)} of every {ms(evidence.step_seconds)}{_cpu_words(on_cpu)}"
-    low = low_gain(moved, step, fetch_cpu=fetch_cpu) if on_cpu is not None and on_cpu < ON_CPU else None
+    low = low_gain(moved, step, in_worker) if on_cpu is not None and on_cpu < ON_CPU else None
     advice = _with_workers(evidence, action, workers, gain_of(evidence, step), because)
     return [replace(advice, predicted_low=low) if advice.predicted_low is None else advice]
 
 
-def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, float, float]:
+def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, Fetch, float]:
     """Move the fetches of the training thread into workers.
 
     Returns:
-        The evidence without them, the CPU seconds of a step's fetches in workers, and the seconds per step of the
-        first fetches of epochs, which are not prefetched.
+        The evidence without them, the fetches in workers, and the seconds per step of the first fetches of epochs,
+        which are not prefetched.
     """
     own_cpu, compute = evidence.cpu.process_seconds_per_step, evidence.step_compute_seconds
     if evidence.own_fetch_cpu_ratio is not None:
@@ -207,7 +209,8 @@ def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, fl
     rest = compute if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
     in_workers = _SHARED_CORES_FACTOR * fetch_cpu + _WORKER_BATCH_SECONDS * evidence.batches_per_step
     moved = replace(evidence, cpu=replace(evidence.cpu, process_seconds_per_step=_SHARED_CORES_FACTOR * rest))
-    return moved, in_workers, evidence.edges.count * fetch / evidence.batches_per_step / evidence.steps
+    first = evidence.edges.count * fetch / evidence.batches_per_step / evidence.steps
+    return moved, Fetch(fetch, in_workers), first
 
 
 def cpu_bound(evidence: Evidence) -> list[Advice]:
@@ -242,8 +245,7 @@ def throttled(evidence: Evidence) -> list[Advice]:
     else:
         because += f": they may run on {cores} of {evidence.cpu.cores:g} cores"
         free = replace(evidence, workers=replace(evidence.workers, cores=None))
-        step = step_with(free, max(1, evidence.workers.count)) if evidence.steps else None
-        gain = None if step is None else gain_of(evidence, step)
+        gain = gain_of(evidence, step_with(free, max(1, evidence.workers.count)))
         action = "let the workers run on every core: a worker_init_fn, taskset or OMP_PROC_BIND restricts them to a few"
         more = _do(action, because, gain)
     rows = _fetched_row_by_row(evidence, evidence.fetches.cpu_seconds)
@@ -258,10 +260,7 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
     if fetch is None or unknown or evidence.workers.count < 2 or not evidence.steps or not crowded:
         return []
     alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded))
-    steps = {
-        workers: predicted_step(alone, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=workers)
-        for workers in range(1, evidence.workers.count)
-    }
+    steps = {workers: predicted_step(alone, fetch, workers) for workers in range(1, evidence.workers.count)}
     best = min(steps.values())
     fewest = min(workers for workers, step in steps.items() if step <= 1.01 * best)
     fewer = max(1, fewest // _loaders(evidence))
@@ -281,8 +280,11 @@ def slow_source(evidence: Evidence) -> list[Advice]:
     if evidence.source == "read_ahead":  # threads of this process are too slow, although they work all the time
         if evidence.settings.get("reader") == "DALI":
             because = f"the training thread waits for the DALI pipeline {ms(fetch)} of every {ms(now)}"
-            action = "give the DALI pipeline more threads, or let it decode on the GPU"
-            return [Advice(action, "num_threads", None, None, because)]
+            return [
+                Advice(
+                    "give the DALI pipeline more threads, or let it decode on the GPU", "num_threads", because=because
+                )
+            ]
         why = "threads of the training process fetch the batches, and share the GIL with the training loop"
         return _fetch_in_workers(evidence, "load batches in worker processes", why, fetch=now)
     if evidence.read_by_thread:
@@ -308,7 +310,7 @@ def _read_by_thread(evidence: Evidence) -> list[Advice]:
         return [replace(one, because=f"{why}; {one.because}") for one in _more_workers(evidence)]
     fetch = evidence.step_seconds  # that thread fetches all the time
     because = f"{why}, and fetches each batch itself: {ms(fetch)}"
-    workers, _ = best_workers(evidence, fetch, fetch)
+    workers, _ = best_workers(evidence, Fetch(fetch, fetch))
     return [_with_workers(evidence, "load its batches in worker processes", workers, None, because)]
 
 
@@ -317,7 +319,7 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
     fetch = alone_in_worker(evidence)
     if fetch is None or evidence.fetches.seconds is None or not evidence.steps:
         return []
-    workers, step = best_workers(evidence, fetch.seconds, fetch.cpu_seconds)
+    workers, step = best_workers(evidence, fetch)
     more = math.ceil(workers / _loaders(evidence))
     if workers <= evidence.workers.count or more <= _workers_each(evidence):
         return []
@@ -325,7 +327,7 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
         f"{evidence.workers.count} workers, each with {ms(evidence.fetches.seconds)} a batch, deliver one every "
         f"{ms(evidence.fetches.seconds / max(1, evidence.workers.count))}; more workers deliver more{provided}"
     )
-    low = low_gain(evidence, step, fetch_cpu=fetch.cpu_seconds) if provided else None
+    low = low_gain(evidence, step, fetch) if provided else None
     advice = _with_workers(evidence, "use more workers", more, gain_of(evidence, step), because)
     return [replace(advice, predicted_low=low) if advice.predicted_low is None else advice]
 
@@ -391,15 +393,15 @@ def startup(evidence: Evidence) -> list[Advice]:
         None if left is None else gain_of(evidence, now - boundary + min(boundary, left), now=now)
         for left in (least, most)
     )
-    low = None if low == gain else low
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
-        return [Advice(action, None, None, gain, f"{because}; every epoch made a new DataLoader", low)]
+        return [_do(action, f"{because}; every epoch made a new DataLoader", gain, low)]
     if evidence.traits.set_epoch:
         action = "keep the workers between epochs (persistent_workers=True), and give them the epoch in shared memory"
         because += "; the data set has set_epoch(), which workers that are kept would not see"
-        return [Advice(action, None, None, gain, because, low)]
-    return [Advice("keep the workers between epochs", "persistent_workers", "True", gain, because, low)]
+        return [_do(action, because, gain, low)]
+    kept = _do("keep the workers between epochs", because, gain, low)
+    return [replace(kept, setting="persistent_workers", value="True")]
 
 
 def _left_at_boundaries(evidence: Evidence) -> tuple[float | None, float | None]:
@@ -427,8 +429,7 @@ def _first_fetches(evidence: Evidence) -> list[Advice]:
     now, loop = evidence.step_seconds, evidence.loop_seconds
     then, supply = max(now - lost / evidence.steps, evidence.step_compute_seconds), evidence.supply_seconds
     # A buffer that gives its items sooner is filled later: then the workers have as much to do as now.
-    low = None if supply is None else gain_of(evidence, max(then, supply))
-    gain = None if supply is None else gain_of(evidence, then)
+    low, gain = (None, None) if supply is None else (gain_of(evidence, max(then, supply)), gain_of(evidence, then))
     first, fetch = evidence.edges.first_fetch_seconds, evidence.fetches.seconds
     because = f"the first fetches of epochs take {100 * lost / loop:.0f} % of the loop"
     if first is not None and fetch is not None:
@@ -437,7 +438,7 @@ def _first_fetches(evidence: Evidence) -> list[Advice]:
         "let the data set give its first batch sooner: yield items before a shuffle buffer is full, and read an index "
         "once, not at the start of each epoch"
     )
-    return [Advice(action, None, None, gain, because, None if low == gain else low)]
+    return [_do(action, because, gain, low)]
 
 
 def _prefetch_factor(evidence: Evidence) -> int:
@@ -560,7 +561,7 @@ def transfer(evidence: Evidence) -> list[Advice]:
         "send less data: few large tensors per batch instead of many small ones or Python objects; "
         "smaller types (uint8)"
     )
-    advice = [Advice(action, None, None, gain, because, None if gain == low else low)]
+    advice = [_do(action, because, gain, low)]
     if evidence.on_gpu and not evidence.settings.get("pin_memory"):
         action = "pin batches in the background and copy them with non_blocking=True"
         advice.insert(0, Advice(action, "pin_memory", "True", background, because))
@@ -708,17 +709,15 @@ def step_with_workers(evidence: Evidence, workers: int) -> float | None:
         return now
     if evidence.source != "workers":
         own = evidence.wait_seconds / evidence.steps
-        moved, fetch_cpu, first = _without_own_fetches(evidence, own)
-        return predicted_step(moved, fetch=own, fetch_cpu=fetch_cpu, workers=workers, boundary=first)
+        moved, in_worker, first = _without_own_fetches(evidence, own)
+        return predicted_step(moved, in_worker, workers, boundary=first)
     fetch = alone_in_worker(evidence)
     if fetch is None:
         return None
     alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded_out(evidence)))
     if not workers:
         return alone.step_compute_seconds + fetch.seconds
-    as_now = predicted_step(evidence, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=present)
-    then = predicted_step(alone, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=workers)
-    return then * max(1.0, now / as_now)
+    return predicted_step(alone, fetch, workers) * max(1.0, now / predicted_step(evidence, fetch, present))
 
 
 def shortest_step(evidence: Evidence) -> float | None:

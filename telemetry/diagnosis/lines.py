@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.costs import own_time
-from telemetry.diagnosis.model import gain_of, gain_over_window, predicted_step
+from telemetry.diagnosis.model import Fetch, alone_in_worker, gain_of, gain_over_window, predicted_step
 from telemetry.records import Advice, HotLine, factor_text
 from telemetry.util.profiles import CHECKPOINT, FETCH, SAMPLER, STEP, WAIT, StackProfile, StackTime
 from telemetry.util.stacks import LOADER_CODE, STANDARD_LIBRARY, class_of, is_fetcher, is_library
@@ -415,17 +415,12 @@ def _with_shorter_fetch(
     evidence: Evidence, saved: float, saved_cpu: float, *, cause: str, longer: float
 ) -> float | None:
     """Seconds of a step if the workers' fetches become shorter by these shares of wall clock and of CPU time."""
-    fetch, cpu, batches = evidence.fetches.seconds, evidence.fetches.cpu_seconds, evidence.batches_per_step
+    fetch, batches = alone_in_worker(evidence), evidence.batches_per_step
     if fetch is None or not evidence.workers.count:
         return None
     if cause == "uneven_batches":  # the workers are fast enough on average: only the waits become shorter
         return evidence.step_seconds - saved * max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
-    on_its_own = fetch * batches * (1 - (evidence.workers.runnable_ratio or 0.0))
-    then = predicted_step(
-        evidence,
-        fetch=on_its_own * (1 - saved) + longer * batches,
-        fetch_cpu=(fetch if cpu is None else cpu) * batches * (1 - saved_cpu),
-        workers=evidence.workers.count,
-    )
+    shorter = Fetch(fetch.seconds * (1 - saved) + longer * batches, fetch.cpu_seconds * (1 - saved_cpu))
+    then = predicted_step(evidence, shorter, evidence.workers.count)
     received = (evidence.transfer.receiving_cpu_seconds or 0.0) * batches  # on the training thread
     return max(then, evidence.step_compute_seconds + received)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.costs import without_own_time
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.model import alone_in_worker, gain_of, predicted_step, step_with
+from telemetry.diagnosis.model import Fetch, alone_in_worker, gain_of, predicted_step, step_with
 from telemetry.records import Advice, HotLine
 from telemetry.util.text import milliseconds as ms
 
@@ -77,15 +77,10 @@ def _one_iterator(evidence: Evidence) -> Advice:
     if evidence.source == "workers" and fetch is not None and evidence.workers.configured:
         kept = without_own_time(evidence)
         # Without its CPU time, a fetch may need a core all the time or never.
-        least = fetch.cpu_seconds if evidence.fetches.cpu_seconds is not None else 0.0
+        least = fetch if evidence.fetches.cpu_seconds is not None else Fetch(fetch.seconds, 0.0)
         gain, low = (
-            gain_of(
-                evidence,
-                predicted_step(
-                    kept, fetch=fetch.seconds, fetch_cpu=cpu, workers=evidence.workers.configured, boundary=0.0
-                ),
-            )
-            for cpu in (least, fetch.cpu_seconds)
+            gain_of(evidence, predicted_step(kept, each, evidence.workers.configured, boundary=0.0))
+            for each in (least, fetch)
         )
     return Advice(action, None, None, gain, because, None if low == gain else low)
 
@@ -96,5 +91,4 @@ def _more_shards(evidence: Evidence) -> Advice:
         f"{workers.empty} of {workers.configured} workers get no items: the data set has fewer shards than workers"
     )
     action = f"divide the data set into at least {workers.configured} shards (files) of about the same size"
-    step = step_with(evidence, workers.configured) if evidence.steps else None
-    return Advice(action, None, None, None if step is None else gain_of(evidence, step), because)
+    return Advice(action, None, None, gain_of(evidence, step_with(evidence, workers.configured)), because)

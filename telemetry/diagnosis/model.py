@@ -32,27 +32,22 @@ def supply_in_order(evidence: Evidence) -> float | None:
     return max(supply, slowest * evidence.batches_per_step / evidence.workers.count)
 
 
-def predicted_step(
-    evidence: Evidence, *, fetch: float, fetch_cpu: float, workers: int, boundary: float | None = None
-) -> float:
-    """Predicted seconds of a step with a given number of workers.
-
-    Args:
-        evidence: the compute, the CPU time of the training process, and the cores that it and its workers may use.
-        fetch: seconds that a worker with a core of its own takes for the batches of a step.
-        fetch_cpu: CPU seconds of these fetches.
-        workers: number of workers.
-        boundary: seconds per step of waiting at epoch boundaries; by default as measured.
-    """
-    boundary = evidence.edges.wait_seconds / evidence.steps if boundary is None else boundary
-    return max(evidence.step_compute_seconds, fetch / workers, _on_the_cores(evidence, fetch_cpu)) + boundary
-
-
 class Fetch(NamedTuple):
     """Seconds and CPU seconds that a worker with a core of its own takes for the batches of a step."""
 
     seconds: float
     cpu_seconds: float
+
+
+def predicted_step(evidence: Evidence, fetch: Fetch, workers: int, boundary: float | None = None) -> float:
+    """Predicted seconds of a step with a number of workers.
+
+    The evidence has the compute, the CPU time of the training process, and the cores that it and its workers may use.
+    ``boundary``: seconds per step of waiting at epoch boundaries; by default as measured.
+    """
+    boundary = evidence.edges.wait_seconds / evidence.steps if boundary is None else boundary
+    supply, on_the_cores = fetch.seconds / workers, _on_the_cores(evidence, fetch)
+    return max(evidence.step_compute_seconds, supply, on_the_cores) + boundary
 
 
 def alone_in_worker(evidence: Evidence) -> Fetch | None:
@@ -68,17 +63,15 @@ def alone_in_worker(evidence: Evidence) -> Fetch | None:
 
 
 def step_with(evidence: Evidence, workers: int) -> float | None:
-    """Predicted seconds of a step with a number of workers and fetches as they are; None if these were not timed."""
+    """Predicted seconds of a step with a number of workers; None without a step, or if fetches were not timed."""
     fetch = alone_in_worker(evidence)
-    if fetch is None:
-        return None
-    return predicted_step(evidence, fetch=fetch.seconds, fetch_cpu=fetch.cpu_seconds, workers=workers)
+    return predicted_step(evidence, fetch, workers) if fetch is not None and evidence.steps else None
 
 
-def _on_the_cores(evidence: Evidence, fetch_cpu: float) -> float:
+def _on_the_cores(evidence: Evidence, fetch: Fetch) -> float:
     """Minimum seconds of a step on the available cores, with any number of workers."""
-    cpu = (evidence.cpu.process_seconds_per_step or evidence.step_compute_seconds) + fetch_cpu
-    on_their_cores = fetch_cpu / evidence.workers.cores if evidence.workers.cores else 0.0
+    cpu = (evidence.cpu.process_seconds_per_step or evidence.step_compute_seconds) + fetch.cpu_seconds
+    on_their_cores = fetch.cpu_seconds / evidence.workers.cores if evidence.workers.cores else 0.0
     # Ranks of this node that keep pace need the cores equally often.
     beside_peers = peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None))
     with_peers = _with_all_others(evidence, cpu) if beside_peers else 0.0
@@ -91,18 +84,13 @@ def _with_all_others(evidence: Evidence, cpu: float) -> float:
     return (cpu + others * evidence.step_seconds) / (evidence.cpu.cores + others) if others else 0.0
 
 
-def low_gain(evidence: Evidence, then: float, *, fetch_cpu: float) -> float | None:
+def low_gain(evidence: Evidence, then: float, fetch: Fetch) -> float | None:
     """The low end of the factor on the steps per second that more fetches at a time bring; None if it is no lower.
 
     Fetches wait for storage. If a process of this machine serves it, that process needs CPU time for each step. It is
-    not known which one that is, so the low end counts all of them.
-
-    Args:
-        evidence: the evidence, see `predicted_step`.
-        then: the predicted seconds of a step.
-        fetch_cpu: CPU seconds of the fetches of a step.
+    not known which one that is, so the low end counts all of them. ``then``: the predicted seconds of a step.
     """
-    cpu = (evidence.cpu.process_seconds_per_step or evidence.step_compute_seconds) + fetch_cpu
+    cpu = (evidence.cpu.process_seconds_per_step or evidence.step_compute_seconds) + fetch.cpu_seconds
     longest = min(evidence.step_seconds, _with_all_others(evidence, cpu))
     low, high = gain_of(evidence, max(then, longest)), gain_of(evidence, then)
     return low if low is not None and high is not None and low < high else None
@@ -123,24 +111,26 @@ def with_transfer(evidence: Evidence, step: float) -> float:
     return (step + math.sqrt(step * step + 4 * longer * supply)) / 2
 
 
-def best_workers(
-    evidence: Evidence, fetch: float, fetch_cpu: float, boundary: float | None = None
-) -> tuple[int, float]:
+def best_workers(evidence: Evidence, fetch: Fetch, boundary: float | None = None) -> tuple[int, float]:
     """The fewest workers that fetch with headroom, or as fast as the cores allow, and the predicted step with them."""
     most = min(_MAX_WORKERS, max(1, math.ceil(_MAX_WORKERS_PER_CORE * evidence.cpu.cores)))
     # Fetches that barely fit under the compute stall on every hiccup. Five workers of 109 ms for steps of 22 ms were
     # predicted to give 5.7 times the steps per second, and gave 4.6 to 5.3.
-    enough = max(_HEADROOM * evidence.step_compute_seconds, _on_the_cores(evidence, fetch_cpu))
-    workers = next((n for n in range(1, most) if fetch / n <= _WORTH_A_WORKER * enough), most)
-    return workers, predicted_step(evidence, fetch=fetch, fetch_cpu=fetch_cpu, workers=workers, boundary=boundary)
+    enough = max(_HEADROOM * evidence.step_compute_seconds, _on_the_cores(evidence, fetch))
+    workers = next((n for n in range(1, most) if fetch.seconds / n <= _WORTH_A_WORKER * enough), most)
+    return workers, predicted_step(evidence, fetch, workers, boundary)
 
 
-def gain_of(evidence: Evidence, then: float, *, but: int | None = None, now: float | None = None) -> float | None:
-    """The factor on steps per second if a step of this rank takes ``then`` seconds.
+def gain_of(
+    evidence: Evidence, then: float | None, *, but: int | None = None, now: float | None = None
+) -> float | None:
+    """The factor on steps per second if a step of this rank takes ``then`` seconds; None if that is not known.
 
     Other ranks may take longer. ``but`` is the changed rank, if it is not this one. ``now`` is the present duration; by
     default `step_seconds`, which is right for a change inside the loop.
     """
+    if then is None:
+        return None
     peers = peers_at_same_pace(evidence.pace, evidence.peers)
     others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
     return _factor(evidence.step_seconds if now is None else now, max(then, *others, 0.0))
