@@ -41,6 +41,8 @@ from telemetry.agent.trial import (
 from telemetry.config import ENV_PREFIX, TRIAL_VARIABLE
 from telemetry.diagnosis.advice import shortest_step, step_with_workers, wants_shared_files
 from telemetry.diagnosis.causes import loader_advice
+from telemetry.diagnosis.costs import THRESHOLDS
+from telemetry.diagnosis.model import MAX_WORKERS, MAX_WORKERS_PER_CORE
 from telemetry.sources.cgroup import MemoryLimit, MemoryLimits, PressureSource
 from telemetry.sources.collector import CollectorError
 from telemetry.util.text import byte_size, complain, milliseconds, rounded_percent, show, show_json, table, warn
@@ -650,13 +652,8 @@ _STILL_WAITS: Final = 0.05
 _NOT_FAR_BELOW: Final = 0.9
 """A neighbour is left out if it is predicted to have less than this share of the best pace."""
 
-_WITHOUT_CORE: Final = 0.35
 _DEFAULT_PREFETCH: Final = 2
 _MAX_PREFETCH: Final = 64
-
-_WORKERS_PER_CORE: Final = 4
-_MAX_WORKERS: Final = 32
-"""As in the advice: more workers than cores help only if fetches wait for storage."""
 
 _USABLE: Final = 0.8
 """Share of the memory that a proposal may fill."""
@@ -697,7 +694,7 @@ class Limits:
     @property
     def max_workers(self) -> int:
         """The most workers of one loader that the cores can hold."""
-        return max(1, min(_MAX_WORKERS, _WORKERS_PER_CORE * self.cores // (self.ranks * self.loaders)))
+        return max(1, min(MAX_WORKERS, MAX_WORKERS_PER_CORE * self.cores // (self.ranks * self.loaders)))
 
     def against(self, wanted: Settings, known: Trial, trials: Sequence[Trial]) -> str:
         """Why changes of a ``known`` trial cannot be tried; empty if they can. Trials show the memory of a worker."""
@@ -831,7 +828,7 @@ def _workers(trial: Trial) -> int:
 
 
 def _is_crowded(evidence: Evidence) -> bool:
-    return (evidence.workers.runnable_ratio or 0.0) >= _WITHOUT_CORE
+    return (evidence.workers.runnable_ratio or 0.0) >= THRESHOLDS.runnable
 
 
 # -- the results -------------------------------------------------------------------------------------------------------

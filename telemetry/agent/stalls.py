@@ -118,15 +118,7 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
 def stall_record(
     stall: Stall, stuck: StuckRank | None, identity: Identity, opened: str, lines: StallLines | None = None
 ) -> StallRecord:
-    """The cause, evidence and advice of a stall.
-
-    Args:
-        stall: the stall as it is now.
-        stuck: this rank, if it is stuck.
-        identity: the rank and the name of this node.
-        opened: when it opened, ISO-8601.
-        lines: the lines in which the stall spends its time, if they are known.
-    """
+    """The cause, evidence and advice of a stall as it is now. ``stuck``: this rank, if it is stuck."""
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
     ratio, stuck = stall.exposed_ratio, stuck if stall.is_stuck else None
     evidence = evidence_field(stall.evidence) | {"lost_seconds": lost}
@@ -135,14 +127,12 @@ def stall_record(
         where = slow.node or identity.node
         evidence |= {"straggler_rank": slow.rank, "straggler_node": where, "straggler_reason": slow.why}
     advice = advise(stall.cause, stall.evidence)
-    shares = shares_of(stall.cause, stall.evidence) if stuck is None else ()
+    shares = shares_of(stall.cause, stall.evidence) if stuck is None else {}
     if len(shares) > 1:
-        first, *others = shares
-        advice = with_what_remains(advice, others, stall.evidence)
-        also = [
-            OtherCause(other.cause, round(other.share, 4), [*advise(other.cause, stall.evidence)]) for other in others
-        ]
-        evidence |= {"share_ratio": round(first.share, 4), "also": also}
+        share = shares.pop(stall.cause)
+        advice = with_what_remains(advice, shares)
+        also = [OtherCause(cause, round(s, 4), [*advise(cause, stall.evidence)]) for cause, s in shares.items()]
+        evidence |= {"share_ratio": round(share, 4), "also": also}
     if stuck is not None:
         evidence |= stuck.evidence()
         advice = (*advice, *stuck.advice_on_locks()) if stall.cause == "worker_stuck" else stuck.advice()
@@ -189,14 +179,7 @@ Predictions were up to 42 % off with ten samples a second, and up to 15 % with f
 class StallMonitor:
     """Follows the stalls of one rank.
 
-    Args:
-        counts: this updates the counts of stalls in it.
-        errors: counts failed and skipped calls of the user's callback.
-        event_log: writes a line for each stall.
-        wall: dates the opening and closing of stalls.
-        lines: finds the lines in which a stall spends its time.
-        sinks: get each stall that opens.
-        findings: gets what is wrong about the use of the loader.
+    The log and the sinks get each stall, and ``findings`` what is wrong about the use of the loader.
 
     Attributes:
         stuck_monitor: finds out whether this rank is stuck, and where.
@@ -224,13 +207,11 @@ class StallMonitor:
         self.stuck_monitor = StuckMonitor(config, tracker)
         self._stuck: StuckRank | None = None  # or was until the newest tick
         self._phase: str | None = None
-        self._stuck_setting = config.stuck_seconds
-        self._enter_ratio = config.stall_enter_ratio
+        self._config = config
         self._longest_phase = self._phase_waited_for = 0.0
         self._one_is_slow = self._peer_is_stuck = False
         self._last = Tick()
         self._last_step = Tick()  # the newest tick in which a step ended
-        self._interval = config.interval_seconds
         self._errors = errors
         self._callback = StallCallback(config.on_stall, errors)
         self._event_log = event_log
@@ -249,7 +230,9 @@ class StallMonitor:
         self._callback.note_failures()
         added, peers = tick.totals.passed_since(self._last.totals), tick.conditions.peers
         self._peer_is_stuck = any(peer.stuck for peer in peers)
-        did_not_run = paused(added.seconds, self._interval, added.process_cpu_seconds, intervals=intervals)
+        did_not_run = paused(
+            added.seconds, self._config.interval_seconds, added.process_cpu_seconds, intervals=intervals
+        )
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
         peer_phase = None if added.steps or did_not_run else self._phase_of(peers)
@@ -311,7 +294,7 @@ class StallMonitor:
         if not still:
             return None
         self._phase_waited_for = max(self._phase_waited_for, *still)
-        return EXPECTED if max(still) < longest_phase(self._stuck_setting, self._longest_phase) else OVERDUE
+        return EXPECTED if max(still) < longest_phase(self._config.stuck_seconds, self._longest_phase) else OVERDUE
 
     def _waits_for_ranks(self) -> bool:
         """Whether this rank has spent the time since its newest step in calls that wait for other ranks."""
@@ -321,10 +304,13 @@ class StallMonitor:
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall
         change = self._detector.update(tick)
-        self._tell_misuse()
+        window = self._detector.window
+        if window is not None and window.steps >= MIN_STEPS and self._findings is not None:
+            for finding in misuse(window):
+                self._findings.tell(finding)
         if change is None:
-            if self._detector.stall is None:
-                self._tell_lack_of_cores()
+            if self._detector.stall is None and window is not None:
+                self._tell_lack_of_cores(window)
             return
         self._count_lost(change.stall, before)
         if change.kind == "opened":
@@ -332,20 +318,11 @@ class StallMonitor:
         elif change.kind == "closed":
             self._close(change.stall)
 
-    def _tell_misuse(self) -> None:
-        window = self._detector.window
-        if self._findings is not None and window is not None and window.steps >= MIN_STEPS:
-            for finding in misuse(window):
-                self._findings.tell(finding)
-
-    def _tell_lack_of_cores(self) -> None:
+    def _tell_lack_of_cores(self, window: Evidence) -> None:
         """Log why no straggler is named although this rank waits for one."""
-        window = self._detector.window
-        if window is None:
-            return
         own = window.pace
         slow = short_of_cores(own, window.peers, window.earlier_paces)
-        if slow is None or slow.lost * own.steps < self._enter_ratio * own.seconds:
+        if slow is None or slow.lost * own.steps < self._config.stall_enter_ratio * own.seconds:
             return
         text = f"no straggler is named: {slow.name} {slow.why}; run less on that machine, or give it more cores"
         self._errors.tell("diagnose", text)

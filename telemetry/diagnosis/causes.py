@@ -17,7 +17,7 @@ from telemetry.util.profiles import CHECKPOINT, FETCH, STEP, WAIT
 from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.records import Advice
@@ -111,41 +111,26 @@ _MIN_SHARE: Final = 0.1
 _MAX_NAMED: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class CauseShare:
-    """A cause, the seconds that it cost in the window, and their share of its training loop and checkpoints."""
+def shares_of(cause: str, evidence: Evidence) -> dict[str, float]:
+    """The shares of the training loop and checkpoints that the cause of a stall, and causes of similar size, have cost.
 
-    cause: str
-    seconds: float
-    share: float
-
-
-def shares_of(cause: str, evidence: Evidence) -> tuple[CauseShare, ...]:
-    """The cause of a stall, which stays the first, and then causes of similar size, the largest first."""
+    The cause of the stall stays the first, and then comes the largest.
+    """
     whole, lost = evidence.loop_and_checkpoint_seconds, costs(evidence)
     if whole <= 0 or cause not in lost:
-        return ()
-    similar = [
-        CauseShare(name, seconds, min(1.0, seconds / whole))
-        for name, seconds in lost.items()
-        if name not in {cause, "unknown"} and seconds >= max(_SIMILAR * lost[cause], _MIN_SHARE * whole)
-    ]
-    first = CauseShare(cause, lost[cause], min(1.0, lost[cause] / whole))
-    return (first, *sorted(similar, key=lambda share: -share.seconds)[:_MAX_NAMED])
+        return {}
+    least = max(_SIMILAR * lost[cause], _MIN_SHARE * whole)
+    similar = [name for name in lost if name not in {cause, "unknown"} and lost[name] >= least]
+    named = [cause, *sorted(similar, key=lambda name: -lost[name])[:_MAX_NAMED]]
+    return {name: min(1.0, lost[name] / whole) for name in named}
 
 
-def with_what_remains(wanted: Sequence[Advice], others: Sequence[CauseShare], evidence: Evidence) -> tuple[Advice, ...]:
-    """Advice for the first cause, with the costs of the other causes that remain after it is followed."""
-    whole = evidence.loop_and_checkpoint_seconds
+def with_what_remains(wanted: Sequence[Advice], others: Mapping[str, float]) -> tuple[Advice, ...]:
+    """Advice for the first cause, with the shares of the other causes that remain after it is followed."""
 
     def remaining(one: Advice) -> str:
-        if one.predicted_speedup is None:
-            return f"{_named((share.cause, share.share) for share in others)} of the time remain"
-        left = ((share.cause, min(1.0, share.seconds / whole * one.predicted_speedup)) for share in others)
-        return f"afterwards {_named(left)} of the time remain"
+        gain = one.predicted_speedup or 1.0
+        left = [f"{cause} with {rounded_percent(min(1.0, share * gain))}" for cause, share in others.items()]
+        return f"{'' if one.predicted_speedup is None else 'afterwards '}{' and '.join(left)} of the time remain"
 
     return tuple(structs.replace(one, because=f"{one.because}; {remaining(one)}") for one in wanted)
-
-
-def _named(shares: Iterable[tuple[str, float]]) -> str:
-    return " and ".join(f"{cause} with {rounded_percent(share)}" for cause, share in shares)

@@ -319,9 +319,9 @@ def evidence_field(evidence: Evidence) -> dict[str, Any]:
     told["where"] = evidence.pace.where
     told["long_fetches"] = [round(seconds, 3) for seconds in evidence.fetches.long_seconds]
     if evidence.peers:
-        told["paces"] = [_pace_fields(pace) for pace in (evidence.pace, *evidence.peers)]
+        told["paces"] = [_of_window(pace) for pace in (evidence.pace, *evidence.peers)]
     if evidence.earlier_paces:
-        told["earlier_paces"] = [_pace_fields(pace) for pace in evidence.earlier_paces]
+        told["earlier_paces"] = [_of_window(pace) for pace in evidence.earlier_paces]
     told = {name: round(value, 6) if isinstance(value, float) else value for name, value in told.items()}
     # Lists, as the log has them: the user's callback gets the same.
     told = {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
@@ -331,10 +331,9 @@ def evidence_field(evidence: Evidence) -> dict[str, Any]:
     return told
 
 
-def _pace_fields(pace: RankPace) -> dict[str, Any]:
+def _of_window(pace: RankPace) -> Any:
     """What a pace says of its window. The rest is about the run, and the log has it elsewhere."""
-    told: dict[str, Any] = to_builtins(WindowPace(*(getattr(pace, name) for name in WindowPace.__struct_fields__)))
-    return told
+    return to_builtins(WindowPace(*(getattr(pace, name) for name in WindowPace.__struct_fields__)))
 
 
 # -- costs that recur less often than once in a window: checkpoints, and epoch boundaries ------------------------------

@@ -39,13 +39,9 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
 )
 """The kinds of findings, with their documentation. A finding is no stall: it may be there in a run that never waits."""
 
-_EXPLAINS: Final[Mapping[FindingKind, frozenset[str]]] = MappingProxyType(
-    {
-        "gil_held": frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"}),
-        "threads_oversubscribed": frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"}),
-    }
-)
-"""Causes of waits behind which a finding may be. Then the advice for the cause alone would miss it."""
+_BEHIND: Final = frozenset({"gil_held", "threads_oversubscribed"})
+_EXPLAINED: Final = frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"})
+"""Behind these causes of waits may be those findings. Then the advice for the cause alone would miss it."""
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -77,4 +73,5 @@ def by_weight(finding: Finding) -> tuple[float, float]:
 
 def reason_of(cause: str | None, rank: int, findings: Iterable[Finding]) -> Finding | None:
     """The finding that is behind a cause on this rank; None without one."""
-    return next((each for each in findings if each.rank == rank and cause in _EXPLAINS.get(each.kind, ())), None)
+    of_rank = (each for each in findings if each.rank == rank and each.kind in _BEHIND)
+    return next(of_rank, None) if cause in _EXPLAINED else None

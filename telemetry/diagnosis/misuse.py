@@ -14,6 +14,8 @@ from telemetry.records import Advice, HotLine
 from telemetry.util.text import milliseconds as ms
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.findings import FindingKind
 
@@ -25,37 +27,36 @@ _MIN_SHARE: Final = 0.1
 
 def mended_first(evidence: Evidence) -> list[Advice]:
     """The advice that comes before all other advice about the loader; empty if the loader is used rightly."""
+    return [advice for _, advice in _wrong_uses(evidence)][:1]
+
+
+def _wrong_uses(evidence: Evidence) -> Iterator[tuple[FindingKind, Advice]]:
     if evidence.workers.same_batches:
-        return [_split(evidence)]
+        yield "duplicate_samples", _split(evidence)
     if evidence.steps_per_iterator is not None:
-        return [_one_iterator(evidence)]
+        yield "iterator_per_step", _one_iterator(evidence)
     if evidence.source == "workers" and evidence.workers.empty:
-        return [_more_shards(evidence)]
-    return []
+        yield "empty_workers", _more_shards(evidence)
 
 
 def misuse(evidence: Evidence) -> list[Finding]:
     """What is wrong about the use of the loader, if it costs enough."""
-    found = []
-    workers, loop = evidence.workers, evidence.loop_seconds
+    found, workers, loop = [], evidence.workers.configured, evidence.loop_seconds
     waiting = min(1.0, (evidence.exposed_seconds or 0.0) / loop) if loop > 0 else 0.0
-    if workers.same_batches and workers.configured > 1:
-        share = max(waiting, 1 - 1 / workers.configured)  # the waits are for samples that come several times
-        advice = _split(evidence)
-        found.append(_finding("duplicate_samples", share, advice, evidence.traits.code))
-    if evidence.steps_per_iterator is not None and evidence.edges.wait_seconds >= _MIN_SHARE * loop:
-        found.append(_finding("iterator_per_step", waiting, _one_iterator(evidence), evidence.iterated_at))
-    if evidence.source == "workers" and evidence.steps and workers.empty and waiting >= _MIN_SHARE:
-        found.append(_finding("empty_workers", waiting, _more_shards(evidence), evidence.traits.code))
+    for kind, advice in _wrong_uses(evidence):
+        share, place, worth = waiting, evidence.traits.code, bool(evidence.steps) and waiting >= _MIN_SHARE
+        if kind == "duplicate_samples":
+            worth = workers > 1
+            share = max(waiting, 1 - 1 / max(1, workers))  # the waits are for samples that come several times
+        elif kind == "iterator_per_step":
+            worth, place = evidence.edges.wait_seconds >= _MIN_SHARE * loop, evidence.iterated_at
+        lines: tuple[HotLine, ...] = ()
+        if place is not None:
+            file, line, function = place
+            lines = (HotLine(file=file, line=line, function=function, share_ratio=share),)
+        if worth:
+            found.append(Finding(kind=kind, share_ratio=share, text=advice.because, lines=lines, advice=(advice,)))
     return found
-
-
-def _finding(kind: FindingKind, share: float, advice: Advice, place: tuple[str, int, str] | None) -> Finding:
-    lines: tuple[HotLine, ...] = ()
-    if place is not None:
-        file, line, function = place
-        lines = (HotLine(file=file, line=line, function=function, share_ratio=share),)
-    return Finding(kind=kind, share_ratio=share, text=advice.because, lines=lines, advice=(advice,))
 
 
 def _split(evidence: Evidence) -> Advice:

@@ -19,8 +19,8 @@ _HEADROOM: Final = 0.8
 _WORTH_A_WORKER: Final = 1.01
 """A further worker must shorten the step by more than this factor."""
 
-_MAX_WORKERS_PER_CORE: Final = 4.0
-_MAX_WORKERS: Final = 32
+MAX_WORKERS_PER_CORE: Final = 4
+MAX_WORKERS: Final = 32
 """Limits of the advice: each worker takes memory, and the storage has to serve all of them."""
 
 
@@ -113,7 +113,7 @@ def with_transfer(evidence: Evidence, step: float) -> float:
 
 def best_workers(evidence: Evidence, fetch: Fetch, boundary: float | None = None) -> tuple[int, float]:
     """The fewest workers that fetch with headroom, or as fast as the cores allow, and the predicted step with them."""
-    most = min(_MAX_WORKERS, max(1, math.ceil(_MAX_WORKERS_PER_CORE * evidence.cpu.cores)))
+    most = min(MAX_WORKERS, max(1, math.ceil(MAX_WORKERS_PER_CORE * evidence.cpu.cores)))
     # Fetches that barely fit under the compute stall on every hiccup. Five workers of 109 ms for steps of 22 ms were
     # predicted to give 5.7 times the steps per second, and gave 4.6 to 5.3.
     enough = max(_HEADROOM * evidence.step_compute_seconds, _on_the_cores(evidence, fetch))
