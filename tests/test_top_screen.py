@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import signal
 from dataclasses import replace
 
 import msgspec
@@ -294,13 +293,6 @@ def test_only_ranks_in_trouble_other_orders_and_other_bars():
     with_screen(test, *RANKS, saving, size=(110, 24))
 
 
-def test_ctrl_c_ends_with_its_status_also_while_typing():
-    async def test(screen):
-        await screen.press("slash", "ctrl+c")
-
-    assert with_screen(test, *RANKS)[0] == 128 + signal.SIGINT
-
-
 # -- the reader --------------------------------------------------------------------------------------------------------
 
 
@@ -341,24 +333,3 @@ def test_a_failed_look_is_a_note_on_the_old_view_until_the_next():
     reader.closed.set()
     source.answers.put(seen)
     reader.join(60)
-
-
-def test_a_look_is_overdue_well_after_it_was_due(monkeypatch):
-    pytest.importorskip("textual")
-    from telemetry.top import app
-
-    class Slow:
-        pause_seconds = 1.0
-
-        def poll(self):
-            now[0] = 7.0
-            return view(row(0))
-
-    now, rests = [0.0], []
-    reader = app.Reader(Slow(), "Reading")
-    monkeypatch.setattr(app.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(app.time, "time", lambda: NOW)
-    monkeypatch.setattr(reader.closed, "wait", lambda seconds: (rests.append(seconds), reader.closed.set()))
-    reader.run()
-    assert rests == [35.0]
-    assert reader.view.overdue == NOW + 35.0 + 14.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -108,31 +107,7 @@ HELP_LINES: Final = (
 )
 
 
-# -- texts of a given width --------------------------------------------------------------------------------------------
-
-
-def columns_of(text: str) -> int:
-    """The number of columns that a text takes in a terminal."""
-    return len(text) if text.isascii() else sum(map(_character_columns, text))
-
-
-def fit(text: str, width: int) -> str:
-    """A text cut or filled to a number of columns."""
-    if text.isascii():
-        return text[:width].ljust(width)
-    taken, kept = 0, ""
-    for character in text:
-        taken += _character_columns(character)
-        if taken > width:
-            break
-        kept += character
-    return kept + " " * (width - columns_of(kept))
-
-
-def _character_columns(character: str) -> int:
-    if unicodedata.category(character) in {"Mn", "Me"}:  # an accent over the character before
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in {"W", "F"} else 1
+# -- the columns of the table ----------------------------------------------------------------------------------------
 
 
 class Column(NamedTuple):
@@ -374,8 +349,7 @@ class Frame:
     def _cell(self, text: str, width: int) -> str:
         """A text of exactly this width; a longer text is cut and ends in two dots."""
         shown, width = self._safe(text), max(0, width)
-        cut = columns_of(shown) > width > 3
-        return fit(shown, width - 2) + ".." if cut else fit(shown, width)
+        return f"{shown[: width - 2]}.." if len(shown) > width > 3 else shown[:width].ljust(width)
 
     def _in_column(self, text: str, column: Column) -> str:
         return text.rjust(column.width)[: column.width] if column.right else self._cell(text, column.width)
@@ -409,9 +383,8 @@ class Frame:
     def _cut(self, line: Line, width: int) -> Line:
         spans: list[tuple[str, str]] = []
         for text, style in line:
-            shown = self._safe(text)
-            spans.append((fit(shown, width) if columns_of(shown) > width else shown, style))
-            width -= columns_of(spans[-1][0])
+            spans.append((self._safe(text)[:width], style))
+            width -= len(spans[-1][0])
             if width <= 0:
                 break
         return tuple(spans)
