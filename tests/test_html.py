@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import random
@@ -11,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from html_pages import Page, arrays_of, items_of, main_of, page_of
+from html_pages import Page, items_of, main_of, page_of
 from report_logs import START, line, window, write
 
 import benchmarks.simulated_run as simulation
@@ -21,6 +23,8 @@ from telemetry.report.logs import load
 from telemetry.util.clock import iso_time
 
 pytest.importorskip("bokeh")  # what draws the page
+
+import numpy as np
 
 from telemetry.report.html import recorder as run_recorder
 from telemetry.report.html.charts import Sums, heat_map
@@ -332,6 +336,15 @@ def test_a_row_of_several_ranks_shows_the_odd_one(many_ranks):
     clock = next(metric for metric in shown.metrics if metric.key == "gpu.sm_clock_hertz")
     odd = (clock.cells < 1.9e9).any(axis=1)
     assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 150-151 (node)"]
+
+
+def arrays_of(item) -> list:
+    """The two-dimensional arrays in a drawing, as the page gets them."""
+    if isinstance(item, dict) and item.get("type") == "ndarray" and len(item["shape"]) == 2:
+        raw = gzip.decompress(base64.b64decode(item["array"]["data"]))
+        return [np.frombuffer(raw, item["dtype"]).reshape(item["shape"])]
+    below = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return [array for each in below for array in arrays_of(each)]
 
 
 def test_the_heat_map_has_real_values_and_keeps_its_contrast(tmp_path):

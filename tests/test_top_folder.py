@@ -243,7 +243,7 @@ def test_a_run_whose_waits_were_not_measured_is_not_good(run):
     assert not view.running
     assert view.headline.text.startswith("The run has ended: the rank has finished, at")
     assert "was not measured" in view.headline.text
-    assert view.headline.level == "unsure"
+    assert view.headline.level == "unknown"
 
 
 def test_the_whole_logs_of_an_ended_run_are_read_once(run, monkeypatch):
@@ -259,7 +259,7 @@ def test_an_ended_run_whose_logs_are_gone_is_not_called_good(run, monkeypatch):
     ended(run)
     monkeypatch.setattr(run_folder, "load", lambda path: load(path / "gone"))
     view = run.view()
-    assert view.headline.level == "unsure"
+    assert view.headline.level == "unknown"
     assert "their whole cannot be read" in view.notes[0]
 
 

@@ -12,8 +12,9 @@ from top_screens import ADVICE, FRAME, NOW, text_of
 
 from telemetry.log_lines import GpuLine
 from telemetry.records import Advice, StallRecord
+from telemetry.report.summary import BAD
 from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
-from telemetry.top.view import BAD, Choice, Headline, JobView, RankRow
+from telemetry.top.view import Choice, Headline, JobView, RankRow
 from telemetry.util.text import rough_duration
 
 STALL = StallRecord(rank=3, cause="gc_pause", opened="2027-01-15T07:59:00.000Z", advice=[Advice(**ADVICE)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
-from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, Verdict, judge
+from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, Verdict, VerdictKind, judge
 from telemetry.records import (
     CATEGORIES,
     COMPUTE,
@@ -62,6 +62,18 @@ if TYPE_CHECKING:
     from telemetry.util.sketch import Sketch
 
 _MAX_RANKS: Final = 1 << 17
+
+
+GOOD: Final = "good"
+BAD: Final = "bad"
+UNSURE: Final = "unknown"
+
+
+def level_of(kind: VerdictKind) -> str:
+    """Whether a verdict says that a run is all right: `GOOD`, `BAD` or `UNSURE`."""
+    if kind in {VerdictKind.UNKNOWN, VerdictKind.NO_STEPS, VerdictKind.UNMEASURED}:
+        return UNSURE
+    return GOOD if kind == VerdictKind.HEALTHY else BAD
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED
 from telemetry.report.process_log import unix
+from telemetry.report.summary import BAD, GOOD
 from telemetry.report.text import advice_lines, stall_section
 from telemetry.top.view import (
-    BAD,
     GONE,
-    GOOD,
     OK,
     SILENT,
     STALLED,

@@ -19,7 +19,7 @@ from telemetry.log_lines import GpuLine, MemoryForecast, StallCloseLine, StallOp
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
 from telemetry.report.process_log import ProcessLog, stalls_of, unix
-from telemetry.report.summary import hang_of, verdict_of
+from telemetry.report.summary import BAD, GOOD, UNSURE, hang_of, level_of, verdict_of
 from telemetry.util.text import named, rough_duration
 
 if TYPE_CHECKING:
@@ -309,22 +309,6 @@ def _end(facts: RankFacts, now: float) -> tuple[str, float, str]:
 
 # -- the job -----------------------------------------------------------------------------------------------------------
 
-GOOD: Final = "good"
-BAD: Final = "bad"
-UNSURE: Final = "unsure"
-
-_LEVELS: Final = {
-    VerdictKind.HEALTHY: GOOD,
-    VerdictKind.STARVED: BAD,
-    VerdictKind.STALLED: BAD,
-    VerdictKind.SLOWED: BAD,
-    VerdictKind.FAILED: BAD,
-    VerdictKind.STUCK: BAD,
-    VerdictKind.HANGS: BAD,
-    VerdictKind.HUNG: BAD,
-}
-"""Levels by kind of verdict; all other kinds are `UNSURE`."""
-
 _RANK: Final = re.compile(r"\b[Rr]ank (\d+)\b(?! on )")
 
 
@@ -429,14 +413,14 @@ def _going_on(facts: Sequence[RankFacts]) -> Headline:
         doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
         in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
         text = text.replace(" yet.", f" in the last {rough_duration(RECENT_SECONDS)}{in_}.")
-    return Headline(text, BAD if end is not None else _LEVELS.get(kind, UNSURE))
+    return Headline(text, BAD if end is not None else level_of(kind))
 
 
 def _ended(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
     logs = [_log_with(each, each.totals, each.log.stalls) for each in facts]
     broke_off = any(each.how != FINISHED for each in facts)
     found = whole or verdict_of(logs, end=end_of(facts), broke_off=broke_off)
-    level = _LEVELS.get(found.kind, UNSURE)
+    level = level_of(found.kind)
     if broke_off:
         return Headline(f"The run has ended. {found.text}", BAD)
     if whole is None and level == GOOD:

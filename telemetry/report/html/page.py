@@ -18,6 +18,7 @@ from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import charts, drawing, palette
 from telemetry.report.html.charts import BARS, MAX_TABLE_ROWS, Chart, Curve, Sums, Table, TimeAxis
 from telemetry.report.process_log import unix
+from telemetry.report.summary import BAD, level_of
 from telemetry.report.text import KWH, memory_lines, sum_lines
 from telemetry.util.text import duration, percent, plain_number, rough_duration
 
@@ -29,24 +30,13 @@ if TYPE_CHECKING:
     from telemetry.report.html.recorder import RunRecorder
     from telemetry.report.summary import Report
 
-GOOD: Final = "good"
-BAD: Final = "bad"
-UNKNOWN: Final = "unknown"
-
 _STATES: Final = {
-    VerdictKind.HEALTHY: ("Healthy", GOOD),
-    VerdictKind.STARVED: ("Starved", BAD),
-    VerdictKind.STUCK: ("Stuck", BAD),
-    VerdictKind.HANGS: ("Hangs", BAD),
-    VerdictKind.HUNG: ("Hung", BAD),
-    VerdictKind.FAILED: ("Failed", BAD),
-    VerdictKind.STALLED: ("Stalled", BAD),
-    VerdictKind.SLOWED: ("Slower than need be", BAD),
-    VerdictKind.UNKNOWN: ("Not known", UNKNOWN),
-    VerdictKind.NO_STEPS: ("No step yet", UNKNOWN),
-    VerdictKind.UNMEASURED: ("Measured", UNKNOWN),
+    VerdictKind.SLOWED: "Slower than need be",
+    VerdictKind.UNKNOWN: "Not known",
+    VerdictKind.NO_STEPS: "No step yet",
+    VerdictKind.UNMEASURED: "Measured",
 }
-"""For each kind of verdict: the state in two words, and whether it is a good state."""
+"""The state in a few words, for kinds of verdicts whose value does not say it."""
 
 _MAX_ADVICE: Final = 3
 _MAX_SNAPSHOTS: Final = 24
@@ -137,14 +127,15 @@ def _own(name: str) -> Markup:
 
 
 def _state_of(found: Report) -> tuple[str, str]:
-    words, kind = _STATES[found.verdict.kind]
+    kind = found.verdict.kind
+    words = _STATES.get(kind, kind.value.capitalize())
     attempts, ettr = found.values.job.attempts, found.values.job.goodput.ettr_ratio
     end = attempts[-1].end if attempts else RUNNING
     if end in {FAILED, KILLED}:
-        return end.capitalize() if found.verdict.kind == VerdictKind.FAILED else f"{words}, then {end}", BAD
+        return end.capitalize() if kind == VerdictKind.FAILED else f"{words}, then {end}", BAD
     if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
         return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
-    return words, kind
+    return words, level_of(kind)
 
 
 def _tiles(found: Report) -> list[_Tile]:
