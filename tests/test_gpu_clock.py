@@ -224,31 +224,6 @@ def test_the_start_of_an_epoch_is_timed_each_time(gpu):
     assert sums(clock, "at_boundary")[0] == pytest.approx(3 * 500 * MS, rel=0.01)
 
 
-def test_a_pair_that_ends_in_another_stream_is_not_counted(gpu):
-    clock = GpuClock(gpu)
-    for _ in range(5):
-        clock.step_ended()
-        gpu.place = DeviceStream(0, 7)
-        gpu.sleep(200)
-        clock.batch_arrived(gpu.now() - 200 * MS, gpu.now())
-        gpu.place = DeviceStream(0, 0)
-    run(gpu, clock, 3, work=5, wait=200)
-    clock.epoch_boundary()
-    assert clock.skipped == 5
-    assert clock.pairs == 3
-    assert gpu.events <= 2 * 3
-
-
-def test_events_are_used_again_on_their_own_device_only(gpu):
-    clock = GpuClock(gpu)
-    for device in (0, 1, 0, 1):
-        gpu.place = DeviceStream(device, 0)
-        run(gpu, clock, 5, work=5, wait=200)
-    clock.epoch_boundary()
-    assert clock.pairs == 20
-    assert clock.distrusted == 0
-
-
 # -- exposed wait on devices other than CUDA, with stand-ins for their torch modules -----------------------------------
 
 

@@ -276,19 +276,6 @@ def test_of_many_collections_some_are_timed_and_all_are_counted(small_heap, obse
     assert len(gc.callbacks) == callbacks - 1
 
 
-def test_what_a_collection_in_a_hook_stops_is_known_without_the_callback(observed, many_collections):
-    """It must not write into the ring in the middle of another hook."""
-    loop = iter(DataLoader(Numbers(4), batch_size=1))
-    next(loop)
-    gc.collect()
-    while observed.garbage.timing:
-        gc.collect()
-    namespace: dict = {}
-    exec(compile("def hook(inside): return inside()", timers.__file__, "exec"), namespace)
-    assert observed.tracker.leaving(loop) is not None
-    assert namespace["hook"](lambda: observed.tracker.leaving(loop)) is None
-
-
 def test_a_callback_of_the_script_s_is_never_left_out(observed, many_collections):
     """A collection that goes through the list leaves one out if another is removed before it."""
     theirs = []

@@ -167,13 +167,6 @@ def test_workers_of_a_loader_that_makes_its_iterators_are_timed(observed):
     assert len(observed.steps) == 12
 
 
-def test_without_workers_such_a_loader_fetches_on_the_thread(observed):
-    assert len(list(OwnLoader(Numbers(6, 0.002), 0))) == 6
-    observed.read()
-    assert observed.waited_for == "training_thread"
-    assert len(observed.steps) == 6
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_waits_for_nodes_are_seen_once(observed, ahead):
     samples = Numbers(12, 0.01)
@@ -210,36 +203,6 @@ def test_reading_one_ahead_is_counted_once(observed):
     assert len(observed.steps) == 12
     assert again - once >= 6 * 0.005e9
     assert observed.tracker.requests_elsewhere == 0
-
-
-class AroundALoader:
-    """Like timm's: a plain object whose generator reads ``self.loader`` one batch ahead, on the training thread."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self):
-        ahead = None
-        for batch in self.loader:
-            if ahead is not None:
-                yield ahead
-            ahead = batch.float()
-        yield ahead
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_prefetcher_around_a_loader_is_seen(observed, workers):
-    loader = AroundALoader(DataLoader(Numbers(12, 0.005), batch_size=2, num_workers=workers))
-    for epoch in range(1, 3):
-        assert [batch.tolist()[0] for batch in loader] == list(range(0, 12, 2))
-        ledger = observed.read()
-        assert len(observed.steps) == len(loader) * epoch
-    assert observed.waited_for == ("workers" if workers else "training_thread")
-    if not workers:
-        assert ledger.ns[DATA_WAIT] >= 2 * 12 * 0.005e9
 
 
 # -- dALI's iterators, by a stand-in with their shape: threads below Python make the batches ---------------------------

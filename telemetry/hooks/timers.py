@@ -168,11 +168,9 @@ class GarbageTimer:
 
     @property
     def collecting(self) -> bool:
-        """Whether the calling thread collects. While that is not known: whether a hook of ours was interrupted."""
-        if not self.timing:
-            return _hook_is_interrupted()
+        """Whether the calling thread collects. True while that is not known, because not all collections are timed."""
         newest = [*self._stamps][-1:]
-        return [(stamp[0], stamp[2]) for stamp in newest] == [(True, get_ident())]
+        return not self.timing or [(stamp[0], stamp[2]) for stamp in newest] == [(True, get_ident())]
 
     @property
     def ended_ns(self) -> int:
@@ -306,19 +304,6 @@ def _sum_of(collections: list[_Collection]) -> _Lost:
         elif each.in_wait:
             wait += each.lost_ns
     return _Lost(len(collections), lost, wait, boundary)
-
-
-def _hook_is_interrupted() -> bool:
-    """Whether the caller's caller was called in the middle of another function of this folder."""
-    frame = sys._getframe(2)
-    ours = os.path.dirname(__file__)  # noqa: PTH120 - a text
-    inside = True  # in the frames of the call itself
-    while (back := frame.f_back) is not None:
-        is_ours = back.f_code.co_filename.startswith(ours)
-        if is_ours and not inside:
-            return True
-        inside, frame = inside and is_ours, back
-    return False
 
 
 # -- times what the training thread itself does inside ``next()`` if workers fetch -------------------------------------

@@ -370,7 +370,7 @@ class StepTracker(StepState):
         """Begin to stop the workers of an iterator that was left. Returns the code of that span, or None.
 
         It is None if the iterator had ended, because then its workers are stopped already. It is also None in a garbage
-        collection, which may run in the middle of any of these methods and has its own timer.
+        collection, or where there may be one: it can run in the middle of these methods, and has its own timer.
         """
         if getattr(iterator, "_shutdown", False) or self.garbage.collecting:
             return None

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 
 from tests.faults.processes import (
-    Child,
     both,
-    fetch,
     log_lines,
-    of_rank,
     quiet,
     run,
-    wait_for,
     with_driver,
     write,
 )
-from tests.free_ports import free_ports
 
 # Everything in the process that the agent must not change, as text.
 STATE = """
@@ -218,26 +212,6 @@ def test_structlog_and_what_it_would_load_are_the_script_s_own(tmp_path):
 
 
 # -- threads -------------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_does_not_serve_has_no_thread_for_it(tmp_path):
-    source = """
-        import json, sys, telemetry
-        from tests.faults.inside import own_threads
-        agent = telemetry.start("run", run="r")
-        print(json.dumps([agent.metrics_url, own_threads()]), flush=True)
-        sys.stdin.readline()
-        """
-    script, port = write(tmp_path, "script.py", source), str(free_ports())
-    first, second = (Child(script, cwd=tmp_path, env=of_rank(rank, TELEMETRY_PORT=port)) for rank in (0, 1))
-    with first, second:
-        said = [json.loads(child.line()) for child in (first, second)]
-        url = said[0][0]
-        assert sorted(said) == [[url, ["telemetry-agent"]], [url, ["telemetry-agent", "telemetry-endpoint"]]]
-        wait_for(lambda: 'rank="0"' in (page := fetch(url)) and 'rank="1"' in page, "one endpoint for both")
-        for child in (first, second):
-            child.tell()
-            child.ends()
 
 
 @pytest.mark.parametrize("driver", [True, False])

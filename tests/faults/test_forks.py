@@ -134,53 +134,6 @@ def test_such_a_child_can_start_an_agent_of_its_own_and_the_parent_goes_on(held)
     assert {line["pid"] for line in events(folder / "run", "run_end")} == {child["pid"], child["parent"]}
 
 
-@pytest.mark.parametrize("moment", ["log", "telemetry-endpoint", "telemetry-agent"])
-def test_a_child_forked_in_the_middle_of_the_start_is_inert_too(moment, tmp_path):
-    """Another thread starts the agent. The fork happens after it has attached, or listens, but before it returns."""
-    source = """
-        import sys, threading, telemetry, telemetry.agent.agent
-        from telemetry.agent.log_file import LogFile
-        from telemetry.util import threads
-        from tests.faults.forked import in_child, look
-        from tests.faults.inside import tell
-        moment = sys.argv[1]
-        reached, go_on = threading.Event(), threading.Event()
-
-        def stopped(original, here):
-            def call(*arguments):
-                if here(*arguments):
-                    reached.set()
-                    assert go_on.wait(60)
-                return original(*arguments)
-            return call
-
-        LogFile.write = stopped(LogFile.write, lambda *_: moment == "log")
-        threads.start_new_thread = stopped(threads.start_new_thread, lambda main, _: main.__self__.name == moment)
-        other = threading.Thread(target=telemetry.start, args=("run",))
-        other.start()
-        assert reached.wait(60)
-
-        def child():
-            go_on.set()
-            found = look()
-            found["started"] = telemetry.start("child").running
-            telemetry.stop()
-            return found
-
-        answer = in_child(child)
-        go_on.set()
-        other.join()
-        tell(answer | {"parent": telemetry.start().running})
-        """
-    child = run(tmp_path, source, moment)
-    assert "error" not in child, child["error"]
-    wanted = NOTHING | {"started": True, "parent": True}
-    del wanted["ours"]
-    assert child | wanted == child
-    for folder in ("run", "child"):
-        assert len({line["pid"] for line in log_lines(tmp_path / folder)}) == 1
-
-
 def test_a_child_that_exits_normally_ends_nothing_of_its_parent(tmp_path):
     source = """
         import os, sys, telemetry
