@@ -377,9 +377,10 @@ class LoaderRegistry:
 
     def _of(self, iterator: object) -> BatchSource:
         wrapper, iterator = iterator, unwrapped(iterator)
-        if self.known(iterator) is None:
-            self.register(iterator)  # it began before the agent
         handle = self.known(iterator)
+        if handle is None:
+            self.register(iterator)  # it began before the agent
+            handle = self.known(iterator)
         if handle is not None:
             return handle
         for kind, source_of in self.known_iterators:
