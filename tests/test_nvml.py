@@ -366,6 +366,9 @@ def test_gpm_that_is_refused_gives_way_to_the_process_at_once_but_not_later(stat
         until(lambda: not isinstance(outcome(made), str) and made.read().sm_active_source == "gpm")
         state.errors = {"nvmlGpmSampleGet": fake.NO_PERMISSION}
         assert activity(sample(state, made)) == (None, None)
+        before = Counter(state.calls)
+        ticks(state, 200)
+        assert 2 <= state.calls["nvmlGpmSampleGet"] - before["nvmlGpmSampleGet"] <= 10, "it is tried again, seldom"
         state.errors = {}
         until(lambda: made.read().sm_active_source == "gpm")
 

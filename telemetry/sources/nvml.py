@@ -415,6 +415,9 @@ THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 """Every value of the ``reason`` label, with NVML's bit. An idle GPU's bit (0x001) is left out, because an idle GPU is
 not throttled. Bits that later drivers add are left out until they have a name here."""
 
+_MAX_GPM_PAUSE: Final = 64
+"""Counters that fail are tried again after 1, 2, 4, ... ticks, but after this many at the latest."""
+
 _MAX_MEMORY_BYTES: Final = float(1 << 44)
 _MAX_MILLIWATTS: Final = 20e6
 _MAX_MILLIJOULES: Final = 1e16
@@ -443,6 +446,8 @@ class DeviceReader:
         if _gpm_supported(driver, device.parent):
             self._gpm = GpmReader(driver, device.parent, device.gpu_instance, clock=clock, window_ns=window_ns)
         self._gpm_given = False  # whether the counters have had a value
+        self._gpm_rests = 0  # so many ticks without the counters are left
+        self._gpm_pause = 1
         self._process_seen = False
         self._clock_max: float | None = None
 
@@ -505,17 +510,23 @@ class DeviceReader:
 
         A virtual GPU, or one whose counters need a permission, may refuse them at once or after some samples
         (NVIDIA/DCGM#214). If there was no value yet, the source of SM activity changes. Else it stays, and is tried
-        again: a figure must not change its meaning in mid-run.
+        again later: a figure must not change its meaning in mid-run.
         """
         if self._gpm is None:
             return GpmValues()
-        values = self._optional(self._gpm.read)
-        if values is None:
-            if self._failures[-1].code in _NOT_OFFERED and not self._gpm_given:
-                self.close()
+        if self._gpm_rests:
+            self._gpm_rests -= 1
             return GpmValues()
-        self._gpm_given = self._gpm_given or values.sm_active is not None
-        return values
+        values = self._optional(self._gpm.read)
+        if values is not None:
+            self._gpm_pause = 1
+            self._gpm_given = self._gpm_given or values.sm_active is not None
+            return values
+        if self._failures[-1].code in _NOT_OFFERED and not self._gpm_given:
+            self.close()
+        else:
+            self._gpm_rests, self._gpm_pause = self._gpm_pause, min(2 * self._gpm_pause, _MAX_GPM_PAUSE)
+        return GpmValues()
 
     def _optional(self, read: Callable[[], T]) -> T | None:
         return self._driver.offered(read, self._failures)
