@@ -33,13 +33,12 @@ from telemetry.agent.trial import (
     ENDED_LATE,
     ENDED_SCRIPT,
     LOADER_SETTINGS,
-    SHARING,
     TrialOutcome,
     TrialPlan,
     outcome_path,
 )
 from telemetry.config import ENV_PREFIX, TRIAL_VARIABLE
-from telemetry.diagnosis.advice import shortest_step, step_with_workers, wants_shared_files
+from telemetry.diagnosis.advice import shortest_step, step_with_workers
 from telemetry.diagnosis.causes import loader_advice
 from telemetry.diagnosis.costs import THRESHOLDS
 from telemetry.diagnosis.model import MAX_WORKERS, MAX_WORKERS_PER_CORE
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
 
 Settings = dict[str, Any]
-"""Settings of loaders, and the sharing strategy, by name."""
+"""Settings of loaders, by name."""
 
 
 class Candidate(NamedTuple):
@@ -245,9 +244,7 @@ class Trial:
     def settings(self) -> Settings:
         """The settings of the loader with the longest wait in the first trial."""
         shown = [facts for facts in self.outcome.loaders if facts.place == self.place] or self.tuned
-        wanted = self.candidate.settings
-        shared = {SHARING: wanted[SHARING]} if SHARING in wanted else {}
-        return {**(shown[0].applied if shown else wanted), **shared}
+        return dict(shown[0].applied if shown else self.candidate.settings)
 
     @property
     def as_candidate(self) -> Settings:
@@ -382,7 +379,6 @@ def run_trial(options: argparse.Namespace, folder: Path, candidate: Candidate, t
         start_seconds=options.start_seconds,
         max_seconds=max(0.0, options.warm_up) + _MAX_SHARE * options.seconds,
         loaders={facts.place: settings_for(facts, candidate.settings) for facts in tuned},
-        sharing_strategy=candidate.settings.get(SHARING),
         saves=options.no_protection,
     )
     for new in (folder, folder / "tmp", folder / "work"):
@@ -545,13 +541,12 @@ def _end_all(plan: str) -> None:
 
 # -- which settings are tried: those of a grid -------------------------------------------------------------------------
 
-_WITHOUT_WORKERS: Final = frozenset({"num_workers", "pin_memory", SHARING})
+_WITHOUT_WORKERS: Final = frozenset({"num_workers", "pin_memory"})
 """Settings that have a meaning without workers."""
 
 _ALLOWED: Final[dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("persistent_workers", "pin_memory", "in_order"), (True, False)),
     "multiprocessing_context": ("fork", "spawn", "forkserver"),
-    SHARING: ("file_descriptor", "file_system"),
 }
 _SMALLEST: Final = {"num_workers": 0, "prefetch_factor": 1}
 _MAX_TRIALS: Final = 200
@@ -563,7 +558,7 @@ class GridError(ValueError):
 
 def _is_grid(text: str) -> bool:
     """Whether an argument is a part of a grid, such as ``num_workers=0,2``."""
-    return text.partition("=")[0] in {*LOADER_SETTINGS, SHARING} and "=" in text
+    return text.partition("=")[0] in LOADER_SETTINGS and "=" in text
 
 
 def settings_grid(parts: Sequence[str]) -> list[Settings]:
@@ -594,8 +589,7 @@ def _value(name: str, text: str) -> Any:
             raise GridError(f"{name} is a whole number from {_SMALLEST[name]} on, not {text!r}")
         return int(text)
     if name not in _ALLOWED:
-        names = ", ".join((*LOADER_SETTINGS, SHARING))
-        raise GridError(f"{name!r} is no setting of a DataLoader that can be tuned: {names}")
+        raise GridError(f"{name!r} is no setting of a DataLoader that can be tuned: {', '.join(LOADER_SETTINGS)}")
     allowed = {str(value): value for value in _ALLOWED[name]}
     if text not in allowed:
         raise GridError(f"{name} is {' or '.join(allowed)}, not {text!r}")
@@ -765,9 +759,6 @@ class Search:
                 gain = advice.predicted_speedup
                 changed = present | {advice.setting: _value(advice.setting, advice.value)}
                 found.append(Candidate(changed, None if gain is None else rate * gain))
-        if wants_shared_files(evidence) and SHARING not in present:
-            step = (evidence.loop_seconds - evidence.waits.transfer_seconds) / evidence.steps
-            found.append(Candidate(present | {SHARING: "file_system"}, 1 / step if step > 0 else None))
         return found
 
     def _with_workers(self, best: Trial, evidence: Evidence, workers: int) -> Candidate:
@@ -904,9 +895,6 @@ def _changes(first: Trial, best: Trial) -> list[Change]:
         ]
         if call:
             changes.append(Change(facts.file, facts.line, f"DataLoader(..., {', '.join(call)})", facts.library))
-    if SHARING in best.candidate.settings:
-        code = f"torch.multiprocessing.set_sharing_strategy({best.candidate.settings[SHARING]!r})"
-        changes.append(Change(best.tuned[0].file, best.tuned[0].line, code, None))
     return changes
 
 
@@ -921,7 +909,7 @@ def settings_text(settings: Settings) -> str:
     """Settings as a person types them, the number of workers first, without meaningless ones."""
     workers = settings.get("num_workers")
     shown = [f"num_workers={workers}"] if workers is not None else []
-    for name in (*LOADER_SETTINGS[1:], SHARING):
+    for name in LOADER_SETTINGS[1:]:
         value = settings.get(name)
         default = (name, value) in {("in_order", True), ("persistent_workers", False), ("pin_memory", False)}
         if value is not None and not default and (workers or name == "pin_memory"):

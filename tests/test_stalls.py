@@ -327,11 +327,21 @@ def run():
     return Run(StepTracker(Ring()))
 
 
+def ten_steps(run, second, wait=0.001):
+    for tenth in range(10):
+        run.request(second + tenth / 10, second + tenth / 10 + wait)
+
+
+def opened_stall(run):
+    """The fields of the only stall that has opened."""
+    (fields,) = (fields for event, fields in run.lines if event == "stall_open")
+    return fields
+
+
 def test_the_first_batch_is_no_stall_however_long_it_is_waited_for(run):
     run.wait_for_the_first_batch()
     for second in range(9, 25):
-        for tenth in range(10):
-            run.request(second - 0.4 + tenth / 10, second - 0.39 + tenth / 10)
+        ten_steps(run, second - 0.4, 0.01)
         run.tick(second + 0.55)
     assert run.causes == []
 
@@ -347,8 +357,7 @@ def test_the_waits_for_batches_are_taken_apart_from_tick_to_tick(run):
         run.request(second - 0.3, second + 0.5)
         deliveries = together(deliveries, each)
         run.tick(second + 0.6, deliveries=deliveries)
-    ((_, stall),) = [line for line in run.lines if line[0] == "stall_open"]
-    evidence = stall["evidence"]
+    evidence = opened_stall(run)["evidence"]
     ticks = round(evidence["fetch_wait_seconds"] / 0.1)
     assert ticks >= 5
     for name in ("fetch_wait", "transfer_wait", "transfer_wait_long_fetch"):
@@ -399,43 +408,33 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(run, cpu):
 
 def test_a_clock_is_low_by_what_it_is_in_this_run(run):
     """At its power cap a GPU never has its highest clock: heat costs what it takes from there."""
-    gpu = dict(utilization_ratio=1.0, sm_clock_max_hertz=2.0e9)
+    capped = SimpleNamespace(
+        utilization_ratio=1.0, sm_clock_max_hertz=2.0e9, energy_joules=None, sm_clock_hertz=1.4e9,
+        throttled=("sw_power_cap",),
+    )  # fmt: skip
+    hot = SimpleNamespace(**vars(capped) | dict(sm_clock_hertz=0.7e9, throttled=("hw_thermal",)))
     for second in range(1, 28):
-        held_back = second > 12
-        run.samples["nvml"] = SimpleNamespace(
-            **gpu,
-            energy_joules=None,
-            sm_clock_hertz=0.7e9 if held_back else 1.4e9,
-            throttled=("hw_thermal",) if held_back else ("sw_power_cap",),
-        )
-        for tenth in range(10):
-            run.request(second + tenth / 10, second + 0.001 + tenth / 10)
+        run.samples["nvml"] = hot if second > 12 else capped
+        ten_steps(run, second)
         run.tick(second + 0.95)
-    (stall,) = (fields for event, fields in run.lines if event == "stall_open")
-    assert stall["cause"] == "gpu_throttled"
+    assert opened_stall(run)["cause"] == "gpu_throttled"
     slowed = run.stall_monitor.open_record().evidence
     assert slowed["gpu_slowed_seconds"] == pytest.approx(0.5 * slowed["compute_seconds"], rel=0.05)
 
 
-def test_how_many_batches_a_step_takes_is_in_the_evidence(run):
+@pytest.mark.parametrize(
+    ("several", "figure", "value"), [(True, "batches_per_step", 2.0), (False, "fetch_seconds", 0.1)]
+)
+def test_fetches_are_counted_with_the_steps_and_the_ticks_that_they_belong_to(run, several, figure, value):
+    """A step may take several batches. After the workers of an epoch were replaced, a tick has no busy time."""
     for second in range(1, 15):
-        for tenth in range(5):
-            begin = second + tenth / 5
+        for fifth in range(5):
+            begin = second + fifth / 5
             run.request(begin, begin + 0.1)
-            run.request(begin + 0.1, begin + 0.15, opens=False)
-        run.tick(second + 0.99, fetches_total=10 * second)
-    opened = next(fields for event, fields in run.lines if event == "stall_open")
-    assert opened["evidence"]["batches_per_step"] == pytest.approx(2.0, rel=0.1)
-
-
-def test_fetches_of_a_tick_without_busy_time_move_to_no_other_tick(run):
-    """As after the workers of an epoch have been replaced."""
-    for second in range(1, 15):
-        for tenth in range(5):
-            run.request(second + tenth / 5, second + tenth / 5 + 0.1)
-        run.tick(second + 0.99, fetches_total=10 * second, busy_ratio=None if second % 2 else 1.0)
-    opened = next(fields for event, fields in run.lines if event == "stall_open")
-    assert opened["evidence"]["fetch_seconds"] == pytest.approx(0.1, rel=0.05)
+            if several:
+                run.request(begin + 0.1, begin + 0.15, opens=False)
+        run.tick(second + 0.99, fetches_total=10 * second, busy_ratio=None if second % 2 and not several else 1.0)
+    assert opened_stall(run)["evidence"][figure] == pytest.approx(value, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -552,16 +551,15 @@ def test_storage_of_this_machine_may_need_cores_for_the_pace(cause, part):
         ("loader_on_training_thread", dataclasses.replace(NO_WORKERS, timed_fetch_cpu=0.8)),
         ("workers_cpu_bound", WORKERS),
     ],
+    ids=["plenty of cores", "others unknown", "fetches use the CPU", "not about storage"],
 )
 def test_there_is_no_range_without_reason(cause, part):
-    """Cores are plenty, others are not known, or fetches use the CPU: storage is not the question."""
     assert first(cause, part).predicted_low is None
 
 
 def test_the_low_end_is_no_slow_down():
-    busy = dataclasses.replace(WORKERS, host_cpu_ratio=0.9, process_cpu=0.9)
-    (advice, *_) = advise("workers_io_bound", evidence_over([busy]))
-    assert advice.predicted_low is None or advice.predicted_low >= 1.0
+    low = first("workers_io_bound", dataclasses.replace(WORKERS, host_cpu_ratio=0.9, process_cpu=0.9)).predicted_low
+    assert low is None or low >= 1.0
 
 
 # -- the report ------------------------------------------------------------------------------------------------

@@ -56,9 +56,6 @@ LOADER_SETTINGS: Final = (
 )
 """The arguments of DataLoader that a trial can override."""
 
-SHARING: Final = "sharing_strategy"
-"""A setting of torch.multiprocessing, not an argument of DataLoader. It holds for all loaders of the process."""
-
 ENDED_STEPS: Final = "measured"
 ENDED_SCRIPT: Final = "script ended"
 ENDED_LATE: Final = "time was over"
@@ -83,7 +80,6 @@ class TrialPlan(Struct, frozen=True):
     start_seconds: float = 600.0
     max_seconds: float = 120.0
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
-    sharing_strategy: str | None = None
     saves: bool = False
 
 
@@ -214,9 +210,6 @@ class TrialHooks:
         self._patches.replace(dataloader.DataLoader, "__init__", self._overridden)
         self._patches.around(iterator, "__init__", after=self._iterates, on_error=on_error)
         self._patches.around(iterator, "__next__", before=self._requested, after=self._came, on_error=on_error)
-        if self._plan.sharing_strategy is not None:
-            multiprocessing: Any = sys.modules["torch.multiprocessing"]
-            multiprocessing.set_sharing_strategy(self._plan.sharing_strategy)
 
     def _patch_saves(self, module: ModuleType) -> None:
         for name in _SAVES[module.__name__]:

@@ -693,9 +693,6 @@ def gpu_throttled(evidence: Evidence) -> list[Advice]:
 # -- what if -----------------------------------------------------------------------------------------------------------
 # Predictions of the step with other settings of the loader, which `tune` compares.
 
-_TRANSFER_MATTERS: Final = 0.05
-"""Waits for the transfer matter from this share of the loop on."""
-
 
 def step_with_workers(evidence: Evidence, workers: int) -> float | None:
     """Predicted seconds of a step with a total number of workers; None if there is no prediction.
@@ -727,11 +724,3 @@ def shortest_step(evidence: Evidence) -> float | None:
     exposed = evidence.exposed_seconds
     hidden = 0.0 if exposed is None else max(0.0, evidence.wait_seconds - exposed)
     return max(0.0, evidence.compute_seconds + hidden - crowded_out(evidence)) / evidence.steps
-
-
-def wants_shared_files(evidence: Evidence) -> bool:
-    """Whether busy workers transfer batches late, so that the sharing strategy ``file_system`` may help."""
-    idle, busy = evidence.transfer.seconds, evidence.transfer.from_busy_seconds
-    slow = idle is None or (busy is not None and busy > idle)
-    late = evidence.waits.transfer_seconds > _TRANSFER_MATTERS * evidence.loop_seconds
-    return _transferred_by_busy_workers(evidence) and slow and late

@@ -25,7 +25,8 @@ MAX_STEPS_PER_ITERATOR: Final = 1.5
 
 
 # -- the record, and its field in the log ------------------------------------------------------------------------------
-# In the log the parts are one flat object, so their fields have longer names there.
+# In the log the parts are one flat object, so their fields have longer names there. docs/output.md explains each field.
+# The docstrings add what the rules need to know.
 
 
 class Edges(Struct, frozen=True):
@@ -106,8 +107,6 @@ class Transfer(Struct, frozen=True):
     Attributes:
         seconds: of a batch of an idle worker. ``from_busy_seconds``: of a worker that is in another fetch.
         freeing_seconds: time of the training thread to free a batch after the next has come, a part of compute.
-        receiving_cpu_seconds: CPU time of the training thread to receive and unpickle a batch.
-        slack_seconds: time that a batch was ready.
     """
 
     seconds: float | None = field(name="moving_seconds", default=None)
@@ -138,12 +137,10 @@ class Fetches(Struct, frozen=True):
     """Fetches of the workers.
 
     Attributes:
-        count: batches that they finished. ``seconds``: mean time of a worker for one batch. ``cpu_seconds``: mean CPU
-            time.
+        count: batches that they finished. ``seconds``, ``cpu_seconds``: mean of one.
         longest_seconds: upper bound of all fetches. ``slowest_seconds``: mean of the slowest worker.
         long_seconds: durations of fetches of more than a second, as last seen.
         in_progress_seconds: duration so far of the longest fetch in progress at the end of the window.
-        read_bytes: bytes that workers read from storage. ``written_bytes``: bytes that they wrote, batches included.
     """
 
     count: int | None = field(name="fetches", default=None)
@@ -161,9 +158,7 @@ class Workers(Struct, frozen=True):
     """The DataLoader workers.
 
     Attributes:
-        count: their number. ``configured``: ``num_workers`` of the loader. Workers without items may have ended.
-        ``empty``: those to which the data set gives no item.
-        same_batches: whether several of them have given the same batches; None if that is unknown.
+        configured: ``num_workers`` of the loader. Workers without items may have ended; ``empty``: their number.
         cores: number of cores that they may use, if it is lower than that of this rank.
         busy_ratio: share of their time in fetches.
         cpu_ratio, runnable_ratio, blocked_ratio: shares of the time in fetches. If the kernel does not separate running
@@ -188,9 +183,8 @@ class Cpu(Struct, frozen=True):
 
     Attributes:
         cores: cores that this rank may use and no other process uses.
-        host_ratio: use of all cores of the machine.
-        process_seconds_per_step: CPU time of the training process (without its workers) for one step, without startup,
-            evaluations and checkpoints.
+        process_seconds_per_step: CPU time of the training process without its workers, startup, evaluations and
+            checkpoints.
         own_runnable_seconds: time in which the training thread was runnable without a core.
         throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
     """
