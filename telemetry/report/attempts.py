@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.diagnosis.verdict import RunEnd
 from telemetry.log_lines import StallOpenLine
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.process_log import Point, point_at, stalls_of, totals_at, unix
@@ -306,6 +307,21 @@ class Attempt:
     def broke_off(self) -> bool:
         """Whether the attempt was killed or has failed."""
         return self.how in {FAILED, KILLED}
+
+    @property
+    def run_end(self) -> RunEnd | None:
+        """How the attempt ended, for the verdict; None if it has finished or goes on."""
+        if not self.broke_off:
+            return None
+        oom = "" if self.oom is None else self.oom.text
+        ended = [life for life in self.lives if life.how == FAILED] if self.how == FAILED else []
+        own = [life for life in ended if life.failed_by_itself] or ended
+        killed = [life for life in self.lives if life.how == KILLED]
+        told = own or [life for life in killed if life.log.ended]
+        if told:
+            first = min(told, key=lambda life: life.end)
+            return RunEnd((first.rank,), first.log.end, oom)
+        return RunEnd(tuple(sorted({life.rank for life in killed})), None, oom)
 
     @property
     def reason(self) -> str | None:

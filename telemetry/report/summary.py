@@ -109,7 +109,7 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
     take_lines_of_slow_ranks(stalls, processes)
     snapshots, problems = _snapshots(run_dir, processes)
     over = {id(life.log) for _, life in lives if life.how != RUNNING}
-    end = _end_of(goodput)
+    end = goodput.courses[-1].attempt.run_end if goodput.courses else None
     facts = replace(
         _facts(current),
         broke_off=end is not None,
@@ -289,22 +289,6 @@ def _waits(process: ProcessLog) -> RankWaits:
         starved_ratio=process.head.settings.stall_enter_ratio,
         unmeasured=totals.exposed_wait_absent or "",
     )
-
-
-def _end_of(goodput: Goodput) -> RunEnd | None:
-    """How the newest attempt has ended; None if it has finished or goes on."""
-    attempt = goodput.courses[-1].attempt if goodput.courses else None
-    if attempt is None or not attempt.broke_off:
-        return None
-    oom = "" if attempt.oom is None else attempt.oom.text
-    ended = [life for life in attempt.lives if life.how == FAILED] if attempt.how == FAILED else []
-    own = [life for life in ended if life.failed_by_itself] or ended
-    killed = [life for life in attempt.lives if life.how == KILLED]
-    told = own or [life for life in killed if life.log.ended]
-    if told:
-        first = min(told, key=lambda life: life.end)
-        return RunEnd((first.rank,), first.log.end, oom)
-    return RunEnd(tuple(sorted({life.rank for life in killed})), None, oom)
 
 
 # -- sentences of the verdict on more than the largest loss ------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -254,20 +253,17 @@ _NAMES: Final = {
 
 def _changes(changes: Sequence[Change], ranks: int) -> list[str]:
     """A sentence for each change; changes of several ranks at the same time, in the same direction, share one."""
-    numbered: list[tuple[int, Change]] = []
-    groups: list[tuple[float, bool]] = []
+    groups: list[list[Change]] = []
     for change in changes:
-        at, slower = unix(change.at) or 0.0, change.ratio > 1
-        if not groups or at - groups[-1][0] > _TOGETHER_SECONDS or groups[-1][1] != slower:
-            groups.append((at, slower))
-        numbered.append((len(groups), change))
+        first = groups[-1][0] if groups else change
+        apart = (unix(change.at) or 0.0) - (unix(first.at) or 0.0)
+        if not groups or apart > _TOGETHER_SECONDS or (change.ratio > 1) != (first.ratio > 1):
+            groups.append([])
+        groups[-1].append(change)
     lines = []
-    for _, group in groupby(numbered, key=lambda pair: pair[0]):
-        together = [change for _, change in group]
-        own = [
-            change for change in together if not any(e.what == _WAITS and e.after > e.before for e in change.figures)
-        ]
-        lines.append(_change(own or together, ranks))
+    for group in groups:
+        own = [change for change in group if not any(e.what == _WAITS and e.after > e.before for e in change.figures)]
+        lines.append(_change(own or group, ranks))
     return lines
 
 

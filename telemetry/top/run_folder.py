@@ -332,6 +332,7 @@ class RunFolder:
             resident_memory_bytes=extras.resident_memory_bytes,
             step_seconds=extras.step_seconds,
             hang=hang,
+            life=life,
         )
 
     def _verdict_of_report(self, facts: Sequence[RankFacts]) -> tuple[Verdict | None, list[str]]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import ENDED, LEFT
-from telemetry.diagnosis.verdict import RunEnd, VerdictKind
+from telemetry.diagnosis.verdict import VerdictKind
 from telemetry.log_lines import GpuLine, MemoryForecast, StallCloseLine, StallOpenLine, TotalsLine
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
-from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING
+from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, Attempt
 from telemetry.report.process_log import ProcessLog, stalls_of, unix
 from telemetry.report.summary import BAD, GOOD, UNSURE, hang_of, level_of, verdict_of
 from telemetry.util.text import named, rough_duration
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from telemetry.diagnosis.hangs import HangState
-    from telemetry.diagnosis.verdict import Verdict
+    from telemetry.diagnosis.verdict import RunEnd, Verdict
     from telemetry.log_lines import Heartbeat, StallLine
     from telemetry.records import StallRecord
+    from telemetry.report.attempts import Life
 
 GONE: Final = "gone"
 STUCK: Final = "stuck"
@@ -129,7 +130,7 @@ class RankFacts:
     """The facts about one rank from a source.
 
     Attributes:
-        log: its log so far: head, totals of the whole run, stalls, hangs.
+        log: its log so far: head, totals of the whole run, stalls, hangs. ``life``: what the report makes of it.
         how: how it ended, or `RUNNING`.
         seen: Unix time of its newest sign of life. ``silent_seconds``: time since then, by this machine's clocks.
         totals: newest totals of the whole run. ``recent``: those of the last minute, empty if not known.
@@ -153,6 +154,7 @@ class RankFacts:
     resident_memory_bytes: float | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)
     hang: HangState | None = None
+    life: Life | None = None
 
     @property
     def node(self) -> str:
@@ -431,14 +433,9 @@ def _ended(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
 
 
 def end_of(facts: Sequence[RankFacts]) -> RunEnd | None:
-    """How the first ranks have ended that did not finish; None without any. Others may fail because of them."""
-    failed = [each for each in facts if each.how == FAILED]
-    gone = [each for each in facts if each.how == KILLED]
-    own = [each for each in failed if not each.log.end.lost_peer]
-    if own or (failed and not gone):
-        first = min(own or failed, key=lambda each: each.seen)
-        return RunEnd((first.log.rank,), first.log.end)
-    return RunEnd(tuple(sorted({each.log.rank for each in gone})), None) if gone else None
+    """How the ranks have ended that failed or were killed; None without any."""
+    lives = [each.life for each in facts if each.life is not None and each.how in {FAILED, KILLED}]
+    return Attempt(0, lives).run_end if lives else None
 
 
 def _recent_log(facts: RankFacts) -> ProcessLog:
