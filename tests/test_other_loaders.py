@@ -63,8 +63,11 @@ class ThreadBuffer:
 
 
 class ThreadDataLoader(DataLoader):
+    repeats = 1
+
     def __iter__(self):
-        yield from ThreadBuffer(super().__iter__())
+        for batch in ThreadBuffer(super().__iter__()):
+            yield from [batch] * self.repeats
 """
 
 
@@ -100,9 +103,21 @@ def test_the_workers_behind_a_thread_are_known(monai, observed, persistent):
     for _ in range(2):
         for batch in loader:
             assert len(batch) == 2
+            (handle, *_) = observed.tracker.loaders.live()
         observed.read()
         assert observed.waited_for == "workers"
+        assert [arrival.number for arrival in handle.arrivals][-6:] == list(range(6))
     assert len(observed.steps) == 12
+
+
+def test_batches_that_are_yielded_twice_are_not_matched(monai, observed):
+    loader = monai.ThreadDataLoader(Numbers(6), num_workers=1)
+    loader.repeats = 2
+    for _ in loader:
+        (handle,) = observed.tracker.loaders.live()
+    observed.read()
+    assert len(observed.steps) == 12
+    assert not handle.arrivals
 
 
 def test_its_iteration_stays_a_generator(monai, observed):

@@ -44,12 +44,12 @@ class Arrival(NamedTuple):
 class Wrapper:
     """A wrapper around a watched object (``_telemetry_object``), or around an iterator of ``_telemetry_source``.
 
-    ``_telemetry_batches`` is the source of its batches; None until the first batch of a prefetcher has come.
+    ``_telemetry_batches`` is the source of its batches.
     """
 
     __slots__ = ("__weakref__", "_telemetry_batches", "_telemetry_object", "_telemetry_source")
 
-    _telemetry_batches: BatchSource | None
+    _telemetry_batches: BatchSource
     _telemetry_object: Any
     _telemetry_source: Any
 
@@ -375,7 +375,7 @@ class LoaderRegistry:
                 entry[1].retired = True
                 self._retired.append(entry[1])
 
-    def _of(self, iterator: object) -> BatchSource:
+    def _of(self, iterator: Any) -> BatchSource:
         wrapper, iterator = iterator, unwrapped(iterator)
         handle = self.known(iterator)
         if handle is None:
@@ -387,14 +387,6 @@ class LoaderRegistry:
             if issubclass(type(iterator), kind):
                 return source_of(iterator)
         if not is_loader_iterator(iterator):
-            return self._behind(wrapper) if issubclass(type(wrapper), Wrapper) else WATCHED
+            return wrapper._telemetry_batches if issubclass(type(wrapper), Wrapper) else WATCHED
         workers = getattr(iterator, "_num_workers", 0)
         return BatchSource("workers", {"num_workers": workers}) if workers else ON_THREAD
-
-    def _behind(self, wrapper: Any) -> BatchSource:
-        """The source of a wrapper's batches: if it is a prefetcher, maybe the iteration that its first batch began."""
-        source: BatchSource | None = wrapper._telemetry_batches
-        if source is None:
-            source = self.newest_begun() or READ_AHEAD
-            object.__setattr__(wrapper, "_telemetry_batches", source)
-        return source

@@ -9,6 +9,8 @@ from inspect import isgeneratorfunction, unwrap
 from types import WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.hooks import ring as r
+from telemetry.hooks.batches import iteration_begins
 from telemetry.hooks.dataloader import timed_iter, timed_next
 from telemetry.hooks.loaders import READ_AHEAD, WATCHED, BatchSource, Wrapper, unwrapped
 from telemetry.hooks.patching import WeakMap, unseen
@@ -42,10 +44,11 @@ _NOT_PASSED_ON: Final = frozenset(dir(Wrapper)) - {
 class Watched(Wrapper):
     """Base class of all wrappers, which `wrap` makes. While no agent runs, a wrapper only forwards."""
 
-    __slots__ = ("_telemetry_bound", "_telemetry_next", "_telemetry_tracker")
+    __slots__ = ("_telemetry_bound", "_telemetry_next", "_telemetry_pull", "_telemetry_tracker")
 
     _telemetry_bound: StepTracker | None
     _telemetry_next: Callable[[Any], Any]
+    _telemetry_pull: Callable[[Any], Any]
     _telemetry_tracker: Tracker
 
     @unseen
@@ -95,21 +98,24 @@ class Watched(Wrapper):
         return wrap(copy.deepcopy(self._telemetry_object, memo), self._telemetry_tracker)
 
 
-def wrap(inside: Any, tracker: Tracker, source: Watched | None = None, *, batches: BatchSource | None = WATCHED) -> Any:
+def wrap(
+    inside: Any, tracker: Tracker, source: Watched | None = None, *, pull: Callable[[Any], Any] | None = None
+) -> Any:
     """Make a wrapper that behaves like the iterable ``inside``.
 
     Args:
         inside: the iterable.
         tracker: returns the tracker of the running agent; None while no agent runs.
         source: the wrapper whose iterator ``inside`` is, if any.
-        batches: where its batches come from; None if that is to be found when the first one has come.
+        pull: takes the next item of the wrapper, if it is a prefetcher.
     """
     wrapper = object.__new__(_class_for(type(inside)))
     keep = object.__setattr__
     keep(wrapper, "_telemetry_object", inside)
     keep(wrapper, "_telemetry_tracker", tracker)
     keep(wrapper, "_telemetry_source", source)
-    keep(wrapper, "_telemetry_batches", batches)
+    keep(wrapper, "_telemetry_batches", WATCHED if pull is None else READ_AHEAD)
+    keep(wrapper, "_telemetry_pull", pull or _pull)
     keep(wrapper, "_telemetry_bound", None)
     keep(wrapper, "_telemetry_next", _first_pull)
     return wrapper
@@ -136,7 +142,7 @@ def _first_pull(wrapper: Watched) -> Any:
 def _bind(wrapper: Watched, tracker: StepTracker | None) -> None:
     if tracker is wrapper._telemetry_bound:
         return
-    timed = _first_pull if tracker is None else timed_next(_pull, tracker)
+    timed = _first_pull if tracker is None else timed_next(wrapper._telemetry_pull, tracker)
     object.__setattr__(wrapper, "_telemetry_next", timed)
     object.__setattr__(wrapper, "_telemetry_bound", tracker)
 
@@ -213,7 +219,7 @@ _MAX_DEPTH: Final = 64
 def patch_monai(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch MONAI: a thread iterates over the DataLoader, and a generator yields its batches."""
     for owner in (module.ThreadDataLoader, module.ThreadBuffer):
-        patches.replace(owner, "__iter__", lambda original: watched_generator(original, tracker))
+        patches.replace(owner, "__iter__", lambda original: watched_generator(original, tracker, numbered=True))
 
 
 def patch_nodes(module: Any, tracker: StepTracker, patches: Patches) -> None:
@@ -271,14 +277,16 @@ def watch_class(cls: type, tracker: StepTracker, patches: Patches) -> bool:
     if not patches.hold(owner, "__iter__"):
         if not isgeneratorfunction(unwrap(vars(owner)["__iter__"])):
             return False
-        patches.replace(owner, "__iter__", lambda original: watched_generator(original, tracker))
+        patches.replace(owner, "__iter__", lambda original: watched_generator(original, tracker, numbered=False))
     return True
 
 
-def watched_generator(original: Callable[[Any], Iterator[Any]], tracker: StepTracker) -> Callable[[Any], Iterator[Any]]:
+def watched_generator(
+    original: Callable[[Any], Iterator[Any]], tracker: StepTracker, *, numbered: bool
+) -> Callable[[Any], Iterator[Any]]:
     """Wrap a generator function, so that the training thread gets a watched generator.
 
-    If an iteration with workers begins while its first batch is requested, its batches come from these workers.
+    ``numbered``: whether its batches are those of the DataLoader inside, each once and in the same order.
     """
     begin = timed_iter(original, tracker)
 
@@ -289,12 +297,38 @@ def watched_generator(original: Callable[[Any], Iterator[Any]], tracker: StepTra
         try:
             if tracker.here and not tracker.waiting_since:  # not inside another one
                 tracker.loaders.newest_begun = lambda: None
-                iterator = wrap(iterator, lambda: tracker if tracker.active else None, batches=None)
+                pull = _prefetched(tracker, numbered=numbered and getattr(self, "repeats", 1) == 1)
+                iterator = wrap(iterator, lambda: tracker if tracker.active else None, pull=pull)
         except Exception as error:
             tracker.fault(error)
         return iterator
 
     return __iter__
+
+
+def _prefetched(tracker: StepTracker, *, numbered: bool) -> Callable[[Watched], Any]:
+    """Take the next item of a prefetcher. An iteration with workers that its first request began is its source."""
+    found = False
+
+    @unseen
+    def pull(wrapper: Watched) -> Any:
+        nonlocal found
+        batch = next(wrapper._telemetry_object)
+        if not found and tracker.here:
+            found = True
+            try:
+                handle = tracker.loaders.newest_begun()
+                if handle is not None:
+                    object.__setattr__(wrapper, "_telemetry_batches", handle)
+                stamp = tracker.waiting_since  # the iteration began with the request
+                if handle is not None and numbered and stamp > 0:
+                    code = r.code(r.S_DATA_WAIT, r.S_DATA_WAIT, r.BEGINS)
+                    tracker.ring.push(stamp, stamp, code, iteration_begins(handle))
+            except Exception as error:
+                tracker.note_error(error)
+        return batch
+
+    return pull
 
 
 def _source_of_node(node: Any) -> BatchSource:
