@@ -343,16 +343,13 @@ _MUCH_LONGER: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class RecurringCosts:
-    """The costs of checkpoints and epoch boundaries over the run so far.
+    """The costs of checkpoints and epoch boundaries over the run so far, see `Checkpoints`, `Edges` and `Sampler`.
 
     Attributes:
-        checkpoint_interval_seconds: training time, with checkpoints, between the newest checkpoint and the one before,
-            or the start.
-        early_checkpoint_seconds: mean time of the first checkpoints; 0.0 before there are any.
-        edge_share: share of the loop spent in waits at epoch boundaries: the lower value of the newest two epochs.
-            0.0 before two epochs have ended, and if the current epoch is much longer than they were.
-        edge_share_of_sampler: the part of ``edge_share`` that the training thread has spent in the sampler.
-        first_fetch_ratio: see `Edges`, of the epoch with the newest boundary.
+        checkpoint_interval_seconds: with the checkpoint itself; the first interval begins at the start.
+        edge_share: the lower value of the newest two epochs. 0.0 before two epochs have ended, and if the current epoch
+            is much longer than they were.
+        first_fetch_ratio: of the epoch with the newest boundary.
     """
 
     checkpoint_interval_seconds: float = 0.0
