@@ -34,17 +34,23 @@ SLEEP = 0.004
 
 
 class Slow:
-    """A batch sampler that is slow for every batch.
+    """A batch sampler that is slow for every batch, or at the start of an epoch.
 
     ``seen``: for each batch, whether something of ours stood in the iterator's ``__dict__`` as it was drawn.
     """
 
-    def __init__(self, batches=12, *, each=SLEEP, fails_at=None, collects=False):
-        self.batches, self.each, self.fails_at, self.collects = batches, each, fails_at, collects
+    def __init__(self, batches=12, *, each=SLEEP, start=0.0, fails_at=None, collects=False):
+        self.batches, self.each, self.start, self.fails_at, self.collects = batches, each, start, fails_at, collects
         self.iterator = lambda: None
         self.seen = []
 
     def __iter__(self):
+        if self.start:
+            time.sleep(self.start)
+            return iter([[number] for number in range(self.batches)])
+        return self._each()
+
+    def _each(self):
         for number in range(self.batches):
             time.sleep(self.each)
             if self.collects:
@@ -102,6 +108,17 @@ def test_the_sampler_is_timed_where_every_later_epoch_begins(observed, persisten
     )
     observed.read()
     assert observed.ledger.boundary_wait_ns >= inside.boundary_sampler_ns
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_the_sampler_does_in_its_own_start_is_counted(observed, persistent):
+    sampler = Slow(6, start=0.02)
+    batches = loader(sampler, persistent_workers=persistent)
+    list(batches)
+    list(batches)
+    starts = 1 if persistent else 2  # torch calls iter(sampler) twice for a new iterator
+    assert observed.tracker.sampler_timer.boundary_sampler_ns >= starts * 0.02e9
+    observed.check_sum()
 
 
 @pytest.mark.parametrize("timed", [False, True])

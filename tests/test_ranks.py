@@ -393,7 +393,7 @@ def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told, 
     mine = dict(seconds=10.0, steps=100, compute_seconds=10.0, exposed_wait_seconds=0.0, away_seconds=0.0, samples=100)
     peer = RankPace(1, **mine, in_sync_samples=1, core_wait_seconds=6.0, cores_busy_ratio=busy, node="n2")
     own = RankPace(0, **mine, in_sync_samples=60, core_wait_seconds=0.0, cores_busy_ratio=busy)
-    window = SimpleNamespace(pace=own, peers=(peer,), earlier_paces=())
+    window = SimpleNamespace(pace=own, peers=(peer,), earlier_paces=(), steps=0)
     monkeypatch.setattr(StallDetector, "window", window)
     run.tick(1)
     run.tick(2)

@@ -68,7 +68,7 @@ def test_detach_puts_everything_back():
         import torch.distributed.checkpoint as dcp
 
         return (
-            torch_dataloader._BaseDataLoaderIter.__next__,
+            *(vars(torch_dataloader._BaseDataLoaderIter)[name] for name in ("__next__", "__init__", "_reset")),
             *(
                 vars(torch_dataloader._MultiProcessingDataLoaderIter)[name]
                 for name in ("__init__", "_reset", "_shutdown_workers")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.patching import FAILED, WeakMap, around, forget_frame, unseen
 from telemetry.hooks.ring import MASK, S_DATA_WAIT, STEP, STRIDE
-from telemetry.hooks.timers import TimedFetch, TimedWait, timeable
+from telemetry.hooks.timers import Clocks, TimedFetch, TimedWait, timeable
 from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, OVERHEAD_PARTS, StepTracker
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import MAX_WORKERS, WorkerBlock
@@ -29,10 +29,12 @@ _MAX_PART_NS: Final = 20_000
 
 def patch_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch ``torch.utils.data.dataloader``."""
-    patches.replace(module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker))
+    base, single = module._BaseDataLoaderIter, module._SingleProcessDataLoaderIter
+    patches.replace(base, "__next__", lambda original: timed_next(original, tracker))
     patches.replace(module.DataLoader, "__iter__", lambda original: timed_iter(original, tracker))
+    _time_sampler_start(base, module._DatasetKind.Map, tracker, patches)
     patches.around(
-        module._SingleProcessDataLoaderIter,
+        single,
         "__init__",
         before=lambda _iterator, loader, *_, **__: begin_boundary(tracker, loader),
         after=lambda begun, result, iterator, *_, **__: end_boundary(
@@ -258,6 +260,28 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
     )
 
 
+def _time_sampler_start(iterators: Any, map_style: object, tracker: StepTracker, patches: Patches) -> None:
+    """Time what begins an iteration in the base class of all iterators, which calls ``iter(sampler)``."""
+
+    def before(_iterator: Any, *_: Any, **__: Any) -> Clocks | None:
+        return Clocks(tracker.garbage) if _in_boundary(tracker) else None
+
+    def after(clocks: Clocks | None, result: object, iterator: Any, *_: Any, **__: Any) -> None:
+        # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
+        map_in_workers = getattr(iterator, "_num_workers", 0) and getattr(iterator, "_dataset_kind", None) == map_style
+        if clocks is not None and result is not FAILED and map_in_workers:
+            ns, cpu_ns = clocks.passed()
+            tracker.sampler_timer.boundary_sampler_ns += ns
+            tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
+
+    for name in ("__init__", "_reset"):
+        patches.around(iterators, name, before=before, after=after, on_error=tracker.fault)
+
+
+def _in_boundary(tracker: StepTracker) -> bool:
+    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
+
+
 # -- iterators with workers: their constructor starts the workers, and the probe gets into these -----------------------
 
 
@@ -290,12 +314,11 @@ def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> Non
 
     def resetting(iterator: Any, *_: Any, **__: Any) -> TimedWait | None:
         """``_reset`` draws the indices of all prefetched batches."""
-        loader, timer = tracker.loaders.known(iterator), tracker.sampler_timer
+        loader = tracker.loaders.known(iterator)
         if loader is not None and loader.block is not None:
             loader.block.begin_iteration()
-        waits = get_ident() == tracker.thread and tracker.waiting_since > 0
-        wanted = timer.at_boundary and waits and timeable(iterator)
-        return TimedWait(timer, tracker.garbage, iterator) if wanted else None
+        timed = _in_boundary(tracker) and timeable(iterator)
+        return TimedWait(tracker.sampler_timer, tracker.garbage, iterator) if timed else None
 
     def reset(timed: TimedWait | None, _result: object, iterator: Any, *_: Any, **__: Any) -> None:
         if timed is not None:
