@@ -266,6 +266,15 @@ def test_collections_that_the_script_has_called_for(garbage, own_ratio, share):
     assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share, abs=0.01)])
 
 
+def test_a_collection_is_no_work_of_the_line_that_calls_for_it():
+    evidence = structs.replace(COMPUTE, garbage=structs.replace(COMPUTE.garbage, own_ratio=1.0))
+    sampler, garbage = sampled(((LOOP,), 80), *MODEL, gil=0.9), GarbageTotals(seconds=4.0, collections=40)
+    assert kinds(StepTime(10.0, garbage=garbage), sampler, evidence) == ["host_work", "own_gc_collect"]
+    for _ in range(10):
+        sampler.collecting.add((LOOP,), 1_000_000, 1_000_000)
+    assert kinds(StepTime(10.0, garbage=garbage), sampler, evidence) == ["own_gc_collect"]
+
+
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 

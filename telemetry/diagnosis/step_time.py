@@ -54,13 +54,14 @@ class StepTime:
 
 def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> list[Finding]:
     """What was found. ``sampled``: the samples of the run so far. ``evidence``: the newest window."""
-    found = (
-        _host_work(sampled, evidence),
-        _threads(time),
-        _gil_held(time, sampled),
-        _own_collections(time, sampled, evidence),
-    )
-    return [each for each in found if each is not None]
+    host, own = _host_work(sampled, evidence), _own_collections(time, sampled, evidence)
+    if host is not None and own is not None and _place(host) == _place(own):
+        host = None  # a sample that came late may take a collection for the work of the line that called for it
+    return [each for each in (host, _threads(time), _gil_held(time, sampled), own) if each is not None]
+
+
+def _place(finding: Finding) -> tuple[str, int] | None:
+    return next(((line.file, line.line) for line in finding.lines), None)
 
 
 # -- work on the host between operators --------------------------------------------------------------------------------
