@@ -284,8 +284,8 @@ def node(effort: Effort) -> list[Row]:
     if not pool.answers:
         return [Row(_THREADS, name, _UNIT, None, note=pool.missing)]
     slices = pool.answers[0]["slices"]
-    ranks = [statistics.median(100 * reading[rank] for reading in slices) for rank in range(_RANKS)]
-    note = f"rank 0, which serves, {ranks[0]:.2f} %; the others {min(ranks[1:]):.2f} to {max(ranks[1:]):.2f} %"
+    *others, most = sorted(statistics.median(100 * reading[rank] for reading in slices) for rank in range(_RANKS))
+    note = f"the rank that serves, which takes most, {most:.2f} %; the others {others[0]:.2f} to {others[-1]:.2f} %"
     return [Row(_THREADS, name, _UNIT, spread([100 * sum(reading) for reading in slices]), note=note)]
 
 
