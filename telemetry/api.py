@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import numbers
+import operator
 import os
 import threading
 from contextlib import AbstractContextManager
@@ -157,7 +158,7 @@ def resumed(*, step: int) -> None:
         TypeError: it is no whole number.
         ValueError: it is negative.
     """
-    number = _whole("step is", step)
+    number = _whole("step is", _index(step))
     agent = _running()
     if agent is not None:
         agent.tracker.resume.told(agent.tracker, number)
@@ -225,6 +226,14 @@ def _whole(what: str, value: object, low: int = 0, high: int = 1 << 62) -> int:
     if not low <= number <= high:
         raise ValueError(f"{what} from {low} to {high}, not {number}")
     return number
+
+
+def _index(value: Any) -> Any:
+    """The whole number that a value stands for: a checkpoint may have the step as a tensor. Others are unchanged."""
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
 
 
 class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is

@@ -339,8 +339,9 @@ def test_loading_is_as_without_the_agent(observed, tmp_path, how):
 def test_the_script_can_tell(agent):
     telemetry.resumed(step=120)
     assert (agent.tracker.resume.step, agent.tracker.resume.source) == (120, "told")
-    telemetry.resumed(step=np.int64(7))
-    assert (type(agent.tracker.resume.step), agent.tracker.resume.step) == (int, 7)
+    for step in (np.int64(7), torch.tensor(7)):
+        telemetry.resumed(step=step)
+        assert (type(agent.tracker.resume.step), agent.tracker.resume.step) == (int, 7)
     for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error):
             telemetry.resumed(step=wrong)
