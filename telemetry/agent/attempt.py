@@ -299,7 +299,7 @@ _WRITTEN: Final = "checkpoint_write"
 """The phase of a checkpoint that another thread has completed."""
 
 _SHORTEST_PHASE_SECONDS: Final = 0.001
-"""A shorter phase is only in the ledger. For checkpoints, the newest complete one of a tick still has a line."""
+"""A shorter phase is only in the ledger. Of shorter checkpoints, the newest complete one of a tick still has a line."""
 
 _MAX_PHASE_LINES: Final = 20
 """If more phases end between two ticks, only the longest have lines. Each line is a write, after which the agent thread
@@ -342,10 +342,10 @@ class PhaseLog:
         shortest = _SHORTEST_PHASE_SECONDS
         if len(spans) > _MAX_PHASE_LINES:
             shortest = max(shortest, sorted(span.seconds for span in spans)[-_MAX_PHASE_LINES])
-        complete = [span for span, save in found if save is not None and save.complete]
+        short = [span for span, save in found if save is not None and save.complete and span.seconds < shortest]
         for span, save in found:
             line = self._line(span, save)
-            if span.seconds >= shortest or (complete and span is complete[-1]):
+            if span.seconds >= shortest or (short and span is short[-1]):
                 yield line
         self._waiting = []
         for save in pending:
