@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks.patching import forget_frame, unseen
 from telemetry.hooks.ring import MASK, S_COMPUTE, S_DATA_WAIT, STRIDE
-from telemetry.util.clock import NS, clock_gettime_ns, now_ns, thread_time_ns
+from telemetry.util.clock import NS, clock_gettime_ns, now_ns, thread_clock, thread_time_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -261,8 +261,7 @@ class GarbageTimer:
     def _noting(self, append: Callable[[Any], None], *, begins: bool) -> Callable[[object], object]:
         """Make a C function that appends a `_Stamp`, and ignores its only argument."""
         call, native = methodcaller("__call__"), get_native_id()
-        # This thread's clock, with its number as pthread_getcpuclockid computes it. It fails once the thread has ended.
-        clock = {True: partial(clock_gettime_ns, ~native << 3 | 6), False: int}
+        clock = {True: partial(clock_gettime_ns, thread_clock(native)), False: int}
         exists = map(os.access, repeat(f"/proc/self/task/{native}"), repeat(os.F_OK))
         ran = partial(next, map(call, map(clock.get, exists)))
         stamp = zip(

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Final
 from telemetry.hooks.ring import S_EVALUATION
 from telemetry.sources.proc import is_running, read_schedule
 from telemetry.sources.stacks import collective_in, in_backward
-from telemetry.util.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclockid, sleep, thread_time_ns
+from telemetry.util.clock import (
+    NS,
+    clock_gettime_ns,
+    now_ns,
+    pthread_getcpuclockid,
+    sleep,
+    thread_clock,
+    thread_time_ns,
+)
 from telemetry.util.errors import let_pass
 from telemetry.util.gil import restore_switch_interval, shorten_switch_interval, thread_waits
 from telemetry.util.profiles import CHECKPOINT, FETCH, STEP, WAIT, AttributedSamples, StackProfile
@@ -582,7 +590,7 @@ def _runs_without_gil(native: int) -> bool:
 
     Its state does not tell: a read of /proc gives the GIL up, which wakes a thread that waits for it.
     """
-    clock = ~native << 3 | 6  # as pthread_getcpuclockid computes it; it fails once the thread has ended
+    clock = thread_clock(native)
     try:
         began, ran = now_ns(), clock_gettime_ns(clock)
         while now_ns() - began < _LOOK_NS:
