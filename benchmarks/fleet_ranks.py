@@ -117,7 +117,7 @@ class SimulatedRank:
                 tokens=65536 * steps,
                 gpu_energy_joules={category: 500.0 * seconds for category, seconds in ledger.items()},
                 own=OwnTotals(
-                    samples=int(loop - waited),
+                    stack_samples=int(loop - waited),
                     in_sync_samples=int((loop - waited) * (0.6 if self.cause == "straggler" else 0.05)),
                 ),
                 overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},

@@ -174,7 +174,7 @@ def _pace(rank: int) -> RankPace:
         compute_seconds=27.0 + rank % 100 / 100,
         exposed_wait_seconds=0.3,
         away_seconds=0.0,
-        samples=150,
+        stack_samples=150,
         in_sync_samples=rank % 50,
         on_gpu=True,
         where="training_step (train.py:120)",

@@ -362,7 +362,7 @@ class StallOpenLine(StallLine, frozen=True, kw_only=True, tag_field="event", tag
     """A stall that has begun."""
 
 
-class StallLinesLine(StallLine, frozen=True, kw_only=True, tag_field="event", tag="stall_lines"):
+class StallCodeLine(StallLine, frozen=True, kw_only=True, tag_field="event", tag="stall_lines"):
     """A stall that is open, with its lines of code."""
 
 
@@ -403,13 +403,13 @@ class ChangeLine(Line, frozen=True, kw_only=True, tag_field="event", tag="change
     figures: list[ChangedFigure] = msgspec.field(default_factory=list, name="with")
 
 
-class StragglerLine(Line, frozen=True, kw_only=True, tag_field="event", tag="straggler_lines"):
+class StragglerCodeLine(Line, frozen=True, kw_only=True, tag_field="event", tag="straggler_lines"):
     """The lines in which a rank spends its steps while other ranks wait for it."""
 
     evidence: dict[str, Any] = {}
 
 
-class StepLines(Line, frozen=True, kw_only=True, tag_field="event", tag="step_lines"):
+class StepCodeLine(Line, frozen=True, kw_only=True, tag_field="event", tag="step_lines"):
     """The lines of code in which the steps of a run spend their time, from some samples in a minute."""
 
     lines: list[HotLine] = []
@@ -425,7 +425,7 @@ class Suspect(Struct, frozen=True):
     doing: str | None = None
 
 
-class WaitingRanks(Struct, frozen=True):
+class WaitingRanges(Struct, frozen=True):
     """Ranks that wait in the same collective: the first and the last rank of each range."""
 
     ranks: list[tuple[Count, Count]] = []
@@ -441,7 +441,7 @@ class HangLine(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
     kind: str | None = None
     over: bool = False
     suspects: list[Suspect] = []
-    waiting: list[WaitingRanks] = []
+    waiting: list[WaitingRanges] = []
     silent_ranks: Count = 0
 
 
@@ -464,8 +464,8 @@ class ErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="error")
 
 
 AnyLine = (
-    RunStartLine | WindowLine | GpuLine | HostLine | WorkersLine | PhaseLine | StallOpenLine | StallLinesLine
-    | StallCloseLine | FindingLine | StragglerLine | StepLines | HangLine | ChangeLine | SnapshotLine | ErrorLine
+    RunStartLine | WindowLine | GpuLine | HostLine | WorkersLine | PhaseLine | StallOpenLine | StallCodeLine
+    | StallCloseLine | FindingLine | StragglerCodeLine | StepCodeLine | HangLine | ChangeLine | SnapshotLine | ErrorLine
     | RunEndLine
 )  # fmt: skip
 

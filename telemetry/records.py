@@ -425,7 +425,7 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
             paces of other nodes are some seconds old.
         compute_seconds: compute in the window. ``exposed_wait_seconds``: None if unknown. ``away_seconds``: neither
             wait nor compute.
-        samples: number of samples of the training thread while it computed. ``in_sync_samples``: samples in calls in
+        stack_samples: samples of the training thread's stack while it computed. ``in_sync_samples``: those in calls in
             which ranks wait for one another.
         on_gpu: whether it trains on a GPU. There, ranks wait for one another wherever the host waits for the GPU.
             ``gpu_busy_ratio``: share of the time in which the GPU ran something. A rank that waits for others keeps its
@@ -450,7 +450,7 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     compute_seconds: float = msgspec.field(name="compute")
     exposed_wait_seconds: float | None = msgspec.field(name="exposed")
     away_seconds: float = msgspec.field(name="away")
-    samples: int = 0
+    stack_samples: int = msgspec.field(name="samples", default=0)
     in_sync_samples: int = msgspec.field(name="in_sync", default=0)
     on_gpu: bool = False
     cause: str | None = None
@@ -466,6 +466,11 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     node_ranks: int = 0
     node_fastest: bool = False
     last_step: int = 0
+
+    @property
+    def in_sync_ratio(self) -> float:
+        """The share of the stack samples in calls in which ranks wait for one another. There must be a sample."""
+        return self.in_sync_samples / self.stack_samples
 
 
 class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):

@@ -131,14 +131,15 @@ class OwnTotals:
         fetch_seconds, fetch_cpu_seconds: wall clock and CPU clock of its own fetches. ``collate_seconds``: their
             collation.
         releases, release_seconds: observed releases of batches of workers, and their time.
-        samples, in_sync_samples: number of samples while it computed, and of samples while ranks wait for one another.
+        stack_samples: samples of its stack while it computed. ``in_sync_samples``: those in which ranks wait for one
+            another.
     """
 
     fetch_seconds: float = 0.0
     fetch_cpu_seconds: float = 0.0
     releases: int = 0
     release_seconds: float = 0.0
-    samples: int = 0
+    stack_samples: int = 0
     in_sync_samples: int = 0
     collate_seconds: float = 0.0
 

@@ -59,7 +59,7 @@ def full_view():
         totals=Totals(
             steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
             overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
-            own=OwnTotals(samples=30, in_sync_samples=10), samples=96, tokens=960,
+            own=OwnTotals(stack_samples=30, in_sync_samples=10), samples=96, tokens=960,
             gpu_energy_joules=dict.fromkeys(CATEGORIES, 9.5),
         ),
         step_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),

@@ -90,12 +90,12 @@ CASES = {
         busy=0.99, cpu=0.4, runnable=None, blocked=None, throttled_ratio=0.9, host_cpu_ratio=0.1, **STARVED
     ),
     "straggler": a_slice(peers=(pace(1, compute=0.3, exposed=0.7), pace(2))),
-    "straggler, in its compute": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=50, in_sync_samples=2),)),
+    "straggler, in its compute": a_slice(samples=50, in_sync=40, peers=(pace(1, stack_samples=50, in_sync_samples=2),)),
     "straggler, on GPUs": a_slice(
         samples=50,
         in_sync=40,
         gpu_utilization_ratio=0.99,
-        peers=(pace(1, samples=50, in_sync_samples=2, on_gpu=True, gpu_busy_ratio=0.5),),
+        peers=(pace(1, stack_samples=50, in_sync_samples=2, on_gpu=True, gpu_busy_ratio=0.5),),
     ),
     "straggler, out of its steps": a_slice(peers=(pace(1, compute=0.5, exposed=0.0, away=0.5),)),
     "host_bound": a_slice(gpu_utilization_ratio=0.6),
@@ -121,7 +121,7 @@ samples = st.builds(
 )  # fmt: skip
 paces = st.builds(
     RankPace, rank=st.integers(0, 9), seconds=amount, steps=st.integers(0, 10**6), compute_seconds=amount,
-    exposed_wait_seconds=st.none() | amount, away_seconds=amount, samples=st.integers(0, 100),
+    exposed_wait_seconds=st.none() | amount, away_seconds=amount, stack_samples=st.integers(0, 100),
     in_sync_samples=st.integers(0, 100), cause=st.none() | st.sampled_from(list(CAUSES)),
     where=st.none() | st.just("f (train.py:1)"),
 )  # fmt: skip

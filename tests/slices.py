@@ -10,7 +10,7 @@ from msgspec import structs
 from telemetry.agent.collectors import Samples
 from telemetry.agent.totals import Readings, integrated
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
-from telemetry.diagnosis.stalls import Stall, StallDetector, StallUpdate
+from telemetry.diagnosis.stalls import DetectedStall, StallDetector, StallUpdate
 from telemetry.records import (
     CHECKPOINT,
     COMPUTE,
@@ -214,7 +214,7 @@ class Detector:
     def skip(self, part: Slice) -> None:
         self._detector.skip(self._tick(part))
 
-    def open_stuck(self, cause: str, seconds: float, part: Slice) -> Stall:
+    def open_stuck(self, cause: str, seconds: float, part: Slice) -> DetectedStall:
         return self._detector.open_stuck(cause, seconds, self._tick(part))
 
     def close_stuck(self, part: Slice) -> None:

@@ -105,17 +105,17 @@ ADVICE = {
     ),
     "the line of the slow rank": (
         "straggler",
-        changed(IN_COMPUTE, peers=(pace(3, samples=50, in_sync_samples=2, where="augment (train.py:41)"),)),
+        changed(IN_COMPUTE, peers=(pace(3, stack_samples=50, in_sync_samples=2, where="augment (train.py:41)"),)),
         "", None, "rank 3 takes longer to compute a step, mostly in augment (train.py:41)",
     ),
     # Its compute is short and has none of what the others spend waiting for it: that alone does not make it slow.
     "a rank that waits is not said to compute longer": (
         "straggler",
-        changed(IN_COMPUTE, peers=(pace(1, compute=0.3, exposed=0.7, samples=50, cause="workers_io_bound"),)),
+        changed(IN_COMPUTE, peers=(pace(1, compute=0.3, exposed=0.7, stack_samples=50, cause="workers_io_bound"),)),
         "", None, "rank 1 waits for data (workers_io_bound)|80.0 ms of every 100.0 ms",
     ),
     "a rank that computes longer, and waits": (
-        "straggler", changed(IN_COMPUTE, peers=(pace(1, compute=0.8, exposed=0.2, samples=50),)), "", None,
+        "straggler", changed(IN_COMPUTE, peers=(pace(1, compute=0.8, exposed=0.2, stack_samples=50),)), "", None,
         "takes longer to compute",
     ),
     "an idle GPU wins so much at most": (
@@ -247,7 +247,9 @@ def test_the_slowest_rank_decides_what_a_change_is_worth(cause, lost):
     if cause == "workers_io_bound":
         part = with_workers(busy=0.99, cpu=0.1, blocked=0.89, wait=0.8, compute=0.2, workers=1, samples=100, in_sync=5)
     assert cause == "host_bound" or first(cause, part).predicted_speedup > 1.6
-    busy = structs.replace(pace(1, samples=100, gpu_busy_ratio=0.5), seconds=part.seconds, compute_seconds=part.seconds)
+    busy = structs.replace(
+        pace(1, stack_samples=100, gpu_busy_ratio=0.5), seconds=part.seconds, compute_seconds=part.seconds
+    )
     kept_up = advise(
         cause, evidence_over([changed(part, peers=(structs.replace(busy, on_gpu=cause == "host_bound"),))])
     )

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.lines import LineMonitor
 from telemetry.diagnosis.lines import MIN_SAMPLES
-from telemetry.diagnosis.stalls import Stall
+from telemetry.diagnosis.stalls import DetectedStall
 from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.hooks.worker_block import WorkerBlock
@@ -196,7 +196,7 @@ def test_a_stall_with_few_samples_is_sampled_for_longer(tmp_path):
     tracker = StepTracker(Ring())
     monitor = LineMonitor(tracker, tmp_path, ErrorLog(), logging(0, []))
     tracker.category = S_COMPUTE
-    stall = Stall("host_bound", 0, {"host_bound": 1.0}, 1.0, None, evidence_over([a_slice()]))
+    stall = DetectedStall("host_bound", 0, {"host_bound": 1.0}, 1.0, None, evidence_over([a_slice()]))
     try:
         assert not monitor.tick(stall)
         monitor._session -= 100 * NS  # not in the first ten seconds of a minute
@@ -225,7 +225,7 @@ def test_what_is_sampled_in_stalls_that_no_run_above_has(tmp_path, cause, kinds,
     monitor = LineMonitor(tracker, tmp_path, ErrorLog(), logging(0, []))
     tracker.category = S_COMPUTE
     try:
-        monitor.tick(Stall(cause, 0, {cause: 1.0}, 1.0, None, evidence_over([a_slice()])))
+        monitor.tick(DetectedStall(cause, 0, {cause: 1.0}, 1.0, None, evidence_over([a_slice()])))
         monitor.sampler.sample(now_ns())
         assert monitor.sampler.profiles.keys() == kinds
         assert (block.counters(0).sample_until_ns > now_ns()) == asked

@@ -18,7 +18,7 @@ from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.lines import LineShare, line_advice, with_measured_collation
 from telemetry.diagnosis.misuse import misuse
-from telemetry.diagnosis.stalls import Stall
+from telemetry.diagnosis.stalls import DetectedStall
 from telemetry.hooks.batches import fingerprint
 from telemetry.hooks.loaders import traits_of
 from telemetry.records import LoaderTraits
@@ -286,7 +286,7 @@ def test_a_line_that_fetches_a_row_cannot_be_done_once():
         evidence = seen(rows, traits)
         about = line_advice(evidence, WAIT, row, cause="loader_on_training_thread")
         assert len(about) == 2
-        stall = Stall("loader_on_training_thread", 0, costs(evidence), evidence.loop_seconds, None, evidence)
+        stall = DetectedStall("loader_on_training_thread", 0, costs(evidence), evidence.loop_seconds, None, evidence)
         lines = StallLines((row,), WAIT, 60, "", about)
         record = stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t", lines)
         assert (about[0] in record.advice) is several

@@ -221,7 +221,7 @@ ranks = st.lists(
         pace,
         rank=st.integers(0, 500),
         compute=st.floats(0, 10),
-        samples=st.integers(0, 50),
+        stack_samples=st.integers(0, 50),
         in_sync_samples=st.integers(0, 50),
         seconds_without_step=st.sampled_from([0.0, 3.0, 70.0]),
         waits_for_ranks=st.booleans(),

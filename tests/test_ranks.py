@@ -29,7 +29,9 @@ from tests.monitored_rank import SECOND, Run
 
 def pace(rank: int, in_sync: int, node: str | None = None, ranks: int = 0, **changes) -> RankPace:
     """30 steps of a second; ``in_sync`` of 100 samples waited for other ranks."""
-    own = RankPace(rank, 30.0, 30, 30.0, 0.0, 0.0, samples=100, in_sync_samples=in_sync, node=node, node_ranks=ranks)
+    own = RankPace(
+        rank, 30.0, 30, 30.0, 0.0, 0.0, stack_samples=100, in_sync_samples=in_sync, node=node, node_ranks=ranks
+    )
     return replace(own, **changes)
 
 
@@ -57,7 +59,7 @@ def all_of(ranks: int) -> str:
 
 
 def sampled(samples: int, share: float, rank: int, **changes) -> RankPace:
-    return pace(rank, round(share * samples), samples=samples, **changes)
+    return pace(rank, round(share * samples), stack_samples=samples, **changes)
 
 
 WHY = {
@@ -92,7 +94,7 @@ WHY = {
         f"a node, by {samples} samples": (
             sampled(samples, 0.4, 0),
             [
-                pace(2, 0, samples=0, compute_seconds=24.0, exposed_wait_seconds=6.0, **OF_N2),
+                pace(2, 0, stack_samples=0, compute_seconds=24.0, exposed_wait_seconds=6.0, **OF_N2),
                 sampled(samples, 0.27, 3, **OF_N2),
             ],
             why,
@@ -109,10 +111,10 @@ WHY = {
     # The figures are those of a real job, of which rank 1 named slow compute, and ranks 0 and 2 the evaluation. The
     # newest pace of rank 3's node is 21 steps old: the window of rank 1 has more of the evaluations.
     "an evaluation, with windows of other moments": (
-        RankPace(1, 10.0018, 126, 9.9838, 0.0180, 0.0, samples=108, in_sync_samples=42, last_step=2392),
+        RankPace(1, 10.0018, 126, 9.9838, 0.0180, 0.0, stack_samples=108, in_sync_samples=42, last_step=2392),
         [
             RankPace(
-                3, 12.0001, 172, 10.3298, 0.0257, 1.6445, samples=354, in_sync_samples=43, away_in="evaluation",
+                3, 12.0001, 172, 10.3298, 0.0257, 1.6445, stack_samples=354, in_sync_samples=43, away_in="evaluation",
                 last_step=2371, **OF_N2,
             )
         ],
@@ -120,14 +122,14 @@ WHY = {
     ),
     # Rank 2 writes checkpoints. Rank 3 waits for it, too, but half of its window of 15 s was before them.
     "a checkpoint, with a window that began earlier": (
-        RankPace(1, 10.003, 110, 9.984, 0.019, 0.0, samples=181, in_sync_samples=65, last_step=4157),
+        RankPace(1, 10.003, 110, 9.984, 0.019, 0.0, stack_samples=181, in_sync_samples=65, last_step=4157),
         [
             RankPace(
-                2, 10.0, 110, 7.127, 0.019, 2.854, samples=116, in_sync_samples=22, away_in="checkpoint",
+                2, 10.0, 110, 7.127, 0.019, 2.854, stack_samples=116, in_sync_samples=22, away_in="checkpoint",
                 last_step=4157, **OF_N2,
             ),
             RankPace(
-                3, 15.0, 192, 14.962, 0.038, 0.0, samples=517, in_sync_samples=99, node_fastest=True, last_step=4157,
+                3, 15.0, 192, 14.962, 0.038, 0.0, stack_samples=517, in_sync_samples=99, node_fastest=True, last_step=4157,
                 **OF_N2,
             ),
         ],
@@ -157,7 +159,7 @@ def test_what_a_slow_rank_costs_and_how_sure_that_is():
     assert (slow.name, slow.lost) == ("rank 4 on n2", pytest.approx(0.4))
     assert straggler(HEALTHY, [pace(1, 10)]).error == pytest.approx(0.057, abs=0.001)
     assert straggler(HEALTHY, [sampled(1000, 0.1, 1)]).error == pytest.approx(0.050, abs=0.001)
-    assert straggler(HEALTHY, [pace(1, 0, samples=0, **WAITING)]).error == 0.0, "clocks measured this"
+    assert straggler(HEALTHY, [pace(1, 0, stack_samples=0, **WAITING)]).error == 0.0, "clocks measured this"
 
 
 # -- what other nodes say is some seconds old --------------------------------------------------------------------------
@@ -390,7 +392,9 @@ def test_a_stuck_rank_whose_loop_is_left_is_remembered_for_a_while(run, monkeypa
 
 @pytest.mark.parametrize(("busy", "told"), [(0.97, True), (0.5, False)])
 def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told, monkeypatch):
-    mine = dict(seconds=10.0, steps=100, compute_seconds=10.0, exposed_wait_seconds=0.0, away_seconds=0.0, samples=100)
+    mine = dict(
+        seconds=10.0, steps=100, compute_seconds=10.0, exposed_wait_seconds=0.0, away_seconds=0.0, stack_samples=100
+    )
     peer = RankPace(1, **mine, in_sync_samples=1, core_wait_seconds=6.0, cores_busy_ratio=busy, node="n2")
     own = RankPace(0, **mine, in_sync_samples=60, core_wait_seconds=0.0, cores_busy_ratio=busy)
     window = SimpleNamespace(pace=own, peers=(peer,), earlier_paces=(), steps=0)

@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import telemetry
 from telemetry.hooks.batches import FetchedSamples, tokens_in
 from telemetry.hooks.worker import timed_fetch
-from telemetry.hooks.worker_block import UNKNOWN, WorkerBlock
+from telemetry.hooks.worker_block import UNKNOWN_COUNT, WorkerBlock
 from telemetry.report.logs import load
 from tests.report_logs import summarize
 
@@ -291,7 +291,7 @@ def test_only_what_a_worker_has_noted_is_known():
     for worker in range(2):
         block.counters(worker).epoch = 1
         for fetch in range(3):
-            block.note_batch(worker, fetch, 1 + worker, UNKNOWN if fetch == 2 else 10)
+            block.note_batch(worker, fetch, 1 + worker, UNKNOWN_COUNT if fetch == 2 else 10)
     assert block.counts(1, 0, 1) == (1, 10)
     assert block.counts(1, 0, 4) == (6, 40)
     assert block.counts(1, 1, 3) == (5, 30)

@@ -17,7 +17,7 @@ from telemetry.cli import main
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.causes import CAUSES, advise, shares_of
 from telemetry.diagnosis.costs import costs
-from telemetry.diagnosis.stalls import Stall
+from telemetry.diagnosis.stalls import DetectedStall
 from telemetry.diagnosis.stragglers import held_up_by
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
@@ -48,14 +48,16 @@ QUIET = {
     "a peer that waits as long": a_slice(wait=0.1, compute=0.9, peers=(pace(1, compute=0.9, exposed=0.1),)),
     "a peer whose wait nobody feels": a_slice(peers=(pace(1, compute=0.3, exposed=0.02),)),
     "a peer with a pace of its own": a_slice(peers=(pace(1, steps=20, compute=0.3, exposed=0.7),)),
-    "a peer that is in sync as long": a_slice(samples=50, in_sync=30, peers=(pace(1, samples=50, in_sync_samples=28),)),
+    "a peer that is in sync as long": a_slice(
+        samples=50, in_sync=30, peers=(pace(1, stack_samples=50, in_sync_samples=28),)
+    ),
     "a peer whose host waits for its own GPU": a_slice(
         samples=50,
         in_sync=40,
         gpu_utilization_ratio=0.99,
-        peers=(pace(1, samples=50, in_sync_samples=2, on_gpu=True, gpu_busy_ratio=0.97),),
+        peers=(pace(1, stack_samples=50, in_sync_samples=2, on_gpu=True, gpu_busy_ratio=0.97),),
     ),
-    "a peer that was hardly looked at": a_slice(samples=50, in_sync=40, peers=(pace(1, samples=3),)),
+    "a peer that was hardly looked at": a_slice(samples=50, in_sync=40, peers=(pace(1, stack_samples=3),)),
     "cores that others take": with_workers(
         busy=0.1, cpu=0.05, runnable=0.05, wait=0.0, compute=1.0, own_runnable=0.5, cores=2.0
     ),
@@ -219,7 +221,7 @@ def test_peers_that_cannot_be_read_for_a_moment_do_not_end_a_stall():
 @pytest.mark.parametrize(("samples", "opens"), [(10, False), (100, True)])
 def test_what_may_be_chance_in_the_samples_opens_no_stall(samples, opens, at_end):
     """Of this rank's samples 30 % are in synchronisation, of the other's 8 %: that is 22 %, more than 20 %."""
-    peer = RankPace(1, 10.0, 100, 10.0, 0.0, 0.0, samples=10 * samples, in_sync_samples=round(0.8 * samples))
+    peer = RankPace(1, 10.0, 100, 10.0, 0.0, 0.0, stack_samples=10 * samples, in_sync_samples=round(0.8 * samples))
     part = a_slice(steps=10, samples=samples, in_sync=round(0.3 * samples), peers=(peer,))
     machine = Detector(30 if at_end else 10)
     opened = [change for _ in range(12) if (change := machine.update(part)) is not None and change.kind == "opened"]
@@ -237,7 +239,7 @@ def test_the_ratio_is_that_of_the_stall():
 
 
 def test_a_share_that_rounds_below_zero_is_zero():
-    stall = Stall("checkpoint", 1, {"checkpoint": 1.0}, 10.0, -3.7e-291, evidence_over([a_slice()]))
+    stall = DetectedStall("checkpoint", 1, {"checkpoint": 1.0}, 10.0, -3.7e-291, evidence_over([a_slice()]))
     assert stall.exposed_ratio == 0.0
     assert math.copysign(1, stall.exposed_ratio) == 1
 
@@ -467,7 +469,7 @@ def recorded(path=TWO):
 
 
 def fields_of(evidence, cause):
-    stall = Stall(cause, 0, costs(evidence), evidence.loop_seconds, None, evidence)
+    stall = DetectedStall(cause, 0, costs(evidence), evidence.loop_seconds, None, evidence)
     return stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t").log_fields()
 
 

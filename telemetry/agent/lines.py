@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from telemetry.agent.log import EventLog
     from telemetry.diagnosis.lines import LineShare
-    from telemetry.diagnosis.stalls import Stall
+    from telemetry.diagnosis.stalls import DetectedStall
     from telemetry.hooks.loaders import LoaderHandle
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import Advice
@@ -99,7 +99,7 @@ class StallLines:
         }
 
 
-def _work_of(stall: Stall) -> tuple[str, ...]:
+def _work_of(stall: DetectedStall) -> tuple[str, ...]:
     """The work that is sampled during a stall.
 
     If a thread reads a loader ahead, or first fetches take most of the time at epoch boundaries, the fetches show the
@@ -138,7 +138,7 @@ class LineMonitor:
         self._asked: dict[int, LoaderHandle] = {}
         self._ended_workers = StackProfile()
 
-    def tick(self, stall: Stall | None, *, holds_others_up: bool = False) -> bool:
+    def tick(self, stall: DetectedStall | None, *, holds_others_up: bool = False) -> bool:
         """Follow the open stall. Returns whether its lines should be logged now.
 
         Args:
@@ -175,7 +175,7 @@ class LineMonitor:
         self._pause()
         self._forget()
 
-    def lines_of(self, stall: Stall) -> StallLines | None:
+    def lines_of(self, stall: DetectedStall) -> StallLines | None:
         """The lines of a stall so far, which are also written as folded stacks. None if there are too few samples."""
         if not self._session or stall.is_stuck or self._slow:
             return None
@@ -210,12 +210,12 @@ class LineMonitor:
 
     # -- when
 
-    def _samples_at(self, passed: float, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
+    def _samples_at(self, passed: float, stall: DetectedStall | None, kinds: tuple[str, ...]) -> bool:
         if passed < _FIRST_SECONDS or passed % _EVERY_SECONDS < _PART_SECONDS:
             return True
         return passed < _MAX_FIRST_SECONDS and not self._names_a_line(stall, kinds)
 
-    def _names_a_line(self, stall: Stall | None, kinds: tuple[str, ...]) -> bool:
+    def _names_a_line(self, stall: DetectedStall | None, kinds: tuple[str, ...]) -> bool:
         if self._named != kinds:
             profile, kind = self._profile_of(stall)
             if profile is not None and line_shares(profile, kind):
@@ -241,7 +241,7 @@ class LineMonitor:
             self._ended_workers = StackProfile()
             self.sampler.profiles = {}
 
-    def _sample(self, wanted: tuple[str, ...], stall: Stall | None) -> None:
+    def _sample(self, wanted: tuple[str, ...], stall: DetectedStall | None) -> None:
         """Have this work sampled. Fetches may be in workers, in workers that are threads, or ahead, on a thread."""
         kinds, live = frozenset(wanted), self._loaders.live()
         if wanted[0] == FETCH:
@@ -290,7 +290,7 @@ class LineMonitor:
                 sleep(0)  # the training thread gets its turn
         return profile
 
-    def _profile_of(self, stall: Stall | None) -> tuple[StackProfile | None, str]:
+    def _profile_of(self, stall: DetectedStall | None) -> tuple[StackProfile | None, str]:
         """The samples that count for a stall, or for a slow rank without one, and the kind of work in them."""
         profiles = self.sampler.profiles
         if stall is None:

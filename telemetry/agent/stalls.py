@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from telemetry.agent.totals import StallCounts
     from telemetry.config import Config
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.diagnosis.stalls import Stall
+    from telemetry.diagnosis.stalls import DetectedStall
     from telemetry.diagnosis.stragglers import Straggler
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import RankPace
@@ -116,7 +116,7 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
 
 
 def stall_record(
-    stall: Stall, stuck: StuckRank | None, identity: Identity, opened: str, lines: StallLines | None = None
+    stall: DetectedStall, stuck: StuckRank | None, identity: Identity, opened: str, lines: StallLines | None = None
 ) -> StallRecord:
     """The cause, evidence and advice of a stall as it is now. ``stuck``: this rank, if it is stuck."""
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
@@ -152,7 +152,7 @@ def stall_record(
     )
 
 
-def slow_rank(stall: Stall, stuck: StuckRank | None) -> Straggler | None:
+def slow_rank(stall: DetectedStall, stuck: StuckRank | None) -> Straggler | None:
     """The rank that causes this stall, if the stall is a straggler; else None."""
     if stall.cause != "straggler":
         return None
@@ -299,7 +299,7 @@ class StallMonitor:
     def _waits_for_ranks(self) -> bool:
         """Whether this rank has spent the time since its newest step in calls that wait for other ranks."""
         now, then = self._last.totals.own, self._last_step.totals.own
-        return mostly_in_sync(now.samples - then.samples, now.in_sync_samples - then.in_sync_samples)
+        return mostly_in_sync(now.stack_samples - then.stack_samples, now.in_sync_samples - then.in_sync_samples)
 
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall
@@ -391,7 +391,7 @@ class StallMonitor:
         return (self.stuck or self.stuck_monitor.left) if steps == self._last_step.totals.steps else None
 
     @property
-    def open_stall(self) -> Stall | None:
+    def open_stall(self) -> DetectedStall | None:
         """The stall that is open now, if any."""
         return self._detector.stall
 
@@ -427,17 +427,17 @@ class StallMonitor:
         if record is not None and record.lines:
             self._event_log.emit("stall_lines", record.log_fields())
 
-    def _record(self, stall: Stall) -> StallRecord:
+    def _record(self, stall: DetectedStall) -> StallRecord:
         lines = None if self._lines is None else self._lines.lines_of(stall)
         return stall_record(stall, self._stuck, self._event_log.identity, self._opened, lines)
 
-    def _count_lost(self, stall: Stall, before: Stall | None) -> None:
+    def _count_lost(self, stall: DetectedStall, before: DetectedStall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
             self._counts.lost_seconds[cause] += seconds - (
                 before.lost_seconds.get(cause, 0.0) if before is not None else 0.0
             )
 
-    def _opened_now(self, stall: Stall, *, with_stacks: bool = False) -> None:
+    def _opened_now(self, stall: DetectedStall, *, with_stacks: bool = False) -> None:
         self._opened = self._wall.iso()
         self._counts.opened[stall.cause] += 1
         stacks: list[str] = []
@@ -453,7 +453,7 @@ class StallMonitor:
         self._event_log.emit("stall_open", record.log_fields())
         self._callback.tell(record)
 
-    def _close(self, stall: Stall) -> None:
+    def _close(self, stall: DetectedStall) -> None:
         record = self._record(stall)
         record.closed, record.last_step = self._wall.iso(), self._last.totals.steps
         self.costliest = costliest([record] if self.costliest is None else [self.costliest, record])

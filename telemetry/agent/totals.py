@@ -457,7 +457,7 @@ class TotalsBuilder:
             collate_seconds=tracker.timed_collate_ns / NS,
             releases=tracker.batch_release.freed,
             release_seconds=tracker.batch_release.ns / NS,
-            samples=before.samples + (0 if sampled is None else sampled.samples),
+            stack_samples=before.stack_samples + (0 if sampled is None else sampled.samples),
             in_sync_samples=before.in_sync_samples + (0 if sampled is None else sampled.in_sync),
         )
 

@@ -24,7 +24,7 @@ from telemetry.report.command import PageError, page_recorder, report
 from telemetry.report.logs import load
 from telemetry.report.process_log import stalls_of
 from telemetry.top.command import top
-from telemetry.top.endpoints import ScrapeError, fetch, samples
+from telemetry.top.endpoints import ScrapeError, fetch, metric_values
 from telemetry.util.text import show, warn
 
 SCRIPT: Final = Path(__file__).with_name("train.py")
@@ -305,7 +305,7 @@ def lines_that_matter(text: str) -> list[str]:
     return [
         line
         for line in text.splitlines()
-        for name, _, value in samples(line)
+        for name, _, value in metric_values(line)
         if _MATTER.fullmatch(name) and (name != "training_stall_active" or value)
     ]
 

@@ -142,7 +142,7 @@ class BlockBuilder:
             "other_cores": cpu.other_cores.mean,
             "cpu_throttled_ratio": cpu.throttled_ratio.mean,
             "garbage_ratio": added.garbage.seconds / added.loop_seconds if added.loop_seconds > 0 else None,
-            "waiting_for_ranks_ratio": own.in_sync_samples / own.samples if own.samples else None,
+            "waiting_for_ranks_ratio": own.in_sync_samples / own.stack_samples if own.stack_samples else None,
             "core_wait_seconds": None if delay is None else delay / added.steps,
         }
         signals = {name: total / count for name, (total, count) in self._signals.items()}

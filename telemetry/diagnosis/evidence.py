@@ -723,7 +723,7 @@ def _pace(added: Totals, conditions: Sequence[Conditions], rank: int, cause: str
         compute_seconds=compute,
         exposed_wait_seconds=added.exposed_after_first_seconds,
         away_seconds=max(0.0, seconds - compute - added.wait_seconds),
-        samples=added.own.samples,
+        stack_samples=added.own.stack_samples,
         in_sync_samples=added.own.in_sync_samples,
         on_gpu=conditions[-1].on_gpu,
         gpu_busy_ratio=added.sampled.gpu.utilization_ratio.mean,

@@ -39,9 +39,9 @@ FETCH: Final = "fetch"
 IN_COMPUTE: Final = "compute"
 PHASE: Final = "phase"
 MISMATCH: Final = "mismatch"
-UNKNOWN: Final = "unknown"
+UNKNOWN_HANG: Final = "unknown"
 
-HANG_KINDS: Final = (RANK_GONE, RANK_STOPPED, RANK_LEFT, FETCH, IN_COMPUTE, PHASE, MISMATCH, UNKNOWN)
+HANG_KINDS: Final = (RANK_GONE, RANK_STOPPED, RANK_LEFT, FETCH, IN_COMPUTE, PHASE, MISMATCH, UNKNOWN_HANG)
 """Why a job hangs: the values of the ``kind`` label."""
 
 
@@ -241,7 +241,7 @@ def _suspects(states: Sequence[HangState], waiting: Sequence[_Group], *, silent:
     if out and len(waiting) > 1 and any(state.waits and state.doing != LEFT for state in states):
         return RANK_LEFT, out  # its loop is over, and it waits for them elsewhere
     odd = [] if silent else [state for groups in _clashes(waiting) for state in _odd_ones(groups)]
-    return (MISMATCH, sorted(odd, key=lambda state: state.rank)) if odd else (UNKNOWN, [])
+    return (MISMATCH, sorted(odd, key=lambda state: state.rank)) if odd else (UNKNOWN_HANG, [])
 
 
 def _minority_of(states: list[HangState]) -> list[HangState]:
@@ -350,7 +350,7 @@ def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
         clauses.append(f"nothing is known of {named(verdict.silent)}")
     if verdict.kind == MISMATCH:
         clauses.append(f"these are different collectives{_odd_words(verdict)}")
-    elif verdict.kind == UNKNOWN and groups and not verdict.silent:
+    elif verdict.kind == UNKNOWN_HANG and groups and not verdict.silent:
         several = "these are different process groups, and " if len(groups) > 1 else ""
         clauses.append(f"{several}no rank is elsewhere: look at the network between them")
     return replace(verdict, sentence="; ".join(clauses))

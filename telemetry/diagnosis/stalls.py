@@ -43,8 +43,8 @@ _MORE: Final = 1 + 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
-    """A stall, as far as it is known now.
+class DetectedStall:
+    """The stall of a `StallDetector`, as far as it is known now.
 
     Attributes:
         cause: the cause with the largest cost. ``lost_seconds``: costs by cause.
@@ -76,7 +76,7 @@ class StallUpdate:
     """A stall that has ``opened`` or ``closed``, has another cause (``renamed``), or continues (``held``)."""
 
     kind: str
-    stall: Stall
+    stall: DetectedStall
 
 
 class StallDetector:
@@ -102,7 +102,7 @@ class StallDetector:
         self._evidence: Evidence | None = None  # the current window
         self._ever_opened = False
         self._straggler_ratio = 0.0  # the share that waiting for a straggler costs in the newest window
-        self.stall: Stall | None = None
+        self.stall: DetectedStall | None = None
 
     # -- tick by tick
 
@@ -147,7 +147,7 @@ class StallDetector:
         missing: dict[str, Any] = {field.name: 0.0 for field in fields(skipped) if getattr(skipped, field.name) is None}
         self._skipped = replace(skipped, **missing)
 
-    def open_stuck(self, cause: str, seconds: float, tick: Tick) -> Stall:
+    def open_stuck(self, cause: str, seconds: float, tick: Tick) -> DetectedStall:
         """Open the stall of a rank that has been stuck for some seconds. It replaces the open stall."""
         added = self._added(tick)
         self._add(tick)
@@ -158,7 +158,9 @@ class StallDetector:
         # What has been lost so far is in the stall that is replaced.
         lost = 0.0 if self.stall is not None else seconds
         self._ever_opened = True
-        self.stall = Stall(cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), is_stuck=True)
+        self.stall = DetectedStall(
+            cause, tick.totals.steps, {cause: lost}, seconds, exposed, self._aggregate(), is_stuck=True
+        )
         return self.stall
 
     def close_stuck(self, tick: Tick) -> None:
@@ -243,10 +245,12 @@ class StallDetector:
                 return None
         self._ever_opened = True
         opened_step = self._steps - evidence.steps
-        self.stall = Stall(cause, opened_step, dict(lost), evidence.loop_seconds, evidence.exposed_seconds, evidence)
+        self.stall = DetectedStall(
+            cause, opened_step, dict(lost), evidence.loop_seconds, evidence.exposed_seconds, evidence
+        )
         return StallUpdate("opened", self.stall)
 
-    def _go_on(self, before: Stall, added: Passed, lost: dict[str, float], evidence: Evidence) -> StallUpdate:
+    def _go_on(self, before: DetectedStall, added: Passed, lost: dict[str, float], evidence: Evidence) -> StallUpdate:
         _, ratio = _worst(lost, evidence)
         share = min(1.0, added.seconds / evidence.window_seconds) if evidence.window_seconds > 0 else 0.0
         total = dict(before.lost_seconds)
@@ -266,11 +270,13 @@ class StallDetector:
         return StallUpdate("renamed" if cause != before.cause else "held", stall)
 
     @staticmethod
-    def _grown(before: Stall, added: Passed, cause: str, lost: dict[str, float], evidence: Evidence) -> Stall:
+    def _grown(
+        before: DetectedStall, added: Passed, cause: str, lost: dict[str, float], evidence: Evidence
+    ) -> DetectedStall:
         loop, exposed = before.loop_seconds + added.loop_seconds, before.exposed_wait_seconds
         more = added.exposed_after_first_seconds
         exposed = None if exposed is None or more is None else exposed + more
-        return Stall(cause, before.opened_step, lost, loop, exposed, evidence, before.is_stuck)
+        return DetectedStall(cause, before.opened_step, lost, loop, exposed, evidence, before.is_stuck)
 
 
 def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:

@@ -225,7 +225,7 @@ def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
     waiting = other.exposed_wait_seconds / other.steps - own.exposed_wait_seconds / own.steps
     absent = other.away_seconds / other.steps - own.away_seconds / own.steps
     lost = min(own.compute_seconds / own.steps - other.compute_seconds / other.steps, waiting + absent)
-    if not own.on_gpu and own.samples >= _MIN_SAMPLES:
+    if not own.on_gpu and own.stack_samples >= _MIN_SAMPLES:
         lost = min(lost, _sync_seconds(own))  # in the rest of its compute the samples show work
     if lost <= 0:
         return None
@@ -240,7 +240,7 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     The steps of a job take equally long on all ranks. So if those of this rank's window take longer, the window began
     or ended at another time and has more delays of the job, such as evaluations. These longer waits accuse nobody.
     """
-    if min(own.samples, other.samples) < _MIN_SAMPLES:
+    if min(own.stack_samples, other.stack_samples) < _MIN_SAMPLES:
         return None
     more_in_window = max(0.0, own.seconds / own.steps - other.seconds / other.steps)
     lost = _sync_seconds(own) - _sync_seconds(other) - more_in_window
@@ -258,13 +258,13 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
 
 
 def _sync_seconds(pace: RankPace) -> float:
-    return pace.compute_seconds / pace.steps * pace.in_sync_samples / pace.samples
+    return pace.compute_seconds / pace.steps * pace.in_sync_ratio
 
 
 def _sync_error(pace: RankPace) -> float:
     """The standard error of `_sync_seconds`: its share comes from samples."""
-    share = min(1.0, pace.in_sync_samples / pace.samples)
-    return pace.compute_seconds / pace.steps * math.sqrt(share * (1.0 - share) / pace.samples)
+    share = min(1.0, pace.in_sync_ratio)
+    return pace.compute_seconds / pace.steps * math.sqrt(share * (1.0 - share) / pace.stack_samples)
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:

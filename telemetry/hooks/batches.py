@@ -21,7 +21,7 @@ from telemetry.hooks import loaders
 from telemetry.hooks.loaders import ON_THREAD, Arrival, BatchSource, LoaderHandle, own_value
 from telemetry.hooks.patching import WeakMap, forget_frame, unseen
 from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, GAP, JOINS, OPENS, S_DATA_WAIT, STEP
-from telemetry.hooks.worker_block import FETCH_BUCKETS, RAISED, UNKNOWN
+from telemetry.hooks.worker_block import FETCH_BUCKETS, RAISED, UNKNOWN_COUNT
 from telemetry.records import Histogram
 from telemetry.util.clock import NS
 from telemetry.util.errors import let_pass
@@ -226,12 +226,12 @@ class BatchCounter:
             tokens = self._tokens_of(batch) if self._looking else None
         except Exception as error:
             let_pass(error)
-        self._note(fetch, UNKNOWN if samples is None else samples, UNKNOWN if tokens is None else tokens)
+        self._note(fetch, UNKNOWN_COUNT if samples is None else samples, UNKNOWN_COUNT if tokens is None else tokens)
         return self._looking or self._samples is not None
 
     def raised(self, fetch: int) -> None:
         """Note that fetch number ``fetch`` has raised. No other fetch gets its number."""
-        self._note(fetch, RAISED, UNKNOWN)
+        self._note(fetch, RAISED, UNKNOWN_COUNT)
 
     def _tokens_of(self, batch: object) -> int | None:
         tokens, head = tokens_in(batch), self._block.head

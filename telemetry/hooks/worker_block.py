@@ -40,7 +40,7 @@ _HEAD_BYTES: Final = 64
 STACK_REQUEST: Final = struct.Struct("=q")
 """The agent writes this into a worker's pipe: the number of its request, which the answer repeats."""
 
-UNKNOWN: Final = -1
+UNKNOWN_COUNT: Final = -1
 """Stands for a batch's samples or tokens if they are unknown, or not wanted."""
 RAISED: Final = -2
 """Stands for the samples of a fetch that raised."""
@@ -363,5 +363,5 @@ class WorkerBlock:
 
 
 def _sum(counts: list[int]) -> int | None:
-    """The sum; None if one of them is `UNKNOWN` or `RAISED`."""
+    """The sum; None if one of them is `UNKNOWN_COUNT` or `RAISED`."""
     return None if min(counts, default=0) < 0 else sum(counts)

@@ -218,9 +218,9 @@ class MetricGroup(Generic[Record]):
 
 
 def _samples(own: OwnTotals) -> Reading:
-    if not own.samples:
+    if not own.stack_samples:
         return None
-    return {"own": own.samples - own.in_sync_samples, "in_sync": own.in_sync_samples}
+    return {"own": own.stack_samples - own.in_sync_samples, "in_sync": own.in_sync_samples}
 
 
 def _place(gpu: GpuSample | None) -> dict[str, str]:

@@ -153,10 +153,10 @@ def candidates(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
     """
     known = list(paces)
     stepping = [pace for pace in known if pace.steps]
-    sampled = [pace for pace in stepping if pace.samples]
+    sampled = [pace for pace in stepping if pace.stack_samples]
     slow = [
         *heapq.nsmallest(_EACH, stepping, _compute),
-        *heapq.nsmallest(_EACH, sampled, lambda pace: pace.in_sync_samples / pace.samples),
+        *heapq.nsmallest(_EACH, sampled, lambda pace: pace.in_sync_ratio),
     ]
     nodes = {pace.node for pace in slow}
     fastest = [pace for pace in stepping if pace.node_fastest and pace.node in nodes]
@@ -175,11 +175,11 @@ def of_node(node: str, paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
     """
     known = tuple(paces)
     stepping = [pace for pace in known if pace.steps]
-    sampled = [pace for pace in stepping if pace.samples]
+    sampled = [pace for pace in stepping if pace.stack_samples]
     timed = [pace for pace in stepping if pace.gpu_busy_ratio is not None]
     fastest = {
         *(pace.rank for pace in heapq.nlargest(1, stepping, _compute)),
-        *(pace.rank for pace in heapq.nlargest(1, sampled, lambda p: _compute(p) * p.in_sync_samples / p.samples)),
+        *(pace.rank for pace in heapq.nlargest(1, sampled, lambda p: _compute(p) * p.in_sync_ratio)),
         *(pace.rank for pace in heapq.nlargest(1, timed, lambda p: p.gpu_busy_ratio or 0.0)),
     }
     return tuple(

@@ -433,7 +433,7 @@ class Course:
 
     Attributes:
         attempt: the attempt.
-        resumed: position at which it began. ``source``: ``optimizer``, ``told``, or ``assumed``.
+        resumed: position at which it began. ``resumed_from``: ``optimizer``, ``told``, or ``assumed``.
         end: position that it reached.
         kept: position up to which its steps were kept; ``end`` if nothing was lost.
         per_position: steps of the loop for one position: more than one with gradient accumulation.
@@ -445,7 +445,7 @@ class Course:
 
     attempt: Attempt
     resumed: float
-    source: str
+    resumed_from: str
     end: float
     kept: float
     per_position: float
@@ -469,7 +469,7 @@ class Course:
     @property
     def has_position(self) -> bool:
         """Whether the position of the attempt is known, or it has done a step."""
-        return self.source != ASSUMED or self.steps > 0
+        return self.resumed_from != ASSUMED or self.steps > 0
 
     def save_at_cut(self, life: Life) -> PhaseLine | None:
         """The checkpoint of a process at the last position that was kept; None without one."""
@@ -546,7 +546,7 @@ def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
     by_optimizer = done > 0
     rate = float(max(1, totals.resumption.optimizers or 1)) if by_optimizer else 1.0
     position = done / rate if by_optimizer else float(steps)
-    resumed, source = _resumed(attempt, earlier)
+    resumed, resumed_from = _resumed(attempt, earlier)
     drawn = 0 if replayed else _drawn(steps, position if by_optimizer else 0.0, earlier)
     of_first_step = max([_FIRST_STEP_BATCHES, *(course.per_position for course in earlier)])
     in_replay = resumed > 0 and drawn > of_first_step
@@ -556,7 +556,7 @@ def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
         steps, position = steps - drawn, position if by_optimizer else 0.0
     per_position = 1.0 if abs(steps - position) <= 2 + _TOLERANCE * position or not position else steps / position
     end, axis = resumed + position, "optimizer_steps" if by_optimizer else "steps"
-    return Course(attempt, resumed, source, end, end, per_position, axis, rate, replayed, in_replay)
+    return Course(attempt, resumed, resumed_from, end, end, per_position, axis, rate, replayed, in_replay)
 
 
 def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:

@@ -71,7 +71,7 @@ class Waiting(msgspec.Struct):
     sequence: int | None
 
 
-class Hang(msgspec.Struct):
+class HangRecord(msgspec.Struct):
     """Why the job hangs."""
 
     since: str | None
@@ -189,7 +189,7 @@ class ReportValues(msgspec.Struct, kw_only=True):
     stalls: list[StallRecord]
     findings: list[Finding]
     advice: list[RankedAdvice]
-    hang: Hang | None
+    hang: HangRecord | None
     changes: list[Change]
     snapshots: list[Snapshot]
     job: Job

@@ -246,7 +246,7 @@ def job_of(processes: Sequence[ProcessLog], goodput: Goodput) -> Job:
 
 def _job_attempt(course: Course) -> JobAttempt:
     attempt = course.attempt
-    from_nothing = course.source == ASSUMED and course.resumed == 0
+    from_nothing = course.resumed_from == ASSUMED and course.resumed == 0
     return JobAttempt(
         attempt=attempt.number,
         started=iso_time(attempt.begin),
@@ -256,7 +256,7 @@ def _job_attempt(course: Course) -> JobAttempt:
         ranks=attempt.ranks,
         steps=course.steps,
         resumed_from_step=None if from_nothing else round(course.resumed),
-        resumed_from=course.source,
+        resumed_from=course.resumed_from,
         lost_steps=course.lost_steps,
     )
 

@@ -23,7 +23,7 @@ from telemetry.log_lines import (
     RunStartLine,
     StallEvidence,
     StallLine,
-    StragglerLine,
+    StragglerCodeLine,
     read_heartbeat,
 )
 from telemetry.report.process_log import ProcessLog, unix
@@ -97,7 +97,7 @@ def parsed(raw: bytes) -> tuple[Line | None, int] | None:
 
 def _leave_out_damaged_evidence(line: Line) -> int:
     """Drop the fields of a stall's evidence that have a wrong type. Returns their number."""
-    if not isinstance(line, (StallLine, StragglerLine)) or not line.evidence:
+    if not isinstance(line, (StallLine, StragglerCodeLine)) or not line.evidence:
         return 0
     known = StallEvidence.__annotations__
     sound, wrong = _sound(dict(line.evidence), StallEvidence)

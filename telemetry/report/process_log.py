@@ -27,8 +27,8 @@ from telemetry.log_lines import (
     StallCloseLine,
     StallLine,
     StallOpenLine,
-    StepLines,
-    StragglerLine,
+    StepCodeLine,
+    StragglerCodeLine,
     SurroundingsLine,
     TotalsLine,
     WindowLine,
@@ -188,7 +188,7 @@ class ProcessLog:
     findings: dict[FindingKind, FindingLine] = field(default_factory=dict)
     hangs: list[HangLine] = field(default_factory=list)
     changes: list[ChangeLine] = field(default_factory=list)
-    slow_steps: list[StragglerLine] = field(default_factory=list)
+    slow_steps: list[StragglerCodeLine] = field(default_factory=list)
     step_lines: list[HotLine] = field(default_factory=list)
     snapshots: list[SnapshotLine] = field(default_factory=list)
     errors: list[ErrorLine] = field(default_factory=list)
@@ -247,9 +247,9 @@ class ProcessLog:
                 self.stalls.append(line)
             case FindingLine(kind=str(kind), text=str()):
                 self.findings[kind] = line
-            case StragglerLine():
+            case StragglerCodeLine():
                 self.slow_steps.append(line)
-            case StepLines():
+            case StepCodeLine():
                 self.step_lines = line.lines
             case HangLine():
                 self.hangs.append(line)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.findings import reason_of
-from telemetry.diagnosis.hangs import HANG_KINDS
-from telemetry.diagnosis.hangs import UNKNOWN as UNKNOWN_HANG
+from telemetry.diagnosis.hangs import HANG_KINDS, UNKNOWN_HANG
 from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, Verdict, VerdictKind, judge
 from telemetry.records import (
     CATEGORIES,
@@ -33,7 +32,7 @@ from telemetry.report.contract import (
     Change,
     Durations,
     Growth,
-    Hang,
+    HangRecord,
     Rank,
     RankedAdvice,
     ReportValues,
@@ -326,7 +325,7 @@ def _facts(processes: Sequence[ProcessLog]) -> RunFacts:
     )
 
 
-def hang_of(processes: Sequence[ProcessLog]) -> Hang | None:
+def hang_of(processes: Sequence[ProcessLog]) -> HangRecord | None:
     """Why the job hangs; None if it does not, or goes on.
 
     Each node logs why the job hangs. The line with the fewest silent ranks counts, of several the newest.
@@ -337,7 +336,7 @@ def hang_of(processes: Sequence[ProcessLog]) -> Hang | None:
     if not open_lines:
         return None
     best = max(open_lines, key=lambda line: (-line.silent_ranks, line.time))
-    return Hang(
+    return HangRecord(
         best.since,
         best.verdict or "",
         best.kind if best.kind in HANG_KINDS else UNKNOWN_HANG,

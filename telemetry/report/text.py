@@ -43,7 +43,7 @@ _MAX_MEMORY_LINES: Final = 16
 _MAX_FRAMES: Final = 4
 _MAX_TRAINING_FRAMES: Final = 12
 _MAX_FILE_BYTES: Final = 1 << 22
-_MAX_SOURCE: Final = 60
+_MAX_CODE_TEXT: Final = 60
 
 _MIN_LOST_SECONDS: Final = 1.8
 """Half of the last digit of the hours in the text."""
@@ -183,11 +183,11 @@ def _lines_of_code(lines: Sequence[HotLine], of: str, since: str) -> list[str]:
     ]
     shown = table([_OF.get(of, "of the time"), "line", "in", "calls"], rows)
     # These texts are aligned to the left, so they are not a column of the table.
-    texts = ["source", *(_source(line.file, line.line, since) for line in lines)]
+    texts = ["source", *(_code_text(line.file, line.line, since) for line in lines)]
     return [f"  {line}  {text}" for line, text in zip(shown, texts, strict=True)]
 
 
-def _source(file: str, line: int, opened: str) -> str:
+def _code_text(file: str, line: int, opened: str) -> str:
     """The text of a line of code; a dash if the file is missing or was changed after the stall had opened."""
     path = Path(file)
     if path.suffix != ".py" or not path.is_absolute():
@@ -201,7 +201,7 @@ def _source(file: str, line: int, opened: str) -> str:
         return "-"
     lines = content.decode("utf-8", "replace").splitlines()
     text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-    return shortened(one_line(text), _MAX_SOURCE) or "-"
+    return shortened(one_line(text), _MAX_CODE_TEXT) or "-"
 
 
 def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:

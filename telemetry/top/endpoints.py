@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.log_lines import GpuLine, HangLine, RunStartLine, StallOpenLine, Suspect, TotalsLine, WaitingRanks
+from telemetry.log_lines import GpuLine, HangLine, RunStartLine, StallOpenLine, Suspect, TotalsLine, WaitingRanges
 from telemetry.records import CATEGORIES, Advice
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
@@ -102,7 +102,7 @@ def fetch(url: str) -> str:
     return body.decode("utf-8", "replace")
 
 
-def samples(text: str, names: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, str], float]]:
+def metric_values(text: str, names: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, str], float]]:
     """Name, labels and value of the samples of an exposition: of all, or of those with these names.
 
     Raises:
@@ -146,7 +146,7 @@ def _by_rank(text: str) -> list[_Scraped]:
         ValueError: the text is no exposition.
     """
     found: dict[tuple[str, str], _Scraped] = {}
-    for name, labels, value in samples(text, _NAMES):
+    for name, labels, value in metric_values(text, _NAMES):
         rank, run = labels.get("rank", ""), labels.get("run", "")
         if not rank.isdecimal() or len(rank) > 7 or not abs(value) < 1e18:
             continue
@@ -294,5 +294,5 @@ def _hang_line(scraped: _Scraped, kind: str, now: float) -> HangLine:
         verdict=f"the job goes no further ({kind}){waits}; its logs say why",
         kind=kind,
         suspects=[] if suspect is None else [Suspect(rank=suspect, doing="others wait")],
-        waiting=[WaitingRanks(ranks=[(scraped.rank, scraped.rank)])],
+        waiting=[WaitingRanges(ranks=[(scraped.rank, scraped.rank)])],
     )

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from telemetry.log_lines import LOG_NAME, GpuLine, HostLine, StallLinesLine, TotalsLine, WindowLine
+from telemetry.log_lines import LOG_NAME, GpuLine, HostLine, StallCodeLine, TotalsLine, WindowLine
 from telemetry.node.peers import read_report
 from telemetry.report.attempts import FINISHED, KILLED, RUNNING, lives_of
 from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
@@ -357,4 +357,4 @@ def _loses_time(recent: RecentTotals) -> bool:
 
 def _begins_or_ends(stalls: Iterable[StallLine]) -> bool:
     """Whether the begin or the end of the newest stall is known. Its lines of code alone do not show it."""
-    return any(not isinstance(line, StallLinesLine) for line in stalls)
+    return any(not isinstance(line, StallCodeLine) for line in stalls)

@@ -143,10 +143,10 @@ class Scanner:
         repaired: whether there were bare words, such as ``nan``, which are no JSON. They are read as null.
     """
 
-    def __init__(self, source: FileStream, limits: ReadLimits) -> None:
+    def __init__(self, stream: FileStream, limits: ReadLimits) -> None:
         self.metadata: dict[str, Any] = {}
         self.repaired = False
-        self._source = source
+        self._stream = stream
         self._limits = limits
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._text = ""
@@ -166,7 +166,7 @@ class Scanner:
             return
         if first != "{":
             raise TraceError(
-                f"{self._source.path} is no JSON: it begins with {first!r}; name a trace of torch.profiler"
+                f"{self._stream.path} is no JSON: it begins with {first!r}; name a trace of torch.profiler"
             )
         self._at += 1
         while (mark := self._peek()) != "}":
@@ -185,7 +185,7 @@ class Scanner:
                 if key in _WANTED:
                     self.metadata[key] = value
         if not found:
-            raise NoTraceError(f"{self._source.path} is no trace of torch.profiler: it has no traceEvents")
+            raise NoTraceError(f"{self._stream.path} is no trace of torch.profiler: it has no traceEvents")
 
     def _array(self) -> Iterator[list[Any]]:
         self._at += 1
@@ -203,7 +203,7 @@ class Scanner:
         text, end = self._text, len(self._text)
         if self._offset() < self._one_by_one_to:
             return []
-        self._one_by_one_to = self._source.produced
+        self._one_by_one_to = self._stream.produced
         for _ in range(_BORDERS_TRIED):
             end = text.rfind("}", self._at, end)
             if end < 0:
@@ -253,17 +253,17 @@ class Scanner:
                 raise self._broken()
 
     def _more(self) -> bool:
-        chunk = self._source.read()
+        chunk = self._stream.read()
         self._text = self._text[self._at :] + self._decoder.decode(chunk, final=not chunk)
         self._at = 0
         return bool(chunk)
 
     def _offset(self) -> int:
         """The current place in the uncompressed file. It is exact if all before it is ASCII."""
-        return self._source.produced - len(self._text) + self._at
+        return self._stream.produced - len(self._text) + self._at
 
     def _broken(self) -> TraceError:
-        return broken(self._source.path, f"near byte {self._offset()} of its JSON")
+        return broken(self._stream.path, f"near byte {self._offset()} of its JSON")
 
 
 def broken(path: Path, where: str) -> TraceError:

@@ -41,8 +41,8 @@ def read_trace(path: str | os.PathLike[str], limits: ReadLimits | None = None, *
     collecting = gc.isenabled()
     gc.disable()  # batches of dicts are freed by their reference counts; collecting cycles doubles the time
     try:
-        with contextlib.closing(FileStream(file, limits, follow=follow)) as source:
-            scanner, events = Scanner(source, limits), TraceEvents(limits)
+        with contextlib.closing(FileStream(file, limits, follow=follow)) as stream:
+            scanner, events = Scanner(stream, limits), TraceEvents(limits)
             try:
                 for batch in scanner.batches():
                     events.add(batch)

@@ -146,7 +146,7 @@ THROUGHPUT_OF: Final = {SAMPLES: "samples_of", TOKENS: "tokens_of"}
 AGENT: Final = "agent"
 HOOKS: Final = "hooks"
 
-_SAMPLES: Final[dict[type[Line], tuple[str, tuple[str, ...]]]] = {
+_READINGS: Final[dict[type[Line], tuple[str, tuple[str, ...]]]] = {
     GpuLine: ("gpu", (
         "utilization_ratio", "sm_active_ratio", "memory_used_bytes", "memory_total_bytes", "power_watts",
         "sm_clock_hertz", "temperature_celsius",
@@ -254,7 +254,7 @@ class RunRecorder:
             if time is None or row is None or not _EARLIEST < time < _LATEST:
                 return
             if not isinstance(line, TotalsLine):
-                self._take_sample(line, row, time)
+                self._take_reading(line, row, time)
             elif line.is_whole:
                 newest = self._newest.get(id(log))
                 early = newest is not None and 0 <= time - newest.time < self.spacing_seconds()
@@ -305,8 +305,8 @@ class RunRecorder:
                 if counted:
                     self.grid.sketch(name, index).merge(counted.items(), (seconds or {}).get("max", 0.0))
 
-    def _take_sample(self, line: GpuLine | HostLine | WorkersLine, row: int, time: float) -> None:
-        index, (event, names) = self.grid.bin_of(time), _SAMPLES[type(line)]
+    def _take_reading(self, line: GpuLine | HostLine | WorkersLine, row: int, time: float) -> None:
+        index, (event, names) = self.grid.bin_of(time), _READINGS[type(line)]
         values = {name: value for name in names if (value := getattr(line, name)) is not None}
         if isinstance(line, HostLine):
             values |= {f"{resource}_pressure": ratio for resource, ratio in line.pressure_ratio.items()
