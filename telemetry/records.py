@@ -39,6 +39,7 @@ def stuck_in_words(category: str) -> str:
     return _STUCK_IN.get(category, f"in {category}")
 
 
+PRODUCTIVE: Final = "productive"
 REDONE: Final = "redone"
 RESTORE: Final = "restore"
 REPLAY: Final = "replay"

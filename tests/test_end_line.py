@@ -19,14 +19,12 @@ from telemetry.diagnosis.verdict import RankWaits, costliest
 from telemetry.node.peers import PeerPaces
 from telemetry.records import Advice, OtherCause, RankPace, StallRecord
 from telemetry.report.command import report
-from telemetry.totals import Totals
 
 OWN = RankWaits(
     rank=0, steps=100, wait_seconds=74.0, compute_seconds=26.0, first_wait_seconds=0.5, exposed_seconds=74.0
 )
 CALM = replace(OWN, wait_seconds=1.0, compute_seconds=99.0, exposed_seconds=1.0)
 LEDGER = {"startup": 2.0, "data_wait": 1.0, "compute": 99.0, "evaluation": 20.0, "checkpoint": 0.1, "other": 0.0}
-TOTALS = Totals(wall_seconds=122.1, ledger_seconds=LEDGER, steps=100)
 
 
 def stall(cause: str, lost: float = 70.0, **advice) -> StallRecord:
@@ -35,7 +33,7 @@ def stall(cause: str, lost: float = 70.0, **advice) -> StallRecord:
 
 
 def said(own=OWN, folder: str | None = "/r", **more) -> str:
-    return end_line(verdict_at_end(own, **more), TOTALS, folder and Path(folder))
+    return end_line(verdict_at_end(own, LEDGER, **more), folder and Path(folder))
 
 
 def peer(rank: int, wait: float, cause: str | None = None, lost: float = 0.0) -> RankPace:

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry.diagnosis.verdict import judge
 from telemetry.log_lines import RunStartLine, TotalsLine
 from telemetry.records import CATEGORIES
 from telemetry.report.command import report
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import ProcessLog, Progress, not_replaced
-from telemetry.report.summary import verdict_of
+from telemetry.report.summary import run_facts
 from telemetry.util.clock import iso_time
 from telemetry.util.sketch import Sketch
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
@@ -229,7 +230,7 @@ HANGS = {
 def test_why_the_job_hangs_is_the_verdict(tmp_path, name):
     lines, state, kind = HANGS[name]
     write(tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 100, wait=1, compute=9, steps=100), *lines)
-    found = verdict_of(load(tmp_path))
+    found = judge(run_facts(load(tmp_path)))
     told = summarize(load(tmp_path))["hang"]
     assert (found.kind.value, told and told["kind"]) == (state, kind)
     begins = {"hangs": "Hangs: ranks 0, 2-3 have", "hung": "Hung before its end: ranks 0, 2-3", "healthy": "Healthy"}

@@ -8,8 +8,9 @@ import os
 import pytest
 from top_screens import NOW, iso, log_line, stall, start, window
 
+from telemetry.diagnosis.verdict import judge
 from telemetry.report.logs import load
-from telemetry.report.summary import verdict_of
+from telemetry.report.summary import run_facts
 from telemetry.top import run_folder
 from telemetry.top.run_folder import FIRST_BYTES, LogTail, RunFolder
 
@@ -230,7 +231,7 @@ def test_the_verdict_on_an_ended_run_is_the_reports(run):
     over = log_line("stall_close", NOW - 2800, cause="gc_pause", opened=iso(NOW - 2900), closed=iso(NOW - 2800),
                     evidence={"lost_seconds": {"gc_pause": 90.0}}, advice=[])  # fmt: skip
     ended(run, stall(NOW - 2900, "gc_pause"), over)
-    said = verdict_of(load(run.path)).text
+    said = judge(run_facts(load(run.path))).text
     assert "rank 0 stalled" in said
     assert run.view().headline.text.endswith(said)
     assert run.view().headline.level == "bad"

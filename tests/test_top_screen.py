@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from top_screens import ADVICE, FRAME, NOW, text_of
 
+from telemetry.diagnosis.verdict import BAD
 from telemetry.log_lines import GpuLine
 from telemetry.records import Advice, StallRecord
-from telemetry.report.summary import BAD
 from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
 from telemetry.top.view import Choice, Headline, JobView, RankRow
 from telemetry.util.text import rough_duration

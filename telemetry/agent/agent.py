@@ -470,6 +470,7 @@ class Agent:
         own = own_waits(totals, identity.rank, self.config.stall_enter_ratio, self.accounting.exposed_absent)
         verdict = verdict_at_end(
             own,
+            totals.ledger_seconds,
             stall=stalls.costliest,
             findings=self.findings.newest,
             peers=[peer for peer in self._peer_paces.of_run if peer.rank != identity.rank],
@@ -480,7 +481,7 @@ class Agent:
             step_lines=self._step_monitor.lines(),
             end=self.attempt.end.settled,
         )
-        return end_line(verdict, totals, self.run_dir if logged else None)
+        return end_line(verdict, self.run_dir if logged else None)
 
     def _wait_for_others(self) -> None:
         """Wait for the callback, the sinks and the export until the deadline. The last line is already written."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, VerdictKind, judge
+from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, judge
 from telemetry.records import COMPUTE, DATA_WAIT, StallRecord
-from telemetry.util.text import rough_duration, rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from telemetry.diagnosis.findings import Finding
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
     from telemetry.records import HotLine, RankPace
     from telemetry.totals import Totals
 
-_MIN_SHARE: Final = 0.005
-"""The line leaves out categories with a smaller share of the wall clock."""
-
 
 def verdict_at_end(
     own: RankWaits,
+    ledger: Mapping[str, float],
     *,
     stall: StallRecord | None = None,
     findings: Sequence[Finding] = (),
@@ -40,6 +37,7 @@ def verdict_at_end(
 
     Args:
         own: the waits of this rank.
+        ledger: its seconds by category.
         stall: its costliest stall; None without one.
         findings: the findings of this rank, the most important first.
         peers: the last paces of other ranks, also of ended ones. A running rank's is a few seconds old.
@@ -65,6 +63,8 @@ def verdict_at_end(
             ended=True,
             broke_off=end is not None and end.failed,
             end=RunEnd((own.rank,), end) if end is not None and end.failed else None,
+            ledger=ledger,
+            ledger_in_full=True,
             children=children,
             step_lines={own.rank: step_lines},
         )
@@ -105,17 +105,7 @@ def own_waits(totals: Totals, rank: int, starved_ratio: float, unmeasured: str |
     )
 
 
-def end_line(verdict: Verdict, totals: Totals, run_dir: Path | None) -> str:
+def end_line(verdict: Verdict, run_dir: Path | None) -> str:
     """The line, without its line break. ``run_dir``: None if the run has no log."""
-    text = verdict.text + (f" {_ledger(totals)}" if verdict.kind in {VerdictKind.HEALTHY, VerdictKind.FAILED} else "")
     see = "" if run_dir is None else f"; see: telemetry report {shlex.quote(str(run_dir))}"
-    return f"telemetry: {text.removesuffix('.')}{see}"
-
-
-def _ledger(totals: Totals) -> str:
-    wall = totals.wall_seconds
-    shares = {c: seconds / wall for c, seconds in totals.ledger_seconds.items()} if wall > 0 else {}
-    large = sorted(((share, c) for c, share in shares.items() if share >= _MIN_SHARE), reverse=True)
-    parts = ", ".join(f"{rounded_percent(share)} {category.replace('_', ' ')}" for share, category in large)
-    steps = f"{totals.steps} step{'' if totals.steps == 1 else 's'}"
-    return f"{steps} in {rough_duration(wall)}: {parts}."
+    return f"telemetry: {verdict.text.removesuffix('.')}{see}"

@@ -1,32 +1,44 @@
-"""The verdict on a run: its largest loss, in the words of a report and of the agent's last line."""
+"""The verdict on a run: its largest loss, and all its sentences, which every report and the agent's last line have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.diagnosis.findings import reason_of
 from telemetry.records import (
     CHECKPOINT,
     COMPUTE,
+    CUDA,
+    DOWN,
     EVALUATION,
     GPU_MEMORY_FULL,
     LOADER_TIMEOUT,
+    LOST,
+    PRODUCTIVE,
+    REDONE,
+    REPLAY,
+    RESTORE,
+    SHARED_MEMORY,
     SHARED_MEMORY_FULL,
     STARTUP,
+    STUCK,
+    TRAINING,
     WORKER_ENDED,
     WORKER_KILLED,
+    WORKERS,
     stuck_in_words,
 )
-from telemetry.util.text import byte_size, named, rounded_percent
+from telemetry.util.text import byte_size, named, percent, plain_number, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
-    from telemetry.log_lines import RunEndLine
+    from telemetry.log_lines import MemoryForecast, RunEndLine
     from telemetry.records import Advice, HotLine, StallRecord
+    from telemetry.trace.records import Suggestion
 
 
 class VerdictKind(Enum):
@@ -47,6 +59,11 @@ class VerdictKind(Enum):
     HANGS = "hangs"
     HUNG = "hung"
 
+
+GOOD: Final = "good"
+BAD: Final = "bad"
+UNSURE: Final = "unknown"
+"""The levels of a verdict."""
 
 STARVED_RATIO: Final = 0.20
 """The default of ``stall_enter_ratio``, for logs that do not have it."""
@@ -131,6 +148,46 @@ class RunEnd:
     killed_by_oom: str = ""
 
 
+class RankClaim(NamedTuple):
+    """A process that claims the same rank as another one at the same time. ``shown_as``: the rank in the report."""
+
+    pid: int
+    node: str | None
+    shown_as: int
+
+
+class TraceShares(NamedTuple):
+    """A trace of some steps of a rank.
+
+    Attributes:
+        shares: shares of its average step, by name.
+        suggestions: what to change, the best first.
+    """
+
+    rank: int
+    first_step: int | None
+    last_step: int | None
+    shares: Mapping[str, float]
+    suggestions: Sequence[Suggestion] = ()
+
+
+class GpuTime(NamedTuple):
+    """GPU-seconds of all attempts by category, and how many attempts were killed and have failed."""
+
+    seconds: Mapping[str, float]
+    killed: int
+    failed: int
+
+
+class MemoryEnd(NamedTuple):
+    """A rank with memory that runs out. ``over``: whether its process has ended."""
+
+    rank: int
+    node: str | None
+    forecast: MemoryForecast
+    over: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """What a verdict is made of.
@@ -142,10 +199,16 @@ class RunFacts:
         stuck: stalls of ranks that are stuck, or were until they ended. Each with whether its process has ended.
         ended: whether the run has ended. ``broke_off``: whether it ended before its work was done; ``end``: how, to be
             said.
-        ledger: seconds by category, to mention other large categories.
+        ledger: seconds by category, to mention other large categories; with ``ledger_in_full`` all of
+            them, at the end, for the first of ``ranks``.
         children: number of processes that the script has started with multiprocessing.
-        more: sentences on more than the largest loss, which follow the others.
         step_lines: by rank, the lines of code in which its steps spend their time, the largest share first.
+        last_seconds: length of the newest part of the run, if the facts are only about that. ``most_in``: the category
+            of the ledger in which most ranks are now; empty if not known.
+        claims: the processes that claim one rank at the same time, by rank.
+        trace: the newest trace.
+        gpu_time: for a run of several attempts.
+        memory_ends: the ranks whose memory runs out.
     """
 
     ranks: Sequence[RankWaits]
@@ -158,9 +221,15 @@ class RunFacts:
     broke_off: bool = False
     end: RunEnd | None = None
     ledger: Mapping[str, float] = field(default_factory=dict)
+    ledger_in_full: bool = False
     children: int = 0
-    more: Sequence[str] = ()
     step_lines: Mapping[int, Sequence[HotLine]] = field(default_factory=dict)
+    last_seconds: float = 0.0
+    most_in: str = ""
+    claims: Mapping[int, Sequence[RankClaim]] = field(default_factory=dict)
+    trace: TraceShares | None = None
+    gpu_time: GpuTime | None = None
+    memory_ends: Sequence[MemoryEnd] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +261,13 @@ class Verdict:
     kind: VerdictKind
     text: str
     loss: Loss
+
+    @property
+    def level(self) -> str:
+        """Whether the run is all right: `GOOD`, `BAD` or `UNSURE`."""
+        if self.kind in {VerdictKind.UNKNOWN, VerdictKind.NO_STEPS, VerdictKind.UNMEASURED}:
+            return UNSURE
+        return GOOD if self.kind == VerdictKind.HEALTHY else BAD
 
 
 def _largest_loss(facts: RunFacts) -> Loss:
@@ -255,12 +331,17 @@ def judge(facts: RunFacts) -> Verdict:
     else:
         kind = VerdictKind.FAILED if facts.broke_off and kind == VerdictKind.HEALTHY else kind
         texts = [end, _loss_text(loss, facts)]
-    return Verdict(kind, " ".join(filter(None, [*texts, *facts.more])), loss)
+    if facts.ledger_in_full and kind in {VerdictKind.HEALTHY, VerdictKind.FAILED}:
+        texts.append(_whole_ledger(facts.ranks[0].steps, facts.ledger))
+    texts += [_claimed(rank, claims) for rank, claims in facts.claims.items()]
+    texts += [_trace(facts.trace), _gpu_hours(facts.gpu_time), _memory_end(facts.memory_ends)]
+    return Verdict(kind, " ".join(filter(None, texts)), loss)
 
 
 def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return for each kind
     """The sentences on the largest loss of a run that does not hang."""
-    worst, other_time, stalled = loss.worst, _other_time(facts.ledger), loss.stalled
+    worst, stalled = loss.worst, loss.stalled
+    other_time = "" if facts.ledger_in_full else _other_time(facts.ledger)
     if loss.kind == VerdictKind.NO_STEPS:
         return _no_steps(facts)
     if loss.kind == VerdictKind.UNKNOWN or worst is None:
@@ -345,6 +426,9 @@ def _end(end: RunEnd | None, *, several: bool) -> str:
 def _no_steps(facts: RunFacts) -> str:
     others = "another process" if facts.children == 1 else f"{facts.children} processes"
     none = "No training step had ended." if facts.broke_off else "No training step has ended yet."
+    if facts.last_seconds:
+        most_in = f"; most ranks are in {facts.most_in.replace('_', ' ')}" if facts.most_in else ""
+        none = f"No training step has ended in the last {rough_duration(facts.last_seconds)}{most_in}."
     return none + (
         f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
         "telemetry.start() in the function that is spawned."
@@ -427,3 +511,119 @@ def _other_time(ledger: Mapping[str, float]) -> str:
     shares = {c: ledger.get(c, 0.0) / wall for c in words} if wall > 0 else {}
     large = [f"{rounded_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MIN_MENTIONED_RATIO]
     return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
+
+
+_MIN_LEDGER_SHARE: Final = 0.005
+"""The whole ledger leaves out categories with a smaller share of the wall clock."""
+
+
+def _whole_ledger(steps: int, ledger: Mapping[str, float]) -> str:
+    wall = sum(ledger.values())
+    shares = {c: seconds / wall for c, seconds in ledger.items()} if wall > 0 else {}
+    large = sorted(((share, c) for c, share in shares.items() if share >= _MIN_LEDGER_SHARE), reverse=True)
+    parts = ", ".join(f"{rounded_percent(share)} {category.replace('_', ' ')}" for share, category in large)
+    return f"{steps} step{'' if steps == 1 else 's'} in {rough_duration(wall)}: {parts}."
+
+
+# -- in words: more than the largest loss ------------------------------------------------------------------------------
+
+_MAX_NAMED: Final = 8
+
+_MIN_TRACE_SHARE: Final = 0.05
+"""A sentence leaves out categories with a smaller share of a step."""
+
+_MIN_HOURS_RATIO: Final = 0.005
+"""A category with a smaller share of the GPU-hours is not mentioned."""
+
+_LOST_IN: Final = {
+    REDONE: "redone",
+    DOWN: "down",
+    STUCK: "stuck",
+    RESTORE: "restoring",
+    REPLAY: "replaying",
+    STARTUP: "starting up",
+}
+_GROWING: Final = {
+    TRAINING: ("the training process", "grows"),
+    WORKERS: ("the workers", "grow"),
+    SHARED_MEMORY: (_SHM, "grows"),
+    CUDA: ("the tensors on the GPU", "grow"),
+}
+
+
+def _claimed(rank: int, claims: Sequence[RankClaim]) -> str:
+    """A warning about several training processes with one rank."""
+    who = [
+        f"pid {claim.pid} on {claim.node}{'' if claim.shown_as == rank else f', shown as rank {claim.shown_as}'}"
+        for claim in claims[:_MAX_NAMED]
+    ]
+    more = f" and {len(claims) - _MAX_NAMED} more" if len(claims) > _MAX_NAMED else ""
+    return (
+        f"{len(claims)} processes claim rank {rank} at the same time ({', '.join(who)}{more}); each is counted "
+        "separately. Tell each process its rank: set RANK and WORLD_SIZE, or call "
+        "torch.distributed.init_process_group. If they are separate jobs, give each its own run folder."
+    )
+
+
+def trace_text(shares: Mapping[str, float], suggestions: Sequence[Suggestion]) -> str:
+    """The contents of a trace as part of a sentence; empty if it was not read."""
+    parts = sorted(shares.items(), key=lambda part: -part[1])
+    text = ", ".join(f"{name} {percent(ratio, 0)}" for name, ratio in parts if ratio >= _MIN_TRACE_SHARE)
+    worth = [each for each in suggestions if each.share_ratio >= _MIN_TRACE_SHARE]
+    if text and worth:
+        text += f"; {worth[0].action} (up to {percent(worth[0].share_ratio, 0)} of the step)"
+    return text
+
+
+def _trace(trace: TraceShares | None) -> str:
+    if trace is None:
+        return ""
+    steps = f"steps {trace.first_step} to {trace.last_step}"
+    return f"The trace of {steps} on rank {trace.rank} shows {trace_text(trace.shares, trace.suggestions)}."
+
+
+def _gpu_hours(time: GpuTime | None) -> str:
+    """The GPU-hours of all ranks, and what the restarts have cost of them."""
+    total = 0.0 if time is None else sum(time.seconds.values())
+    if time is None or total <= 0:
+        return ""
+    kinds = ((time.killed, "kill"), (time.failed, "failure"))
+    after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
+    parts = []
+    for seconds, category in sorted(((time.seconds[c], c) for c in LOST), reverse=True):
+        if seconds / total >= _MIN_HOURS_RATIO:
+            cause = f" after {after}" if after and category == REDONE else ""
+            parts.append(f"{_hours(seconds)} {_LOST_IN[category]}{cause}")
+    productive = time.seconds[PRODUCTIVE]
+    kept = f"{_hours(productive)} were productive ({rounded_percent(productive / total)})"
+    return f"Of {_hours(total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
+
+
+def growth_text(memory: MemoryForecast, rank: int, *, over: bool) -> str:
+    """The end of a sentence: which memory of a rank grows, and how fast. ``over``: its process has ended."""
+    what, grows = _GROWING.get(memory.where or "", ("memory outside of this run's processes", "grows"))
+    of_rank = f" of rank {rank}" if memory.where is not None else ""
+    advice = f"; {memory.advice}" if memory.advice else ""
+    return f"{what}{of_rank} {'grew' if over else grows} {byte_size(memory.growth_bytes_per_hour or 0)}/h{advice}"
+
+
+def _memory_end(ends: Sequence[MemoryEnd]) -> str:
+    """The memory that runs out first."""
+    if not ends:
+        return ""
+    # A rank also reports that another rank fills the memory. Name the one that fills it.
+    first = min(ends, key=lambda end: (end.forecast.where is None, end.forecast.exhausted_in_seconds or 0.0))
+    left = rough_duration(first.forecast.exhausted_in_seconds or 0.0)
+    grows = growth_text(first.forecast, first.rank, over=first.over)
+    if first.over:
+        return f"When its log ends, memory was to run out in about {left}: {grows}."
+    what = {
+        SHARED_MEMORY: f"{_SHM} of node {first.node} is full",
+        CUDA: f"The GPU of rank {first.rank} runs out of memory",
+    }.get(first.forecast.exhausted or "", f"Node {first.node} runs out of memory")
+    return f"{what} in about {left}: {grows}."

@@ -17,6 +17,7 @@ from telemetry.records import (
     EVALUATION,
     LOST,
     OTHER,
+    PRODUCTIVE,
     REDONE,
     REPLAY,
     RESTORE,
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from telemetry.report.attempts import Life
     from telemetry.report.contract import Rank
     from telemetry.report.process_log import ProcessLog
-
-PRODUCTIVE: Final = "productive"
 
 SECONDS: Final = (
     *(PRODUCTIVE, REDONE, RESTORE, REPLAY, STARTUP, DATA_WAIT, EVALUATION, CHECKPOINT, STUCK, DOWN, OTHER),

@@ -10,23 +10,18 @@ from typing import TYPE_CHECKING, Final
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.findings import reason_of
 from telemetry.diagnosis.hangs import HANG_KINDS, UNKNOWN_HANG
-from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, Verdict, VerdictKind, judge
-from telemetry.records import (
-    CATEGORIES,
-    COMPUTE,
-    CUDA,
-    DATA_WAIT,
-    DOWN,
-    LOST,
-    REDONE,
-    REPLAY,
-    RESTORE,
-    SHARED_MEMORY,
-    STARTUP,
-    STUCK,
-    TRAINING,
-    WORKERS,
+from telemetry.diagnosis.verdict import (
+    GpuTime,
+    MemoryEnd,
+    RankClaim,
+    RankWaits,
+    RunEnd,
+    RunFacts,
+    TraceShares,
+    Verdict,
+    judge,
 )
+from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, REPLAY
 from telemetry.report.attempts import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
     Change,
@@ -39,7 +34,7 @@ from telemetry.report.contract import (
     Snapshot,
     Waiting,
 )
-from telemetry.report.goodput import PRODUCTIVE, cost_of, energy_of, goodput_of, job_of, throughput_of
+from telemetry.report.goodput import cost_of, energy_of, goodput_of, job_of, throughput_of
 from telemetry.report.process_log import (
     findings_of,
     lost_by_cause,
@@ -51,7 +46,7 @@ from telemetry.report.process_log import (
 from telemetry.trace.files import TraceError
 from telemetry.trace.reader import read_trace
 from telemetry.trace.records import LoadingSuggestion
-from telemetry.util.text import byte_size, percent, plain_number, rough_duration, rounded_percent
+from telemetry.util.text import percent, plain_number, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -63,18 +58,6 @@ if TYPE_CHECKING:
     from telemetry.util.sketch import Sketch
 
 _MAX_RANKS: Final = 1 << 17
-
-
-GOOD: Final = "good"
-BAD: Final = "bad"
-UNSURE: Final = "unknown"
-
-
-def level_of(kind: VerdictKind) -> str:
-    """Whether a verdict says that a run is all right: `GOOD`, `BAD` or `UNSURE`."""
-    if kind in {VerdictKind.UNKNOWN, VerdictKind.NO_STEPS, VerdictKind.UNMEASURED}:
-        return UNSURE
-    return GOOD if kind == VerdictKind.HEALTHY else BAD
 
 
 @dataclass(frozen=True)
@@ -112,10 +95,11 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
     over = {id(life.log) for _, life in lives if life.how != RUNNING}
     end = goodput.courses[-1].attempt.run_end if goodput.courses else None
     facts = replace(
-        _facts(current),
-        broke_off=end is not None,
-        end=end,
-        more=[*_same_ranks(current), _newest_trace(snapshots), _gpu_hours(goodput), _end_of_memory(current, over)],
+        run_facts(current, end=end, broke_off=end is not None),
+        claims=_claims(current),
+        trace=_newest_trace(snapshots),
+        gpu_time=_gpu_time(goodput),
+        memory_ends=_memory_ends(current, over),
     )
     verdict = judge(facts)
     values = ReportValues(
@@ -296,12 +280,8 @@ def _rounded(seconds: float) -> str:
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def verdict_of(processes: Sequence[ProcessLog], *, end: RunEnd | None = None, broke_off: bool = False) -> Verdict:
-    """The verdict on processes that no later one has replaced, by their logs alone. For the others see `RunFacts`."""
-    return judge(replace(_facts(processes), end=end, broke_off=broke_off))
-
-
-def _facts(processes: Sequence[ProcessLog]) -> RunFacts:
+def run_facts(processes: Sequence[ProcessLog], *, end: RunEnd | None = None, broke_off: bool = False) -> RunFacts:
+    """The facts for a verdict on processes that no later one has replaced, by their logs alone."""
     hang = hang_of(processes)
     ledger: Counter[str] = Counter()
     for process in processes:
@@ -319,6 +299,8 @@ def _facts(processes: Sequence[ProcessLog]) -> RunFacts:
             if stall.stuck_in is not None and (stall.closed is None or process.end.stuck_for_seconds is not None)
         ],
         ended=all(process.ended for process in processes),
+        broke_off=broke_off,
+        end=end,
         ledger=ledger,
         children=sum(process.totals.child_processes for process in processes),
         step_lines={process.rank: process.step_lines for process in processes if process.step_lines},
@@ -368,128 +350,48 @@ def _waits(process: ProcessLog) -> RankWaits:
     )
 
 
-# -- sentences of the verdict on more than the largest loss ------------------------------------------------------------
-
-_MAX_NAMED: Final = 8
-
-_MIN_SHARE: Final = 0.05
-"""A sentence leaves out categories with a smaller share of a step."""
-
-_MIN_HOURS_RATIO: Final = 0.005
-"""A category with a smaller share of the GPU-hours is not mentioned."""
-
-_LOST_IN: Final = {
-    REDONE: "redone",
-    DOWN: "down",
-    STUCK: "stuck",
-    RESTORE: "restoring",
-    REPLAY: "replaying",
-    STARTUP: "starting up",
-}
-_SHM: Final = "/dev/shm"  # noqa: S108 - only its name
-_PARTS: Final = {
-    TRAINING: ("the training process", "grows"),
-    WORKERS: ("the workers", "grow"),
-    SHARED_MEMORY: (_SHM, "grows"),
-    CUDA: ("the tensors on the GPU", "grow"),
-}
+# -- what a verdict has beyond the largest loss ------------------------------------------------------------------------
 
 
-def _same_ranks(processes: Sequence[ProcessLog]) -> list[str]:
-    """A warning for each rank that several training processes claim at the same time."""
+def _claims(processes: Sequence[ProcessLog]) -> dict[int, list[RankClaim]]:
+    """The training processes that claim one rank at the same time, by rank."""
     by_rank: dict[int, list[ProcessLog]] = {}
     for process in processes:
         if process.totals.steps_total:
             claimed = process.head.claimed_rank
             by_rank.setdefault(process.rank if claimed is None else claimed, []).append(process)
-    found = []
-    for rank, same in sorted(by_rank.items()):
-        claims = [
-            f"pid {one.pid} on {one.head.node}{'' if one.rank == rank else f', shown as rank {one.rank}'}"
+    claims = {
+        rank: [
+            RankClaim(one.pid, one.head.node, one.rank)
             for one in same
             if any(o is not one and one.started <= o.last_time and o.started <= one.last_time for o in same)
         ]
-        if claims:
-            more = f" and {len(claims) - _MAX_NAMED} more" if len(claims) > _MAX_NAMED else ""
-            found.append(
-                f"{len(claims)} processes claim rank {rank} at the same time ({', '.join(claims[:_MAX_NAMED])}{more}); "
-                "each is counted separately. Tell each process its rank: set RANK and WORLD_SIZE, or call "
-                "torch.distributed.init_process_group. If they are separate jobs, give each its own run folder."
-            )
-    return found
+        for rank, same in sorted(by_rank.items())
+    }
+    return {rank: found for rank, found in claims.items() if found}
 
 
-def trace_shows(snapshot: Snapshot) -> str:
-    """What a trace shows, as part of a sentence; empty if it was not read."""
-    parts = sorted(snapshot.breakdown.items(), key=lambda part: -part[1])
-    text = ", ".join(f"{name} {percent(ratio, 0)}" for name, ratio in parts if ratio >= _MIN_SHARE)
-    worth = [each for each in snapshot.suggestions if each.share_ratio >= _MIN_SHARE]
-    if text and worth:
-        text += f"; {worth[0].action} (up to {percent(worth[0].share_ratio, 0)} of the step)"
-    return text
-
-
-def _newest_trace(snapshots: Sequence[Snapshot]) -> str:
-    """What the newest trace that was read shows; empty without one."""
+def _newest_trace(snapshots: Sequence[Snapshot]) -> TraceShares | None:
+    """The newest trace that was read."""
     read = [snapshot for snapshot in snapshots if snapshot.breakdown]
     if not read:
-        return ""
+        return None
     newest = max(read, key=lambda snapshot: (snapshot.last_step or 0, -snapshot.rank))
-    steps = f"steps {newest.first_step} to {newest.last_step}"
-    return f"The trace of {steps} on rank {newest.rank} shows {trace_shows(newest)}."
+    return TraceShares(newest.rank, newest.first_step, newest.last_step, newest.breakdown, newest.suggestions)
 
 
-def _gpu_hours(goodput: Goodput) -> str:
-    """The GPU-hours of all ranks; empty for a single attempt."""
-    total, ends = sum(goodput.rank_seconds.values()), [course.attempt.how for course in goodput.courses]
-    if len(ends) < 2 or total <= 0:
-        return ""
-    kinds = ((ends.count(KILLED), "kill"), (ends.count(FAILED), "failure"))
-    after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
-    parts = []
-    for seconds, category in sorted(((goodput.rank_seconds[c], c) for c in LOST), reverse=True):
-        if seconds / total >= _MIN_HOURS_RATIO:
-            cause = f" after {after}" if after and category == REDONE else ""
-            parts.append(f"{_hours(seconds)} {_LOST_IN[category]}{cause}")
-    productive = goodput.rank_seconds[PRODUCTIVE]
-    kept = f"{_hours(productive)} were productive ({rounded_percent(productive / total)})"
-    return f"Of {_hours(total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
+def _gpu_time(goodput: Goodput) -> GpuTime | None:
+    ends = [course.attempt.how for course in goodput.courses]
+    return GpuTime(goodput.rank_seconds, ends.count(KILLED), ends.count(FAILED)) if len(ends) > 1 else None
 
 
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600
-    return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
-
-
-def growth_of(process: ProcessLog, *, over: bool) -> str:
-    """The end of a sentence: which memory of a process grows or grew, and how fast. ``over``: it has ended."""
-    memory = process.totals.memory
-    what, now = _PARTS.get(memory.where or "", ("memory outside of this run's processes", "grows"))
-    of_rank = f" of rank {process.rank}" if memory.where is not None else ""
-    advice = f"; {memory.advice}" if memory.advice else ""
-    return f"{what}{of_rank} {'grew' if over else now} {byte_size(memory.growth_bytes_per_hour or 0)}/h{advice}"
-
-
-def _end_of_memory(processes: Sequence[ProcessLog], over: Collection[int]) -> str:
-    """The memory that runs out first; empty if none is about to, or if the run has finished."""
-    ends = [
-        (process.totals.memory.where is None, seconds, process)
+def _memory_ends(processes: Sequence[ProcessLog], over: Collection[int]) -> list[MemoryEnd]:
+    """The processes whose memory runs out, without those whose work is done."""
+    return [
+        MemoryEnd(process.rank, process.head.node, process.totals.memory, id(process) in over)
         for process in processes
-        if (seconds := process.totals.memory.exhausted_in_seconds) is not None
-        and not (process.ended and not process.end.exception and not process.end.exit_status)
+        if process.totals.memory.exhausted_in_seconds is not None and (not process.ended or process.end.failed)
     ]
-    if not ends:
-        return ""
-    # A rank also reports that another rank fills the memory. Name the one that fills it.
-    _, until, process = min(ends, key=lambda end: end[:2])
-    left, ended, node = rough_duration(until), id(process) in over, process.head.node
-    if ended:
-        return f"When its log ends, memory was to run out in about {left}: {growth_of(process, over=ended)}."
-    what = {
-        SHARED_MEMORY: f"{_SHM} of node {node} is full",
-        CUDA: f"The GPU of rank {process.rank} runs out of memory",
-    }.get(process.totals.memory.exhausted or "", f"Node {node} runs out of memory")
-    return f"{what} in about {left}: {growth_of(process, over=ended)}."
 
 
 # -- notes on the logs -------------------------------------------------------------------------------------------------

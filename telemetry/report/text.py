@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY
+from telemetry.diagnosis.verdict import growth_text, trace_text
 from telemetry.records import CATEGORIES, DATA_WAIT
 from telemetry.report.attempts import ASSUMED
 from telemetry.report.process_log import unix
-from telemetry.report.summary import growth_of, trace_shows
 from telemetry.util.files import open_regular
 from telemetry.util.text import (
     duration,
@@ -217,7 +217,7 @@ def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:
         lines.append(
             f"snapshot: steps {first.first_step} to {first.last_step} of rank {ranks}, for {first.reason}, in {folder}"
         )
-        told = ((trace.rank, trace_shows(trace)) for trace in traces)
+        told = ((trace.rank, trace_text(trace.breakdown, trace.suggestions)) for trace in traces)
         lines += [f"  rank {rank}: {shown}" for rank, shown in told if shown]
         flops: dict[str, list[str]] = {}
         for trace in traces:
@@ -308,7 +308,7 @@ def memory_lines(found: Report) -> list[str]:
         left = memory.exhausted_in_seconds
         until = "" if left is None else f", used up in about {rough_duration(left)}"
         at = f" (newest line {process.last_time})" if over else ""
-        lines.append(f"memory: {growth_of(process, over=over)}{until}{at}")
+        lines.append(f"memory: {growth_text(memory, process.rank, over=over)}{until}{at}")
     more = len(lines) - _MAX_MEMORY_LINES
     return lines[:_MAX_MEMORY_LINES] + ([f"{more} more processes grow; --json has all"] if more > 0 else [])
 

@@ -8,12 +8,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from telemetry.diagnosis.verdict import judge
 from telemetry.log_lines import LOG_NAME, GpuLine, HostLine, StallCodeLine, TotalsLine, WindowLine
 from telemetry.node.peers import read_report
 from telemetry.report.attempts import FINISHED, KILLED, RUNNING, lives_of
 from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
 from telemetry.report.process_log import not_replaced
-from telemetry.report.summary import verdict_of
+from telemetry.report.summary import run_facts
 from telemetry.top.view import JobView, RankFacts, RecentTotals, end_of, job_view, most_time, waiting
 from telemetry.util.files import caches_folders, open_regular
 from telemetry.util.text import one_line
@@ -341,7 +342,7 @@ class RunFolder:
         if ended_as != self._ended_as:
             try:
                 whole, broke_off = not_replaced(load(self._path)), any(each.how != FINISHED for each in facts)
-                self._whole = verdict_of(whole, end=end_of(facts), broke_off=broke_off), []
+                self._whole = judge(run_facts(whole, end=end_of(facts), broke_off=broke_off)), []
             except (NoRunError, OSError) as error:
                 note = f"the verdict is on the ends of the logs alone; their whole cannot be read: {error}"
                 self._whole = None, [one_line(note)]

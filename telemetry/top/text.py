@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.diagnosis.verdict import BAD, GOOD
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED
 from telemetry.report.process_log import unix
-from telemetry.report.summary import BAD, GOOD
 from telemetry.report.text import advice_lines, stall_section
 from telemetry.top.view import (
     GONE,

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import ENDED, LEFT
-from telemetry.diagnosis.verdict import VerdictKind
+from telemetry.diagnosis.verdict import BAD, GOOD, UNSURE, judge
 from telemetry.log_lines import GpuLine, MemoryForecast, StallCloseLine, StallOpenLine, TotalsLine
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, Attempt
 from telemetry.report.process_log import ProcessLog, stalls_of, unix
-from telemetry.report.summary import BAD, GOOD, UNSURE, hang_of, level_of, verdict_of
+from telemetry.report.summary import hang_of, run_facts
 from telemetry.util.text import named, rough_duration
 
 if TYPE_CHECKING:
@@ -409,24 +409,21 @@ def _headline(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
 
 def _going_on(facts: Sequence[RankFacts]) -> Headline:
     end = end_of(facts)
-    found = verdict_of([_recent_log(each) for each in facts], end=end)
-    kind, text = found.kind, found.text
-    if kind == VerdictKind.NO_STEPS and any(each.totals.steps_total for each in facts):
-        doing = Counter(each.now_in for each in facts if each.now_in).most_common(1)
-        in_ = f"; most ranks are in {doing[0][0].replace('_', ' ')}" if doing else ""
-        text = text.replace(" yet.", f" in the last {rough_duration(RECENT_SECONDS)}{in_}.")
-    return Headline(text, BAD if end is not None else level_of(kind))
+    recent = run_facts([_recent_log(each) for each in facts], end=end)
+    if any(each.totals.steps_total for each in facts):
+        most = Counter(each.now_in for each in facts if each.now_in).most_common(1)
+        recent = replace(recent, last_seconds=RECENT_SECONDS, most_in=most[0][0] if most else "")
+    found = judge(recent)
+    return Headline(found.text, BAD if end is not None else found.level)
 
 
 def _ended(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
     logs = [_log_with(each, each.totals, each.log.stalls) for each in facts]
     broke_off = any(each.how != FINISHED for each in facts)
-    found = whole or verdict_of(logs, end=end_of(facts), broke_off=broke_off)
-    level = level_of(found.kind)
+    found = whole or judge(run_facts(logs, end=end_of(facts), broke_off=broke_off))
     if broke_off:
         return Headline(f"The run has ended. {found.text}", BAD)
-    if whole is None and level == GOOD:
-        level = UNSURE  # stalls that are over may not be known
+    level = UNSURE if whole is None and found.level == GOOD else found.level  # stalls that are over may not be known
     who = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
     when = clock(max(each.seen for each in facts))
     return Headline(f"The run has ended: {who} finished, at {when}. {found.text}", level)

@@ -11,14 +11,13 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from telemetry.diagnosis.verdict import VerdictKind, healthy_share
+from telemetry.diagnosis.verdict import BAD, VerdictKind, healthy_share
 from telemetry.records import CATEGORIES
 from telemetry.report.attempts import FAILED, KILLED, RUNNING, log_interval
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import charts, drawing, palette
 from telemetry.report.html.charts import BARS, MAX_TABLE_ROWS, Chart, Curve, Sums, Table, TimeAxis
 from telemetry.report.process_log import unix
-from telemetry.report.summary import BAD, level_of
 from telemetry.report.text import KWH, memory_lines, sum_lines
 from telemetry.util.text import duration, percent, plain_number, rough_duration
 
@@ -135,7 +134,7 @@ def _state_of(found: Report) -> tuple[str, str]:
         return end.capitalize() if kind == VerdictKind.FAILED else f"{words}, then {end}", BAD
     if len(attempts) > 1 and ettr is not None and 1 - ettr >= _COSTLY_RESTARTS:
         return f"{words}, and restarts cost {percent(1 - ettr, 0)}", BAD
-    return words, level_of(kind)
+    return words, found.verdict.level
 
 
 def _tiles(found: Report) -> list[_Tile]:
