@@ -13,7 +13,7 @@ from top_screens import FRAME, NOW, text_of
 
 from telemetry.log_lines import TotalsLine
 from telemetry.report.logs import load
-from telemetry.top.view import RankFacts, RankRow, row_of
+from telemetry.top.view import RankRow, with_state
 from tests.faults.warm_python import warm_python
 from tests.report_logs import summarize
 
@@ -125,18 +125,15 @@ def test_the_live_view_has_the_rates_of_the_last_minute(tmp_path):
     rank_log(tmp_path, 0)
     (log,) = load(tmp_path)
     recent = TotalsLine(wall_seconds=50.0, ledger_total_seconds={"startup": 10.0}, samples_total=80, tokens_total=6000)
-    row = row_of(RankFacts(log, recent=recent), NOW, {}, ())
+    row = with_state(RankRow(log, recent=recent), NOW, {}, ())
     assert (row.samples_per_second, row.tokens_per_second) == (2.0, 150.0)
     assert "throughput 2 samples a second, 150 tokens a second" in text_of(FRAME.rank_lines(row, 80, NOW))
 
 
 def test_rates_of_all_ranks_are_summed_where_each_knows_its_own():
-    from test_top_screen import frame, view
+    from test_top_screen import frame, row, view
 
-    def row(rank: int, **rates: float) -> RankRow:
-        return RankRow(rank, "n1", 10 + rank, "ok", None, "ok", steps_per_second=1.0, **rates)
-
-    known = row(0, samples_per_second=20.0, tokens_per_second=1000.0)
-    text = text_of(frame(view(known, row(1, samples_per_second=22.5)), width=120))
+    known = row(0, steps=1, samples=20, tokens=1000)
+    text = text_of(frame(view(known, row(1, steps=1, samples=22.5)), width=120))
     assert "42.5 samples/s" in text
     assert "tokens/s" not in text

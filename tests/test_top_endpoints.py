@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from telemetry.top.endpoints import Endpoints, ScrapeError, fetch
+from telemetry.top.view import State
 
 URL = "http://127.0.0.1:1/metrics"
 
@@ -34,7 +35,7 @@ def views(*texts: str):
 def test_a_rank_between_two_expositions():
     _, view = views(exposition(100, wait=1), exposition(110, wait=7))
     (row,) = view.rows
-    assert (row.rank, row.node, row.steps, row.now_in) == (0, "n0", 1100, "data_wait")
+    assert (row.rank, row.node, row.totals.steps_total, row.now_in) == (0, "n0", 1100, "data_wait")
     assert row.wait_ratio == pytest.approx(0.6)
     assert row.steps_per_second == pytest.approx(10)
     assert row.gpu.utilization_ratio == 0.42
@@ -48,7 +49,7 @@ def test_a_stall_has_a_cause_and_where_to_look():
     )
     assert stalled.rows[0].finding == "gc_pause"
     assert "run telemetry report or top on the run folder" in stalled.newest_stall()[1].advice[0].action
-    assert over.rows[0].state == "ok"
+    assert over.rows[0].state == State.OK
 
 
 def test_a_hang_names_the_rank():
@@ -58,7 +59,7 @@ def test_a_hang_names_the_rank():
         + 'training_hang_active{run="r",rank="0",kind="fetch"} 1\n',
     )
     assert view.headline.text.startswith("Hangs: the job goes no further (fetch); the others wait for rank 0")
-    assert view.rows[0].state == "stuck"
+    assert view.rows[0].state == State.STUCK
 
 
 def test_a_dead_endpoint_is_named_and_the_others_are_shown():

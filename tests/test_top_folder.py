@@ -13,6 +13,7 @@ from telemetry.report.logs import load
 from telemetry.report.summary import run_facts
 from telemetry.top import run_folder
 from telemetry.top.run_folder import FIRST_BYTES, LogTail, RunFolder
+from telemetry.top.view import State
 
 
 def dumped(*lines: dict) -> bytes:
@@ -62,7 +63,7 @@ def test_a_healthy_rank(run):
     run.add(start(NOW - 100), *(window(NOW - 100 + s, s, steps=s, wait=0.01 * s) for s in range(10, 31, 10)))
     run.add(window(NOW - 1, 100, steps=300, wait=2.0))
     row = run.row()
-    assert (row.state, row.node, row.steps) == ("ok", "n1", 300)
+    assert (row.state, row.node, row.totals.steps_total) == (State.OK, "n1", 300)
     assert run.view().headline.text.startswith("Healthy")
     assert row.steps_per_second == pytest.approx(270 / 70)
 
@@ -150,10 +151,10 @@ def test_a_torn_last_line_waits_for_its_end(run):
     run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
     with open(run.log(), "ab") as file:
         file.write(whole[:40])
-    assert run.row().steps == 9
+    assert run.row().totals.steps_total == 9
     with open(run.log(), "ab") as file:
         file.write(whole[40:])
-    assert run.row().steps == 11
+    assert run.row().totals.steps_total == 11
 
 
 def test_a_rotated_log_is_followed_without_a_gap(run):
@@ -163,21 +164,21 @@ def test_a_rotated_log_is_followed_without_a_gap(run):
     os.rename(run.log(), f"{run.log()}.1")
     run.add(start(NOW - 100, continued=True), window(NOW + 9, 109, steps=19))
     row = run.row()
-    assert (row.steps, row.finding) == (19, "gc_pause")
+    assert (row.totals.steps_total, row.finding) == (19, "gc_pause")
 
 
 def test_a_log_that_shrinks_is_read_from_its_start(run):
     run.add(start(NOW - 100), window(NOW - 1, 99, steps=9), window(NOW, 100, steps=10))
     run.view()
     run.log().write_bytes(dumped(window(NOW + 1, 101, steps=12)))
-    assert run.row().steps == 12
+    assert run.row().totals.steps_total == 12
 
 
 def test_a_log_that_disappears_keeps_what_was_read(run):
     run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
     run.view()
     run.log().unlink()
-    assert run.row().steps == 9
+    assert run.row().totals.steps_total == 9
 
 
 def test_a_fifo_and_damaged_lines_do_no_harm(run):
@@ -185,13 +186,13 @@ def test_a_fifo_and_damaged_lines_do_no_harm(run):
     run.add(start(NOW - 100), window(NOW - 1, 99, steps=9))
     with open(run.log(), "ab") as file:
         file.write(b'\xff\x00{"event": 5}\n[1]\n{"event":"window","wall_seconds":"x","steps_total":1e300}\n')
-    assert run.row().steps == 9
+    assert run.row().totals.steps_total == 9
 
 
 def test_a_heartbeat_is_newer_than_the_log(run):
     run.add(start(NOW - 100), window(NOW - 9, 91, steps=91))
     run.beat("a0", unix_seconds=NOW - 1, wall_seconds=99.0, steps_total=99, ledger_total_seconds={"compute": 99.0})
-    assert run.row().steps == 99
+    assert run.row().totals.steps_total == 99
     run.beat("a0", unix_seconds=NOW, wall_seconds=100.0, steps_total=99,
              ledger_total_seconds={"compute": 99.0, "checkpoint": 1.0})  # fmt: skip
     assert run.row().now_in == "checkpoint"
@@ -205,7 +206,7 @@ def test_a_rank_without_a_sign_of_life(run):
     run.add(window(NOW + 59, 159, 1, steps=159), rank=1)
     view = run.view()
     rows = {row.rank: row for row in view.rows}
-    assert (rows[0].state, rows[0].since, rows[1].state) == ("gone", NOW - 20, "ok")
+    assert (rows[0].state, rows[0].since, rows[1].state) == (State.GONE, NOW - 20, State.OK)
     assert view.headline.text.startswith("Killed: rank 0 did not end by itself.")
 
 
@@ -215,7 +216,7 @@ def test_a_clock_that_is_behind_makes_no_rank_gone(run):
     run.view()
     run.now += 1
     run.add(window(NOW - 299, 101, steps=101))
-    assert run.row().state == "ok"
+    assert run.row().state == State.OK
 
 
 def ended(run, *found: dict, exit_status: int = 0):
@@ -274,7 +275,7 @@ def test_a_rank_that_failed_is_named_before_those_that_lost_it(run):
 def test_a_later_attempt_replaces_the_one_before(run):
     run.add(start(NOW - 1000), window(NOW - 900, 100, steps=100), pid=77)
     run.add(start(NOW - 100) | {"life": "b0"}, window(NOW - 1, 99, steps=9))
-    assert [row.steps for row in run.view().rows] == [9]
+    assert [row.totals.steps_total for row in run.view().rows] == [9]
 
 
 def test_a_hang_blames_the_rank_that_is_waited_for(run):

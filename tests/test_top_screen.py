@@ -11,19 +11,37 @@ import pytest
 from top_screens import ADVICE, FRAME, NOW, text_of
 
 from telemetry.diagnosis.verdict import BAD
-from telemetry.log_lines import GpuLine
+from telemetry.log_lines import GpuLine, RunStartLine, TotalsLine
 from telemetry.records import Advice, StallRecord
+from telemetry.report.process_log import ProcessLog
 from telemetry.top.text import BAD_STYLE, HELP, LIST, RANK
-from telemetry.top.view import Choice, Headline, JobView, RankRow
+from telemetry.top.view import Choice, Headline, JobView, RankRow, State
 from telemetry.util.text import rough_duration
 
 STALL = StallRecord(rank=3, cause="gc_pause", opened="2027-01-15T07:59:00.000Z", advice=[Advice(**ADVICE)])
 
 
-def row(rank=0, state="ok", finding="", **more) -> RankRow:
-    ledger = {"data_wait": 1.0, "compute": 3.0}
-    fields = {"node": "n1", "pid": 10 + rank, "since": None, "recent_ledger": ledger, "ledger": ledger} | more
-    return RankRow(rank=rank, state=state, finding=finding or state, **fields)
+LEDGER = {"data_wait": 1.0, "compute": 3.0}
+
+
+def row(
+    rank=0, state="ok", finding="", node="n1", ledger=LEDGER, recent_ledger=LEDGER, wait_ratio=None, steps=None,
+    samples=None, tokens=None, **more,
+) -> RankRow:  # fmt: skip
+    """A rank; ``steps``, ``samples`` and ``tokens`` of a second."""
+    exposed = None if wait_ratio is None else wait_ratio * sum(LEDGER.values())
+    return RankRow(
+        ProcessLog(rank, 10 + rank, RunStartLine(node=node)),
+        totals=TotalsLine(ledger_total_seconds=ledger),
+        recent=TotalsLine(
+            wall_seconds=1.0, ledger_total_seconds=LEDGER, exposed_wait_total_seconds=exposed, samples_total=samples,
+            tokens_total=tokens,
+        ),
+        live=TotalsLine(wall_seconds=1.0, ledger_total_seconds=recent_ledger, steps_total=steps),
+        state=State(state),
+        finding=finding or state,
+        **more,
+    )  # fmt: skip
 
 
 def view(*rows, text="Healthy: all is well.", **more) -> JobView:
@@ -115,7 +133,7 @@ def test_old_data_is_no_alarm_before_the_next_look_is_overdue():
     ("sort", "values", "order"),
     [
         ("rank", [{}, {}, {}], [0, 1, 2]),
-        ("slowest first", [{"steps_per_second": 3.0}, {"steps_per_second": 1.0}, {}], [1, 0, 2]),
+        ("slowest first", [{"steps": 3}, {"steps": 1}, {}], [1, 0, 2]),
         ("wait", [{"wait_ratio": 0.1}, {}, {"wait_ratio": 0.4}], [2, 0, 1]),
         ("GPU, idle first", [{}, {"gpu": GpuLine(utilization_ratio=0.9)}, {"gpu": GpuLine(utilization_ratio=0.2)}], [2, 1, 0]),
     ],
@@ -219,7 +237,7 @@ def test_keys_open_a_rank_and_go_back():
 def test_the_cursor_stays_on_its_rank_when_the_order_changes():
     async def test(screen):
         assert "\n>   3 n1" in await screen.press("down")
-        changed = tuple(replace(r, state="ok", finding="was 3") if r.rank == 3 else r for r in RANKS)
+        changed = tuple(replace(r, state=State.OK, finding="was 3") if r.rank == 3 else r for r in RANKS)
         screen.source.shown = replace(screen.source.shown, rows=changed)
         assert "\n>   3 n1       was 3" in await screen.shows("was 3")
         assert "\n>   2 n2" in await screen.press("home")

@@ -56,10 +56,10 @@ NO_FOLDER: Final = "a snapshot is requested through the run folder: telemetry sn
 
 
 class Reader(threading.Thread):
-    """Reads the source on a thread of its own, so that keys stay quick while a file system or an endpoint is slow.
+    """Reads the run on a thread of its own, so that keys stay quick while a file system or an endpoint is slow.
 
     Args:
-        source: source of the view, which only this thread uses.
+        run: the run folder or the endpoints, which only this thread uses.
         begin: text before the first view.
 
     Attributes:
@@ -67,9 +67,9 @@ class Reader(threading.Thread):
         closed: set it to end the thread. Do not wait for it: a dead file system may hold it.
     """
 
-    def __init__(self, source: RunFolder | Endpoints, begin: str) -> None:
+    def __init__(self, run: RunFolder | Endpoints, begin: str) -> None:
         super().__init__(name="telemetry-top", daemon=True)
-        self._source = source
+        self._run = run
         self.view = waiting(begin, time.time())
         self.closed = threading.Event()
 
@@ -79,8 +79,8 @@ class Reader(threading.Thread):
         while not self.closed.is_set():
             began, note = time.monotonic(), ""
             try:
-                known = self._source.poll()
-                pause = self._source.pause_seconds
+                known = self._run.poll()
+                pause = self._run.pause_seconds
             except Exception as error:
                 # A log can hold anything. The view goes on, and shows the error.
                 note = one_line(f"cannot be read: {type(error).__name__}: {error}")

@@ -29,20 +29,20 @@ _BEATS_SECONDS: Final = 1.2
 
 def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:
     """Show a run folder or endpoints. Returns the exit status: 1 without anything to show, or without Textual."""
-    source = Endpoints(urls) if run_dir is None else RunFolder(Path(run_dir))
+    run = Endpoints(urls) if run_dir is None else RunFolder(Path(run_dir))
     named = " ".join(urls) if run_dir is None else run_dir
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # None: it is closed
     frame = Frame(encoding, _shows_blocks(encoding), named)
     try:
         if once or not _is_terminal():
-            return _print(source, frame)
+            return _print(run, frame)
         if find_spec("textual") is None:
             complain("top needs textual: pip install 'torch-telemetry[top]'; `telemetry top --once` does without it")
             return 1
         from telemetry.top.app import Reader, SnapshotRequest, TopApp
 
         snapshots = None if run_dir is None else SnapshotRequest(Path(run_dir))
-        app = TopApp(Reader(source, f"Reading {named}"), frame, snapshots)
+        app = TopApp(Reader(run, f"Reading {named}"), frame, snapshots)
         for name in ("COLUMNS", "LINES"):  # Textual takes them for the terminal's size, and then follows no resize
             os.environ.pop(name, None)
         app.run(mouse=False)  # the mouse selects text, as in any other command
@@ -70,11 +70,11 @@ def _shows_blocks(encoding: str) -> bool:
     return True
 
 
-def _print(source: Endpoints | RunFolder, frame: Frame) -> int:
-    view = source.poll()
+def _print(run: Endpoints | RunFolder, frame: Frame) -> int:
+    view = run.poll()
     if view.running:
-        time.sleep(_BEATS_SECONDS * (2 if isinstance(source, Endpoints) else 1))
-        view = source.poll()
+        time.sleep(_BEATS_SECONDS * (2 if isinstance(run, Endpoints) else 1))
+        view = run.poll()
     width = min(max(80, shutil.get_terminal_size((100, 24)).columns), 200)
     text = frame.printed(view, width=width, now=time.time(), rows=_PRINTED_ROWS)
     return show(text) or (0 if view.rows else 1)

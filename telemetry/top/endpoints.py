@@ -6,7 +6,7 @@ import http.client
 import threading
 import time
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ from telemetry.log_lines import GpuLine, HangLine, RunStartLine, StallOpenLine, 
 from telemetry.records import CATEGORIES, Advice
 from telemetry.report.attempts import FINISHED, RUNNING
 from telemetry.report.process_log import ProcessLog
-from telemetry.top.view import JobView, RankFacts, RecentTotals, job_view, most_time, waiting
+from telemetry.top.view import JobView, RankRow, RecentTotals, job_view, most_time, waiting
 from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
@@ -168,11 +168,16 @@ class _Known:
 
     recent: RecentTotals
     log: ProcessLog
-    facts: RankFacts
+    row: RankRow
     ledger: dict[str, float] = field(default_factory=dict)
     changed: float = 0.0
     now_in: str = ""
     opened: float | None = None
+
+    def row_at(self, now: float, here: float) -> RankRow:
+        """Its row at a time, by Unix time and by this machine's monotonic clock."""
+        silent = here - self.changed
+        return self.row if self.row.how != RUNNING else replace(self.row, seen=now - silent, silent_seconds=silent)
 
 
 class Endpoints:
@@ -216,22 +221,18 @@ class Endpoints:
                 self._errors[url] = f"{url} does not show metrics: {error}"
         notes = [self._errors[url] for url in self._urls if url in self._errors]
         self._known = {key: known for key, known in self._known.items() if here - known.changed <= _GONE_SECONDS}
-        facts = [known.facts for known in self._known.values()]
-        for known in self._known.values():
-            if known.facts.how == RUNNING:
-                known.facts.silent_seconds = here - known.changed
-                known.facts.seen = now - known.facts.silent_seconds
-        if not facts:
+        rows = [known.row_at(now, here) for known in self._known.values()]
+        if not rows:
             return waiting("Waiting for the endpoints: none has shown a rank yet.", now, notes)
-        run = facts[-1].log.run
-        return job_view([each for each in facts if each.log.run == run], now, notes)
+        run = rows[-1].log.run
+        return job_view([row for row in rows if row.log.run == run], now, notes)
 
     def _take(self, scraped: _Scraped, now: float, at: float) -> None:
         key = scraped.run, scraped.rank
         known = self._known.get(key)
         if known is None:
             log = ProcessLog(scraped.rank, 0, run=scraped.run)
-            known = self._known[key] = _Known(RecentTotals(from_start=False), log, RankFacts(log), changed=at)
+            known = self._known[key] = _Known(RecentTotals(from_start=False), log, RankRow(log), changed=at)
         world = scraped.info.get("world_size", "")
         known.log.head = RunStartLine(
             node=scraped.info.get("node", ""), world_size=int(world) if world.isdecimal() and len(world) < 8 else None
@@ -255,7 +256,7 @@ class Endpoints:
         self._note_stall(known, scraped, now)
         hang = scraped.active("training_hang_active")
         known.log.hangs[:] = [] if hang is None else [_hang_line(scraped, hang, now)]
-        known.facts = RankFacts(
+        known.row = RankRow(
             log=known.log,
             how=FINISHED if scraped.values.get("training_run_ended") else RUNNING,
             seen=now,

@@ -15,7 +15,7 @@ from telemetry.report.attempts import FINISHED, KILLED, RUNNING, lives_of
 from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
 from telemetry.report.process_log import not_replaced
 from telemetry.report.summary import run_facts
-from telemetry.top.view import JobView, RankFacts, RecentTotals, end_of, job_view, most_time, waiting
+from telemetry.top.view import JobView, RankRow, RecentTotals, end_of, job_view, most_time, waiting
 from telemetry.util.files import caches_folders, open_regular
 from telemetry.util.text import one_line
 
@@ -229,13 +229,13 @@ class RunFolder:
         self._beats(current, here)
         self._reports.read(here)
         lives = {id(life.log): life for life in lives_of(current, now)}
-        facts = [self._facts(log, lives[id(log)], here) for log in current if id(log) in lives]
-        if not facts:
+        rows = [self._row(log, lives[id(log)], here) for log in current if id(log) in lives]
+        if not rows:
             return waiting("Waiting for the first line of the log.", now)
-        if any(each.how == RUNNING for each in facts):
-            return job_view(facts, now)
-        whole, notes = self._verdict_of_report(facts)
-        return job_view(facts, now, notes, whole)
+        if any(each.how == RUNNING for each in rows):
+            return job_view(rows, now)
+        whole, notes = self._verdict_of_report(rows)
+        return job_view(rows, now, notes, whole)
 
     def _list(self) -> None:
         found: dict[int, list[tuple[float, str, int]]] = {}
@@ -311,7 +311,7 @@ class RunFolder:
                 spent, then = beat.ledger_total_seconds, before.ledger_total_seconds
                 extras.now_in = most_time({c: s - then.get(c, 0.0) for c, s in spent.items()}) or extras.now_in
 
-    def _facts(self, log: ProcessLog, life: Life, here: float) -> RankFacts:
+    def _row(self, log: ProcessLog, life: Life, here: float) -> RankRow:
         extras = self._extras.setdefault(id(log), _Extras(RecentTotals(from_start=False)))
         pace, hang = self._reports.paces.get(log.rank), self._reports.hangs.get(log.rank)
         silent = max(0.0, self._clock() - life.end)
@@ -319,7 +319,7 @@ class RunFolder:
         if extras.changed is not None:
             silent = min(silent, here - extras.changed)
             there = there or (life.how == KILLED and silent < _SEEN_SECONDS)
-        return RankFacts(
+        return RankRow(
             log=log,
             how=RUNNING if there else life.how,
             seen=life.end,
@@ -336,13 +336,13 @@ class RunFolder:
             life=life,
         )
 
-    def _verdict_of_report(self, facts: Sequence[RankFacts]) -> tuple[Verdict | None, list[str]]:
+    def _verdict_of_report(self, rows: Sequence[RankRow]) -> tuple[Verdict | None, list[str]]:
         """The report's verdict on a run that has ended, from its whole logs, or why there is none; once per end."""
-        ended_as = tuple((each.log.rank, each.log.pid, each.log.started, each.log.last_time) for each in facts)
+        ended_as = tuple((each.log.rank, each.log.pid, each.log.started, each.log.last_time) for each in rows)
         if ended_as != self._ended_as:
             try:
-                whole, broke_off = not_replaced(load(self._path)), any(each.how != FINISHED for each in facts)
-                self._whole = judge(run_facts(whole, end=end_of(facts), broke_off=broke_off)), []
+                whole, broke_off = not_replaced(load(self._path)), any(each.how != FINISHED for each in rows)
+                self._whole = judge(run_facts(whole, end=end_of(rows), broke_off=broke_off)), []
             except (NoRunError, OSError) as error:
                 note = f"the verdict is on the ends of the logs alone; their whole cannot be read: {error}"
                 self._whole = None, [one_line(note)]

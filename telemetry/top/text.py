@@ -9,22 +9,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.diagnosis.verdict import BAD, GOOD
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.report.attempts import FAILED, FINISHED
 from telemetry.report.process_log import unix
 from telemetry.report.text import advice_lines, stall_section
-from telemetry.top.view import (
-    GONE,
-    OK,
-    SILENT,
-    STALLED,
-    STARTING,
-    STARVED,
-    STATES,
-    STUCK,
-    WAITING,
-    Choice,
-    clock,
-)
+from telemetry.top.view import STATES, Choice, State, clock
 from telemetry.util.text import binary_size, byte_size, duration, one_line, percent, plain_number, rough_duration
 
 if TYPE_CHECKING:
@@ -49,10 +36,10 @@ HELP: Final = "help"
 SHORT: Final = {category: category.replace("_", " ") for category in CATEGORIES} | {EVALUATION: "eval"}
 
 _STATE_STYLES: Final = (
-    dict.fromkeys((GONE, FAILED, STUCK), BAD_STYLE)
-    | dict.fromkeys((SILENT, STALLED, STARVED), WARN_STYLE)
-    | dict.fromkeys((WAITING, STARTING), "dim")
-    | dict.fromkeys((OK, FINISHED), GOOD_STYLE)
+    dict.fromkeys((State.GONE, State.FAILED, State.STUCK), BAD_STYLE)
+    | dict.fromkeys((State.SILENT, State.STALLED, State.STARVED), WARN_STYLE)
+    | dict.fromkeys((State.WAITING, State.STARTING), "dim")
+    | dict.fromkeys((State.OK, State.FINISHED), GOOD_STYLE)
 )
 
 _PARTS: Final = {
@@ -189,12 +176,12 @@ class Frame:
     Attributes:
         encoding: encoding of the terminal. Characters that it lacks are escaped.
         blocks: whether bars are made of blocks. Without colours, letters are easier to distinguish.
-        source: the run folder or the endpoints, as a person gave them.
+        place: the run folder or the endpoints, as a person gave them.
     """
 
     encoding: str
     blocks: bool
-    source: str = ""
+    place: str = ""
 
     def page(
         self, kind: str, view: JobView, choice: Choice, scrolled: int = 0, *, width: int, height: int, now: float
@@ -274,7 +261,7 @@ class Frame:
         age = now - view.seen
         if age > _OLD_SECONDS:
             late = now > view.overdue
-            why = f"{self.source} does not answer" if late else "a look takes long, so there are few"
+            why = f"{self.place} does not answer" if late else "a look takes long, so there are few"
             old = self._cell(f"what is shown is {rough_duration(age)} old: {why}", width)
             lines.append(((old, BAD_STYLE if late else "dim"),))
         return lines + [((self._cell(note, width), WARN_STYLE),) for note in view.notes[:2]]
@@ -292,7 +279,7 @@ class Frame:
             for column in columns:
                 state = _STATE_STYLES[row.state] if column.name == "state" else style
                 spans.append((f"{self._in_column(column.text(row), column)} ", state))
-            lines.append((*spans, *self._bar(row.ledger if whole_run else row.recent_ledger, bar_width)))
+            lines.append((*spans, *self._bar((row.totals if whole_run else row.live).ledger_total_seconds, bar_width)))
         return lines
 
     def _stall(self, view: JobView, width: int, most: int, now: float) -> list[Line]:
@@ -319,14 +306,15 @@ class Frame:
     def rank_lines(self, row: RankRow, width: int, now: float) -> list[Line]:
         """All that is known of one rank, the newest stall first. There may be more lines than fit."""
         since = "" if row.since is None else f", since {clock(row.since)} ({rough_duration(max(0.0, now - row.since))})"
-        pid = f", pid {row.pid}" if row.pid else ""
+        pid = f", pid {row.log.pid}" if row.log.pid else ""
         title = f"rank {row.rank} on {row.node or 'an unknown node'}{pid}: {row.finding}{since}"
         lines: list[Line] = [((line, _STATE_STYLES[row.state]),) for line in self._wrapped(title, width, 3)]
         lines += [((self._cell(text, width), ""),) for text in _facts(row)]
         lines += [(), (("ledger          last minute     whole run", "bold"),)]
-        recent, whole = sum(row.recent_ledger.values()), sum(row.ledger.values())
+        ledgers = row.live.ledger_total_seconds, row.totals.ledger_total_seconds
+        recent, whole = (sum(ledger.values()) for ledger in ledgers)
         for category in CATEGORIES:
-            now_in, all_in = row.recent_ledger.get(category, 0.0), row.ledger.get(category, 0.0)
+            now_in, all_in = (ledger.get(category, 0.0) for ledger in ledgers)
             shares = percent(now_in / recent) if recent else "-", percent(all_in / whole) if whole else "-"
             size = round(max(0, min(30, width - 46)) * now_in / recent) if recent else 0
             figures = f"{SHORT[category]:<12}   {shares[0]:>12}{shares[1]:>14}   "
@@ -394,10 +382,10 @@ def _summary(view: JobView, now: float) -> str:
     rows = view.rows
     counts = Counter(row.state for row in rows)
     trouble = [row.node for row in rows if row.in_trouble]
-    states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    states = ", ".join(f"{counts[state]} {state.value}" for state in STATES if counts[state])
     if view.nodes > 1 and len(trouble) > 1 and len(set(trouble)) == 1:
         states += f" (trouble on {trouble[0]} alone)"
-    steps = [row.steps for row in rows if row.steps is not None]
+    steps = [row.totals.steps_total for row in rows if row.totals.steps_total is not None]
     running = [row for row in rows if row.steps_per_second is not None]
     rates = sorted(row.steps_per_second or 0.0 for row in running)
     parts = [
@@ -416,7 +404,7 @@ def _summary(view: JobView, now: float) -> str:
 
 def _facts(row: RankRow) -> list[str]:
     """The figures of an opened rank, a line for each topic that is known."""
-    rate = "-" if row.steps_per_second is None else f"{row.steps_per_second:.2f}"
+    steps, rate = row.totals.steps_total, "-" if row.steps_per_second is None else f"{row.steps_per_second:.2f}"
     times = ", ".join(f"{name} {duration(row.step_seconds.get(name))}" for name in ("p50", "p95", "p99", "max"))
     throughput = [
         f"{plain_number(each, 4)} {name} a second"
@@ -425,7 +413,7 @@ def _facts(row: RankRow) -> list[str]:
     ]
     topics = {
         "now": [row.now_in.replace("_", " "), f"at {row.where}" if row.where else ""] if row.now_in else [],
-        "steps": [f"{'-' if row.steps is None else row.steps}, {rate} a second"
+        "steps": [f"{'-' if steps is None else steps}, {rate} a second"
                   + (f"; a step takes {times}" if row.step_seconds else "")],
         "wait": [f"{percent(row.wait_ratio)} of the training loop was exposed wait"],
         "throughput": throughput,
@@ -454,10 +442,10 @@ def _gpu(gpu: GpuLine) -> list[str]:
 
 def _memory(row: RankRow) -> list[str]:
     resident = row.resident_memory_bytes
-    grows, ends = row.memory.growth_bytes_per_hour, row.memory.exhausted_in_seconds
+    grows, ends = row.totals.memory.growth_bytes_per_hour, row.totals.memory.exhausted_in_seconds
     texts = [] if resident is None else [f"resident {binary_size(resident)}"]
     if grows:
-        texts.append(f"{row.memory.where or ''} grows by {binary_size(grows)} an hour".strip())
+        texts.append(f"{row.totals.memory.where or ''} grows by {binary_size(grows)} an hour".strip())
     if ends is not None:
         texts.append(f"exhausted in {rough_duration(ends)}")
     return texts

@@ -1,6 +1,6 @@
 """The view of a job and its ranks: states, the verdict, the order of the ranks.
 
-A source (`run_folder`, `endpoints`) makes `RankFacts`; `job_view` makes a `JobView` of them.
+`run_folder` and `endpoints` make a `RankRow` of each rank; `job_view` adds its state and makes a `JobView` of them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import ENDED, LEFT
 from telemetry.diagnosis.verdict import BAD, GOOD, UNSURE, judge
-from telemetry.log_lines import GpuLine, MemoryForecast, StallCloseLine, StallOpenLine, TotalsLine
+from telemetry.log_lines import GpuLine, StallCloseLine, StallOpenLine, TotalsLine
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, STARTUP
 from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, Attempt
 from telemetry.report.process_log import ProcessLog, stalls_of, unix
@@ -31,21 +32,25 @@ if TYPE_CHECKING:
     from telemetry.records import StallRecord
     from telemetry.report.attempts import Life
 
-GONE: Final = "gone"
-STUCK: Final = "stuck"
-SILENT: Final = "silent"
-STALLED: Final = "stalled"
-STARVED: Final = "starved"
-"""The rank waits for data, but no stall is open: not yet, or no longer."""
 
-WAITING: Final = "waiting"
-"""The rank waits for another one, which causes the delay."""
+class State(Enum):
+    """The states of a rank, the worst first."""
 
-STARTING: Final = "starting"
-OK: Final = "ok"
+    GONE = "gone"
+    FAILED = "failed"
+    STUCK = "stuck"
+    SILENT = "silent"
+    STALLED = "stalled"
+    STARVED = "starved"
+    """It waits for data, but no stall is open: not yet, or no longer."""
+    WAITING = "waiting"
+    """It waits for another rank, which causes the delay."""
+    STARTING = "starting"
+    OK = "ok"
+    FINISHED = "finished"
 
-STATES: Final = (GONE, FAILED, STUCK, SILENT, STALLED, STARVED, WAITING, STARTING, OK, FINISHED)
-"""The states, the worst first."""
+
+STATES: Final = tuple(State)
 
 SILENT_SECONDS: Final = 15.0
 """A rank without a sign of life for this time is shown as silent. Heartbeats come every second or two."""
@@ -65,7 +70,7 @@ _SUMS_BY_NAME: Final = ("ledger_total_seconds", "stall_lost_total_seconds")
 _KEPT: Final = (*_SUMS, *_SUMS_BY_NAME, "exposed_wait_absent")
 
 
-# -- the facts from a source -----------------------------------------------------------------------------------------
+# -- totals over the last minute ---------------------------------------------------------------------------------------
 
 
 class RecentTotals:
@@ -125,9 +130,12 @@ def most_time(seconds: dict[str, float]) -> str:
     return category if category in CATEGORIES and seconds[category] > 0 else ""
 
 
-@dataclass(slots=True)
-class RankFacts:
-    """The facts about one rank from a source.
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank on the screen.
 
     Attributes:
         log: its log so far: head, totals of the whole run, stalls, hangs. ``life``: what the report makes of it.
@@ -139,6 +147,8 @@ class RankFacts:
         gpu: its newest readings of the GPU. ``resident_memory_bytes``: of the training process.
         step_seconds: percentiles of its steps in the newest window.
         hang: its state while the job hangs.
+        stalls: the stalls of ``report --json``, the newest last.
+        state: its state. ``since``: Unix time at which it began, None if not known. ``finding``: it in a few words.
     """
 
     log: ProcessLog
@@ -155,100 +165,73 @@ class RankFacts:
     step_seconds: dict[str, float] = field(default_factory=dict)
     hang: HangState | None = None
     life: Life | None = None
+    stalls: tuple[StallRecord, ...] = ()
+    state: State = State.OK
+    since: float | None = None
+    finding: str = "ok"
+
+    @property
+    def rank(self) -> int:
+        """The number of the rank."""
+        return self.log.rank
 
     @property
     def node(self) -> str:
         """The name of the rank's node."""
         return self.log.head.node or ""
 
-
-# -- one rank ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """One rank on the screen.
-
-    Attributes:
-        state: one of `STATES`. ``since``: Unix time at which the state began, None if not known.
-        finding: the state in a few words.
-        now_in: its present category of the ledger; empty if not known or no longer true. ``where``: the line of code.
-        steps: steps that have ended in the whole run; None before the first reading.
-        steps_per_second, samples_per_second, tokens_per_second: over the last minute, without startup.
-        wait_ratio: exposed wait of its training loop over the last minute; None if not known.
-        recent_ledger: seconds by category over the last minute. ``ledger``: over the whole run.
-        gpu, resident_memory_bytes, step_seconds: those of `RankFacts`.
-        stalls: the stalls of ``report --json``, the newest last.
-        memory: growth of its memory, as in the log.
-    """
-
-    rank: int
-    node: str
-    pid: int
-    state: str
-    since: float | None
-    finding: str
-    now_in: str = ""
-    where: str = ""
-    steps: int | None = None
-    steps_per_second: float | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    wait_ratio: float | None = None
-    recent_ledger: dict[str, float] = field(default_factory=dict)
-    ledger: dict[str, float] = field(default_factory=dict)
-    gpu: GpuLine = GpuLine()
-    resident_memory_bytes: float | None = None
-    step_seconds: dict[str, float] = field(default_factory=dict)
-    stalls: tuple[StallRecord, ...] = ()
-    memory: MemoryForecast = MemoryForecast()
-
     @property
     def key(self) -> tuple[int, str, int]:
-        """A key that no other row has, even if two processes claim one rank."""
-        return self.rank, self.node, self.pid
+        """A key that no other rank has, even if two processes claim one number."""
+        return self.rank, self.node, self.log.pid
 
     @property
     def in_trouble(self) -> bool:
         """Whether a person should look at it. A rank that waits for another one is all right."""
-        return STATES.index(self.state) < STATES.index(WAITING)
+        return STATES.index(self.state) < STATES.index(State.WAITING)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, and is not silent: otherwise its newest readings are no longer true."""
+        return self.how == RUNNING and self.state != State.SILENT
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Steps per second over the last minute, without startup."""
+        return _rate(self.live, self.live.steps_total) if self.is_alive else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second over the last minute, without startup."""
+        return _rate(self.recent, self.recent.samples_total) if self.is_alive else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second over the last minute, without startup."""
+        return _rate(self.recent, self.recent.tokens_total) if self.is_alive else None
+
+    @property
+    def wait_ratio(self) -> float | None:
+        """The share of the training loop of the last minute that was exposed wait; None if it was not measured."""
+        totals = self.recent if self.how == RUNNING else self.totals
+        exposed, ledger = totals.exposed_wait_total_seconds, totals.ledger_total_seconds
+        loop = ledger.get(DATA_WAIT, 0.0) + ledger.get(COMPUTE, 0.0)
+        return min(1.0, exposed / loop) if exposed is not None and loop > 0 else None
 
 
-def row_of(facts: RankFacts, now: float, suspects: dict[int, str], waits: Collection[int]) -> RankRow:
-    """The row of a rank.
+def with_state(row: RankRow, now: float, suspects: dict[int, str], waits: Collection[int]) -> RankRow:
+    """Add the stalls and the state of a rank, and leave out readings that are no longer true.
 
     Args:
-        facts: facts about this rank.
+        row: the rank.
         now: Unix time.
         suspects: while the job hangs, the ranks that the others wait for, and their activities.
         waits: the ranks that wait for them.
     """
-    log, live = facts.log, facts.live
-    stalls = tuple(stalls_of(log)) if log.stalls else ()
-    state, since, finding = _state(facts, stalls, now, suspects, waits)
-    running = facts.how == RUNNING and state != SILENT
-    return RankRow(
-        rank=log.rank,
-        node=facts.node,
-        pid=log.pid,
-        state=state,
-        since=since,
-        finding=finding,
-        now_in=facts.now_in if running else "",
-        where=facts.where if running else "",
-        steps=facts.totals.steps_total,
-        steps_per_second=_rate(live, live.steps_total) if running else None,
-        samples_per_second=_rate(facts.recent, facts.recent.samples_total) if running else None,
-        tokens_per_second=_rate(facts.recent, facts.recent.tokens_total) if running else None,
-        wait_ratio=_wait_ratio(facts.recent if facts.how == RUNNING else facts.totals),
-        recent_ledger=live.ledger_total_seconds,
-        ledger=facts.totals.ledger_total_seconds,
-        gpu=facts.gpu if running else GpuLine(),
-        resident_memory_bytes=facts.resident_memory_bytes if running else None,
-        step_seconds=facts.step_seconds,
-        stalls=stalls,
-        memory=facts.totals.memory,
-    )
+    stalls = tuple(stalls_of(row.log)) if row.log.stalls else ()
+    state, since, finding = _state(row, stalls, now, suspects, waits)
+    found = replace(row, stalls=stalls, state=state, since=since, finding=finding)
+    return found if found.is_alive else replace(found, now_in="", where="", gpu=GpuLine(), resident_memory_bytes=None)
 
 
 def _rate(totals: TotalsLine, count: int | None) -> float | None:
@@ -257,56 +240,49 @@ def _rate(totals: TotalsLine, count: int | None) -> float | None:
     return count / seconds if seconds > 0 and count is not None else None
 
 
-def _wait_ratio(totals: TotalsLine) -> float | None:
-    """The share of the training loop that was exposed wait; None if it was not measured."""
-    exposed, ledger = totals.exposed_wait_total_seconds, totals.ledger_total_seconds
-    loop = ledger.get(DATA_WAIT, 0.0) + ledger.get(COMPUTE, 0.0)
-    return min(1.0, exposed / loop) if exposed is not None and loop > 0 else None
-
-
 def _state(  # noqa: PLR0911, one return for each state
-    facts: RankFacts,
+    row: RankRow,
     stalls: tuple[StallRecord, ...],
     now: float,
     suspects: dict[int, str],
     waits: Collection[int],
-) -> tuple[str, float | None, str]:
-    rank, hang = facts.log.rank, facts.hang
-    if facts.how != RUNNING:
-        return _end(facts, now)
+) -> tuple[State, float | None, str]:
+    hang = row.hang
+    if row.how != RUNNING:
+        return _end(row, now)
     hung_since = None if hang is None else now - hang.seconds
-    if rank in suspects:
-        return STUCK, hung_since, f"held up: {suspects[rank]}"
+    if row.rank in suspects:
+        return State.STUCK, hung_since, f"held up: {suspects[row.rank]}"
     stall = stalls[-1] if stalls and stalls[-1].closed is None else None
     opened = None if stall is None else unix(stall.opened or "")
-    if rank in waits:
-        return WAITING, opened, "waits for others"
+    if row.rank in waits:
+        return State.WAITING, opened, "waits for others"
     if stall is not None and stall.stuck_in is not None:
-        return STUCK, opened, f"stuck in {stall.stuck_in.replace('_', ' ')}"
+        return State.STUCK, opened, f"stuck in {stall.stuck_in.replace('_', ' ')}"
     if hang is not None and hang.stuck and hang.doing not in {LEFT, ENDED}:
         if hang.waits:
-            return WAITING, hung_since, "waits for others"
-        return STUCK, hung_since, f"stuck in {hang.doing.replace('_', ' ')}"
-    if facts.silent_seconds > SILENT_SECONDS:
-        return SILENT, facts.seen, f"silent for {rough_duration(facts.silent_seconds)}"
+            return State.WAITING, hung_since, "waits for others"
+        return State.STUCK, hung_since, f"stuck in {hang.doing.replace('_', ' ')}"
+    if row.silent_seconds > SILENT_SECONDS:
+        return State.SILENT, row.seen, f"silent for {rough_duration(row.silent_seconds)}"
     if stall is not None:
         if stall.cause == "straggler" and stall.straggler_rank is not None:
-            return WAITING, opened, f"waits for rank {stall.straggler_rank}"
-        return STALLED, opened, stall.cause
-    if not facts.totals.steps_total:
-        return STARTING, unix(facts.log.started), "no step yet"
-    if (_wait_ratio(facts.recent) or 0.0) >= facts.log.head.settings.stall_enter_ratio:
-        return STARVED, None, "waits for data"
-    return OK, None, "ok"
+            return State.WAITING, opened, f"waits for rank {stall.straggler_rank}"
+        return State.STALLED, opened, stall.cause
+    if not row.totals.steps_total:
+        return State.STARTING, unix(row.log.started), "no step yet"
+    if (row.wait_ratio or 0.0) >= row.log.head.settings.stall_enter_ratio:
+        return State.STARVED, None, "waits for data"
+    return State.OK, None, "ok"
 
 
-def _end(facts: RankFacts, now: float) -> tuple[str, float, str]:
-    if facts.how == FINISHED:
-        return FINISHED, facts.seen, "finished"
-    if facts.how == FAILED:
-        why = facts.log.end.exception or f"status {facts.log.end.exit_status or 0:.0f}"
-        return FAILED, facts.seen, f"failed: {why}"
-    return GONE, facts.seen, f"gone for {rough_duration(max(0.0, now - facts.seen))}"
+def _end(row: RankRow, now: float) -> tuple[State, float, str]:
+    if row.how == FINISHED:
+        return State.FINISHED, row.seen, "finished"
+    if row.how == FAILED:
+        why = row.log.end.exception or f"status {row.log.end.exit_status or 0:.0f}"
+        return State.FAILED, row.seen, f"failed: {why}"
+    return State.GONE, row.seen, f"gone for {rough_duration(max(0.0, now - row.seen))}"
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------
@@ -359,44 +335,42 @@ def waiting(text: str, now: float, notes: Sequence[str] = ()) -> JobView:
     return JobView(Headline(text, UNSURE), notes=tuple(notes), seen=now)
 
 
-def job_view(
-    facts: Sequence[RankFacts], now: float, notes: Sequence[str] = (), whole: Verdict | None = None
-) -> JobView:
+def job_view(rows: Sequence[RankRow], now: float, notes: Sequence[str] = (), whole: Verdict | None = None) -> JobView:
     """Make the view of a job.
 
     Args:
-        facts: facts about the processes that no later one has replaced, at least one.
+        rows: the processes that no later one has replaced, at least one.
         now: Unix time.
         notes: what cannot be read.
         whole: the report's verdict, if the run has ended and its logs can be read.
     """
-    running = any(each.how == RUNNING for each in facts)
-    hang = hang_of([each.log for each in facts]) if running else None
+    running = any(each.how == RUNNING for each in rows)
+    hang = hang_of([each.log for each in rows]) if running else None
     suspects = {s.rank: s.doing or "others wait" for s in hang.suspects if s.rank is not None} if hang else {}
     waits = {rank for group in hang.waiting for rank in group.ranks} if hang else set()
     return JobView(
-        headline=_headline(facts, whole),
-        run=facts[-1].log.run,
-        rows=tuple(row_of(each, now, suspects, waits) for each in facts),
-        notes=(*notes, *_missing(facts)) if running else tuple(notes),
+        headline=_headline(rows, whole),
+        run=rows[-1].log.run,
+        rows=tuple(with_state(each, now, suspects, waits) for each in rows),
+        notes=(*notes, *_missing(rows)) if running else tuple(notes),
         running=running,
         seen=now,
-        nodes=len({each.node for each in facts}),
+        nodes=len({each.node for each in rows}),
     )
 
 
-def _missing(facts: Sequence[RankFacts]) -> list[str]:
-    size = max((each.log.head.world_size or 0 for each in facts), default=0)
+def _missing(rows: Sequence[RankRow]) -> list[str]:
+    size = max((each.log.head.world_size or 0 for each in rows), default=0)
     if size > 1 << 17:  # a damaged log
         return []
-    ranks = set(range(size)) - {each.log.rank for each in facts}
-    return [f"nothing is known of {named(ranks)}: the job has {size} ranks"] if ranks else []
+    unknown = set(range(size)) - {each.rank for each in rows}
+    return [f"nothing is known of {named(unknown)}: the job has {size} ranks"] if unknown else []
 
 
-def _headline(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
+def _headline(rows: Sequence[RankRow], whole: Verdict | None) -> Headline:
     """The verdict in the words of the report, with the node of the first rank that it names."""
-    said = _ended(facts, whole) if all(each.how != RUNNING for each in facts) else _going_on(facts)
-    nodes = {each.log.rank: each.node for each in facts}
+    said = _ended(rows, whole) if all(each.how != RUNNING for each in rows) else _going_on(rows)
+    nodes = {each.rank: each.node for each in rows}
     if len(set(nodes.values())) == 1:
         return said
 
@@ -407,52 +381,52 @@ def _headline(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
     return said._replace(text=_RANK.sub(on_node, said.text, count=1))
 
 
-def _going_on(facts: Sequence[RankFacts]) -> Headline:
-    end = end_of(facts)
-    recent = run_facts([_recent_log(each) for each in facts], end=end)
-    if any(each.totals.steps_total for each in facts):
-        most = Counter(each.now_in for each in facts if each.now_in).most_common(1)
+def _going_on(rows: Sequence[RankRow]) -> Headline:
+    end = end_of(rows)
+    recent = run_facts([_recent_log(each) for each in rows], end=end)
+    if any(each.totals.steps_total for each in rows):
+        most = Counter(each.now_in for each in rows if each.now_in).most_common(1)
         recent = replace(recent, last_seconds=RECENT_SECONDS, most_in=most[0][0] if most else "")
     found = judge(recent)
     return Headline(found.text, BAD if end is not None else found.level)
 
 
-def _ended(facts: Sequence[RankFacts], whole: Verdict | None) -> Headline:
-    logs = [_log_with(each, each.totals, each.log.stalls) for each in facts]
-    broke_off = any(each.how != FINISHED for each in facts)
-    found = whole or judge(run_facts(logs, end=end_of(facts), broke_off=broke_off))
+def _ended(rows: Sequence[RankRow], whole: Verdict | None) -> Headline:
+    logs = [_log_with(each, each.totals, each.log.stalls) for each in rows]
+    broke_off = any(each.how != FINISHED for each in rows)
+    found = whole or judge(run_facts(logs, end=end_of(rows), broke_off=broke_off))
     if broke_off:
         return Headline(f"The run has ended. {found.text}", BAD)
     level = UNSURE if whole is None and found.level == GOOD else found.level  # stalls that are over may not be known
-    who = "the rank has" if len(facts) == 1 else f"all {len(facts)} ranks have"
-    when = clock(max(each.seen for each in facts))
+    who = "the rank has" if len(rows) == 1 else f"all {len(rows)} ranks have"
+    when = clock(max(each.seen for each in rows))
     return Headline(f"The run has ended: {who} finished, at {when}. {found.text}", level)
 
 
-def end_of(facts: Sequence[RankFacts]) -> RunEnd | None:
+def end_of(rows: Sequence[RankRow]) -> RunEnd | None:
     """How the ranks have ended that failed or were killed; None without any."""
-    lives = [each.life for each in facts if each.life is not None and each.how in {FAILED, KILLED}]
+    lives = [each.life for each in rows if each.life is not None and each.how in {FAILED, KILLED}]
     return Attempt(0, lives).run_end if lives else None
 
 
-def _recent_log(facts: RankFacts) -> ProcessLog:
+def _recent_log(row: RankRow) -> ProcessLog:
     """The log of a rank over the last minute for the report's functions: only the stall that is open."""
-    totals = facts.recent if facts.recent.is_whole else facts.totals
+    totals = row.recent if row.recent.is_whole else row.totals
     ledger = totals.ledger_total_seconds
-    if not ledger.get(DATA_WAIT) and facts.totals.ledger_total_seconds.get(DATA_WAIT):
+    if not ledger.get(DATA_WAIT) and row.totals.ledger_total_seconds.get(DATA_WAIT):
         # A minute of long steps has no wait. For the report, no wait at all means that the batches were not seen.
         totals = structs.replace(totals, ledger_total_seconds=ledger | {DATA_WAIT: 1e-9})
     stalls: list[StallLine] = []
-    for line in facts.log.stalls if facts.how != KILLED else ():
+    for line in row.log.stalls if row.how != KILLED else ():
         if isinstance(line, (StallOpenLine, StallCloseLine)):
             stalls.clear()
         if not isinstance(line, StallCloseLine):
             stalls.append(line)
-    return _log_with(facts, totals, stalls)
+    return _log_with(row, totals, stalls)
 
 
-def _log_with(facts: RankFacts, totals: TotalsLine, stalls: list[StallLine]) -> ProcessLog:
-    log = facts.log
+def _log_with(row: RankRow, totals: TotalsLine, stalls: list[StallLine]) -> ProcessLog:
+    log = row.log
     return ProcessLog(log.rank, log.pid, log.head, totals, log.last_time, log.ended, stalls=stalls, hangs=log.hangs)
 
 
@@ -473,12 +447,8 @@ def _worst(row: RankRow) -> Any:
     return STATES.index(row.state), -round(100 * (row.wait_ratio or 0.0)), row.rank
 
 
-def _slowest(row: RankRow) -> Any:
-    return _UNKNOWN_LAST if row.steps_per_second is None else row.steps_per_second, row.rank
-
-
-def _idle_gpu(row: RankRow) -> Any:
-    return _UNKNOWN_LAST if row.gpu.utilization_ratio is None else row.gpu.utilization_ratio, row.rank
+def _smallest(value: float | None, row: RankRow) -> Any:
+    return _UNKNOWN_LAST if value is None else value, row.rank
 
 
 def _largest(value: float | None, row: RankRow) -> Any:
@@ -487,11 +457,11 @@ def _largest(value: float | None, row: RankRow) -> Any:
 
 SORTS: Final[dict[str, Callable[[RankRow], Any]]] = {
     WORST: _worst,
-    "rank": lambda row: (row.rank, row.node, row.pid),
+    "rank": lambda row: row.key,
     "node": lambda row: (row.node, row.rank),
-    "slowest first": _slowest,
+    "slowest first": lambda row: _smallest(row.steps_per_second, row),
     "wait": lambda row: _largest(row.wait_ratio, row),
-    "GPU, idle first": _idle_gpu,
+    "GPU, idle first": lambda row: _smallest(row.gpu.utilization_ratio, row),
     "memory": lambda row: _largest(row.resident_memory_bytes, row),
 }
 """The orders by their names on the screen."""
@@ -533,4 +503,4 @@ class Choice:
 
 
 def _searched(row: RankRow) -> str:
-    return f"rank {row.rank} {row.node} {row.state} {row.finding} {row.now_in.replace('_', ' ')}"
+    return f"rank {row.rank} {row.node} {row.state.value} {row.finding} {row.now_in.replace('_', ' ')}"
