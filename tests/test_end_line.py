@@ -68,7 +68,7 @@ SHORT = replace(OWN, steps=1, wait_seconds=10.0, compute_seconds=1.0, first_wait
     ("own", "more", "told"),
     [
         pytest.param(
-            SHORT, {}, "than 0 % of its training loop waiting for data after the first batch. 100", id="start"
+            SHORT, {}, "than 0 % of its training loop waiting for data after the first batch. 1 step in", id="start"
         ),
         pytest.param(replace(OWN, exposed_seconds=3.0), {}, "no rank lost more than 3.0 %", id="not felt by the GPU"),
         pytest.param(
