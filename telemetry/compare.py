@@ -15,11 +15,12 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from telemetry.diagnosis.changes import correlation
+from telemetry.log_lines import Scalar
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import Point, lost_by_cause, not_replaced, point_at, unix
@@ -212,7 +213,7 @@ class Run:
     per_step_seconds: dict[str, float]
     without_core_ratio: float | None
     causes: dict[str, float]
-    facts: dict[str, Any]
+    facts: dict[str, Scalar]
     processes: Sequence[ProcessLog]
     torn_lines: int
     ended: bool
@@ -299,15 +300,15 @@ def _without_core(begin: Point, end: Point) -> float:
     return min(1.0, (1 - waited) * thread / wall + waited * worker / known)
 
 
-def facts_of(processes: Sequence[ProcessLog]) -> dict[str, Any]:
+def facts_of(processes: Sequence[ProcessLog]) -> dict[str, Scalar]:
     """Recorded facts besides the pace, by name. If they differ between processes, all values are in one text."""
-    named: dict[str, list[Any]] = {}
+    named: dict[str, list[Scalar]] = {}
     for process in processes:
-        told = {name: getattr(process.head, name) for name in _HEAD} | process.environment | process.loader
-        for name, value in told.items():
+        facts = {name: getattr(process.head, name) for name in _HEAD} | process.environment | process.loader
+        for name, value in facts.items():
             if value is not None and name != _NOT_COMPARED and value not in named.setdefault(name, []):
                 named[name].append(value)
-    found = {}
+    found: dict[str, Scalar] = {}
     for name, values in named.items():
         texts = sorted(map(str, values))
         more = f" and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
@@ -350,8 +351,8 @@ class Fact(msgspec.Struct, frozen=True):
     """A setting, or a part of the environment, in which the runs differ."""
 
     what: str
-    a: Any
-    b: Any
+    a: Scalar
+    b: Scalar
 
 
 class PairRatio(msgspec.Struct, frozen=True):
@@ -439,7 +440,7 @@ def _warning(delay: Sides) -> str | None:
 
 def _not_comparable(pairs: Sequence[tuple[Run, Run]]) -> str | None:
     """Why a pair cannot be compared, or does not have the same two versions; None if all can be compared."""
-    first: dict[str, tuple[Any, int]] = {}
+    first: dict[str, tuple[Scalar, int]] = {}
     for number, (a, b) in enumerate(pairs, 1):
         why = _too_short("A", a) or _too_short("B", b)
         for name in SAME_STEP:

@@ -6,7 +6,7 @@ reader gets None for both.
 
 Times are ISO-8601 in UTC unless the name says ``unix``. ``_seconds``, ``_bytes``, ``_hertz``, ``_watts``, ``_joules``
 and ``_celsius`` are units. ``_ratio`` is from 0 to 1. ``_total`` counts since the process started. Dictionaries of
-seconds are by category of the ledger unless it is said otherwise.
+seconds are by category of the ledger unless a docstring names another key.
 """
 
 from __future__ import annotations
@@ -434,15 +434,20 @@ class WaitingRanges(Struct, frozen=True):
 
 
 class HangLine(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
-    """Why the job hangs, see `HangVerdict`; with ``over``, that it goes on. ``since``: begin of the hang."""
+    """Why the job hangs, see `HangVerdict`; with ``over``, that it goes on.
+
+    ``since``: begin of the hang. ``recorder``: how to see the collectives, if nothing shows them.
+    """
 
     since: str | None = None
     verdict: str | None = None
     kind: str | None = None
     over: bool = False
     suspects: list[Suspect] = []
+    suspects_total: Count = 0
     waiting: list[WaitingRanges] = []
     silent_ranks: Count = 0
+    recorder: str | None = None
 
 
 class SnapshotLine(Line, frozen=True, kw_only=True, tag_field="event", tag="snapshot"):

@@ -401,7 +401,7 @@ class Epochs(msgspec.Struct, frozen=True):
 
     Attributes:
         count: how many have ended. ``seconds``: mean duration of one.
-        samples: samples in one of them; None if torch's sampler does not tell.
+        samples: samples in one of them; None if torch's own sampler does not choose them.
         distinct: whether each of them is another sample, because the sampler draws each index once; None if unknown.
     """
 
@@ -475,7 +475,7 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):
-    """The pace of one rank for its peers, with what they need to know of its run.
+    """The pace of one rank for its peers, and some figures of its whole run.
 
     Attributes:
         stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
@@ -518,7 +518,7 @@ class LoaderTraits(msgspec.Struct, frozen=True):
     code: tuple[str, int, str] | None = msgspec.field(name="sample_code", default=None)
 
 
-# -- what the log and the reports tell: advice, lines of code, stalls --------------------------------------------------
+# -- what the log and the reports contain: advice, lines of code, stalls ----------------------------------------------
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -597,7 +597,7 @@ class OtherCause(msgspec.Struct, frozen=True):
 
 
 class StallRecord(msgspec.Struct, kw_only=True):
-    """A stall of a rank as it is told: in the log, to the user's callback, in a trace, in the reports.
+    """A stall of a rank: the record of the log, of the user's callback, of a trace and of the reports.
 
     Attributes:
         opened, closed: times, ISO-8601 in UTC; None if it is not known, and while the stall is open.
@@ -685,5 +685,5 @@ class StallRecord(msgspec.Struct, kw_only=True):
 
     def log_fields(self) -> dict[str, Any]:
         """Its fields in the log and for the user's callback, all plain. What has not happened is absent."""
-        told = msgspec.to_builtins(self, enc_hook=repr)
-        return {name: value for name, value in told.items() if name == "exposed_wait_ratio" or value is not None}
+        fields = msgspec.to_builtins(self, enc_hook=repr)
+        return {name: value for name, value in fields.items() if name == "exposed_wait_ratio" or value is not None}

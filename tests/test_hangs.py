@@ -21,6 +21,7 @@ from telemetry.agent.stuck import (
 )
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import ENDED, GONE, LEFT, STOPPED, Collective, HangState, decide, with_sentence
+from telemetry.log_lines import Suspect, WaitingRanges
 from telemetry.util.text import named, ranges
 from tests.slice_cases import STARVED, a_slice
 from tests.slices import Detector
@@ -282,9 +283,9 @@ def test_a_rank_in_a_fetch_is_named_with_node_and_line():
     assert found.sentence == (
         "ranks 0-2 have waited in all_reduce #81234 since 14:05:12; rank 3 on n2 is in a fetch at data.py:88 (read)"
     )
-    fields = found.fields()
-    assert fields["suspects"] == [{"rank": 3, "node": "n2", "where": "data.py:88 (read)", "doing": "in a fetch"}]
-    assert fields["waiting"] == [{"ranks": [(0, 2)], "collective": "all_reduce", "sequence": 81234}]
+    line = found.line(SINCE, "")
+    assert line.suspects == [Suspect(3, "n2", "data.py:88 (read)", "in a fetch")]
+    assert line.waiting == [WaitingRanges([(0, 2)], "all_reduce", 81234)]
 
 
 CASES = [

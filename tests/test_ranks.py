@@ -16,6 +16,7 @@ from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
+from telemetry.log_lines import fields_of
 from telemetry.node.board import Board
 from telemetry.node.peers import candidates, of_node
 from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
@@ -430,7 +431,11 @@ class Rank:
         self.lines: list[dict] = []
         self.seconds, self.asked = 100.0, 0
         wall = WallClock(wall_ns=lambda: self.now_ns() + 1_767_225_600 * NS, mono_ns=self.now_ns)
-        log = SimpleNamespace(emit=lambda event, fields: self.lines.append({"event": event} | fields))
+
+        def emit(event: str, fields: dict) -> None:
+            self.lines.append({"event": event} | fields)
+
+        log = SimpleNamespace(emit=emit, write=lambda line: emit("hang", fields_of(line)))
         self.part = JobHang(self, log, wall, board, self.job, mono_ns=self.now_ns)
 
     def now_ns(self) -> int:

@@ -246,8 +246,7 @@ class JobHang:
         self._written = key
         if self._lines < _MAX_LINES:
             self._lines += 1
-            recorder = {"recorder": _RECORDER_OFF} if self._own.recorder_is_off else {}
-            self._event_log.emit("hang", {"since": self._since} | self.verdict.fields() | recorder)
+            self._event_log.write(self.verdict.line(self._since, _RECORDER_OFF if self._own.recorder_is_off else ""))
 
     def _end(self) -> None:
         """End a hang. It is over if steps end again; otherwise the processes are about to end."""

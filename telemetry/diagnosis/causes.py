@@ -1,4 +1,4 @@
-"""The causes of lost time: one table with all that the rest of the program needs to know about each of them.
+"""The causes of lost time: one table with all properties of each cause.
 
 `telemetry.diagnosis.costs` computes what a cause costs.
 """

@@ -26,7 +26,7 @@ MAX_STEPS_PER_ITERATOR: Final = 1.5
 
 # -- the record, and its field in the log ------------------------------------------------------------------------------
 # In the log the parts are one flat object, so their fields have longer names there. docs/output.md explains each field.
-# The docstrings add what the rules need to know.
+# The docstrings add what only the rules need.
 
 
 class Edges(Struct, frozen=True):
@@ -305,28 +305,28 @@ class Evidence(Struct, frozen=True):
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:
     """The evidence as a field of the log, without figures that were not measured."""
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in Evidence.__struct_fields__:
         value = getattr(evidence, name)
         if name not in {"pace", "peers", "earlier_paces"}:
-            told |= to_builtins(value) if isinstance(value, Struct) else {name: value}
-    told["where"] = evidence.pace.where
-    told["long_fetches"] = [round(seconds, 3) for seconds in evidence.fetches.long_seconds]
+            fields |= to_builtins(value) if isinstance(value, Struct) else {name: value}
+    fields["where"] = evidence.pace.where
+    fields["long_fetches"] = [round(seconds, 3) for seconds in evidence.fetches.long_seconds]
     if evidence.peers:
-        told["paces"] = [_of_window(pace) for pace in (evidence.pace, *evidence.peers)]
+        fields["paces"] = [_of_window(pace) for pace in (evidence.pace, *evidence.peers)]
     if evidence.earlier_paces:
-        told["earlier_paces"] = [_of_window(pace) for pace in evidence.earlier_paces]
-    told = {name: round(value, 6) if isinstance(value, float) else value for name, value in told.items()}
+        fields["earlier_paces"] = [_of_window(pace) for pace in evidence.earlier_paces]
+    fields = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
     # Lists, as the log has them: the user's callback gets the same.
-    told = {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
-    told = {name: value for name, value in told.items() if value is not None}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if evidence.workers.cpu_ratio is not None and evidence.workers.runnable_ratio is None:
-        told["worker_runnable_ratio"] = None  # no schedstat: blocked time may be run-queue delay
-    return told
+        fields["worker_runnable_ratio"] = None  # no schedstat: blocked time may be run-queue delay
+    return fields
 
 
 def _of_window(pace: RankPace) -> Any:
-    """What a pace says of its window. The rest is about the run, and the log has it elsewhere."""
+    """The part of a pace that is about its window. The log has the rest, which is about the run, in other lines."""
     return to_builtins(WindowPace(*(getattr(pace, name) for name in WindowPace.__struct_fields__)))
 
 

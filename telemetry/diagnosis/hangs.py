@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from telemetry.log_lines import ABSENT, HangLine, Suspect, WaitingRanges
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
 from telemetry.util.text import named, ranges
 
@@ -143,19 +144,19 @@ class HangVerdict:
         """The first of the suspects, if there is one."""
         return next(iter(self.suspects), None)
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of its line in the log. Ranks are ranges of a first and a last rank."""
-        return {
-            "verdict": self.sentence,
-            "kind": self.kind,
-            "suspects": [{"rank": s.rank, "node": s.node, "where": s.where, "doing": s.doing} for s in self.suspects],
-            "suspects_total": self.suspects_total,
-            "waiting": [
-                {"ranks": ranges(w.ranks), "collective": w.collective, "sequence": w.sequence}
-                for w in self.waiting[:MAX_SUSPECTS]
-            ],
-            "silent_ranks": len(self.silent),
-        }
+    def line(self, since: str, recorder: str) -> HangLine:
+        """Its line in the log. Ranks are ranges of a first and a last rank."""
+        return HangLine(
+            since=since,
+            verdict=self.sentence,
+            kind=self.kind,
+            over=ABSENT,
+            suspects=[Suspect(s.rank, s.node, s.where, s.doing) for s in self.suspects],
+            suspects_total=self.suspects_total,
+            waiting=[WaitingRanges(ranges(w.ranks), w.collective, w.sequence) for w in self.waiting[:MAX_SUSPECTS]],
+            silent_ranks=len(self.silent),
+            recorder=recorder or ABSENT,
+        )
 
 
 _SAME_SHAPES: Final = frozenset({"all_reduce", "broadcast", "reduce"})

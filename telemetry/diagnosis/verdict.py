@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 
 class VerdictKind(Enum):
-    """What a verdict says. The last three are about a hang, the others about the largest loss.
+    """The kinds of verdicts. The last three are about a hang, the others about the largest loss.
 
-    A run that loses nothing is `FAILED` if it has not finished, and else `HEALTHY`.
+    A run that loses nothing is `HEALTHY`, or `FAILED` if it broke off.
     """
 
     NO_STEPS = "no steps"
@@ -123,9 +123,9 @@ class RankWaits:
 
 
 def healthy_share(worst: RankWaits) -> tuple[float, str]:
-    """The share of the loop that the rank with the longest wait lost if no rank is starved, and words that follow it.
+    """The share of the loop that the rank with the longest wait lost, and words to add; for a run that is not starved.
 
-    In a short run the wait for the first batch may be most of the loop. Then the share is that of the time after it.
+    In a short run the wait for the first batch may be most of the loop. Then the share is of the time after that wait.
     """
     ratio = worst.exposed_ratio or 0.0
     if ratio < worst.starved_ratio:
@@ -135,12 +135,12 @@ def healthy_share(worst: RankWaits) -> tuple[float, str]:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run has ended that has not finished.
+    """How a run broke off.
 
     Attributes:
         ranks: the rank that failed first, or the ranks that were killed.
-        process: how the process of that rank ended; None if they were killed.
-        killed_by_oom: what the OOM killer has ended; empty if it did nothing.
+        process: the last line of the rank that failed; None if the ranks were killed.
+        killed_by_oom: what the OOM killer did; empty if it did nothing.
     """
 
     ranks: tuple[int, ...]
@@ -196,11 +196,11 @@ class RunFacts:
         ranks: the known ranks. ``stalls``: their stalls. ``findings``: the most important first.
         world_size: number of ranks, if not all may be known.
         hang: why the whole job hangs; empty if it does not.
-        stuck: stalls of ranks that are stuck, or were until they ended. Each with whether its process has ended.
-        ended: whether the run has ended. ``broke_off``: whether it ended before its work was done; ``end``: how, to be
-            said.
-        ledger: seconds by category, to mention other large categories; with ``ledger_in_full`` all of
-            them, at the end, for the first of ``ranks``.
+        stuck: the stalls of ranks that are stuck, or that were stuck when they ended. With each comes whether its
+            process has ended.
+        ended: whether the run has ended. ``broke_off``: whether it ended before its work was done. ``end``: how.
+        ledger: seconds by category. The verdict mentions large ones, or with ``ledger_in_full`` has all of them at its
+            end, for the first of ``ranks``.
         children: number of processes that the script has started with multiprocessing.
         step_lines: by rank, the lines of code in which its steps spend their time, the largest share first.
         last_seconds: length of the newest part of the run, if the facts are only about that. ``most_in``: the category
@@ -256,7 +256,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a run is all right, or else what it loses most to. ``loss``: the largest one apart from hangs."""
+    """Whether a run is all right, and if not, what costs it most. ``loss``: its largest loss apart from hangs."""
 
     kind: VerdictKind
     text: str
@@ -345,9 +345,9 @@ def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return
     if loss.kind == VerdictKind.NO_STEPS:
         return _no_steps(facts)
     if loss.kind == VerdictKind.UNKNOWN or worst is None:
-        said = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
+        stall = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
         unseen = _unseen(loss.unseen) or _NOTHING_SEEN
-        return f"Not known whether this run waits for data.{unseen}{said}{other_time}{_steps(facts)}"
+        return f"Not known whether this run waits for data.{unseen}{stall}{other_time}{_steps(facts)}"
     if loss.kind == VerdictKind.UNMEASURED:
         return (
             f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
@@ -363,8 +363,8 @@ def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return
     ratio, after = healthy_share(worst)
     who = "no rank lost more than" if loss.measured >= facts.world_size else f"rank {worst.rank} lost"
     lost = f"{who} {rounded_percent(ratio)} of its training loop waiting for data{after}"
-    told = f"{lost}.{other_time}{_steps(facts)}"
-    return f"Until then {told}" if facts.broke_off else f"Healthy: {told}"
+    text = f"{lost}.{other_time}{_steps(facts)}"
+    return f"Until then {text}" if facts.broke_off else f"Healthy: {text}"
 
 
 _MIN_LINE: Final = 0.1
@@ -372,7 +372,7 @@ _MAX_LINES: Final = 2
 
 
 def _steps(facts: RunFacts) -> str:
-    """What the steps spend most of their time in, of the first rank of which it is known."""
+    """The lines of code in which the steps of the first rank with known lines spend most of their time."""
     rank, lines = min(facts.step_lines.items(), default=(0, ()))
     parts = [f"{rounded_percent(line.share_ratio)} in {line.named}" for line in lines if line.share_ratio >= _MIN_LINE]
     whose = f" of rank {rank}" if len(facts.ranks) > 1 else ""

@@ -114,7 +114,7 @@ class Life:
 
     @property
     def launch(self) -> tuple[str, str, int | None] | None:
-        """Identifies the launcher: the ranks that it started on a node have the same value. None if it is not known."""
+        """The same value for all ranks that one launcher started on a node; None if the launcher is not known."""
         head = self.log.head
         if head.launcher not in {"torchrun", "slurm", "mpi", "spawn", "kubernetes"} or head.launch is None:
             return None
@@ -148,7 +148,7 @@ class Life:
 
 
 def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:
-    """The processes as lives; one without any time is left out."""
+    """The life of each process. A process without any time in its log has none."""
     lives = _chained([life for process in processes if (life := _life(process, now)) is not None])
     newest: dict[int, float] = {}
     for life in lives:
@@ -197,7 +197,7 @@ def log_interval(log: ProcessLog) -> float:
 
 
 def _chained(lives: Sequence[Life]) -> list[Life]:
-    """Mark a life as replaced if its process has a later one although its agent was not stopped, as after an exec."""
+    """Mark each life whose process has a later life without a stop of its agent: it has executed another program."""
     newest: dict[tuple[str, int], int] = {}
     chained = sorted(lives, key=lambda life: life.agent)
     for index, life in enumerate(chained):
@@ -242,7 +242,7 @@ class OomEnd:
 
     @property
     def text(self) -> str:
-        """The words of the report."""
+        """What the OOM killer did, in a few words."""
         probably = "" if self.sure else "probably "
         ranks = named(self.ranks)
         if self.all_ranks:
@@ -317,9 +317,9 @@ class Attempt:
         ended = [life for life in self.lives if life.how == FAILED] if self.how == FAILED else []
         own = [life for life in ended if life.failed_by_itself] or ended
         killed = [life for life in self.lives if life.how == KILLED]
-        told = own or [life for life in killed if life.log.ended]
-        if told:
-            first = min(told, key=lambda life: life.end)
+        logged = own or [life for life in killed if life.log.ended]
+        if logged:
+            first = min(logged, key=lambda life: life.end)
             return RunEnd((first.rank,), first.log.end, oom)
         return RunEnd(tuple(sorted({life.rank for life in killed})), None, oom)
 
@@ -595,7 +595,7 @@ Part = tuple[str, str]
 
 
 class Stuck(NamedTuple):
-    """A time without progress. ``before``: seconds that it had lasted when it was noticed."""
+    """A time without progress. ``before``: how many seconds it had lasted when the agent noticed it."""
 
     stall: StallRecord
     before: float

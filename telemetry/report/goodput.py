@@ -268,18 +268,24 @@ def throughput_of(ranks: Sequence[Rank]) -> Throughput:
 
     The rate of a rank is its sum over its seconds in the training loop; the rate of the run is the sum over the ranks.
     """
-    found: dict[str, Any] = {}
-    for name in ("samples", "tokens"):
-        stepping = [(rank, getattr(rank, name)) for rank in ranks if rank.steps]
-        known = bool(stepping) and all(own is not None for _, own in stepping)
-        sums: dict[int, tuple[int, float]] = {}
-        for rank, own in stepping if known else ():
-            total, seconds = sums.get(rank.rank, (0, 0.0))
-            sums[rank.rank] = total + own, seconds + rank.loop_seconds
-        found[name] = sum(total for total, _ in sums.values()) if known else None
-        timed = known and all(seconds > 0 for _, seconds in sums.values())
-        found[f"{name}_per_second"] = sum(total / seconds for total, seconds in sums.values()) if timed else None
-    return Throughput(**found)
+    stepping = [rank for rank in ranks if rank.steps]
+    samples = _sum_and_rate([(rank, rank.samples) for rank in stepping])
+    tokens = _sum_and_rate([(rank, rank.tokens) for rank in stepping])
+    return Throughput(samples=samples[0], samples_per_second=samples[1], tokens=tokens[0], tokens_per_second=tokens[1])
+
+
+def _sum_and_rate(counts: Sequence[tuple[Rank, int | None]]) -> tuple[int | None, float | None]:
+    sums: dict[int, tuple[int, float]] = {}
+    for rank, own in counts:
+        if own is None:
+            return None, None
+        total, seconds = sums.get(rank.rank, (0, 0.0))
+        sums[rank.rank] = total + own, seconds + rank.loop_seconds
+    if not sums:
+        return None, None
+    timed = all(seconds > 0 for _, seconds in sums.values())
+    rate = sum(total / seconds for total, seconds in sums.values()) if timed else None
+    return sum(total for total, _ in sums.values()), rate
 
 
 def energy_of(ranks: Sequence[Rank], processes: Sequence[ProcessLog]) -> dict[str, float] | None:

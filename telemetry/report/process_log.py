@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import structs
 
@@ -39,7 +39,7 @@ from telemetry.util.sketch import Sketch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from telemetry.log_lines import Heartbeat, Line
+    from telemetry.log_lines import Heartbeat, Line, Scalar
 
 _MAX_POINTS: Final = 512
 _MAX_SAVES: Final = 256
@@ -116,12 +116,12 @@ class Progress:
         if self._seen % self._every:
             return
         before = Point(*self._values[-_WIDTH:])
-        told = totals.ledger_total_seconds | (totals.cpu_total_seconds or {})
+        figures = totals.ledger_total_seconds | (totals.cpu_total_seconds or {})
         point = before._replace(
             wall_seconds=totals.wall_seconds,
             steps=totals.steps_total or 0,
             optimizer_steps=totals.optimizer_steps_total,
-            **{name: value for name, value in told.items() if name in Point._fields},
+            **{name: value for name, value in figures.items() if name in Point._fields},
         )
         if any(new < old for new, old in zip(point, before, strict=True)):
             return
@@ -137,7 +137,7 @@ class Progress:
 
 
 def totals_at(save: PhaseLine) -> Point:
-    """The totals of a process at a checkpoint, as far as the line has them."""
+    """The totals of a process at a checkpoint. The others, which its line lacks, are 0."""
     wait, compute = ((save.loop_seconds or {}).get(name, 0.0) for name in (DATA_WAIT, COMPUTE))
     steps, optimizer_steps = save.steps_total or 0, save.optimizer_steps_total or 0
     return Point(0.0, steps, optimizer_steps, data_wait=wait, compute=compute)
@@ -199,8 +199,8 @@ class ProcessLog:
     save_seconds: float = 0.0
     progress: Progress = field(default_factory=Progress)
     oom_readings: dict[int, tuple[str, str]] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    loader: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Scalar] = field(default_factory=dict)
+    loader: dict[str, Scalar] = field(default_factory=dict)
     torn_lines: int = 0
     wrong_fields: int = 0
     skipped: list[str] = field(default_factory=list)
@@ -371,12 +371,12 @@ def take_lines_of_slow_ranks(stalls: Iterable[StallRecord], processes: Iterable[
     """
     slow = {process.rank: process.slow_steps for process in processes if process.slow_steps}
     for stall in stalls:
-        told = () if stall.straggler_rank is None else slow.get(stall.straggler_rank, ())
-        after = [line for line in told if line.time >= str(stall.opened)]
+        slow_steps = () if stall.straggler_rank is None else slow.get(stall.straggler_rank, ())
+        after = [line for line in slow_steps if line.time >= str(stall.opened)]
         before_close = [line for line in after if not stall.closed or line.time <= stall.closed]
         for line in (before_close or after[:1])[-1:]:
-            lines, taken = line.evidence, ("lines", "lines_of", "line_samples", "line_verdict")
-            stall.evidence |= {name: lines[name] for name in taken if name in lines}
+            taken = "lines", "lines_of", "line_samples", "line_verdict"
+            stall.evidence |= {name: line.evidence[name] for name in taken if name in line.evidence}
 
 
 def lost_by_cause(processes: Iterable[ProcessLog]) -> dict[str, float]:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.findings import reason_of
 from telemetry.diagnosis.hangs import HANG_KINDS, UNKNOWN_HANG
@@ -172,8 +174,8 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
     """The snapshots with the contents of their traces, and the reason for each trace that could not be read."""
     snapshots, problems = [], []
     for process in processes:
-        # A stall has advice about the loader already, and knows the cause.
-        told = any(line.cause in CAUSES and CAUSES[line.cause].is_wait for line in process.stalls)
+        # The advice of a stall is about the loader, too, and better: the cause of a stall is known.
+        advised = any(line.cause in CAUSES and CAUSES[line.cause].is_wait for line in process.stalls)
         for line in process.snapshots:
             if not line.path:
                 continue
@@ -197,7 +199,7 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
                 continue
             snapshot.breakdown = {name: round(ratio, 4) for name, ratio in trace.average.categories.items()}
             snapshot.flops = trace.flops
-            snapshot.advice = [each for each in trace.advice if not told or not isinstance(each, LoadingSuggestion)]
+            snapshot.advice = [each for each in trace.advice if not advised or not isinstance(each, LoadingSuggestion)]
     return snapshots, problems
 
 
@@ -213,7 +215,7 @@ _INTERVAL_WORTH: Final = 0.01
 def _ranked_advice(
     processes: Sequence[ProcessLog], goodput: Goodput, snapshots: Iterable[Snapshot]
 ) -> list[RankedAdvice]:
-    """Each advice once, and for each setting one, the largest predicted speed-up first, then by the cost of the stall.
+    """Each action and each setting once: the largest predicted speed-up first, then the costliest stall.
 
     Args:
         processes: those that no later one has replaced: the verdict is about them.
@@ -224,10 +226,8 @@ def _ranked_advice(
 
     def add(about: str, advices: Iterable[Advice]) -> None:
         for each in advices:
-            told = RankedAdvice(
-                each.action, each.setting, each.value, each.predicted_speedup, each.because, each.predicted_low, about
-            )
-            found.setdefault(each.setting or each.action, told)
+            ranked = RankedAdvice(**structs.asdict(each), about=about)
+            found.setdefault(each.setting or each.action, ranked)
 
     stalls = [stall for process in processes for stall in stalls_of(process)]
     findings = findings_of(processes)
@@ -243,23 +243,23 @@ def _ranked_advice(
     for snapshot in snapshots:
         for each in snapshot.suggestions[:1]:
             share = f" (up to {percent(each.share_ratio, 0)} of the step)" if each.share_ratio else ""
-            told = RankedAdvice(each.action, because=f"{each.because}{share}", about="from a trace")
-            found.setdefault(each.action, told)
+            ranked = RankedAdvice(each.action, because=f"{each.because}{share}", about="from a trace")
+            found.setdefault(each.action, ranked)
     return sorted(found.values(), key=lambda each: -(each.predicted_speedup or 0.0))
 
 
 def _on_attempts(goodput: Goodput) -> list[str]:
     """Advice on checkpoints and replays, with the predicted gain."""
-    found, told, replay = [], goodput.experience, goodput.seconds[REPLAY]
-    advised = told.advised()
-    if advised is not None and told.gain(advised) >= _INTERVAL_WORTH:
+    found, known, replay = [], goodput.experience, goodput.seconds[REPLAY]
+    advised = known.advised()
+    if advised is not None and known.gain(advised) >= _INTERVAL_WORTH:
         found.append(
             f"write a checkpoint every {_rounded(advised.best_interval_seconds)} instead of every "
             f"{_rounded(advised.interval_seconds)}: predicted effective training time "
             f"{rounded_percent(advised.predicted_ettr_ratio)}; a checkpoint stops the training for "
-            f"{_rounded(told.checkpoint_seconds)}, and the run fails once in {_rounded(advised.failure_seconds)}"
+            f"{_rounded(known.checkpoint_seconds)}, and the run fails once in {_rounded(advised.failure_seconds)}"
         )
-    elif told.failures and not told.checkpoints:
+    elif known.failures and not known.checkpoints:
         found.append("write checkpoints: the run has written none, so each restart begins from nothing")
     if goodput.wall_seconds > 0 and replay / goodput.wall_seconds >= _REPLAY_WORTH:
         found.append(

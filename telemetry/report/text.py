@@ -46,7 +46,7 @@ _MAX_FILE_BYTES: Final = 1 << 22
 _MAX_CODE_TEXT: Final = 60
 
 _MIN_LOST_SECONDS: Final = 1.8
-"""Half of the last digit of the hours in the text."""
+"""Half a unit of the last digit that the text shows of hours."""
 
 _TOGETHER_SECONDS: Final = 120.0
 """Changes of several ranks within this time are one. A rank measures the moment to a block of 30 s."""
@@ -60,8 +60,9 @@ def as_text(found: Report) -> str:
         shown = sorted(ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0))[:_MAX_ROWS]
     lines = [f"run {values.run}", "", values.verdict, ""]
     if values.advice:
-        told = [f"  {line.strip()}, {each.about}" for each in values.advice for line in advice_lines([each])]
-        lines += ["what to do, the largest predicted gain first:", *told, ""]
+        lines.append("what to do, the largest predicted gain first:")
+        lines += [f"  {line.strip()}, {each.about}" for each in values.advice for line in advice_lines([each])]
+        lines.append("")
     lines += [*table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])]
     headings = ["rank", "wall", *(c.replace("_", " ") for c in CATEGORIES)]
     lines += ["", *table(headings, [_ledger_row(rank) for rank in shown])]
@@ -123,7 +124,7 @@ def _ledger_row(rank: Rank) -> list[str]:
 
 
 def stall_section(stall: StallRecord, *, with_advice: bool = True) -> list[str]:
-    """The lines on a stall: its cause, advice unless it stands elsewhere, lines of code and stacks."""
+    """The lines on a stall: its cause, its lines of code and stacks, and its advice unless that is in another place."""
     until = f"until {stall.closed}" if stall.closed else "still open"
     share = f" ({percent(stall.share_ratio, 0)} of the time)" if stall.also else ""
     lines = [f"stall on rank {stall.rank}: {stall.cause}{share}, since {stall.opened}, {until}"]
@@ -217,13 +218,13 @@ def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:
         lines.append(
             f"snapshot: steps {first.first_step} to {first.last_step} of rank {ranks}, for {first.reason}, in {folder}"
         )
-        told = ((trace.rank, trace_text(trace.breakdown, trace.suggestions)) for trace in traces)
-        lines += [f"  rank {rank}: {shown}" for rank, shown in told if shown]
+        texts = ((trace.rank, trace_text(trace.breakdown, trace.suggestions)) for trace in traces)
+        lines += [f"  rank {rank}: {text}" for rank, text in texts if text]
         flops: dict[str, list[str]] = {}
         for trace in traces:
             if trace.flops:
                 flops.setdefault(str(trace.flops), []).append(str(trace.rank))
-        lines += [f"  FLOPs of rank {', '.join(of)}: {said}" for said, of in flops.items()]
+        lines += [f"  FLOPs of rank {', '.join(own)}: {text}" for text, own in flops.items()]
     return lines
 
 

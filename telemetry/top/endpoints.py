@@ -208,8 +208,8 @@ class Endpoints:
             try:
                 self._answers[url] = self._read(url), time.monotonic()
             except Exception as error:
-                said = str(error) if isinstance(error, ScrapeError) else f"{url} cannot be read: {type(error).__name__}"
-                self._errors[url] = said
+                text = str(error) if isinstance(error, ScrapeError) else f"{url} cannot be read: {type(error).__name__}"
+                self._errors[url] = text
 
     def _view(self, now: float, here: float) -> JobView:
         for url in self._urls:

@@ -369,16 +369,16 @@ def _missing(rows: Sequence[RankRow]) -> list[str]:
 
 def _headline(rows: Sequence[RankRow], whole: Verdict | None) -> Headline:
     """The verdict in the words of the report, with the node of the first rank that it names."""
-    said = _ended(rows, whole) if all(each.how != RUNNING for each in rows) else _going_on(rows)
+    headline = _ended(rows, whole) if all(each.how != RUNNING for each in rows) else _going_on(rows)
     nodes = {each.rank: each.node for each in rows}
     if len(set(nodes.values())) == 1:
-        return said
+        return headline
 
     def on_node(found: re.Match[str]) -> str:
         node = nodes.get(int(found[1]))
         return f"{found[0]} on {node}" if node else found[0]
 
-    return said._replace(text=_RANK.sub(on_node, said.text, count=1))
+    return headline._replace(text=_RANK.sub(on_node, headline.text, count=1))
 
 
 def _going_on(rows: Sequence[RankRow]) -> Headline:

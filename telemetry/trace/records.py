@@ -187,7 +187,7 @@ class Suggestion(Struct, frozen=True):
 
 
 class LoadingSuggestion(Suggestion, frozen=True):
-    """A suggestion about the DataLoader. A trace sees its waits, but not their cause: a stall's advice knows better."""
+    """A suggestion about the DataLoader. A trace shows its waits, but not their cause; the advice of a stall does."""
 
 
 class Trace(Struct, frozen=True):
