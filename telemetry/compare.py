@@ -24,7 +24,7 @@ from telemetry.log_lines import Scalar
 from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import Point, lost_by_cause, not_replaced, point_at, unix
-from telemetry.util.text import complain, duration, percent, show, show_json, table
+from telemetry.util.text import complain, duration, listed, percent, show, show_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -310,9 +310,7 @@ def facts_of(processes: Sequence[ProcessLog]) -> dict[str, Scalar]:
                 named[name].append(value)
     found: dict[str, Scalar] = {}
     for name, values in named.items():
-        texts = sorted(map(str, values))
-        more = f" and {len(texts) - _MAX_NAMED} more" if len(texts) > _MAX_NAMED else ""
-        found[name] = values[0] if len(values) == 1 else ", ".join(texts[:_MAX_NAMED]) + more
+        found[name] = values[0] if len(values) == 1 else listed(sorted(map(str, values)), _MAX_NAMED)
     return found
 
 

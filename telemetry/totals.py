@@ -322,7 +322,6 @@ class Totals:
     gpu_energy_joules: dict[str, float] | None = None
 
     def __sub__(self, earlier: Totals) -> Totals:
-        """The difference to earlier totals."""
         return difference(self, earlier)
 
     def passed_since(self, earlier: Totals) -> Passed:

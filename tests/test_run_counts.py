@@ -126,7 +126,7 @@ def test_the_live_view_has_the_rates_of_the_last_minute(tmp_path):
     (log,) = load(tmp_path)
     recent = TotalsLine(wall_seconds=50.0, ledger_total_seconds={"startup": 10.0}, samples_total=80, tokens_total=6000)
     row = with_state(RankRow(log, recent=recent), NOW, {}, ())
-    assert (row.samples_per_second, row.tokens_per_second) == (2.0, 150.0)
+    assert (row.per_second("samples"), row.per_second("tokens")) == (2.0, 150.0)
     assert "throughput 2 samples a second, 150 tokens a second" in text_of(FRAME.rank_lines(row, 80, NOW))
 
 

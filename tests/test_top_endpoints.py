@@ -37,7 +37,7 @@ def test_a_rank_between_two_expositions():
     (row,) = view.rows
     assert (row.rank, row.node, row.totals.steps_total, row.now_in) == (0, "n0", 1100, "data_wait")
     assert row.wait_ratio == pytest.approx(0.6)
-    assert row.steps_per_second == pytest.approx(10)
+    assert row.per_second("steps") == pytest.approx(10)
     assert row.gpu.utilization_ratio == 0.42
     assert view.headline.text.startswith("Starved: rank 0 spent 60 % of its training loop waiting for data")
     assert view.notes == ("nothing is known of rank 1: the job has 2 ranks",)

@@ -65,7 +65,7 @@ def test_a_healthy_rank(run):
     row = run.row()
     assert (row.state, row.node, row.totals.steps_total) == (State.OK, "n1", 300)
     assert run.view().headline.text.startswith("Healthy")
-    assert row.steps_per_second == pytest.approx(270 / 70)
+    assert row.per_second("steps") == pytest.approx(270 / 70)
 
 
 def test_the_verdict_is_of_the_last_minute(run):

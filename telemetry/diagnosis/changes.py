@@ -71,7 +71,6 @@ class LoopBlock:
         return self.loop_seconds / self.steps
 
     def __add__(self, later: LoopBlock) -> LoopBlock:
-        """Both blocks as one."""
         share = self.steps / (self.steps + later.steps)
         both = self.signals.keys() & later.signals.keys()
         mean = {name: share * self.signals[name] + (1 - share) * later.signals[name] for name in both}

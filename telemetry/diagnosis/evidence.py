@@ -316,13 +316,16 @@ def evidence_field(evidence: Evidence) -> dict[str, Any]:
         fields["paces"] = [_of_window(pace) for pace in (evidence.pace, *evidence.peers)]
     if evidence.earlier_paces:
         fields["earlier_paces"] = [_of_window(pace) for pace in evidence.earlier_paces]
-    fields = {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
-    # Lists, as the log has them: the user's callback gets the same.
-    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = {name: _plain(value) for name, value in fields.items() if value is not None}
     if evidence.workers.cpu_ratio is not None and evidence.workers.runnable_ratio is None:
         fields["worker_runnable_ratio"] = None  # no schedstat: blocked time may be run-queue delay
     return fields
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)  # as the log has it: the user's callback gets the same
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def _of_window(pace: RankPace) -> Any:

@@ -30,7 +30,7 @@ from telemetry.records import (
     WORKERS,
     stuck_in_words,
 )
-from telemetry.util.text import byte_size, named, percent, plain_number, rough_duration, rounded_percent
+from telemetry.util.text import byte_size, listed, named, percent, plain_number, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -171,14 +171,6 @@ class TraceShares(NamedTuple):
     suggestions: Sequence[Suggestion] = ()
 
 
-class GpuTime(NamedTuple):
-    """GPU-seconds of all attempts by category, and how many attempts were killed and have failed."""
-
-    seconds: Mapping[str, float]
-    killed: int
-    failed: int
-
-
 class MemoryEnd(NamedTuple):
     """A rank with memory that runs out. ``over``: whether its process has ended."""
 
@@ -207,7 +199,8 @@ class RunFacts:
             of the ledger in which most ranks are now; empty if not known.
         claims: the processes that claim one rank at the same time, by rank.
         trace: the newest trace.
-        gpu_time: for a run of several attempts.
+        gpu_seconds: for a run of several attempts, the seconds of all ranks by category. ``killed``, ``failed``: how
+            many attempts were killed, and how many failed.
         memory_ends: the ranks whose memory runs out.
     """
 
@@ -228,7 +221,9 @@ class RunFacts:
     most_in: str = ""
     claims: Mapping[int, Sequence[RankClaim]] = field(default_factory=dict)
     trace: TraceShares | None = None
-    gpu_time: GpuTime | None = None
+    gpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    killed: int = 0
+    failed: int = 0
     memory_ends: Sequence[MemoryEnd] = ()
 
 
@@ -271,7 +266,6 @@ class Verdict:
 
 
 def _largest_loss(facts: RunFacts) -> Loss:
-    """The largest loss of a run."""
     stepping, stalls = [rank for rank in facts.ranks if rank.steps], facts.stalls
     if not stepping:
         return Loss(VerdictKind.NO_STEPS)
@@ -334,7 +328,7 @@ def judge(facts: RunFacts) -> Verdict:
     if facts.ledger_in_full and kind in {VerdictKind.HEALTHY, VerdictKind.FAILED}:
         texts.append(_whole_ledger(facts.ranks[0].steps, facts.ledger))
     texts += [_claimed(rank, claims) for rank, claims in facts.claims.items()]
-    texts += [_trace(facts.trace), _gpu_hours(facts.gpu_time), _memory_end(facts.memory_ends)]
+    texts += [_trace(facts.trace), _gpu_hours(facts), _memory_end(facts.memory_ends)]
     return Verdict(kind, " ".join(filter(None, texts)), loss)
 
 
@@ -438,7 +432,6 @@ def _no_steps(facts: RunFacts) -> str:
 
 
 def _unseen(rank: RankWaits | None) -> str:
-    """A sentence about steps whose batches were not seen; empty if there are few."""
     if rank is None:
         return ""
     return (
@@ -505,7 +498,6 @@ def _advised(advices: Sequence[Advice], *, with_reason: bool = False) -> str:
 
 
 def _other_time(ledger: Mapping[str, float]) -> str:
-    """Other categories with a large share of the wall clock."""
     wall = sum(ledger.values())
     words = {STARTUP: "starting up", EVALUATION: "evaluating", CHECKPOINT: "writing checkpoints"}
     shares = {c: ledger.get(c, 0.0) / wall for c in words} if wall > 0 else {}
@@ -552,14 +544,12 @@ _GROWING: Final = {
 
 
 def _claimed(rank: int, claims: Sequence[RankClaim]) -> str:
-    """A warning about several training processes with one rank."""
     who = [
         f"pid {claim.pid} on {claim.node}{'' if claim.shown_as == rank else f', shown as rank {claim.shown_as}'}"
-        for claim in claims[:_MAX_NAMED]
+        for claim in claims
     ]
-    more = f" and {len(claims) - _MAX_NAMED} more" if len(claims) > _MAX_NAMED else ""
     return (
-        f"{len(claims)} processes claim rank {rank} at the same time ({', '.join(who)}{more}); each is counted "
+        f"{len(claims)} processes claim rank {rank} at the same time ({listed(who, _MAX_NAMED)}); each is counted "
         "separately. Tell each process its rank: set RANK and WORLD_SIZE, or call "
         "torch.distributed.init_process_group. If they are separate jobs, give each its own run folder."
     )
@@ -582,19 +572,19 @@ def _trace(trace: TraceShares | None) -> str:
     return f"The trace of {steps} on rank {trace.rank} shows {trace_text(trace.shares, trace.suggestions)}."
 
 
-def _gpu_hours(time: GpuTime | None) -> str:
-    """The GPU-hours of all ranks, and what the restarts have cost of them."""
-    total = 0.0 if time is None else sum(time.seconds.values())
-    if time is None or total <= 0:
+def _gpu_hours(facts: RunFacts) -> str:
+    seconds_in = facts.gpu_seconds
+    total = sum(seconds_in.values())
+    if total <= 0:
         return ""
-    kinds = ((time.killed, "kill"), (time.failed, "failure"))
+    kinds = ((facts.killed, "kill"), (facts.failed, "failure"))
     after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
     parts = []
-    for seconds, category in sorted(((time.seconds[c], c) for c in LOST), reverse=True):
+    for seconds, category in sorted(((seconds_in[c], c) for c in LOST), reverse=True):
         if seconds / total >= _MIN_HOURS_RATIO:
             cause = f" after {after}" if after and category == REDONE else ""
             parts.append(f"{_hours(seconds)} {_LOST_IN[category]}{cause}")
-    productive = time.seconds[PRODUCTIVE]
+    productive = seconds_in[PRODUCTIVE]
     kept = f"{_hours(productive)} were productive ({rounded_percent(productive / total)})"
     return f"Of {_hours(total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
 

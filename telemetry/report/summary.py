@@ -13,7 +13,6 @@ from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.findings import reason_of
 from telemetry.diagnosis.hangs import HANG_KINDS, UNKNOWN_HANG
 from telemetry.diagnosis.verdict import (
-    GpuTime,
     MemoryEnd,
     RankClaim,
     RankWaits,
@@ -96,11 +95,14 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
     snapshots, problems = _snapshots(run_dir, processes)
     over = {id(life.log) for _, life in lives if life.how != RUNNING}
     end = goodput.courses[-1].attempt.run_end if goodput.courses else None
+    ends = [course.attempt.how for course in goodput.courses]
     facts = replace(
         run_facts(current, end=end, broke_off=end is not None),
         claims=_claims(current),
         trace=_newest_trace(snapshots),
-        gpu_time=_gpu_time(goodput),
+        gpu_seconds=goodput.rank_seconds if len(ends) > 1 else {},
+        killed=ends.count(KILLED),
+        failed=ends.count(FAILED),
         memory_ends=_memory_ends(current, over),
     )
     verdict = judge(facts)
@@ -372,17 +374,11 @@ def _claims(processes: Sequence[ProcessLog]) -> dict[int, list[RankClaim]]:
 
 
 def _newest_trace(snapshots: Sequence[Snapshot]) -> TraceShares | None:
-    """The newest trace that was read."""
     read = [snapshot for snapshot in snapshots if snapshot.breakdown]
     if not read:
         return None
     newest = max(read, key=lambda snapshot: (snapshot.last_step or 0, -snapshot.rank))
     return TraceShares(newest.rank, newest.first_step, newest.last_step, newest.breakdown, newest.suggestions)
-
-
-def _gpu_time(goodput: Goodput) -> GpuTime | None:
-    ends = [course.attempt.how for course in goodput.courses]
-    return GpuTime(goodput.rank_seconds, ends.count(KILLED), ends.count(FAILED)) if len(ends) > 1 else None
 
 
 def _memory_ends(processes: Sequence[ProcessLog], over: Collection[int]) -> list[MemoryEnd]:

@@ -52,6 +52,7 @@ _PARTS: Final = {
 }
 """The form of a category in a bar: a letter, or a block of a colour."""
 
+_COUNTED: Final = ("samples", "tokens")
 _BAR_COLUMNS: Final = (8, 48)
 _WIDE_COLUMNS: Final = 110
 """Least width for some columns."""
@@ -118,7 +119,7 @@ def _percent(ratio: float | None) -> str:
 
 
 def _rate(row: RankRow) -> str:
-    rate = row.steps_per_second
+    rate = row.per_second("steps")
     return "-" if rate is None else f"{rate:.2f}" if rate < 100 else f"{rate:.0f}"
 
 
@@ -386,8 +387,8 @@ def _summary(view: JobView, now: float) -> str:
     if view.nodes > 1 and len(trouble) > 1 and len(set(trouble)) == 1:
         states += f" (trouble on {trouble[0]} alone)"
     steps = [row.totals.steps_total for row in rows if row.totals.steps_total is not None]
-    running = [row for row in rows if row.steps_per_second is not None]
-    rates = sorted(row.steps_per_second or 0.0 for row in running)
+    running = [row for row in rows if row.per_second("steps") is not None]
+    rates = sorted(row.per_second("steps") or 0.0 for row in running)
     parts = [
         f"run {view.run}",
         f"{len(rows)} rank{'s' if len(rows) > 1 else ''} on {view.nodes} node{'s' if view.nodes > 1 else ''}",
@@ -395,22 +396,20 @@ def _summary(view: JobView, now: float) -> str:
         f"step {max(steps)}" if steps else "",
         f"{rates[len(rates) // 2]:.2f} steps/s" if rates else "",
     ]
-    for name in ("samples", "tokens"):
-        known = [getattr(row, f"{name}_per_second") for row in running]
-        if known and None not in known:  # the sum of some ranks would look like that of the job
+    for name in _COUNTED:
+        known = [rate for row in running if (rate := row.per_second(name)) is not None]
+        if known and len(known) == len(running):  # the sum of some ranks would look like that of the job
             parts.append(f"{plain_number(sum(known), 4)} {name}/s")
     return "  ".join(part for part in [*parts, clock(now).removesuffix(" UTC")] if part)
 
 
 def _facts(row: RankRow) -> list[str]:
     """The figures of an opened rank, a line for each topic that is known."""
-    steps, rate = row.totals.steps_total, "-" if row.steps_per_second is None else f"{row.steps_per_second:.2f}"
+    steps, pace = row.totals.steps_total, row.per_second("steps")
+    rate = "-" if pace is None else f"{pace:.2f}"
     times = ", ".join(f"{name} {duration(row.step_seconds.get(name))}" for name in ("p50", "p95", "p99", "max"))
-    throughput = [
-        f"{plain_number(each, 4)} {name} a second"
-        for each, name in ((row.samples_per_second, "samples"), (row.tokens_per_second, "tokens"))
-        if each is not None
-    ]
+    rates = ((row.per_second(name), name) for name in _COUNTED)
+    throughput = [f"{plain_number(rate, 4)} {name} a second" for rate, name in rates if rate is not None]
     topics = {
         "now": [row.now_in.replace("_", " "), f"at {row.where}" if row.where else ""] if row.now_in else [],
         "steps": [f"{'-' if steps is None else steps}, {rate} a second"

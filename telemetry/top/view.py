@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from msgspec import structs
 
@@ -195,20 +195,12 @@ class RankRow:
         """Whether it runs, and is not silent: otherwise its newest readings are no longer true."""
         return self.how == RUNNING and self.state != State.SILENT
 
-    @property
-    def steps_per_second(self) -> float | None:
-        """Steps per second over the last minute, without startup."""
-        return _rate(self.live, self.live.steps_total) if self.is_alive else None
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Samples per second over the last minute, without startup."""
-        return _rate(self.recent, self.recent.samples_total) if self.is_alive else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens per second over the last minute, without startup."""
-        return _rate(self.recent, self.recent.tokens_total) if self.is_alive else None
+    def per_second(self, what: Literal["steps", "samples", "tokens"]) -> float | None:
+        """A rate over the last minute without startup; None if it is not known."""
+        totals = self.live if what == "steps" else self.recent
+        count: int | None = getattr(totals, f"{what}_total")
+        seconds = totals.wall_seconds - totals.ledger_total_seconds.get(STARTUP, 0.0)
+        return count / seconds if self.is_alive and seconds > 0 and count is not None else None
 
     @property
     def wait_ratio(self) -> float | None:
@@ -232,12 +224,6 @@ def with_state(row: RankRow, now: float, suspects: dict[int, str], waits: Collec
     state, since, finding = _state(row, stalls, now, suspects, waits)
     found = replace(row, stalls=stalls, state=state, since=since, finding=finding)
     return found if found.is_alive else replace(found, now_in="", where="", gpu=GpuLine(), resident_memory_bytes=None)
-
-
-def _rate(totals: TotalsLine, count: int | None) -> float | None:
-    """The rate of a count per second, without startup; None if it is not known."""
-    seconds = totals.wall_seconds - totals.ledger_total_seconds.get(STARTUP, 0.0)
-    return count / seconds if seconds > 0 and count is not None else None
 
 
 def _state(  # noqa: PLR0911, one return for each state
@@ -439,30 +425,24 @@ def clock(unix_seconds: float) -> str:
 
 WORST: Final = "worst first"
 
-_UNKNOWN_LAST: Final = float("inf")
-
 
 def _worst(row: RankRow) -> Any:
     # By whole percents, so that ranks which are alike do not change places all the time.
     return STATES.index(row.state), -round(100 * (row.wait_ratio or 0.0)), row.rank
 
 
-def _smallest(value: float | None, row: RankRow) -> Any:
-    return _UNKNOWN_LAST if value is None else value, row.rank
-
-
-def _largest(value: float | None, row: RankRow) -> Any:
-    return _UNKNOWN_LAST if value is None else -value, row.rank
+def _known_first(value: float | None, row: RankRow) -> Any:
+    return value is None, value, row.rank
 
 
 SORTS: Final[dict[str, Callable[[RankRow], Any]]] = {
     WORST: _worst,
     "rank": lambda row: row.key,
     "node": lambda row: (row.node, row.rank),
-    "slowest first": lambda row: _smallest(row.steps_per_second, row),
-    "wait": lambda row: _largest(row.wait_ratio, row),
-    "GPU, idle first": lambda row: _smallest(row.gpu.utilization_ratio, row),
-    "memory": lambda row: _largest(row.resident_memory_bytes, row),
+    "slowest first": lambda row: _known_first(row.per_second("steps"), row),
+    "wait": lambda row: _known_first(row.wait_ratio and -row.wait_ratio, row),
+    "GPU, idle first": lambda row: _known_first(row.gpu.utilization_ratio, row),
+    "memory": lambda row: _known_first(row.resident_memory_bytes and -row.resident_memory_bytes, row),
 }
 """The orders by their names on the screen."""
 

@@ -12,9 +12,9 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.trace.events import KERNEL
-from telemetry.trace.records import FlopsUsage, listed
+from telemetry.trace.records import FlopsUsage
 from telemetry.trace.steps import SECONDS_PER_US, holds, union
-from telemetry.util.text import shortened
+from telemetry.util.text import listed, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +90,10 @@ def measure(events: TraceEvents, steps: TraceSteps, device: str | None) -> Flops
         (len(gpus) > 1, "kernels ran on several GPUs, and the operators do not tell on which"),
         (device is None, "the trace does not name the GPU"),
         (not known, f"the peak of {device} is not in the table"),
-        (each.keys() - known, f"the table has no peak of {device} for {listed(sorted(each.keys() - known))}"),
+        (
+            each.keys() - known,
+            f"the table has no peak of {device} for {listed(sorted(each.keys() - known))}",
+        ),
     )
     absent = next((why for true, why in reasons if true), None)
     ratio = None

@@ -5,14 +5,9 @@ Shares are 0 to 1. Figures that the trace does not contain are None.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
-from telemetry.util.text import percent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from telemetry.util.text import listed, percent
 
 
 class TraceStep(Struct, frozen=True):
@@ -228,8 +223,3 @@ class Trace(Struct, frozen=True):
     layout_conversions: tuple[Kernel, ...]
     advice: tuple[Suggestion, ...]
     notes: tuple[str, ...]
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

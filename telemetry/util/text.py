@@ -82,6 +82,11 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+def listed(texts: Sequence[str], most: int = 3) -> str:
+    """The first ``most`` texts in a sentence, and the number of the others."""
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, names_first: bool = False) -> list[str]:
     """The lines of a table, aligned to the right; with ``names_first`` its first column to the left."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]

@@ -19,7 +19,7 @@ from telemetry.report.html import charts, drawing, palette
 from telemetry.report.html.charts import BARS, MAX_TABLE_ROWS, Chart, Curve, Sums, Table, TimeAxis
 from telemetry.report.process_log import unix
 from telemetry.report.text import KWH, memory_lines, sum_lines
-from telemetry.util.text import duration, percent, plain_number, rough_duration
+from telemetry.util.text import duration, listed, percent, plain_number, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,7 @@ _STATES: Final = {
 """The state in a few words, for kinds of verdicts whose value does not say it."""
 
 _MAX_ADVICE: Final = 3
+_MAX_NODES: Final = 8
 _MAX_SNAPSHOTS: Final = 24
 _MAX_STALLS: Final = 40
 
@@ -171,7 +172,6 @@ def _exposed_wait(loss: Loss) -> _Tile:
 
 def _facts(found: Report, axis: TimeAxis | None) -> list[tuple[str, str]]:
     processes, newest, nodes = found.processes, found.processes[-1], found.values.job.nodes
-    shown = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
     gpus = sorted({str(name) for process in processes if (name := process.environment.get("gpu"))})
     loader = ", ".join(f"{name}={value}" for name, value in newest.loader.items())
     versions = ", ".join(f"{name} {value}" for name, value in newest.environment.items() if name != "gpu")
@@ -179,7 +179,7 @@ def _facts(found: Report, axis: TimeAxis | None) -> list[tuple[str, str]]:
         ("Started", min(process.started for process in processes)),
         ("Newest line", max(process.last_time for process in processes)),
         ("Ranks", str(found.values.job.ranks)),
-        ("Nodes", f"{len(nodes)}: {shown}"),
+        ("Nodes", f"{len(nodes)}: {listed(nodes, _MAX_NODES)}"),
         ("GPU", ", ".join(gpus) or "none seen"),
         ("Loader", loader or "not known"),
         ("Environment", versions or "not known"),
@@ -279,7 +279,6 @@ def _spent(values: ReportValues) -> list[Table]:
 
 
 def _unknown_sums(values: ReportValues) -> str:
-    """The unknown sums, with the reason or the missing setting."""
     known = (("samples", values.throughput.samples), ("tokens", values.throughput.tokens))
     unknown = [f"{name} (not counted on every rank)" for name, total in known if total is None]
     if sum((values.gpu_energy_joules or {}).values()) <= 0:
