@@ -87,7 +87,7 @@ def pace(windows: Sequence[Window]) -> float:
 
 
 def ratio_interval(a: Sequence[Window], b: Sequence[Window]) -> Ratio:
-    """The ratio of the pace of B over that of A. Each has at least `FEWEST_WINDOWS` windows with steps."""
+    """The pace of B over the pace of A. Each has at least `FEWEST_WINDOWS` windows with steps."""
     sides = [_deviations(a), _deviations(b)]
     few = min(len(a), len(b)) < MANY_WINDOWS
     alike = _USUAL_CORRELATION if few else correlation(sides, at_most=_MAX_CORRELATION, caution=_CAUTION)
@@ -103,7 +103,7 @@ def ratio_interval(a: Sequence[Window], b: Sequence[Window]) -> Ratio:
 
 
 def _deviations(windows: Sequence[Window]) -> list[float]:
-    """Additional steps of each window compared with the run's pace, relative to the steps of the mean window.
+    """How many steps more than at the run's pace each window has, relative to the steps of the mean window.
 
     The mean of such deviations has the error of the run's pace, for windows of different lengths as well.
     """

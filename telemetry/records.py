@@ -140,7 +140,7 @@ Without it, numbers are averaged; of everything else the newest value is written
 """
 
 MEAN: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "mean"})
-"""The mean of the samples. A duration needs this, because it has the name of a counter."""
+"""The mean of the samples. A duration needs this, because its name looks like that of a counter."""
 
 NEWEST: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "newest"})
 """The newest known value: a counter over the run, or a number whose mean makes no sense (a worker's number)."""
@@ -628,7 +628,7 @@ class StallRecord(msgspec.Struct, kw_only=True):
 
     @property
     def share_ratio(self) -> float | None:
-        """Share of its main cause of the time; None if no other cause is of similar size."""
+        """The share of the time that its main cause takes; None if no other cause is of similar size."""
         share: float | None = self.evidence.get("share_ratio")
         return share
 
@@ -646,7 +646,7 @@ class StallRecord(msgspec.Struct, kw_only=True):
 
     @property
     def lines_of(self) -> str:
-        """What the shares of the lines are shares of: fetch, wait, sampler, step or checkpoint; empty without lines."""
+        """The work of which the lines are a part: fetch, wait, sampler, step or checkpoint; empty without lines."""
         work: str = self.evidence.get("lines_of", "")
         return work
 
@@ -657,23 +657,23 @@ class StallRecord(msgspec.Struct, kw_only=True):
 
     @property
     def stuck_in(self) -> str | None:
-        """For a hang the category of the ledger in which the rank is stuck; else None."""
+        """The category of the ledger in which the rank is stuck; None if it is not."""
         category: str | None = self.evidence.get("stuck_in")
         return category
 
     @property
     def stuck_at(self) -> str:
-        """For a hang the innermost frames of the training thread; else empty."""
+        """The innermost frames of a stuck training thread; empty if it is not stuck."""
         return self.evidence.get("stuck_at") or ""
 
     @property
     def worker_at(self) -> str:
-        """For a hang the place of the worker whose fetch takes longest; empty without a fetch."""
+        """The place of the worker whose fetch takes longest while the rank is stuck; empty without a fetch."""
         return self.evidence.get("worker_at") or ""
 
     @property
     def stacks(self) -> list[str]:
-        """For a hang the stacks of all threads and workers, that of the training thread first."""
+        """The stacks of all threads and workers of a stuck rank. The training thread comes first."""
         found: list[str] = self.evidence.get("stacks", [])
         return found
 

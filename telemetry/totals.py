@@ -125,7 +125,7 @@ class SamplerTotals:
 
 @dataclass(frozen=True, slots=True)
 class OwnTotals:
-    """Work of the training thread for batches outside of its waits, if that was timed.
+    """Work of the training thread outside of its waits, where it was timed or sampled.
 
     Attributes:
         fetch_seconds, fetch_cpu_seconds: wall clock and CPU clock of its own fetches. ``collate_seconds``: their
@@ -144,7 +144,7 @@ class OwnTotals:
     collate_seconds: float = 0.0
 
 
-# -- what is sampled: a sampled value is counted as its integral over the time of its tick -----------------------------
+# -- what is sampled: each sampled value is added up as its integral over the time of its tick -------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class SampledTotals:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """The figures of a difference of two `Totals` that are needed at every tick."""
+    """The part of a difference of two `Totals` that every tick needs."""
 
     seconds: float
     wait_seconds: float
@@ -325,7 +325,7 @@ class Totals:
         return difference(self, earlier)
 
     def passed_since(self, earlier: Totals) -> Passed:
-        """Only the figures of the difference that every tick needs. The whole difference costs ten times as much."""
+        """The part of the difference that every tick needs. The whole difference costs ten times as much."""
         return Passed(
             seconds=self.wall_seconds - earlier.wall_seconds,
             wait_seconds=self.wait_seconds - earlier.wait_seconds,

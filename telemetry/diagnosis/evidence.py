@@ -1,4 +1,4 @@
-"""The evidence from which causes are named: one rank over one window."""
+"""The evidence for the causes of lost time: the figures of one rank over one window."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Transfer(Struct, frozen=True):
     """The way of a batch from a worker to the training thread, as means.
 
     Attributes:
-        seconds: of a batch of an idle worker. ``from_busy_seconds``: of a worker that is in another fetch.
+        seconds: from a worker that is idle. ``from_busy_seconds``: from a worker that is in another fetch.
         freeing_seconds: time of the training thread to free a batch after the next has come, a part of compute.
     """
 

@@ -164,7 +164,7 @@ _SAME_SHAPES: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 
 _NO_PHASE: Final = {DATA_WAIT: FETCH, COMPUTE: IN_COMPUTE, LEFT: RANK_LEFT, ENDED: RANK_LEFT}
 _ORDER: Final = (FETCH, PHASE, IN_COMPUTE)
-"""Of two kinds with as many ranks, the first one counts, because it is more specific."""
+"""If two kinds have as many ranks, the first one counts: it is more specific."""
 
 _Group = list["HangState"]  # ranks that wait in one collective
 
@@ -246,7 +246,7 @@ def _suspects(states: Sequence[HangState], waiting: Sequence[_Group], *, silent:
 
 
 def _minority_of(states: list[HangState]) -> list[HangState]:
-    """The few ranks at another place than the most, if no rank is seen to wait, as on GPUs; else all ranks."""
+    """The ranks that are not at the place of most ranks; all if most ranks share no place, or all do."""
     places: dict[str, list[HangState]] = defaultdict(list)
     for state in states:
         places[state.stack].append(state)
@@ -255,7 +255,7 @@ def _minority_of(states: list[HangState]) -> list[HangState]:
 
 
 def _clashes(waiting: Sequence[_Group]) -> list[list[_Group]]:
-    """By process group, the ranks that wait in more than one of its collectives. An unknown group may be any."""
+    """The process groups whose ranks wait in several collectives. A rank of an unknown group may be in any of them."""
     by_process_group: dict[str, list[_Group]] = defaultdict(list)
     for group in waiting:
         by_process_group[_newest(group[0]).group].append(group)

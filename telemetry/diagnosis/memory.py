@@ -158,7 +158,7 @@ def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> Lasting
 
 
 def slope_of(readings: Sequence[TimedReading]) -> float:
-    """The median of the slopes of all pairs of readings (Theil and Sen). Single wrong readings have no influence."""
+    """The median slope between two readings (Theil and Sen). A single wrong reading does not change it."""
     return median((b.value - a.value) / (b.seconds - a.seconds) for a, b in combinations(readings, 2))
 
 
@@ -193,7 +193,7 @@ def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
 
 
 def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:
-    """The values of ``slowing`` and ``newest`` for `LastingGrowth`."""
+    """``slowing`` and ``newest`` of `LastingGrowth`."""
     bounds = [(len(window) - 1) * part // _THIRDS for part in range(_THIRDS + 1)]
     thirds = [window[a : b + 1] for a, b in pairwise(bounds)]
     slopes = [slope_of(third) for third in thirds]
@@ -233,7 +233,7 @@ _MIN_LIMIT_RATIO: Final = 0.01
 """Growth of less than 16 MiB, or than this share of the limit, within the judged time is ignored."""
 
 _MIN_SMALL_RATIO: Final = 0.05
-"""Of a small /dev/shm, such as a container's of 64 MB, this share is enough instead of 16 MiB."""
+"""In a small /dev/shm, such as the 64 MB of a container, growth by this share counts although it is below 16 MiB."""
 
 _HORIZON: Final = 4.0
 """The end of the memory is forecast for at most this many times the judged time."""

@@ -170,7 +170,7 @@ _OF: Final = {
 
 
 def _lines_of_code(lines: Sequence[HotLine], of: str, since: str) -> list[str]:
-    """A table of the lines of code with their shares of the time. Empty if none are known."""
+    """The lines of code as a table with their shares of the time; empty without lines."""
     if not lines:
         return []
     rows = [

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from telemetry.top.endpoints import Endpoints
     from telemetry.top.run_folder import RunFolder
-    from telemetry.top.text import Frame, Line
+    from telemetry.top.text import Frame, Styled
     from telemetry.top.view import JobView
 
 _LOOK_SECONDS: Final = 0.1
@@ -134,12 +134,12 @@ class SnapshotRequest:
                     self.said = f"snapshot: {text}"
 
 
-class Lines(Widget):
+class StyledLines(Widget):
     """Lines of styled text. Only lines that changed are drawn again."""
 
-    _lines: Sequence[Line] = ()
+    _lines: Sequence[Styled] = ()
 
-    def show(self, lines: Sequence[Line]) -> None:
+    def show(self, lines: Sequence[Styled]) -> None:
         """Show these lines in place of the current ones."""
         before, self._lines = self._lines, lines
         changed = [place for place, line in enumerate(lines) if place >= len(before) or before[place] != line]
@@ -202,7 +202,7 @@ class TopApp(App[None]):
     def compose(self) -> ComposeResult:
         """The parts of the screen."""
         # Kept: while the screen ends, a query finds none, but the timer may still draw.
-        self._body, self._line = Lines(id="frame"), Lines(id="foot")
+        self._body, self._line = StyledLines(id="frame"), StyledLines(id="foot")
         yield self._body
         yield self._line
 
@@ -217,7 +217,7 @@ class TopApp(App[None]):
         self._reader.start()
         self.set_interval(_LOOK_SECONDS, self._look)
         # After Ctrl-Z and fg the terminal is empty, but Textual does not draw it again.
-        self.app_resume_signal.subscribe(self, lambda _: self.query(Lines).refresh())
+        self.app_resume_signal.subscribe(self, lambda _: self.query(StyledLines).refresh())
         self.call_after_refresh(self.draw)
 
     def on_resize(self) -> None:
@@ -246,7 +246,7 @@ class TopApp(App[None]):
         self._body.show(lines)
         self._line.show([self._foot(width)])
 
-    def _foot(self, width: int) -> Line:
+    def _foot(self, width: int) -> Styled:
         if self._asked and self._choice.selected is not None:
             ask = f"Request a snapshot? y: of rank {self._choice.selected[0]}   a: of all ranks   any other key: no"
             return self._frame.note(ask, width)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from telemetry.log_lines import GpuLine
     from telemetry.top.view import JobView, RankRow
 
-Line = tuple[tuple[str, str], ...]
+Styled = tuple[tuple[str, str], ...]
 """Texts, each with its style as Rich spells it; empty for none."""
 
 GOOD_STYLE: Final = "green"
@@ -186,7 +186,7 @@ class Frame:
 
     def page(
         self, kind: str, view: JobView, choice: Choice, scrolled: int = 0, *, width: int, height: int, now: float
-    ) -> list[Line]:
+    ) -> list[Styled]:
         """The verdict, and below it the page: exactly ``height`` lines, none wider than ``width``.
 
         Args:
@@ -200,7 +200,7 @@ class Frame:
         """
         head = self._head(view, width, 3 if height < _TALL_LINES else 5, now)
         room = max(0, height - len(head))
-        body: list[Line] = []
+        body: list[Styled] = []
         if kind == HELP:
             body = [((self._cell(text, width), ""),) for text in HELP_LINES]
         elif kind == RANK:
@@ -214,7 +214,7 @@ class Frame:
             body = self._list(view, choice, width, room, now)
         return [self._cut(line, width) for line in [*head, *body, *[()] * room][:height]]
 
-    def _list(self, view: JobView, choice: Choice, width: int, room: int, now: float) -> list[Line]:
+    def _list(self, view: JobView, choice: Choice, width: int, room: int, now: float) -> list[Styled]:
         """The ranks around the cursor, the legend and the newest stall, in at least ``room`` lines."""
         rows = choice.rows(view)
         panel = self._stall(view, width, min(max(3 if room < 26 else 8, room - len(rows) - 2), 16), now)
@@ -242,21 +242,21 @@ class Frame:
             lines += self._stall(view, width, 20, now)
         return "".join(f"{''.join(text for text, _ in line).rstrip()}\n" for line in lines)
 
-    def foot(self, choice: Choice, width: int) -> Line:
+    def foot(self, choice: Choice, width: int) -> Styled:
         """The keys and the current choice."""
         chosen = f"{choice.sort}{', trouble only' if choice.trouble_only else ''}"
         chosen += f", find {choice.text}" if choice.text else ""
         keys = [span for key, does in KEYS for span in ((key, "bold"), (f" {does} ", "dim"))]
         return self._cut((*keys, (f" {chosen}", "dim")), width)
 
-    def note(self, text: str, width: int) -> Line:
+    def note(self, text: str, width: int) -> Styled:
         """A question or a message, in place of the foot."""
         return ((self._cell(text, width), CURSOR_STYLE),)
 
-    def _head(self, view: JobView, width: int, most: int, now: float) -> list[Line]:
+    def _head(self, view: JobView, width: int, most: int, now: float) -> list[Styled]:
         """The verdict in at most ``most`` lines, a summary of the ranks, and notes."""
         style = {GOOD: GOOD_STYLE, BAD: BAD_STYLE}.get(view.headline.level, WARN_STYLE)
-        lines: list[Line] = [((line, style),) for line in self._wrapped(view.headline.text, width, most)]
+        lines: list[Styled] = [((line, style),) for line in self._wrapped(view.headline.text, width, most)]
         if view.rows:
             lines.append(((self._cell(_summary(view, now), width), "dim"),))
         age = now - view.seen
@@ -267,13 +267,13 @@ class Frame:
             lines.append(((old, BAD_STYLE if late else "dim"),))
         return lines + [((self._cell(note, width), WARN_STYLE),) for note in view.notes[:2]]
 
-    def _table(self, rows: Sequence[RankRow], at: int, view: JobView, width: int, *, whole_run: bool) -> list[Line]:
+    def _table(self, rows: Sequence[RankRow], at: int, view: JobView, width: int, *, whole_run: bool) -> list[Styled]:
         """The headings, and a line for each of ``rows``; the cursor is at the row ``at``."""
         columns = _columns(width, view.rows)
         bar_width = max(0, min(width - 1 - sum(column.width + 1 for column in columns), _BAR_COLUMNS[1]))
         headings = "".join(f"{self._in_column(column.name, column)} " for column in columns)
         bars = "whole run" if whole_run else "last minute"
-        lines: list[Line] = [((self._cell(f" {headings}{bars}", width), "bold"),)]
+        lines: list[Styled] = [((self._cell(f" {headings}{bars}", width), "bold"),)]
         for place, row in enumerate(rows):
             style = CURSOR_STYLE if place == at else ""
             spans = [(">" if style else " ", style)]
@@ -283,7 +283,7 @@ class Frame:
             lines.append((*spans, *self._bar((row.totals if whole_run else row.live).ledger_total_seconds, bar_width)))
         return lines
 
-    def _stall(self, view: JobView, width: int, most: int, now: float) -> list[Line]:
+    def _stall(self, view: JobView, width: int, most: int, now: float) -> list[Styled]:
         """The newest stall with its advice, at most ``most`` lines; one line if there was none."""
         found = view.newest_stall()
         if found is None:
@@ -297,19 +297,20 @@ class Frame:
             if opened is not None:
                 when += f" for {rough_duration(max(0.0, now - opened))} (since {began.removesuffix(' UTC')})"
         on = f" on {row.node}" if row.node and view.nodes > 1 else ""
-        lines: list[Line] = [((self._cell(f"newest stall: rank {row.rank}{on}: {stall.cause}, {when}", width), style),)]
+        title = f"newest stall: rank {row.rank}{on}: {stall.cause}, {when}"
+        lines: list[Styled] = [((self._cell(title, width), style),)]
         texts = [text.strip() for text in advice_lines(stall.advice)]
         for text in [*texts, stall.line_verdict] if stall.line_verdict else texts:
             if len(lines) < most:
                 lines += [((f"  {part}", ""),) for part in self._wrapped(text, width - 2, most - len(lines))]
         return lines
 
-    def rank_lines(self, row: RankRow, width: int, now: float) -> list[Line]:
+    def rank_lines(self, row: RankRow, width: int, now: float) -> list[Styled]:
         """All that is known of one rank, the newest stall first. There may be more lines than fit."""
         since = "" if row.since is None else f", since {clock(row.since)} ({rough_duration(max(0.0, now - row.since))})"
         pid = f", pid {row.log.pid}" if row.log.pid else ""
         title = f"rank {row.rank} on {row.node or 'an unknown node'}{pid}: {row.finding}{since}"
-        lines: list[Line] = [((line, _STATE_STYLES[row.state]),) for line in self._wrapped(title, width, 3)]
+        lines: list[Styled] = [((line, _STATE_STYLES[row.state]),) for line in self._wrapped(title, width, 3)]
         lines += [((self._cell(text, width), ""),) for text in _facts(row)]
         lines += [(), (("ledger          last minute     whole run", "bold"),)]
         ledgers = row.live.ledger_total_seconds, row.totals.ledger_total_seconds
@@ -348,7 +349,7 @@ class Frame:
             self._safe(text), max(8, width), max_lines=most, placeholder=" ...", break_on_hyphens=False
         ) or [""]
 
-    def _bar(self, seconds: dict[str, float], width: int) -> Line:
+    def _bar(self, seconds: dict[str, float], width: int) -> Styled:
         """A ledger as a bar. A category that takes less than a column may be left out."""
         total = sum(each for each in seconds.values() if each > 0)
         spans: list[tuple[str, str]] = []
@@ -361,14 +362,14 @@ class Frame:
                 at = until
         return (*spans, (" " * (width - at), "")) if at < width else tuple(spans)
 
-    def _legend(self) -> Line:
+    def _legend(self) -> Styled:
         return tuple(
             span
             for category, (letter, block, style) in _PARTS.items()
             for span in ((block if self.blocks else letter, style), (f" {SHORT[category]}  ", "dim"))
         )
 
-    def _cut(self, line: Line, width: int) -> Line:
+    def _cut(self, line: Styled, width: int) -> Styled:
         spans: list[tuple[str, str]] = []
         for text, style in line:
             spans.append((self._safe(text)[:width], style))

@@ -27,7 +27,7 @@ _MAX_ROWS: Final = 50
 
 
 def owners(events: TraceEvents) -> array[int]:
-    """For each device event, the number of the name of the operator that launched it; -1 without one."""
+    """For each device event, the operator that launched it, as the number of its name; -1 if none did."""
     wanted = {work.external for work in events.work} - {NOTHING}
     by_id = {external: name for _, _, _, external, name, _ in events.operators.plain() if external in wanted}
     lost = {work.correlation for work in events.work if work.external not in by_id} - {NOTHING}

@@ -250,7 +250,7 @@ def _stalls(values: ReportValues) -> list[Table]:
 
 
 def _hot_lines(values: ReportValues) -> list[Table]:
-    """The lines of code of the costliest stall of each cause."""
+    """For each cause, the lines of code of its costliest stall."""
     tables: dict[str, Table] = {}
     for stall in sorted(values.stalls, key=lambda stall: -sum(stall.lost.values())):
         if stall.lines and stall.cause not in tables:
