@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 import telemetry
 from telemetry.agent.evaluations import EvaluationMonitor, EvaluationWaits
 from telemetry.cli import main
-from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding
+from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding, small_batches
 from telemetry.diagnosis.lines import LineShare
 from telemetry.hooks.loaders import BatchSource
 from telemetry.hooks.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
+from telemetry.sources import lines
 from telemetry.totals import Conditions, Tick, Totals
 from telemetry.util.profiles import StackProfile
 from tests.report_logs import START, line, totals, write
@@ -91,6 +92,35 @@ def test_a_validation_that_is_small_or_computes_is_no_finding(quiet):
     assert evaluation_finding(times(**quiet), run) is None
 
 
+SMALL = {"kind": "workers", "settings": {"num_workers": 1}, "wait_seconds": 1.0, "batch_size": 1, "trained_size": 16}
+
+
+def test_an_evaluation_of_one_sample_after_another_is_found_with_its_line():
+    run = Totals(steps=600, ledger_seconds={"data_wait": 1.0, "compute": 18.0, "evaluation": 37.0})
+    line = LineShare("/home/me/train.py", 23, "main", None, 0.9, 0.1)
+    finding = small_batches(times(**SMALL), run, [line])
+    assert "Their batches have 1 sample and compute for 36.0 ms" in finding.text
+    assert "those of the training have 16 and compute for 30.0 ms" in finding.text
+    assert "90 % of an evaluation's compute is main at train.py:23" in finding.text
+    (advice,) = finding.advice
+    assert (advice.typed, advice.predicted_speedup) == ("batch_size=16", None)
+    assert "a sample takes 36.0 ms in an evaluation and 1.9 ms in a training step" in advice.because
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        {"batch_size": 16},
+        {"batch_size": None},
+        {"trained_size": None},
+        {"batch_size": 8, "seconds": 16.0},  # a sample takes no longer than in a training step
+    ],
+)
+def test_an_evaluation_whose_batches_are_large_enough_is_no_finding(quiet):
+    run = Totals(steps=600, ledger_seconds={"data_wait": 1.0, "compute": 18.0, "evaluation": 37.0})
+    assert small_batches(times(**SMALL | quiet), run) is None
+
+
 # -- how it is measured ------------------------------------------------------------------------------------------------
 
 IN_EVALUATION = code(S_EVALUATION, S_EVALUATION)
@@ -129,7 +159,7 @@ def test_the_spans_of_an_evaluation_are_waits_starts_and_the_rest():
 
 def test_one_evaluation_before_the_training_is_not_judged_until_the_end():
     waits = EvaluationWaits()
-    monitor = EvaluationMonitor(waits, SimpleNamespace(evaluation=StackProfile()))
+    monitor = EvaluationMonitor(waits, SimpleNamespace(evaluation=StackProfile(), evaluating=StackProfile()))
     source = BatchSource("training_thread", ON_THREAD)
     waits.fold([(n * 40_000_000, n * 40_000_000 + 32_000_000, IN_EVALUATION, source) for n in range(100)])
     totals = Totals(wall_seconds=4.0, ledger_seconds={"evaluation": 4.0}, process_cpu_seconds=0.4)
@@ -181,6 +211,32 @@ def test_a_real_validation(tmp_path, quietly):
     assert "num_workers=0" in found[-1]["text"]
     assert found[-1]["advice"][0]["setting"] == "num_workers"
     assert found[-1]["advice"][0]["predicted_speedup"] > 1.2
+
+
+def score(model, batch):
+    time.sleep(0.02)
+    return model(batch)
+
+
+def test_a_real_validation_of_one_sample_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "_EVERY_SECONDS", ((1e9, 0.2),))
+    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
+    model = torch.nn.Linear(4, 1)
+    training = DataLoader(Files(0.0), batch_size=10, num_workers=1, persistent_workers=True)
+    validation = DataLoader(Files(0.0), batch_size=1, num_workers=1, persistent_workers=True)
+    try:
+        for _ in range(4):
+            for batch in training:
+                model(batch).sum().backward()
+                time.sleep(0.01)
+            with torch.no_grad():
+                for batch in validation:
+                    score(model, batch)
+    finally:
+        telemetry.stop()
+    found = [line for line in log_lines(agent) if line["event"] == "finding" and line["kind"] == "evaluation_loader"]
+    assert found[-1]["advice"][0]["setting"] == "batch_size"
+    assert found[-1]["lines"][0]["line"] == score.__code__.co_firstlineno + 1
 
 
 def slow_start(_worker):

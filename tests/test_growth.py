@@ -11,7 +11,7 @@ import pytest
 from benchmarks.change_series import STEADY
 from benchmarks.step_series import Loop, ticks
 from telemetry.agent.findings import ChangeMonitor
-from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, GrowthDetector, growth_finding
+from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, UNCLEAR, GrowthDetector, growth_finding
 from telemetry.diagnosis.growth import STEADY as STEADY_TREND
 from telemetry.diagnosis.lines import LineShare
 from telemetry.util.profiles import StackProfile
@@ -205,6 +205,11 @@ def test_a_short_run_gets_a_verdict_on_its_trend(slower, kind):
     trend = Run(Loop(first=1.0, slower=computes(slower)), 500).trend
     assert trend.kind == kind
     assert trend.after_seconds / trend.before_seconds == pytest.approx(slower(450) / slower(130), rel=0.06)
+
+
+def test_steps_that_scatter_too_much_did_not_keep_their_pace():
+    uneven = computes(lambda now: 1 + 0.2 * (now > BEGIN) + 0.8 * random.Random(int(now / 6)).random())
+    assert Run(Loop(first=1.0, slower=uneven), 500).trend.kind == UNCLEAR
 
 
 def test_a_long_run_and_a_very_short_one_get_none():

@@ -147,7 +147,10 @@ def test_of_a_wait_for_workers_only_samples_in_the_sampler_make_it_sure():
 
 
 def test_few_samples_name_no_line():
-    assert line_shares(profile_of(((ITEM, FETCHER), MIN_SAMPLES - 1)), FETCH) == ()
+    half = MIN_SAMPLES // 2
+    assert line_shares(profile_of(((ITEM, FETCHER), half), ((RESIZE, ITEM, FETCHER), half - 1)), FETCH) == ()
+    assert line_shares(profile_of(((ITEM, FETCHER), half - 1)), FETCH) == ()
+    assert [found.share for found in line_shares(profile_of(((ITEM, FETCHER), half)), FETCH)] == [1.0], "it is sure"
     profile = profile_of(((ITEM, DRAWING, LOOP), 9), ((QUEUE, LOOP), 300))
     assert line_shares(profile, SAMPLER) == ()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import queue
 import sys
 import threading
 import time
@@ -153,6 +155,35 @@ def test_work_on_the_host_beside_a_busy_gpu_costs_nothing():
     assert kinds(CALM, sampler, idle) == ["host_work"]
 
 
+# -- a thread of the script's own that reads the loader ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_that_waits_for_the_thread_that_reads_its_loader_needs_more_workers(workers):
+    """A step takes 100 ms, of which it waits 80 ms for a thread that takes 100 ms for each batch."""
+    cores = structs.replace(COMPUTE.cpu, cores=8.0)
+    evidence = structs.replace(COMPUTE, source=None, read_by_thread=True, cpu=cores)
+    if workers:
+        evidence = structs.replace(
+            evidence,
+            workers=structs.replace(evidence.workers, count=2, cpu_ratio=0.1),
+            fetches=structs.replace(evidence.fetches, seconds=0.2),
+        )
+    waiting = sampled(((LOCK, QUEUE, LOOP), 80), ((LINEAR, CALL, LOOP._replace(line=22)), 20), on_core=0.1)
+    (finding,) = findings_of(CALM, waiting, evidence)
+    assert (finding.kind, finding.share_ratio) == ("reader_thread", pytest.approx(0.8))
+    assert "80 % of each step is Queue.get at train.py:20: a wait for another thread" in finding.text
+    assert [line.line for line in finding.lines] == [20]
+    first = finding.advice[0]
+    assert first.setting == "num_workers"
+    assert int(first.value) > workers
+    assert first.predicted_speedup is None or 2 < first.predicted_speedup < 6
+    assert not findings_of(CALM, waiting, structs.replace(evidence, read_by_thread=False)), "no thread reads a loader"
+    assert not findings_of(CALM, waiting, structs.replace(evidence, source="workers")), "its waits are seen"
+    calm = sampled(((LOCK, QUEUE, LOOP), 5), ((LINEAR, CALL, LOOP._replace(line=22)), 95), on_core=0.9)
+    assert not findings_of(CALM, calm, evidence), "the thread is fast enough"
+
+
 # -- threads beyond the cores ------------------------------------------------------------------------------------------
 
 
@@ -300,12 +331,12 @@ def test_a_burst_of_samples_names_a_busy_thread_and_ends(monkeypatch, work, enou
     tracker.category = S_COMPUTE
     other = threading.Thread(target=work, args=(end,), name="busy")
     other.start()
-    sampler, interval = StepSampler(tracker), sys.getswitchinterval()
+    sampler, interval, waits = StepSampler(tracker), sys.getswitchinterval(), itertools.cycle((0, 0, 1))
     try:
         while not any(thread.profile.samples and enough(thread) for thread in sampler.threads.values()):
             due = now_ns() + int(sampler.gap() * NS)
             time.sleep(max(0.0, (due - now_ns()) / NS))
-            sampler.sample(due, 0)
+            sampler.sample(due, next(waits))
     finally:
         sampler.end()
         end.set()
@@ -402,6 +433,44 @@ def test_a_run_without_a_stall_says_what_its_steps_do(tmp_path, kind):
     (finding,) = agent.findings.newest
     assert (finding.kind, finding.lines[0].line) == (found, line), agent.findings.newest
     assert len(heap)
+
+
+class Slow(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.full((4,), float(index))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_loader_that_another_thread_reads_ahead_is_found(tmp_path):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batches: queue.Queue[torch.Tensor] = queue.Queue(2)
+    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
+    until, over = now_ns() + 60 * NS, threading.Event()
+
+    def read():
+        for batch in DataLoader(Slow(), batch_size=2):
+            batches.put(batch)
+            if over.is_set():
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        while now_ns() < until and not agent.findings.newest:
+            optimizer.zero_grad()
+            model(batches.get()).sum().backward()
+            optimizer.step()
+    finally:
+        over.set()
+        batches.get()
+        reader.join()
+        telemetry.stop()
+    (finding,) = agent.findings.newest
+    assert finding.kind == "reader_thread"
+    assert finding.lines[0].calls == "Queue.get"
+    assert finding.advice[0].setting == "num_workers"
 
 
 @pytest.mark.usefixtures("quick")

@@ -340,6 +340,8 @@ class Agent:
         self._skipped = True
         with self.errors.contained("snapshot"):  # the other ranks need it in each interval
             self.snapshots.tick(None)
+        with self.errors.contained("diagnose"):
+            self._changes.skipped(self._builder.current())
 
     def _tick(self) -> None:
         with self.errors.contained("clock"):
@@ -374,6 +376,8 @@ class Agent:
             self.event_log.write_what_is_due()
         with self.errors.contained("sinks"):
             self._write_figures()
+        with self.errors.contained("diagnose"):  # last: the parts of a batch would be timed while this thread works
+            self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
 
     def _diagnose(self) -> None:
         stalls = self._stall_monitor
@@ -388,7 +392,6 @@ class Agent:
                 at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
                 self.event_log.write(change_line(change, at))
             self._tell(self._evaluations.tick(tick, self.accounting.ledger.evaluations))
-            self.tracker.time_next_batch(stalls.waits_to_time)
             self.job_hang.tick()
         with self.errors.contained("lines"):
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding
+from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding, small_batches
 from telemetry.diagnosis.lines import line_shares, reading_place
 from telemetry.hooks.batches import BatchMark
-from telemetry.hooks.loaders import BatchSource
+from telemetry.hooks.loaders import BatchSource, LoaderHandle
 from telemetry.hooks.ring import BEGINS, S_EVALUATION
 from telemetry.records import EVALUATION
 from telemetry.totals import Totals, difference
 from telemetry.util.clock import NS
-from telemetry.util.profiles import WAIT
+from telemetry.util.profiles import STEP, WAIT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +33,7 @@ class LoaderWaits:
 
     Attributes:
         kind, settings: as of a `BatchSource`.
+        batch_size: samples of a batch; None if unknown, as it is without workers.
         batches, wait_ns: batches, and the waits for them.
         iterations, start_ns: iterations that have begun. With workers, their starts and ends, and the waits for their
             first batches.
@@ -40,6 +41,7 @@ class LoaderWaits:
 
     kind: str
     settings: dict[str, Any]
+    batch_size: int | None = None
     batches: int = 0
     wait_ns: int = 0
     iterations: int = 0
@@ -47,7 +49,7 @@ class LoaderWaits:
 
 
 class EvaluationWaits:
-    """Adds up the waits of evaluations for their own loaders, by kind and settings. Used on the agent thread."""
+    """Adds up the waits of evaluations for their own loaders, by settings and batch size. Used on the agent thread."""
 
     def __init__(self) -> None:
         self.loaders: dict[tuple[object, ...], LoaderWaits] = {}
@@ -77,8 +79,9 @@ class EvaluationWaits:
         if not isinstance(source, BatchSource):
             return
         kind, settings = source.kind, source.settings
-        key = kind, settings.get("num_workers"), settings.get("persistent_workers")
-        found = self._newest = self.loaders.setdefault(key, LoaderWaits(kind, settings))
+        size = source.traits.batch_size if isinstance(source, LoaderHandle) else None
+        key = kind, settings.get("num_workers"), settings.get("persistent_workers"), size
+        found = self._newest = self.loaders.setdefault(key, LoaderWaits(kind, settings, size))
         begins, begun = self._begins, self._begun_ns
         self._begins, self._begun_ns = False, 0
         found.batches += 1
@@ -108,11 +111,13 @@ class EvaluationMonitor:
         self._ended = 0  # evaluations
         self._cpu = _CpuSplit()
         self._cores = 1.0
+        self._trained_size: int | None = None
 
     def tick(self, tick: Tick, evaluations: int) -> Finding | None:
         """Add a tick. ``evaluations``: how many have ended."""
         totals, before = tick.totals, self._before
         self._before, self._cores = totals, tick.conditions.cores
+        self._trained_size = tick.conditions.traits.batch_size or self._trained_size
         passed = totals.wall_seconds - before.wall_seconds
         evaluated = _evaluation(totals) - _evaluation(before)
         used = difference(totals.process_cpu_seconds, before.process_cpu_seconds)
@@ -125,7 +130,7 @@ class EvaluationMonitor:
 
     def judge(self, totals: Totals) -> Finding | None:
         """What the evaluations so far have shown, if it is worth telling."""
-        waits, profile = self._waits.costliest, self._sampler.evaluation
+        waits, profile, computing = self._waits.costliest, self._sampler.evaluation, self._sampler.evaluating
         if waits is None:
             return None
         times = EvaluationTimes(
@@ -139,8 +144,13 @@ class EvaluationMonitor:
             cpu_ratio=self._cpu.of_evaluation(),
             cores=self._cores,
             place=reading_place(profile),
+            batch_size=waits.batch_size,
+            trained_size=self._trained_size,
         )
-        return evaluation_finding(times, totals, line_shares(profile, WAIT))
+        waited = evaluation_finding(times, totals, line_shares(profile, WAIT))
+        small = small_batches(times, totals, line_shares(computing, STEP))
+        found = [each for each in (waited, small) if each is not None]
+        return max(found, key=lambda each: each.share_ratio or 0.0, default=None)
 
 
 class _CpuSplit:

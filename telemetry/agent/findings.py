@@ -226,6 +226,11 @@ class ChangeMonitor:
             self.tell(totals)
         return self._detector.tick(totals, gauges)
 
+    def skipped(self, totals: Totals) -> None:
+        """Add the totals at a skipped tick. In the first minutes steps can become twice as long within a few ticks."""
+        if totals.loop_seconds < _YOUNG_SECONDS:
+            self._growth.tick(totals, {})
+
     @property
     def ratio(self) -> float | None:
         """Step time now divided by step time before a lasting slow-down, see `ChangeDetector`."""

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.causes import CAUSES
-from telemetry.diagnosis.lines import line_advice, line_shares, line_verdict, verdict_part, with_measured_collation
+from telemetry.diagnosis.lines import (
+    MIN_SAMPLES,
+    line_advice,
+    line_shares,
+    line_verdict,
+    verdict_part,
+    with_measured_collation,
+)
 from telemetry.sources.lines import LineSampler
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import remove_file, replace_file
@@ -218,7 +225,7 @@ class LineMonitor:
     def _names_a_line(self, stall: DetectedStall | None, kinds: tuple[str, ...]) -> bool:
         if self._named != kinds:
             profile, kind = self._profile_of(stall)
-            if profile is not None and line_shares(profile, kind):
+            if profile is not None and profile.samples >= MIN_SAMPLES and line_shares(profile, kind):
                 self._named = kinds
         return self._named == kinds
 

@@ -11,9 +11,9 @@ from msgspec import structs
 
 from telemetry.agent.stuck import EXPECTED, OVERDUE, StuckMonitor, longest_phase, paused
 from telemetry.diagnosis.advice import WHOLE_BATCHES
-from telemetry.diagnosis.causes import advise, shares_of, with_what_remains
+from telemetry.diagnosis.causes import CAUSES, advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
-from telemetry.diagnosis.misuse import misuse
+from telemetry.diagnosis.misuse import mended_first, misuse
 from telemetry.diagnosis.stalls import MIN_STEPS, StallDetector
 from telemetry.diagnosis.stragglers import absent_rank, held_up_by, mostly_in_sync, short_of_cores, straggler
 from telemetry.diagnosis.verdict import batches_unseen, costliest, weight
@@ -138,8 +138,10 @@ def stall_record(
         advice = (*advice, *stuck.advice_on_locks()) if stall.cause == "worker_stuck" else stuck.advice()
     if lines is not None:
         evidence |= lines.evidence()
-        # A row is fetched by one line. There is nothing in it that could be done once, or twice as fast.
-        if all(each.action != WHOLE_BATCHES for each in advice):
+        # A row is fetched by one line. There is nothing in it that could be done once, or twice as fast. And a loader
+        # that is used in a wrong way has to be mended first.
+        wrong = mended_first(stall.evidence) if stall.evidence.steps and CAUSES[stall.cause].is_wait else []
+        if not wrong and all(each.action != WHOLE_BATCHES for each in advice):
             advice = (*advice, *lines.advice)
     return StallRecord(
         rank=identity.rank,

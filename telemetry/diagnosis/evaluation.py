@@ -46,6 +46,7 @@ class EvaluationTimes:
         cpu_ratio: CPU time of the training process in a second of evaluation; None if unknown.
         cores: cores that this rank may use.
         place: the line of the user's code that reads the loader, such as ``train.py:42``; empty if unknown.
+        batch_size: samples in a batch of evaluations. ``trained_size``: in a batch of the training. None if unknown.
     """
 
     kind: str
@@ -58,6 +59,8 @@ class EvaluationTimes:
     cpu_ratio: float | None = None
     cores: float = 1.0
     place: str = ""
+    batch_size: int | None = None
+    trained_size: int | None = None
 
     @property
     def workers(self) -> int:
@@ -106,6 +109,47 @@ def evaluation_finding(times: EvaluationTimes, totals: Totals, lines: Sequence[L
         text=text,
         lines=tuple(line.told() for line in lines),
         advice=(first,),
+    )
+
+
+def small_batches(times: EvaluationTimes, totals: Totals, lines: Sequence[LineShare] = ()) -> Finding | None:
+    """What the evaluations lose because their batches are smaller than those of the training; None if they do not.
+
+    Evaluations only go forward. If each of their samples nevertheless takes longer than one of a training step, most of
+    that time hardly depends on the size of a batch, or they do other work for each sample. There is no prediction,
+    because these two cannot be told apart.
+
+    Args:
+        times: the evaluations.
+        totals: the run so far.
+        lines: the lines of code in which the evaluations compute, the largest share first.
+    """
+    size, trained = times.batch_size, times.trained_size
+    if size is None or trained is None or size >= trained or times.batches < _MIN_BATCHES or not totals.steps:
+        return None
+    run = totals.loop_seconds + totals.ledger_seconds.get(EVALUATION, 0.0)
+    step, each = totals.compute_seconds / totals.steps, times.compute_seconds / times.batches
+    lost = (times.compute_seconds - times.batches * size / trained * step) / run
+    if lost < _MIN_SHARE:
+        return None
+    samples = f"{size} sample{'s' * (size > 1)}"
+    text = (
+        f"Evaluations take {rounded_percent(times.seconds / run)} of the time. Their batches have {samples} and "
+        f"compute for {duration(each)}; those of the training have {trained} and compute for {duration(step)}"
+    )
+    if lines:
+        text += f"; {rounded_percent(lines[0].share)} of an evaluation's compute is {lines[0].named}"
+    because = (
+        f"a sample takes {duration(each / size)} in an evaluation and {duration(step / trained)} in a training step, "
+        "with its backward pass"
+    )
+    action = "give the evaluation's loader batches as large as the training's"
+    return Finding(
+        kind="evaluation_loader",
+        share_ratio=round(lost, 4),
+        text=text,
+        lines=tuple(line.told() for line in lines),
+        advice=(Advice(action, "batch_size", str(trained), because=because),),
     )
 
 

@@ -16,6 +16,7 @@ FindingKind = Literal[
     "threads_oversubscribed",
     "gil_held",
     "host_work",
+    "reader_thread",
     "own_gc_collect",
     "iterator_per_step",
     "empty_workers",
@@ -29,12 +30,13 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
         "threads_oversubscribed": "The training process or its workers run more threads than they have cores.",
         "gil_held": "Another thread of the training process holds the GIL, so that the training thread waits for it.",
         "host_work": "The step spends its time in Python between the operators: logging, `.item()`, loops.",
+        "reader_thread": "The step waits for another thread of the training process, which reads a DataLoader.",
         "own_gc_collect": "The script itself calls `gc.collect()` in its training loop.",
         "iterator_per_step": "The script makes an iterator of the loader for each step, so its workers start anew.",
         "empty_workers": "Some workers have no data: the data set has fewer shards than workers.",
         "duplicate_samples": "Several workers give the same samples, because the data set does not split its stream.",
         "step_growth": "Steps become longer and longer.",
-        "evaluation_loader": "The evaluation waits for its own loader.",
+        "evaluation_loader": "The evaluation waits for its own loader, or takes too small batches from it.",
     }
 )
 """The kinds of findings, with their documentation. A finding is no stall: it may be there in a run that never waits."""

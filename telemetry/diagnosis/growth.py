@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # -- whether the steps of some blocks grow -----------------------------------------------------------------------------
 # The blocks are divided into eight parts, of which each has a level. They must rise nearly all the time, and no two
 # parts may have most of the growth: `ChangeDetector` finds sudden changes. The steps must also grow without the time
-# that other programs or a lower clock have cost. Their logarithm counts, so that growth by a factor may be as even as
-# growth by an amount.
+# that other programs or a lower clock have cost. The growth may be even by a factor, so that logarithms count, or by an
+# amount.
 
 MIN_RATIO: Final = 1.30
 """Steps that have become slower by this factor are reported. Smaller growth is left to `ChangeDetector`."""
@@ -39,7 +39,9 @@ _MIN_QUARTER: Final = 0.1
 """Least share of the growth from each quarter to the next."""
 
 _MAX_JUMP: Final = 0.5
-"""Largest share of the growth within two parts."""
+_MAX_AMOUNT: Final = 0.46
+"""Largest share of the growth within two parts: of its logarithm, and of its amount. Two equal jumps have half of the
+amount each. Steps that become longer by the same amount each, from 0 on, have 0.43 of it in the first parts."""
 
 _MIN_CLEARNESS: Final = 6.0
 """Least growth in standard errors of a level."""
@@ -130,15 +132,21 @@ def _grows(seconds: Sequence[float], at_least: float) -> bool:
     levels = [median(logs[begin:end]) for begin, end in pairwise(bounds)]
     grown = levels[-1] - levels[0]
     rising = sum(later > earlier for earlier, later in combinations(levels, 2))
-    jump = max(later - earlier for earlier, later in zip(levels, levels[2:], strict=False))
-    quarters = [(one + two) / 2 for one, two in zip(levels[::2], levels[1::2], strict=True)]
-    slowest = min(later - earlier for earlier, later in pairwise(quarters))
-    if rising < _MIN_RISING or jump > _MAX_JUMP * grown or slowest < _MIN_QUARTER * grown:
+    even = _is_even(levels, _MAX_JUMP) or _is_even([math.exp(level) for level in levels], _MAX_AMOUNT)
+    if rising < _MIN_RISING or not even:
         return False
     steps = [later - earlier for earlier, later in pairwise(logs)]
     usual = median(steps)
     scatter = 1.4826 * median(abs(step - usual) for step in steps) / math.sqrt(2)
     return grown >= _MIN_CLEARNESS * scatter * math.sqrt(2 * _PARTS / len(logs))
+
+
+def _is_even(levels: Sequence[float], max_jump: float) -> bool:
+    grown = levels[-1] - levels[0]
+    jump = max(later - earlier for earlier, later in zip(levels, levels[2:], strict=False))
+    quarters = [(one + two) / 2 for one, two in zip(levels[::2], levels[1::2], strict=True)]
+    slowest = min(later - earlier for earlier, later in pairwise(quarters))
+    return jump <= max_jump * grown and slowest >= _MIN_QUARTER * grown
 
 
 def _own_seconds(window: Sequence[LoopBlock]) -> list[float]:
@@ -312,6 +320,7 @@ STEADY: Final = "steady"
 GROWS: Final = "grows"
 SLOWER: Final = "slower"
 FASTER: Final = "faster"
+UNCLEAR: Final = "unclear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +328,8 @@ class StepTrend:
     """How the steps of a short run have changed from its begin to its end.
 
     Attributes:
-        kind: `STEADY`; `GROWS`: slower all the time; `SLOWER` and `FASTER`: in another way, as by a single jump.
+        kind: `STEADY`; `GROWS`: slower all the time; `SLOWER` and `FASTER`: in another way, as by a single jump;
+            `UNCLEAR`: they scatter too much to tell.
         before_seconds, after_seconds: duration of a step at both ends, without the first steps.
         loop_seconds: seconds of the training loop between them.
     """
@@ -369,8 +379,10 @@ class GrowthDetector:
         kind = SLOWER if after > before else FASTER
         if find_growth(blocks, _MIN_TREND, settled_at=self._settled_at) is not None:
             kind = GROWS
-        elif 1 / _MIN_TREND < after / before < _MIN_TREND or clearness(first, last) < _MIN_CLEARNESS:
+        elif 1 / _MIN_TREND < after / before < _MIN_TREND:
             kind = STEADY
+        elif clearness(first, last, drift=True) < _MIN_CLEARNESS:
+            kind = UNCLEAR
         return StepTrend(kind, before, after, sum(block.loop_seconds for block in judged))
 
     def _keep(self, block: LoopBlock) -> bool:

@@ -34,6 +34,9 @@ MAX_LINES: Final = 10
 MIN_SAMPLES: Final = 40
 """Least samples to name lines. With so many, a share of one half is off by up to 16 points, in 95 of 100 cases."""
 
+_SURE_SAMPLES: Final = 20
+"""So many are enough if one line has most of the time for sure. A call of half a second gives few samples."""
+
 _FEW_SAMPLES: Final = 5
 _GREATER_PART: Final = 0.5
 """If it is known what kind of code costs the time, few samples tell which line that is."""
@@ -100,19 +103,23 @@ class LineShare:
 
 
 def line_shares(
-    profile: StackProfile, work: str, *, host_work: bool = False, least: int = MIN_SAMPLES
+    profile: StackProfile,
+    work: str,
+    *,
+    only: Callable[[Stack, StackTime], bool] | None = None,
+    least: int = MIN_SAMPLES,
 ) -> tuple[LineShare, ...]:
     """The lines with the largest shares of ``work``, the largest first; empty if there are too few samples.
 
     Args:
         profile: the samples.
         work: their kind of work.
-        host_work: only lines that work on the host between the operators; the shares are still those of all the time.
+        only: says which stacks count, such as `is_host_work`. The shares are still those of all the time.
         least: least number of samples.
     """
     total = StackTime()
     times: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
-    on_host: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
+    counted: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
     functions: dict[tuple[str, int], str] = {}
     for stack, time in profile.times.items():
         inside = _inside(stack, work)
@@ -128,14 +135,14 @@ def line_shares(
                 functions.setdefault((spot.file, spot.line), spot.function)
             named = spot.file, spot.line, calls
             times[named] = time.plus(times[named])
-            if host_work and _is_host_work(stack, time):
-                on_host[named] = time.plus(on_host[named])
+            if only is not None and only(stack, time):
+                counted[named] = time.plus(counted[named])
     wall, cpu, gil = total
     samples = profile.samples * wall / max(1, profile.wall_ns)  # few samples of a wait are in the sampler
-    if profile.samples < least or samples < min(least, _MIN_SAMPLES_OF_WORK):
+    if profile.samples < min(least, _SURE_SAMPLES) or samples < min(least, _MIN_SAMPLES_OF_WORK):
         return ()
-    if host_work:  # a line that also calls operators, as that of a trainer does, is none
-        times = {each: time for each, time in on_host.items() if time.wall_ns >= _GREATER_PART * times[each].wall_ns}
+    if only is not None:  # a line that also calls operators, as that of a trainer does, is no work on the host
+        times = {each: time for each, time in counted.items() if time.wall_ns >= _GREATER_PART * times[each].wall_ns}
     longest = sorted(times.items(), key=lambda item: -item[1].wall_ns)[:MAX_LINES]
     found = []
     for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in longest:
@@ -144,7 +151,8 @@ def line_shares(
             error = math.sqrt(max(share * (1 - share), _NEVER_SEEN / samples) / samples)
             held = gil_ns / max(wall_ns, 1), (gil - gil_ns) / max(wall - wall_ns, 1)
             found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error, *held))
-    return tuple(found)
+    sure = bool(found) and found[0].share - ERRORS * found[0].error >= _GREATER_PART
+    return tuple(found) if sure or profile.samples >= least else ()
 
 
 def reading_place(profile: StackProfile) -> str:
@@ -227,11 +235,13 @@ _WAITS: Final = re.compile(
 )
 """Code that waits for others. It may be waiting for batches that are not seen, or for other ranks."""
 
+_WAITS_FOR_THREAD: Final = re.compile(rf"{re.escape(STANDARD_LIBRARY)}(threading|queue|concurrent)\b")
+
 _HOLDS_IT: Final = 0.5
 _ON_CORE: Final = 0.5
 
 
-def _is_host_work(stack: Stack, time: StackTime) -> bool:
+def is_host_work(stack: Stack, time: StackTime) -> bool:
     """Whether the samples of a stack are of work on the host, and not of an operator."""
     at = _first(stack, _is_users)
     called = [spot for spot in stack[:at] if _OURS not in spot.file]
@@ -245,6 +255,11 @@ def _is_host_work(stack: Stack, time: StackTime) -> bool:
         return True
     operators = any(_OPERATORS.match(spot.module) for spot in called)
     return not operators and _WAITS.match(called[-1].file) is None
+
+
+def waits_for_thread(stack: Stack, _time: StackTime) -> bool:
+    """Whether the samples of a stack are of a wait for another thread of the process, such as ``Queue.get``."""
+    return _WAITS_FOR_THREAD.match(stack[0].file) is not None
 
 
 def _first(stack: Stack, true_of: Callable[[Spot], bool]) -> int | None:

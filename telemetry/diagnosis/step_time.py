@@ -7,8 +7,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
+from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.lines import ERRORS, SURE, line_shares, top_line
+from telemetry.diagnosis.lines import ERRORS, SURE, is_host_work, line_shares, top_line, waits_for_thread
 from telemetry.diagnosis.model import gain_of
 from telemetry.records import Advice
 from telemetry.totals import GarbageTotals
@@ -57,7 +60,8 @@ def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> lis
     host, own = _host_work(sampled, evidence), _own_collections(time, sampled, evidence)
     if host is not None and own is not None and _place(host) == _place(own):
         host = None  # a sample that came late may take a collection for the work of the line that called for it
-    return [each for each in (host, _threads(time), _gil_held(time, sampled), own) if each is not None]
+    found = (host, _reader_thread(sampled, evidence), _threads(time), _gil_held(time, sampled), own)
+    return [each for each in found if each is not None]
 
 
 def _place(finding: Finding) -> tuple[str, int] | None:
@@ -74,7 +78,7 @@ _NEARLY_ALL: Final = 0.8
 
 def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     """The host's own work in the steps: logging, loops in Python. On a GPU it costs what the GPU idles, at most."""
-    lines = line_shares(sampled.steps, STEP, host_work=True)
+    lines = line_shares(sampled.steps, STEP, only=is_host_work)
     if not lines or not evidence.steps:
         return None
     in_steps = sampled.steps.wall_ns / (sampled.steps.wall_ns + sampled.wait_ns)
@@ -131,6 +135,36 @@ def _gain_without(evidence: Evidence, share: float) -> float | None:
 
 def _and(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+# -- a thread of the script's own that reads the loader ----------------------------------------------------------------
+
+
+def _reader_thread(sampled: StepSampler, evidence: Evidence) -> Finding | None:
+    """Waits in the steps for another thread, which reads a DataLoader. No hook sees them, so they count as compute."""
+    if not evidence.read_by_thread or evidence.source is not None or not evidence.steps:
+        return None
+    lines = line_shares(sampled.steps, STEP, only=waits_for_thread)
+    share = min(1.0, sum(line.share for line in lines))
+    if share < _MIN_SHARE:
+        return None
+    waited = share * evidence.compute_seconds
+    seen = structs.replace(
+        evidence,
+        source="watched",
+        wait_seconds=evidence.wait_seconds + waited,
+        compute_seconds=evidence.compute_seconds - waited,
+    )
+    workers = evidence.workers.configured
+    loader = f"a DataLoader with num_workers={workers}" if workers else "a DataLoader without workers"
+    return Finding(
+        kind="reader_thread",
+        share_ratio=round(share, 4),
+        text=f"{rounded_percent(share)} of each step is {lines[0].named}: a wait for another thread, which reads "
+        f"{loader}",
+        lines=tuple(line.told() for line in lines if line.share >= _MIN_SHARE / 2),
+        advice=tuple(advise("source_slow", seen)),
+    )
 
 
 # -- threads beyond the cores ------------------------------------------------------------------------------------------

@@ -278,12 +278,14 @@ def _largest_loss(facts: RunFacts) -> Loss:
     if starving:
         worst = max(starving, key=lambda rank: rank.exposed_after_start_ratio)
         return Loss(VerdictKind.STARVED, worst, len(starving), len(measured), unseen)
+    first = next(iter(facts.findings), None)
     if unseen is not None or not any(rank.wait_seconds for rank in measured):
         most = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
-        return Loss(VerdictKind.UNKNOWN, measured=len(measured), unseen=unseen, stalled=most)
+        kind = VerdictKind.UNKNOWN if first is None or most is not None else VerdictKind.SLOWED
+        return Loss(kind, measured=len(measured), unseen=unseen, stalled=most, slowed_by=first)
     worst = max(measured, key=lambda rank: rank.exposed_after_start_ratio)
     # A rank that waits for a slow rank loses as much as that one. The slow rank's own stall names the cause.
-    slowest, first = costliest(stalls), next(iter(facts.findings), None)
+    slowest = costliest(stalls)
     kind = VerdictKind.HEALTHY if first is None else VerdictKind.SLOWED
     kind = kind if slowest is None else VerdictKind.STALLED
     return Loss(kind, worst, measured=len(measured), stalled=slowest, slowed_by=first)
@@ -338,6 +340,9 @@ def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return
     other_time = "" if facts.ledger_in_full else _other_time(facts.ledger)
     if loss.kind == VerdictKind.NO_STEPS:
         return _no_steps(facts)
+    if loss.slowed_by is not None and worst is None and loss.kind == VerdictKind.SLOWED:
+        seen = " Whether it also waits for data is not known." if loss.slowed_by.kind != "reader_thread" else ""
+        return f"Slower than need be. {_found(loss.slowed_by)}{seen}{other_time}"
     if loss.kind == VerdictKind.UNKNOWN or worst is None:
         stall = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
         unseen = _unseen(loss.unseen) or _NOTHING_SEEN

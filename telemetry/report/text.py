@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY
+from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY, UNCLEAR
 from telemetry.diagnosis.verdict import growth_text, trace_text
 from telemetry.records import CATEGORIES, DATA_WAIT
 from telemetry.report.attempts import ASSUMED
@@ -360,6 +360,7 @@ _TRENDS: Final = {
     GROWS: "became slower and slower",
     SLOWER: "became slower",
     FASTER: "became faster",
+    UNCLEAR: "had no clear trend",
 }
 
 

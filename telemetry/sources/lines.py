@@ -382,7 +382,7 @@ class BusyThread:
     Attributes:
         cpu_ns: its time on a core, in ``wall_ns`` of the wall clock.
         free: samples that found the GIL free. ``without_gil``: those of them in which it ran, so it needed no GIL.
-        profile: its stacks.
+        profile: its stacks in the other samples. When the GIL is free, it may sleep.
     """
 
     name: str
@@ -408,7 +408,8 @@ class StepSampler:
             run-queue delay. The time with the GIL is that of samples that had to wait for it, but for no collection.
         bursts: how many bursts there have been.
         wait_ns: time in waits for batches, by the same samples.
-        evaluation: the stacks of the training thread in waits of evaluations for their loaders.
+        evaluation: the stacks of the training thread in waits of evaluations for their loaders. ``evaluating``: those
+            in the rest of evaluations.
         parts: the stacks in ``steps`` before `follow` was called, in parts: one for each ten seconds of the first two
             minutes of training, and the last one for all that came later, too.
         newest: like ``steps``, since `follow` was called; None before.
@@ -432,6 +433,7 @@ class StepSampler:
         self.bursts = 0
         self.steps = StackProfile()
         self.evaluation = StackProfile()
+        self.evaluating = StackProfile()
         self.parts: list[StackProfile] = []
         self.newest: StackProfile | None = None
         self.wait_ns = 0
@@ -481,7 +483,7 @@ class StepSampler:
 
     def _begin(self, now: int) -> bool:
         """Begin a burst. Returns whether there is something to sample."""
-        if not self._trains() and not self._evaluates():
+        if not self._trains() and self._tracker.category != S_EVALUATION:
             self._next_ns = now + _NOT_YET_NS
             return False
         self._first_ns = self._first_ns or now
@@ -502,9 +504,6 @@ class StepSampler:
         tracker = self._tracker
         return tracker.stepping or (tracker.waiting_since > 0 and tracker.batch_seen)
 
-    def _evaluates(self) -> bool:
-        return self._tracker.category == S_EVALUATION and self._tracker.waiting_since < 0
-
     def _take(self, stack: Stack, waits: int, wall: int, collected_ns: int, sure_ns: int) -> None:
         """Take a sample.
 
@@ -517,8 +516,8 @@ class StepSampler:
                 After a shorter one, it has gone on to another line.
         """
         tracker = self._tracker
-        if self._evaluates() and stack:
-            self.evaluation.add(stack, wall, wall)
+        if tracker.category == S_EVALUATION and stack:
+            (self.evaluation if tracker.waiting_since < 0 else self.evaluating).add(stack, wall, wall)
         if not self._trains():
             return
         waiting = tracker.waiting_since > 0
@@ -545,7 +544,7 @@ class StepSampler:
         for native, ident in self._watched.items():
             thread = self.threads[native]
             stack = stack_of(ident)
-            if stack:
+            if stack and waits > 0:
                 thread.profile.add(stack, wall, wall)
             if waits <= 0:
                 thread.free += 1

@@ -116,7 +116,7 @@ REPORTED: Final = (
         "small_shared_memory", advice=_LARGER, line=True, end="full /dev/shm", end_said=_SHARED_MEMORY,
         shared_memory="60m",
     ),
-    Case("background_reader", ("workers_io_bound", "source_slow"), _READ, "background thread|ahead", line=True),
+    Case("background_reader", ("reader_thread",), _READ, "background thread|ahead", line=True),
     Case("whole_file_in_each_worker", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True),
     Case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     Case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
@@ -134,7 +134,8 @@ ALIKE: Final = (
     Case("two_files", ("empty_workers",), r"shard|files|num_workers=2", "faster storage", line=True),
     Case("collect_in_callback", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     Case(
-        "collect_in_worker", ("own_gc_collect", "workers_cpu_bound"), _NO_COLLECT, line=True,
+        "collect_in_worker", ("own_gc_collect", "workers_cpu_bound"), rf"{_NO_COLLECT}|take .* out of the loader",
+        line=True,
         script="collect_in_collate", environment={"WORKERS": "1"},
     ),
     Case("json_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
@@ -150,7 +151,7 @@ ALIKE: Final = (
         "shared_memory_of_prefetching", advice=_LARGER, line=True, end="full /dev/shm", end_said=_SHARED_MEMORY,
         shared_memory="60m",
     ),
-    Case("background_generator", ("loader_on_training_thread", "source_slow"), _READ, line=True),
+    Case("background_generator", ("reader_thread",), _READ, line=True),
     Case("short_epochs", ("worker_startup",), "^persistent_workers"),
     Case("many_small_tensors", ("batch_transfer",), r"fewer|few large|one (large )?tensor|stack"),
 )  # fmt: skip
@@ -158,6 +159,7 @@ ALIKE: Final = (
 
 CONTROLS: Final = (
     *(Case(path.stem) for path in sorted(SCRIPTS.glob("healthy_*.py"))),
+    Case("healthy_reader", script="background_generator", variant="fixed"),
     Case(
         "healthy_threads_of_environment", script="threads_beyond_cores", variant="environment",
         environment={"OMP_NUM_THREADS": "16"},

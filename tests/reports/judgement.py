@@ -203,8 +203,12 @@ def _text(advice: dict[str, Any]) -> str:
     return f"{typed}: {action}" if typed else str(action)
 
 
+_PLACE: Final = re.compile(r"\S+\.py\b")
+"""A script is named after its fault. That is no word of the advice."""
+
+
 def _matches(pattern: str, advice: dict[str, Any]) -> bool:
-    return re.search(pattern, _text(advice), re.IGNORECASE) is not None
+    return re.search(pattern, _PLACE.sub("", _text(advice)), re.IGNORECASE) is not None
 
 
 def _workers(advice: dict[str, Any] | None) -> int | None:

@@ -162,7 +162,7 @@ def _exposed_wait(loss: Loss) -> _Tile:
     """The exposed wait of the rank that the verdict is about."""
     worst = loss.worst
     if worst is None:
-        return _Tile("Exposed wait", "not known" if loss.kind == VerdictKind.UNKNOWN else "-")
+        return _Tile("Exposed wait", "-" if loss.kind == VerdictKind.NO_STEPS else "not known")
     if worst.exposed_ratio is None:
         return _Tile("Exposed wait", "not measured")
     starved = loss.kind == VerdictKind.STARVED

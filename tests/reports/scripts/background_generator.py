@@ -14,7 +14,7 @@ class Files(Dataset):
         return 100_000
 
     def __getitem__(self, index):
-        time.sleep(0.003)  # a read from the network  # <- slow
+        time.sleep(0.003)  # a read from the network
         return torch.full((64,), float(index % 97))
 
 
@@ -27,7 +27,7 @@ def read_ahead(loader):
 
     threading.Thread(target=read, name="reader", daemon=True).start()
     while True:
-        yield batches.get()
+        yield batches.get()  # <- slow
 
 
 def main():

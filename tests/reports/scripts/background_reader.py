@@ -34,7 +34,7 @@ class Files(Dataset):
         return 100_000
 
     def __getitem__(self, index):
-        time.sleep(0.004)  # a read from the network  # <- slow
+        time.sleep(0.004)  # a read from the network
         return torch.full((64,), float(index % 97))
 
 
@@ -42,7 +42,7 @@ def main():
     count = common.workers(4 if common.FIXED else 1)
     loader = BackgroundLoader(Files(), batch_size=16, shuffle=True, num_workers=count)
     trainer, pace = common.Trainer(), common.Pace()
-    for x in loader:
+    for x in loader:  # waits for the thread  # <- slow
         trainer.step(x)
         if pace.step(len(x)):
             break
