@@ -495,6 +495,10 @@ class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):
     run_lost_seconds: float = 0.0
 
 
+LoaderSettings = dict[str, str | int | float | None]
+"""The settings of a loader by the names of DataLoader's arguments, and some more, see `BatchSource`."""
+
+
 class LoaderTraits(msgspec.Struct, frozen=True):
     """What a DataLoader's data set and sampler show without being run. None: unknown.
 

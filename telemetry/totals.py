@@ -13,7 +13,7 @@ from functools import cache
 from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from telemetry.records import COMPUTE, DATA_WAIT, STARTUP, Deliveries, LoaderTraits
+from telemetry.records import COMPUTE, DATA_WAIT, STARTUP, Deliveries, LoaderSettings, LoaderTraits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -389,7 +389,7 @@ class Conditions:
     """
 
     source: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: LoaderSettings = field(default_factory=dict)
     traits: LoaderTraits = LoaderTraits()
     read_by_thread: bool = False
     iterated_at: tuple[str, int, str] | None = None

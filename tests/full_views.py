@@ -6,7 +6,7 @@ import msgspec
 
 from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
-from telemetry.diagnosis.hangs import HangSuspect, HangVerdict
+from telemetry.diagnosis.hangs import HangState, HangVerdict
 from telemetry.diagnosis.memory import MemoryGrowth
 from telemetry.node.board import Numbers, RankHead, RankState
 from telemetry.node.metrics import COLLECTOR, AttemptView, RunView, SnapshotsView, StallView
@@ -66,7 +66,7 @@ def full_view():
         wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
         last_step_unix_seconds=1.7e9,
         errors={"nvml": 1},
-        hang=HangVerdict("fetch", (HangSuspect(3, "n1", "data.py:88", "in a fetch"),), 1, (), 60.0, ()),
+        hang=HangVerdict("fetch", (HangState(3, "n1", "data_wait", where="data.py:88"),), 1, (), 60.0, ()),
         stalls=StallView("checkpoint", dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES, 0.0), 1),
         snapshots=SnapshotsView(dict.fromkeys(SNAPSHOT_RESULTS, 1), "slower"),
         collectors=tuple(CollectorHealth(name, True, 0.001, "why") for name in COLLECTOR.values),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -137,7 +138,7 @@ def test_label_values_are_escaped(text):
     view = changed(
         view,
         info=view.info | {"job": text},
-        hang=dataclasses.replace(view.hang, suspects=(dataclasses.replace(view.hang.suspect, where=text),)),
+        hang=dataclasses.replace(view.hang, suspects=(structs.replace(view.hang.suspect, where=text),)),
     )
     expected = text.encode("utf-8", "replace").decode()
     found = shown(view)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding, small_batches
 from telemetry.diagnosis.lines import line_shares, reading_place
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.findings import Finding
     from telemetry.hooks.ring import Entry
+    from telemetry.records import LoaderSettings
     from telemetry.sources.lines import StepSampler
     from telemetry.totals import Tick
 
@@ -40,7 +41,7 @@ class LoaderWaits:
     """
 
     kind: str
-    settings: dict[str, Any]
+    settings: LoaderSettings
     batch_size: int | None = None
     batches: int = 0
     wait_ns: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.agent.collectors import Samples
 from telemetry.diagnosis.causes import CAUSES
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.collectors import CollectorPoller
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import GpuSample, RankPace, WorkersSample
+    from telemetry.records import GpuSample, LoaderSettings, RankPace, WorkersSample
     from telemetry.sources.lines import ThreadSampler, ThreadSamples
 
 
@@ -301,7 +301,7 @@ class TotalsBuilder:
         self._thread_sampler = thread_sampler
         self._overhead = overhead
         self.totals = Totals()
-        self._loader: dict[str, Any] = {}
+        self._loader: LoaderSettings = {}
         self.energy = GpuEnergy()
         self._integrated = self.totals  # the totals when samples were last integrated
         self._process_cpu_seconds = 0.0  # at that time. The first tick adds everything from before
@@ -350,7 +350,7 @@ class TotalsBuilder:
         self._requests_elsewhere = elsewhere
         return Tick(totals, conditions)
 
-    def loader_settings(self) -> dict[str, Any]:
+    def loader_settings(self) -> LoaderSettings:
         """The settings of the loader of the newest batches, and its batch size; empty before the first batch."""
         size = self._tracker.loaders.batch_size if self._loader else None
         return self._loader if size is None else self._loader | {"batch_size": size}

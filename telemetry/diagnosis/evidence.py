@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import Struct, field, to_builtins
 
 from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import CHECKPOINT, EVALUATION, OTHER, LoaderTraits, RankPace, WindowPace
+from telemetry.records import CHECKPOINT, EVALUATION, OTHER, LoaderSettings, LoaderTraits, RankPace, WindowPace
 from telemetry.totals import ROUNDING_SECONDS, Totals
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Evidence(Struct, frozen=True):
     batches_per_step: float = 1.0
     evaluation_seconds: float = 0.0
     source: str | None = None
-    settings: dict[str, Any] = {}
+    settings: LoaderSettings = {}
     traits: LoaderTraits = LoaderTraits()
     read_by_thread: bool = False
     iterated_at: tuple[str, int, str] | None = None
@@ -636,7 +636,7 @@ def _gpu(gpu: GpuTotals) -> Gpu:
     )
 
 
-def _waited_for(added: Totals, conditions: Sequence[Conditions]) -> tuple[str | None, dict[str, Any]]:
+def _waited_for(added: Totals, conditions: Sequence[Conditions]) -> tuple[str | None, LoaderSettings]:
     """The source with the longest wait, and its settings. A loop may read two loaders side by side."""
     waits = {source: seconds for source, seconds in added.wait_seconds_by_source.items() if seconds > ROUNDING_SECONDS}
     source = max(waits, key=lambda name: (name is not None, waits[name])) if waits else conditions[-1].source

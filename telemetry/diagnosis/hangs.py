@@ -93,19 +93,16 @@ class HangState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     steps: int = 0
     collective: Collective | None = None
 
+    @property
+    def place(self) -> str | None:
+        """The user's line and the function called there, such as ``data.py:88 (read)``; None if its process is gone."""
+        if self.where is None or self.process == GONE:
+            return None
+        return f"{self.where} ({self.call})" if self.call else self.where
+
 
 MAX_SUSPECTS: Final = 16
 """The most suspects that are named. Their total is given as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class HangSuspect:
-    """A rank that the others wait for. ``doing`` completes "rank 3 is ..."."""
-
-    rank: int
-    node: str
-    where: str | None
-    doing: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ class HangVerdict:
     """
 
     kind: str
-    suspects: tuple[HangSuspect, ...]
+    suspects: tuple[HangState, ...]
     suspects_total: int
     waiting: tuple[WaitingRanks, ...]
     seconds: float
@@ -140,7 +137,7 @@ class HangVerdict:
     sentence: str = ""
 
     @property
-    def suspect(self) -> HangSuspect | None:
+    def suspect(self) -> HangState | None:
         """The first of the suspects, if there is one."""
         return next(iter(self.suspects), None)
 
@@ -151,7 +148,7 @@ class HangVerdict:
             verdict=self.sentence,
             kind=self.kind,
             over=ABSENT,
-            suspects=[Suspect(s.rank, s.node, s.where, s.doing) for s in self.suspects],
+            suspects=[Suspect(s.rank, s.node, s.place, _activity(s)) for s in self.suspects],
             suspects_total=self.suspects_total,
             waiting=[WaitingRanges(ranges(w.ranks), w.collective, w.sequence) for w in self.waiting[:MAX_SUSPECTS]],
             silent_ranks=len(self.silent),
@@ -192,7 +189,7 @@ def decide(states: Iterable[HangState], world_size: int = 0) -> HangVerdict | No
     ]
     return HangVerdict(
         kind=kind,
-        suspects=tuple(HangSuspect(s.rank, s.node, _place(s), doing(s)) for s in suspects[:MAX_SUSPECTS]),
+        suspects=tuple(suspects[:MAX_SUSPECTS]),
         suspects_total=len(suspects),
         waiting=tuple(groups),
         seconds=max(state.seconds for state in stuck),
@@ -311,7 +308,7 @@ _MAX_CLAUSES: Final = 3
 """The sentence names this many groups of ranks, and counts the others."""
 
 
-def doing(state: HangState) -> str:
+def _activity(state: HangState) -> str:
     """The activity of a rank; it completes "rank 3 is ..."."""
     if state.process == GONE:
         what = "nothing has come from its node for a minute" if state.state == NODE_SILENT else "its process has ended"
@@ -326,12 +323,6 @@ def doing(state: HangState) -> str:
     # In a fetch by a worker the training thread waits for the worker, so its state means nothing.
     kernel = next((text for part, text in _KERNEL if part in state.state), "")
     return f"{words}, {kernel}" if kernel and state.doing in {DATA_WAIT, COMPUTE} else words
-
-
-def _place(state: HangState) -> str | None:
-    if state.where is None or state.process == GONE:
-        return None
-    return f"{state.where} ({state.call})" if state.call else state.where
 
 
 def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
@@ -361,7 +352,7 @@ def _blamed(verdict: HangVerdict, since: str) -> list[str]:
     """The activities of the suspects. Suspects with the same activity at the same place share a clause."""
     groups: dict[tuple[str, str | None, str], list[int]] = defaultdict(list)
     for suspect in verdict.suspects:
-        groups[suspect.doing, suspect.where, suspect.node].append(suspect.rank)
+        groups[_activity(suspect), suspect.place, suspect.node].append(suspect.rank)
     shown = list(groups.items())[:_MAX_CLAUSES]
     clauses = []
     for (what, where, node), ranks in shown:
@@ -380,7 +371,7 @@ def _odd_words(verdict: HangVerdict) -> str:
     ranks = [suspect.rank for suspect in verdict.suspects]
     if not ranks or verdict.suspects_total == sum(len(group.ranks) for group in verdict.waiting):
         return ""
-    places, nodes = sorted({s.where for s in verdict.suspects if s.where}), {s.node for s in verdict.suspects}
+    places, nodes = sorted({s.place for s in verdict.suspects if s.place}), {s.node for s in verdict.suspects}
     on, at = f" on {min(nodes)}" if len(nodes) == 1 else "", f" at {places[0]}" if places else ""
     are = "is the odd one" if len(ranks) == 1 else "are the odd ones"
     return f", and {named(ranks)}{on} {are}{at}"

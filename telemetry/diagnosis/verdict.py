@@ -510,14 +510,14 @@ def _other_time(ledger: Mapping[str, float]) -> str:
     return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
 
 
-_MIN_LEDGER_SHARE: Final = 0.005
-"""The whole ledger leaves out categories with a smaller share of the wall clock."""
+_MIN_RATIO: Final = 0.005
+"""The whole ledger and the GPU-hours leave out categories with a smaller share."""
 
 
 def _whole_ledger(steps: int, ledger: Mapping[str, float]) -> str:
     wall = sum(ledger.values())
     shares = {c: seconds / wall for c, seconds in ledger.items()} if wall > 0 else {}
-    large = sorted(((share, c) for c, share in shares.items() if share >= _MIN_LEDGER_SHARE), reverse=True)
+    large = sorted(((share, c) for c, share in shares.items() if share >= _MIN_RATIO), reverse=True)
     parts = ", ".join(f"{rounded_percent(share)} {category.replace('_', ' ')}" for share, category in large)
     return f"{steps} step{'' if steps == 1 else 's'} in {rough_duration(wall)}: {parts}."
 
@@ -528,9 +528,6 @@ _MAX_NAMED: Final = 8
 
 _MIN_TRACE_SHARE: Final = 0.05
 """A sentence leaves out categories with a smaller share of a step."""
-
-_MIN_HOURS_RATIO: Final = 0.005
-"""A category with a smaller share of the GPU-hours is not mentioned."""
 
 _LOST_IN: Final = {
     REDONE: "redone",
@@ -586,7 +583,7 @@ def _gpu_hours(facts: RunFacts) -> str:
     after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
     parts = []
     for seconds, category in sorted(((seconds_in[c], c) for c in LOST), reverse=True):
-        if seconds / total >= _MIN_HOURS_RATIO:
+        if seconds / total >= _MIN_RATIO:
             cause = f" after {after}" if after and category == REDONE else ""
             parts.append(f"{_hours(seconds)} {_LOST_IN[category]}{cause}")
     productive = seconds_in[PRODUCTIVE]

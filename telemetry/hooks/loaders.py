@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import structs
 
 from telemetry.hooks.patching import WeakMap
-from telemetry.records import LoaderTraits
+from telemetry.records import LoaderSettings, LoaderTraits
 from telemetry.util.stacks import is_library
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class BatchSource:
             torch.multiprocessing.
     """
 
-    def __init__(self, kind: str, settings: dict[str, Any]) -> None:
+    def __init__(self, kind: str, settings: LoaderSettings) -> None:
         self.kind = kind
         self.settings = settings
 
@@ -246,7 +246,7 @@ class LoaderHandle(BatchSource):
         self.arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
         self.traits = traits_of(iterator)
         self.retired = False
-        settings = {
+        settings: LoaderSettings = {
             "num_workers": len(self.pids),
             "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
             "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),

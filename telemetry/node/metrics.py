@@ -244,8 +244,8 @@ def _durations(view: RunView) -> dict[str, float]:
 
 
 def _hang_place(hang: HangVerdict) -> dict[str, float] | None:
-    where = None if hang.suspect is None else hang.suspect.where
-    return None if where is None else {where.rpartition("/")[2]: 1.0}
+    place = None if hang.suspect is None else hang.suspect.place
+    return None if place is None else {place.rpartition("/")[2]: 1.0}
 
 
 # fmt: off
