@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.verdict import judge
@@ -185,12 +185,13 @@ class _Extras:
     """The state of a process beside its log. ``changed``: monotonic time of its last news, or None."""
 
     recent: RecentTotals
-    gpu: GpuLine = GpuLine()
-    resident_memory_bytes: float | None = None
-    step_seconds: dict[str, float] = field(default_factory=dict)
+    row: RankRow
     beat: Heartbeat | None = None
-    now_in: str = ""
     changed: float | None = None
+
+    def note_spent(self, spent: dict[str, float]) -> None:
+        """Note where its newest seconds were spent."""
+        self.row = replace(self.row, now_in=most_time(spent) or self.row.now_in)
 
 
 class RunFolder:
@@ -288,16 +289,16 @@ class RunFolder:
         extras = self._extras.get(id(log))
         if extras is None:
             whole = followed.tail.from_start and not log.head.continued
-            extras = self._extras[id(log)] = _Extras(RecentTotals(from_start=whole))
+            extras = self._extras[id(log)] = _Extras(RecentTotals(from_start=whole), RankRow(log))
         if isinstance(line, TotalsLine):
             extras.recent.add(line)
-            if isinstance(line, WindowLine):
-                extras.step_seconds = line.step_seconds or extras.step_seconds
-            extras.now_in = most_time(extras.recent.newest().ledger_total_seconds) or extras.now_in
+            extras.note_spent(extras.recent.newest().ledger_total_seconds)
+            if isinstance(line, WindowLine) and line.step_seconds:
+                extras.row = replace(extras.row, step_seconds=line.step_seconds)
         elif isinstance(line, GpuLine):
-            extras.gpu = line
+            extras.row = replace(extras.row, gpu=line)
         elif isinstance(line, HostLine):
-            extras.resident_memory_bytes = line.process_resident_memory_bytes
+            extras.row = replace(extras.row, resident_memory_bytes=line.process_resident_memory_bytes)
 
     def _beats(self, logs: Iterable[ProcessLog], here: float) -> None:
         take_heartbeats(self._path / "attempts", logs)
@@ -309,29 +310,27 @@ class RunFolder:
             if before is not None and before.unix_seconds != beat.unix_seconds:
                 extras.changed = here
                 spent, then = beat.ledger_total_seconds, before.ledger_total_seconds
-                extras.now_in = most_time({c: s - then.get(c, 0.0) for c, s in spent.items()}) or extras.now_in
+                extras.note_spent({c: s - then.get(c, 0.0) for c, s in spent.items()})
 
     def _row(self, log: ProcessLog, life: Life, here: float) -> RankRow:
-        extras = self._extras.setdefault(id(log), _Extras(RecentTotals(from_start=False)))
+        extras = self._extras.setdefault(id(log), _Extras(RecentTotals(from_start=False), RankRow(log)))
         pace, hang = self._reports.paces.get(log.rank), self._reports.hangs.get(log.rank)
         silent = max(0.0, self._clock() - life.end)
         there = life.how == RUNNING
         if extras.changed is not None:
             silent = min(silent, here - extras.changed)
             there = there or (life.how == KILLED and silent < _SEEN_SECONDS)
-        return RankRow(
-            log=log,
+        row = extras.row
+        return replace(
+            row,
             how=RUNNING if there else life.how,
             seen=life.end,
             silent_seconds=silent,
             totals=life.totals,
             recent=extras.recent.over(),
             live=extras.recent.over(life.beat),
-            now_in=pace.phase if pace is not None and pace.phase else extras.now_in,
+            now_in=pace.phase if pace is not None and pace.phase else row.now_in,
             where=(hang.where if hang is not None else pace.where if pace is not None else None) or "",
-            gpu=extras.gpu,
-            resident_memory_bytes=extras.resident_memory_bytes,
-            step_seconds=extras.step_seconds,
             hang=hang,
             life=life,
         )
