@@ -325,7 +325,6 @@ class StallEvidence(TypedDict, total=False):
         lost_seconds: seconds lost, by cause.
         stuck_in: category of the ledger in which the rank is stuck; only for a hang, like the next four.
         lines, lines_of: lines with their shares of the time, and of which time: fetch, wait, sampler, step, checkpoint.
-        line_verdict: a sentence about the lines.
         share_ratio: share of the cause, if other causes are of similar size: ``also``.
     """
 
@@ -513,7 +512,6 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
         life: identifies the process, as in its log.
         unix_seconds: when this state was read.
         wall_seconds: seconds since the agent started.
-        first_wait_seconds: the wait for the first batch.
         seconds_before: how long the process had run when the agent started.
         kept_seconds: seconds of the training loop up to the newest checkpoint from which it can be resumed.
         saves_completed: number of such checkpoints.

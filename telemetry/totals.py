@@ -274,7 +274,6 @@ class Totals:
 
     Attributes:
         ledger_seconds: seconds by category. The categories add up to ``wall_seconds``.
-        first_wait_seconds: wait for the first batch of the run.
         open_step_seconds: the part of the wait and compute that belongs to the step that has not ended.
         exposed_wait_seconds: exposed wait of the run. ``exposed_after_first_seconds``: without the first batch.
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.

@@ -66,7 +66,6 @@ class HangState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One rank while the job hangs.
 
     Attributes:
-        node: name of its node.
         doing: a category of the ledger, or `LEFT`, or `ENDED`.
         process: `ALIVE`, `STOPPED` or `GONE`.
         stuck: whether it has ended no step for ``stuck_seconds``.
@@ -75,7 +74,6 @@ class HangState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         where: file and line of the user's own code, such as ``data.py:88``. ``call``: the function called there.
         state: the kernel's state of the thread, in words.
         stack: a hash of the stack; ranks at the same place have the same hash.
-        steps: steps that have ended.
         collective: the newest one that the rank has entered.
     """
 
@@ -125,7 +123,6 @@ class HangVerdict:
         waiting: the ranks that wait, by collective, the largest group first.
         seconds: duration of the hang.
         silent: ranks of the job of which nothing is known.
-        sentence: the verdict as one sentence.
     """
 
     kind: str

@@ -198,10 +198,8 @@ class RunFacts:
         last_seconds: length of the newest part of the run, if the facts are only about that. ``most_in``: the category
             of the ledger in which most ranks are now; empty if not known.
         claims: the processes that claim one rank at the same time, by rank.
-        trace: the newest trace.
         gpu_seconds: for a run of several attempts, the seconds of all ranks by category. ``killed``, ``failed``: how
             many attempts were killed, and how many failed.
-        memory_ends: the ranks whose memory runs out.
     """
 
     ranks: Sequence[RankWaits]

@@ -66,7 +66,6 @@ class Life:
         log: what the process has logged.
         totals: its newest totals, from its heartbeat if that is newer than its log: ``beat``.
         begin: start of the process; ``agent``: start of its agent; ``end``: time of its newest line or heartbeat.
-        how: how it ended.
         replaced: whether it has ended by executing another program.
     """
 
@@ -432,7 +431,6 @@ class Course:
     """The course of an attempt through the training.
 
     Attributes:
-        attempt: the attempt.
         resumed: position at which it began. ``resumed_from``: ``optimizer``, ``told``, or ``assumed``.
         end: position that it reached.
         kept: position up to which its steps were kept; ``end`` if nothing was lost.

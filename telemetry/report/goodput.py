@@ -144,7 +144,6 @@ class Goodput:
         wall_seconds: time from the first start to the newest end.
         seconds: seconds by category of `SECONDS`, the mean over the ranks.
         rank_seconds: seconds by category of `SECONDS`, the sum over the ranks.
-        experience: the experience with checkpoints and failures.
     """
 
     courses: Sequence[Course]
@@ -268,10 +267,9 @@ def throughput_of(ranks: Sequence[Rank]) -> Throughput:
 
     The rate of a rank is its sum over its seconds in the training loop; the rate of the run is the sum over the ranks.
     """
-    stepping = [rank for rank in ranks if rank.steps]
-    samples = _sum_and_rate([(rank, rank.samples) for rank in stepping])
-    tokens = _sum_and_rate([(rank, rank.tokens) for rank in stepping])
-    return Throughput(samples=samples[0], samples_per_second=samples[1], tokens=tokens[0], tokens_per_second=tokens[1])
+    samples, samples_rate = _sum_and_rate([(rank, rank.samples) for rank in ranks if rank.steps])
+    tokens, tokens_rate = _sum_and_rate([(rank, rank.tokens) for rank in ranks if rank.steps])
+    return Throughput(samples=samples, samples_per_second=samples_rate, tokens=tokens, tokens_per_second=tokens_rate)
 
 
 def _sum_and_rate(counts: Sequence[tuple[Rank, int | None]]) -> tuple[int | None, float | None]:

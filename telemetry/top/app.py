@@ -63,7 +63,6 @@ class Reader(threading.Thread):
         begin: text before the first view.
 
     Attributes:
-        view: the newest view.
         closed: set it to end the thread. Do not wait for it: a dead file system may hold it.
     """
 

@@ -103,7 +103,7 @@ def fetch(url: str) -> str:
 
 
 def metric_values(text: str, names: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of the samples of an exposition: of all, or of those with these names.
+    """The name, labels and value of each sample of an exposition; with ``names`` only of these metrics.
 
     Raises:
         ValueError: the text is no exposition.
@@ -167,11 +167,9 @@ class _Known:
     """One rank over time. ``changed``: when its ledger last grew, by this machine's monotonic clock."""
 
     recent: RecentTotals
-    log: ProcessLog
     row: RankRow
     ledger: dict[str, float] = field(default_factory=dict)
     changed: float = 0.0
-    now_in: str = ""
     opened: float | None = None
 
     def row_at(self, now: float, here: float) -> RankRow:
@@ -231,10 +229,11 @@ class Endpoints:
         key = scraped.run, scraped.rank
         known = self._known.get(key)
         if known is None:
-            log = ProcessLog(scraped.rank, 0, run=scraped.run)
-            known = self._known[key] = _Known(RecentTotals(from_start=False), log, RankRow(log), changed=at)
+            row = RankRow(ProcessLog(scraped.rank, 0, run=scraped.run))
+            known = self._known[key] = _Known(RecentTotals(from_start=False), row, changed=at)
+        log, now_in = known.row.log, known.row.now_in
         world = scraped.info.get("world_size", "")
-        known.log.head = RunStartLine(
+        log.head = RunStartLine(
             node=scraped.info.get("node", ""), world_size=int(world) if world.isdecimal() and len(world) < 8 else None
         )
         ledger = {c: s for c, s in scraped.by_label.get("training_time_seconds_total", {}).items() if c in CATEGORIES}
@@ -250,20 +249,20 @@ class Endpoints:
         )
         if ledger and ledger != known.ledger:
             before = known.ledger
-            known.now_in = most_time({name: s - before.get(name, 0.0) for name, s in ledger.items()}) if before else ""
+            now_in = most_time({name: s - before.get(name, 0.0) for name, s in ledger.items()}) if before else ""
             known.ledger, known.changed = ledger, at
             known.recent.add(totals)
         self._note_stall(known, scraped, now)
         hang = scraped.active("training_hang_active")
-        known.log.hangs[:] = [] if hang is None else [_hang_line(scraped, hang, now)]
+        log.hangs[:] = [] if hang is None else [_hang_line(scraped, hang, now)]
         known.row = RankRow(
-            log=known.log,
+            log=log,
             how=FINISHED if scraped.values.get("training_run_ended") else RUNNING,
             seen=now,
             totals=totals,
             recent=known.recent.over(),
             live=known.recent.over(),
-            now_in=known.now_in,
+            now_in=now_in,
             gpu=GpuLine(
                 name=scraped.gpu or None,
                 **{ours: values[name] for name, ours in _FIGURES.items() if name in values},  # type: ignore[arg-type]
@@ -273,7 +272,7 @@ class Endpoints:
 
     def _note_stall(self, known: _Known, scraped: _Scraped, now: float) -> None:
         """Add the open stall to the log, with the time at which it was first seen here."""
-        log, cause = known.log, scraped.active("training_stall_active")
+        log, cause = known.row.log, scraped.active("training_stall_active")
         if cause is None:
             log.stalls.clear()
             known.opened = None

@@ -214,11 +214,8 @@ class RankRow:
 def with_state(row: RankRow, now: float, suspects: dict[int, str], waits: Collection[int]) -> RankRow:
     """Add the stalls and the state of a rank, and leave out readings that are no longer true.
 
-    Args:
-        row: the rank.
-        now: Unix time.
-        suspects: while the job hangs, the ranks that the others wait for, and their activities.
-        waits: the ranks that wait for them.
+    ``suspects``: while the job hangs, the ranks that the others wait for, and their activities. ``waits``: the ranks
+    that wait for them.
     """
     stalls = tuple(stalls_of(row.log)) if row.log.stalls else ()
     state, since, finding = _state(row, stalls, now, suspects, waits)
@@ -288,11 +285,8 @@ class JobView:
     """The whole contents of the screen.
 
     Attributes:
-        headline: the first line.
-        run: name of the run.
         rows: the ranks, in no order. ``nodes``: number of their nodes.
         notes: what is missing or cannot be read.
-        running: whether any rank runs.
         seen: Unix time of this state.
         overdue: Unix time from which the next view is overdue; 0 if it is not known when it comes.
     """
@@ -322,13 +316,9 @@ def waiting(text: str, now: float, notes: Sequence[str] = ()) -> JobView:
 
 
 def job_view(rows: Sequence[RankRow], now: float, notes: Sequence[str] = (), whole: Verdict | None = None) -> JobView:
-    """Make the view of a job.
+    """Make the view of a job from the processes that no later one has replaced, at least one.
 
-    Args:
-        rows: the processes that no later one has replaced, at least one.
-        now: Unix time.
-        notes: what cannot be read.
-        whole: the report's verdict, if the run has ended and its logs can be read.
+    ``notes``: what cannot be read. ``whole``: the report's verdict, if the run has ended and its logs can be read.
     """
     running = any(each.how == RUNNING for each in rows)
     hang = hang_of([each.log for each in rows]) if running else None

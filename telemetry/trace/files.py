@@ -72,13 +72,7 @@ class ReadLimits:
 class FileStream:
     """The uncompressed bytes of a file. Its first bytes decide whether it is gzip, not its name.
 
-    Args:
-        path: the file.
-        limits: the limits for reading it.
-        follow: whether it may be a symbolic link.
-
-    Attributes:
-        produced: uncompressed bytes that were read so far.
+    ``follow``: whether it may be a symbolic link. ``produced``: uncompressed bytes that were read so far.
 
     Raises:
         TraceError: it cannot be opened, or is not a regular file.

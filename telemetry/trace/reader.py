@@ -28,10 +28,7 @@ _MAX_STRETCHES: Final = 20
 def read_trace(path: str | os.PathLike[str], limits: ReadLimits | None = None, *, follow: bool = True) -> Trace:
     """Read one trace file, ``.json`` or gzip.
 
-    Args:
-        path: the file.
-        limits: the limits for reading it.
-        follow: whether the path may be a symbolic link. It may not if it was found in a folder.
+    ``follow``: whether the path may be a symbolic link. It may not if it was found in a folder.
 
     Raises:
         NoTraceError: the file is valid JSON, but not a trace.

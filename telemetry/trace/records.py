@@ -95,7 +95,6 @@ class Operator(Struct, frozen=True):
     """The cost of one operator over the trace.
 
     Attributes:
-        calls: number of calls.
         device_seconds: time of the kernels and copies that it launched itself, without those of operators inside it.
         device_ratio: share of this time in all device time.
         host_seconds: time on the host without the operators inside it, summed over threads.
@@ -189,7 +188,6 @@ class Trace(Struct, frozen=True):
     """All figures of a trace file.
 
     Attributes:
-        file: the path as it was given.
         rank, world_size: rank and world size of the process that recorded it; None if they are neither in the trace nor
             in the file's name.
         device: name of the GPU with most work; ``device_memory_bytes``: its memory; ``peak_memory_bytes``: the

@@ -194,7 +194,6 @@ class RunRecorder:
     Attributes:
         grid: the sums. A sample ``x`` has two: the sum of its values, ``event.x``, and their number, ``event.x#``.
         phases: the newest evaluations and checkpoints of the rank that is read first. ``phases_seen``: how many it had.
-        rows: the row of each rank.
         ranks_left_out: ranks without a row, because there are too many.
         cut: whether the first lines of a log are missing.
     """
