@@ -24,6 +24,7 @@ from telemetry.snapshot.control import StepWatch
 from telemetry.util import files
 from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
+from tests.running_agent import log_lines
 from tests.snapshot_recording import mark, marks
 
 
@@ -440,6 +441,13 @@ def test_a_whole_run_with_the_fetches_of_its_workers(agent, capfd):
         assert begin - 1e6 < fetch["ts"] + fetch["dur"]
         assert fetch["ts"] < end + 1e6
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_trace_without_a_kernel_is_told_where_a_gpu_trains(agent, monkeypatch):
+    monkeypatch.setattr(control, "on_gpu", lambda: True)
+    recorded(agent, DataLoader(Numbers(100_000, seconds=0.02), num_workers=1), 3)
+    (told,) = [line for line in log_lines(agent) if line["event"] == "error" and line["source"] == "snapshot"]
+    assert "has no kernel of the GPU" in told["message"]
 
 
 @pytest.mark.parametrize(

@@ -101,16 +101,24 @@ def test_the_fetches_of_the_workers_come_first_where_there_is_a_place_for_them(p
         assert content() == other
 
 
-def corrupt(monkeypatch):
-    original = store._unpacked_size
+@pytest.mark.parametrize("before", [0, store._CHUNK - 70])
+def test_whether_a_kernel_ran_on_the_gpu_is_known(publish, before):
+    """Also where the two pieces that are read have a half of the word each."""
+    events = b'{"traceEvents": [' + b" " * before + b'{"ph": "X", "cat": "%s", "name": "gemm"}]}'
+    assert publish(Trace(events % b"kernel")).kernels
+    assert not publish(Trace(events % b"cpu_op")).kernels
 
-    def corrupted(path: Path) -> int:
+
+def corrupt(monkeypatch):
+    original = store._read_back
+
+    def corrupted(path: Path) -> tuple[int, bool]:
         packed = bytearray(path.read_bytes())
         packed[len(packed) // 2] ^= 1
         path.write_bytes(packed)
         return original(path)
 
-    monkeypatch.setattr(store, "_unpacked_size", corrupted)
+    monkeypatch.setattr(store, "_read_back", corrupted)
 
 
 def little_room(monkeypatch):

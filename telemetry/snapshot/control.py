@@ -63,6 +63,11 @@ _SLOW_RATIO: Final = 1.10
 _END_SECONDS: Final = 1.0
 """The end of the run waits at most this time for the training thread to end a recording."""
 
+_NO_KERNEL: Final = (
+    "has no kernel of the GPU, because CUPTI recorded nothing: another profiler (Nsight, DCGM) may use it, or the "
+    "container may lack the permission. Its host side is complete"
+)
+
 _LONG_SECONDS: Final = 3600.0
 
 
@@ -389,6 +394,8 @@ class SnapshotControl:
                 "trace_bytes": stored.raw_bytes,
                 "held_seconds": stored.held,
             }
+            if on_gpu() and not stored.kernels:
+                self._errors.tell("snapshot", f"{path} {_NO_KERNEL}")
         self._event_log.emit("snapshot", line)
         self._agreement.report(plan, result)
 

@@ -71,12 +71,14 @@ class StoredTrace:
 
     Attributes:
         size: bytes of the file; ``raw_bytes``: uncompressed.
+        kernels: whether a kernel of a GPU is in it.
         held: seconds for which the GIL was held, by activity: ``save``, ``free``.
     """
 
     name: str
     size: int
     raw_bytes: int
+    kernels: bool
     held: dict[str, float]
 
 
@@ -170,11 +172,11 @@ class TraceStore:
             self._probe_disk()
             raw = self._save(trace, held)
             try:
-                packed, size = self._compress(raw, fetches)
+                packed, size, kernels = self._compress(raw, fetches)
             finally:
                 os.ftruncate(raw, 0)  # a worker that was forked meanwhile has the file open, too
                 os.close(raw)
-            stored = StoredTrace(name, packed.stat().st_size, size, held)
+            stored = StoredTrace(name, packed.stat().st_size, size, kernels, held)
             self._remove_oldest(plan.folder, stored.size)
             folder = self._snapshots / plan.folder
             folder.mkdir(0o700, exist_ok=True)
@@ -214,8 +216,8 @@ class TraceStore:
         path.unlink()
         return raw
 
-    def _compress(self, raw: int, fetches: WorkerFetches) -> tuple[Path, int]:
-        """Compress the trace and read it back. Returns the file and its uncompressed size.
+    def _compress(self, raw: int, fetches: WorkerFetches) -> tuple[Path, int, bool]:
+        """Compress the trace and read it back. Returns the file, its uncompressed size, and whether it has a kernel.
 
         zlib releases the GIL while it works.
         """
@@ -231,9 +233,10 @@ class TraceStore:
             size += len(begin) - events.start(1)
         packed = self._work / "packed"  # not a name that a reader of traces would look for
         _write(packed, _compressed(itertools.chain([begin], iter(lambda: os.read(raw, _CHUNK), b""))))
-        if _unpacked_size(packed) != size:
+        unpacked, kernels = _read_back(packed)
+        if unpacked != size:
             raise StoreError("what was read back is not what was written")
-        return packed, size
+        return packed, size, kernels
 
     def _remove_oldest(self, current: str, added: int) -> None:
         """Remove the oldest snapshots until ``added`` bytes fit the limit. The current one stays, on all ranks."""
@@ -269,16 +272,25 @@ def _free_bytes(path: Path) -> int:
     return free if memory is None else min(free, memory)
 
 
-def _unpacked_size(packed: Path) -> int:
-    """Read a gzip file, which compares its checksum. Returns its uncompressed size; -1 if it is damaged."""
-    size = 0
+_KERNEL: Final = b'"cat": "kernel"'
+
+
+def _read_back(packed: Path) -> tuple[int, bool]:
+    """Read a gzip file, which compares its checksum.
+
+    Returns:
+        Its uncompressed size, -1 if it is damaged; and whether the trace in it has a kernel of a GPU.
+    """
+    size, kernels, end = 0, False, b""
     try:
         with os.fdopen(opened(packed, os.O_RDONLY), "rb") as file, gzip.GzipFile(fileobj=file) as stream:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
+                kernels = kernels or _KERNEL in end + chunk
+                end = chunk[-len(_KERNEL) :]
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        return -1
-    return size
+        return -1, False
+    return size, kernels
 
 
 def _compressed(chunks: Iterable[bytes]) -> Iterator[bytes]:

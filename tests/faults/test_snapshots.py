@@ -416,7 +416,7 @@ def kill_at(owner, name, *, after=False):
 {
     "saving": lambda: kill_at(capture.RecordedTrace, "save", after=True),
     "saved": lambda: kill_at(store.TraceStore, "_compress"),
-    "compressed": lambda: kill_at(store, "_unpacked_size"),
+    "compressed": lambda: kill_at(store, "_read_back"),
     "verified": lambda: kill_at(store.TraceStore, "_remove_oldest"),
 }[sys.argv[1]]()
 start()
