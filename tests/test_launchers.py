@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from telemetry.util.processes import adopt, identify
+from telemetry.util.processes import identify, identity_from_torch
 
 
 def mpi(prefix: str, rank: int, size: int, local: int) -> dict[str, str]:
@@ -79,28 +79,30 @@ def distributed(monkeypatch):
 
 
 def test_the_process_group_says_the_rank_and_it_stays(distributed):
-    plain, seen = adopt(identify("r", None, {}), None)
+    plain, seen = identity_from_torch(identify("r", None, {}), None)
     assert (plain.rank, plain.rank_given) == (0, False)
     distributed.init(3, 4)
-    known, seen = adopt(plain, seen)
+    known, seen = identity_from_torch(plain, seen)
     assert (known.rank, known.world_size, known.rank_source) == (3, 4, "torch.distributed")
     distributed.group.WORLD = None  # destroyed
-    known, seen = adopt(known, seen)
+    known, seen = identity_from_torch(known, seen)
     assert (known.rank, known.world_size) == (3, 4)
     distributed.init(1, 4)  # and made anew
-    known, seen = adopt(known, seen)
+    known, seen = identity_from_torch(known, seen)
     assert (known.rank, known.world_size) == (1, 4)
     given = identify("r", None, {"RANK": "5", "WORLD_SIZE": "8"})
-    assert adopt(given, None)[0] == given, "the launcher says it, and a group of some ranks does not take it"
+    assert identity_from_torch(given, None)[0] == given, (
+        "the launcher says it, and a group of some ranks does not take it"
+    )
 
 
 def test_a_process_group_that_goes_meanwhile_is_no_error(distributed):
     distributed.is_initialized = lambda: True
     plain = identify("r", None, {})
-    assert adopt(plain, None) == (plain, None)
+    assert identity_from_torch(plain, None) == (plain, None)
     del distributed.is_initialized  # torch is being imported
     del distributed.group
-    assert adopt(plain, None) == (plain, None)
+    assert identity_from_torch(plain, None) == (plain, None)
 
 
 def test_the_setting_names_the_node():

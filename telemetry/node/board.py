@@ -23,7 +23,7 @@ from telemetry.diagnosis.hangs import HangState
 from telemetry.records import Histogram, RankPace
 from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
 from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
-from telemetry.util.processes import adopt, outer_uid, pid_namespace, process_state, slug, start_ticks
+from telemetry.util.processes import identity_from_torch, pid_namespace, process_state, slug, start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,8 +181,25 @@ def board_root() -> Path:
 def _possible_roots() -> list[Path]:
     shared = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made below it
     base = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    name = f"{_PREFIX}-{outer_uid()}"
+    name = f"{_PREFIX}-{_outer_uid()}"
     return [base / name, *(base / f"{name}-{number}" for number in range(2, _ROOTS + 1))]
+
+
+def _outer_uid() -> int:
+    """The uid of this process outside of its user namespace: the user who started the container.
+
+    The uid inside, if there is no such namespace or the uid has none outside.
+    """
+    uid = os.getuid()
+    try:
+        lines = read_small("/proc/self/uid_map").splitlines()
+    except OSError:
+        return uid
+    for line in lines:
+        inside, outside, count = map(int, line.split())
+        if inside <= uid < inside + count:
+            return outside + uid - inside
+    return uid
 
 
 def _own_folder(path: Path) -> None:
@@ -602,7 +619,7 @@ class Membership:
             steps: steps that have ended. A process without steps gets its number without a message in the log.
         """
         with self._errors.contained("rank"):
-            self._claim, self._seen = adopt(self._claim, self._seen)
+            self._claim, self._seen = identity_from_torch(self._claim, self._seen)
         claim, number = self._claim, self._claim.rank
         with self._errors.contained("board"):
             if board is not None:

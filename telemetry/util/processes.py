@@ -62,23 +62,6 @@ def pid_namespace() -> int:
         return 0
 
 
-def outer_uid() -> int:
-    """The uid of this process outside of its user namespace: the user who started the container.
-
-    The uid inside, if there is no such namespace or the uid has none outside.
-    """
-    uid = os.getuid()
-    try:
-        lines = read_small("/proc/self/uid_map").splitlines()
-    except OSError:
-        return uid
-    for line in lines:
-        inside, outside, count = map(int, line.split())
-        if inside <= uid < inside + count:
-            return outside + uid - inside
-    return uid
-
-
 def process_name(pid: int) -> str:
     """A name that no other process of this machine has ever had, whatever its clock shows."""
     try:
@@ -217,7 +200,7 @@ def node_name(env: Mapping[str, str]) -> str:
     return env.get("SLURMD_NODENAME") or env.get("NODE_NAME") or socket.gethostname() or "localhost"
 
 
-def adopt(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
+def identity_from_torch(identity: Identity, seen: int | None) -> tuple[Identity, int | None]:
     """Read the identity from torch.distributed, once a default process group exists. Calls no collective.
 
     Called on the agent thread, so it only reads plain state and imports nothing. The adopted identity stays when the
