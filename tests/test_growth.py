@@ -144,7 +144,7 @@ def test_a_kept_graph_is_told_with_its_line_and_its_memory():
     (advice,) = finding.advice
     assert "loss.item()" in advice.action
     steps_then = run.totals.steps * 0.013
-    assert advice.predicted_speedup == pytest.approx(run.totals.loop_seconds / steps_then, rel=0.2)
+    assert advice.predicted_speedup is None, "it would depend on how long the run goes on"
     assert finding.share_ratio == pytest.approx(1 - steps_then / run.totals.loop_seconds, abs=0.05)
 
 

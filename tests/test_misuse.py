@@ -237,6 +237,13 @@ def test_an_iterator_for_each_step_is_a_finding_at_its_line():
     assert misuse(seen(epochs)) == []
 
 
+def test_what_it_costs_to_make_iterators_ends_with_them():
+    """The CPU time of starting workers, and the time of drawing the indices of an epoch."""
+    for costly in ({"process_cpu": 1.6, "cores": 1.0}, {"boundary_sampler": 0.4, "boundary_sampler_cpu": 0.4}):
+        (advice,) = advise("worker_startup", seen(iterated(**costly)))
+        assert advice.predicted_speedup == pytest.approx(100 / 41, rel=0.05)
+
+
 def test_without_the_time_of_a_fetch_nothing_is_predicted():
     (advice,) = advise("worker_startup", seen(iterated(fetches=None)))
     assert advice.predicted_speedup is None

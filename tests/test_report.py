@@ -183,6 +183,21 @@ def test_what_an_open_stall_has_cost_so_far_is_counted(tmp_path):
     assert costs == [lost, {"workers_io_bound": 7200.0}]
 
 
+def test_of_two_predictions_that_may_be_equal_a_setting_comes_before_a_line(tmp_path):
+    def advice(action, gain, value=None):
+        return {"action": action, "setting": None, "value": value, "predicted_speedup": gain, "because": "y"}
+
+    wanted = [
+        advice("without the line", 3.9),
+        advice("workers", 3.8, "4"),
+        advice("faster", 1.6),
+        advice("less", 1.2, "2"),
+    ]
+    write(tmp_path, 0, line("stall_open", cause="checkpoint", opened="t1", advice=wanted))
+    ranked = [each["action"] for each in summarize(load(tmp_path))["advice"] if each["predicted_speedup"]]
+    assert ranked == ["workers", "without the line", "faster", "less"]
+
+
 def stalled(folder, rank, *stalls, wait=0.1):
     """A rank whose stalls have cost some seconds each."""
     lines = [

@@ -276,7 +276,7 @@ def test_a_thread_that_holds_the_gil(thread, blocked, share):
     for finding in told:
         assert "thread metrics" in finding.text
         assert "metrics.py:5" in finding.text
-        assert finding.advice[0].predicted_speedup == pytest.approx(1 / (1 - share), abs=0.01)
+        assert finding.advice[0].predicted_speedup is None
 
 
 # -- collections -------------------------------------------------------------------------------------------------------

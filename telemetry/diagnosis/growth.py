@@ -254,7 +254,7 @@ _FETCHES: Final = (
 
 
 def growth_finding(growth: StepGrowth, totals: Totals, lines: Sequence[LineShare] = ()) -> Finding:
-    """The growth in words.
+    """The growth in words. No speed-up is predicted: the longer the run goes on, the larger it is.
 
     Args:
         growth: the growth.
@@ -284,14 +284,10 @@ def growth_finding(growth: StepGrowth, totals: Totals, lines: Sequence[LineShare
         advice=(
             Advice(
                 _action(growth, line),
-                predicted_speedup=round(1 / (1 - lost), 2) if lost < _ALL else None,
                 because=f"{rounded_percent(lost)} of the training loop so far is what the steps have grown by",
             ),
         ),
     )
-
-
-_ALL: Final = 0.99
 
 
 def _action(growth: StepGrowth, line: LineShare | None) -> str:

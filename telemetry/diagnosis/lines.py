@@ -139,7 +139,8 @@ def line_shares(
                 counted[named] = time.plus(counted[named])
     wall, cpu, gil = total
     samples = profile.samples * wall / max(1, profile.wall_ns)  # few samples of a wait are in the sampler
-    if profile.samples < min(least, _SURE_SAMPLES) or samples < min(least, _MIN_SAMPLES_OF_WORK):
+    fewest = least if only is not None else min(least, _SURE_SAMPLES)
+    if profile.samples < fewest or samples < min(least, _MIN_SAMPLES_OF_WORK):
         return ()
     if only is not None:  # a line that also calls operators, as that of a trainer does, is no work on the host
         times = {each: time for each, time in counted.items() if time.wall_ns >= _GREATER_PART * times[each].wall_ns}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.costs import without_own_time
+from msgspec import structs
+
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.model import Fetch, alone_in_worker, gain_of, predicted_step, step_with
 from telemetry.records import Advice, HotLine
@@ -76,7 +77,12 @@ def _one_iterator(evidence: Evidence) -> Advice:
     )
     gain, low, fetch = None, None, alone_in_worker(evidence)
     if evidence.source == "workers" and fetch is not None and evidence.workers.configured:
-        kept = without_own_time(evidence)
+        # Drawing the indices of an epoch and starting the workers end with the iterators. So does their CPU time: what
+        # is left of it is at most the compute of the step.
+        kept, cpu = evidence, evidence.cpu.process_seconds_per_step
+        if cpu is not None:
+            cpu = min(cpu, evidence.step_compute_seconds)
+            kept = structs.replace(kept, cpu=structs.replace(kept.cpu, process_seconds_per_step=cpu))
         # Without its CPU time, a fetch may need a core all the time or never.
         least = fetch if evidence.fetches.cpu_seconds is not None else Fetch(fetch.seconds, 0.0)
         gain, low = (

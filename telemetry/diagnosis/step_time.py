@@ -216,7 +216,10 @@ def _too_many(active: int, queued: float, cores: float) -> bool:
 
 
 def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
-    """The thread that keeps the GIL from the training thread, which cannot lose more time than it is blocked."""
+    """The thread that keeps the GIL from the training thread, which cannot lose more time than it is blocked.
+
+    No speed-up is predicted: while the threads are sampled, the GIL changes hands sooner than it does without.
+    """
     threads = [*sampled.threads.values()]
     worst = max(threads, key=lambda thread: thread.gil_share, default=None)
     if worst is None or time.blocked_ratio is None:
@@ -228,9 +231,6 @@ def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
     if lost < _MIN_SHARE or worst.gil_share < _MIN_SHARE:
         return None
     at = f" at {line.place} ({line.function})" if line is not None else ""
-    # It is estimated how much of its time on a core a thread needs no GIL. It holds the GIL for all of it at most.
-    on_core = sum(thread.cpu_ns / max(1, thread.wall_ns) for thread in threads)
-    gain, most = (1 / (1 - min(each, 0.95)) for each in (lost, min(blocked, on_core)))
     return Finding(
         kind="gil_held",
         share_ratio=round(lost, 4),
@@ -240,8 +240,6 @@ def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
         advice=(
             Advice(
                 f"move the work of thread {worst.name}{at} to a process of its own, or let it release the GIL",
-                predicted_speedup=round(max(gain, most), 2),
-                predicted_low=round(gain, 2) if most > SURE * gain else None,
                 because=f"the training thread is blocked for {rounded_percent(blocked)} of the loop, and a thread that "
                 "computes in Python keeps the GIL for the switch interval",
             ),

@@ -250,7 +250,10 @@ def _ranked_advice(
             share = f" (up to {percent(each.share_ratio, 0)} of the step)" if each.share_ratio else ""
             ranked = RankedAdvice(each.action, because=f"{each.because}{share}", about="from a trace")
             found.setdefault(each.action, ranked)
-    return sorted(found.values(), key=lambda each: -(each.predicted_speedup or 0.0) * (_EASIER if each.setting else 1))
+    return sorted(
+        found.values(),
+        key=lambda each: -(each.predicted_speedup or 0.0) * (_EASIER if each.setting or each.value else 1),
+    )
 
 
 def _on_attempts(goodput: Goodput) -> list[str]:
