@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.agent.attempt import failure_of
-from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, VerdictKind, judge
+from telemetry.diagnosis.verdict import UNSURE, RankWaits, RunEnd, RunFacts, VerdictKind, judge
 from telemetry.log_lines import RunEndLine
 
 ROOT = Path(__file__).parents[1]
@@ -184,3 +185,11 @@ def test_each_end_in_words():
     )
     assert ended(RunEndLine(exception="E"), 0, 1).startswith("Failed on rank 0: E.")
     assert judge(RunFacts([CALM], ended=True)).text.startswith("Healthy: ")
+
+
+def test_a_minute_without_a_step_is_not_a_run_without_one():
+    still = dataclasses.replace(CALM, steps=0)
+    assert judge(RunFacts([still])).text == "No training step has ended yet."
+    recent = judge(RunFacts([still], last_seconds=60.0, most_in="data_wait"))
+    assert recent.text == "No training step has ended in the last 60 s; most ranks are in data wait."
+    assert recent.level == UNSURE
