@@ -227,13 +227,20 @@ class _Shapes:
         busy = min(1.0, 0.93 + draw(0, 0.012)) * (0.72 if slow and not own else 1.0)
         gpu = {
             "index": self._rank % _RANKS_PER_NODE, "uuid": _gpu_uuid(self._rank),
-            "name": "NVIDIA H100 80GB HBM3", "utilization_ratio": 0.99, "sm_active_ratio": busy,
+            "name": "NVIDIA H100 80GB HBM3", "utilization_ratio": 0.99, "utilization_source": "nvml",
+            "sm_active_ratio": busy,
             "sm_active_source": "gpm", "sm_occupancy_ratio": 0.41, "tensor_active_ratio": 0.36,
             "memory_bandwidth_ratio": 0.44, "memory_used_bytes": int(6.1e10 + draw(0, 2e8)),
             "memory_total_bytes": 85520809984, "power_watts": (420 if own else 640 * busy) + draw(0, 9),
             "temperature_celsius": (84 if own else 61) + draw(0, 1.2), "sm_clock_hertz": 9.9e8 if own else 1.98e9,
             "sm_clock_max_hertz": 1.98e9, "energy_joules": 4.1e9,
-            "throttled": ["hw_thermal"] if own else [],
+            "throttled": ["hw_thermal"] if own else [], "nvlink_receive_bytes_per_second": int(9e10),
+            "nvlink_transmit_bytes_per_second": int(9e10), "pcie_receive_bytes_per_second": int(2e9),
+            "pcie_transmit_bytes_per_second": int(1e9), "power_limit_watts": 700.0, "memory_temperature_celsius": 72,
+            "memory_clock_hertz": 2.619e9, "power_violation_seconds": 91.5, "thermal_violation_seconds": 0.0,
+            "ecc_corrected_errors_total": 0, "ecc_uncorrected_errors_total": 0, "corrected_remapped_rows_total": 0,
+            "uncorrected_remapped_rows_total": 0, "row_remap_pending": 0, "row_remap_failure": 0,
+            "pcie_replays_total": 0, "xid": 0, "xid_errors_total": 0,
             "allocated_bytes": int(5.4e10), "reserved_bytes": int(5.9e10),
         }  # fmt: skip
         host = {

@@ -25,6 +25,20 @@ _NODE: Final = 'node="$node", run=~"$run"'
 _HERE: Final = f"and on (run, rank) run_rank_node:training_run_info:max{{{_NODE}}}"
 _RANKS: Final = 'run=~"$run", rank=~"$rank"'
 
+_NO_GPU: Final = "No GPU, or no NVML"
+
+_ERRORS: Final = {
+    "training_gpu_xid_errors_total": "Xid errors",
+    "training_gpu_ecc_corrected_errors_total": "corrected memory errors",
+    "training_gpu_ecc_uncorrected_errors_total": "uncorrected memory errors",
+    "training_gpu_corrected_remapped_rows_total": "rows replaced after corrected errors",
+    "training_gpu_uncorrected_remapped_rows_total": "rows replaced after uncorrected errors",
+    "training_gpu_row_remap_pending": "a row waits for a reset",
+    "training_gpu_row_remap_failure": "a row could not be replaced",
+    "training_gpu_pcie_replays_total": "PCIe replays",
+}
+"""What the legend says of each metric."""
+
 _RANK: Final = "{{run}} rank {{rank}}"
 _GPU: Final = "GPU {{gpu}}, {{run}} {{rank}}"
 _SCOPE: Final = Scope(
@@ -68,6 +82,11 @@ def node() -> dashboard.Dashboard:
 
 def _of(metric: str, more: str = "") -> str:
     return f"{metric}{{{_RANKS}{', ' + more if more else ''}}} {_HERE}"
+
+
+def _traffic(link: str) -> str:
+    received, sent = (f"training_gpu_{link}_{way}_bytes_per_second" for way in ("receive", "transmit"))
+    return f"{received}{{{_RANKS}}} + {_of(sent)}"
 
 
 def _figures() -> Iterator[Any]:
@@ -162,20 +181,73 @@ def _gpus() -> Iterator[timeseries.Panel]:
     yield shared_panels.power(_SCOPE, "If it is much less than its neighbours', the GPU waits or is throttled.")
     yield shared_panels.temperature(_SCOPE)
     yield shared_panels.sm_clock(_SCOPE, "If it is low, the graph of throttle reasons says why.")
+    yield graph(
+        "NVLink and PCIe",
+        "What each GPU sends and receives. NVLink has the collectives within a node, PCIe the batches. If one has far "
+        "less than its neighbours, its links or its switch are slow.",
+        "Bps",
+        Query(_traffic("nvlink"), f"NVLink {_GPU}"),
+        Query(_traffic("pcie"), f"PCIe {_GPU}"),
+        no_value="Not measured: needs Hopper or newer",
+    )
+    yield graph(
+        "Temperature of the GPUs' memory",
+        "Most GPUs lower their clocks at 95 to 105 degrees. If it is high while the GPU is cool, have it checked.",
+        "celsius",
+        Query(_SCOPE.each("training_gpu_memory_temperature_celsius"), _GPU),
+        steps=fair_bad(90, 100),
+        no_value="Not measured by these GPUs",
+    )
+    yield graph(
+        "Clock of the GPUs' memory",
+        "It is the same as long as the GPU works. If one is lower than its neighbours', the GPU is held back.",
+        "hertz",
+        Query(_SCOPE.each("training_gpu_memory_clock_hertz"), _GPU),
+        no_value=_NO_GPU,
+    )
+    yield graph(
+        "Power, of the limit",
+        "Power draw of each GPU as a share of its limit. Near one, the limit sets the speed of the training. If the "
+        "limit of one GPU is lower than that of its neighbours, someone has set it.",
+        "percentunit",
+        Query(_SCOPE.each_ratio("training_gpu_power_watts", "training_gpu_power_limit_watts"), _GPU),
+        top=1,
+        no_value=_NO_GPU,
+    )
+    yield graph(
+        "Time with reduced clocks",
+        "Share of time in which the power limit or heat reduced the clocks of each GPU. Unlike the graph of reasons "
+        "below, it misses nothing between two samples.",
+        "percentunit",
+        Query(_SCOPE.each_rate("training_gpu_power_violation_seconds_total"), f"power, {_GPU}"),
+        Query(_SCOPE.each_rate("training_gpu_thermal_violation_seconds_total"), f"heat, {_GPU}"),
+        top=1,
+        no_value="Not measured by these GPUs",
+    )
+    yield graph(
+        "Errors of the GPUs",
+        "Counts that are not zero. Corrected errors and single PCIe replays do no harm. Uncorrected errors, or a row "
+        "that waits for a reset: drain the node and reset the GPU. A row that could not be replaced: have the GPU "
+        "exchanged.",
+        "short",
+        *(Query(f"({_of(metric)}) > 0", f"{what}, {_GPU}") for metric, what in _ERRORS.items()),
+        no_value="No errors, or no NVML",
+    )
     yield half(shared_panels.held_back(_SCOPE, "drain it if they do not pass"))
     yield half(
         graph(
-            "Xid errors (DCGM)",
-            "The last Xid of each GPU that a rank of this machine drives, as DCGM exporter reports it; 0 means no "
-            "error. 79: the GPU has fallen off the bus. 48, 63, 64, 94, 95: an error of its memory. Drain the node, "
-            "and look at dmesg.",
+            "Xid errors",
+            "The last Xid of each GPU that a rank of this machine drives, as the agent reports it, else DCGM exporter; "
+            "0 means no error. 13, 31, 43, 45: an error of the script. 79: the GPU has fallen off the bus. 48, 63, 64, "
+            "94, 95: an error of its memory. Drain the node, and look at dmesg.",
             "none",
             Query(
+                f"({_of('training_gpu_xid')}) or on (run, rank) "
                 f"({_of('run_rank_gpu:training_gpu_info:max')}) * on (uuid) group_left () uuid:dcgm_xid_error:last",
                 _GPU,
             ),
             steps=((1, BAD),),
-            no_value="No DCGM exporter, or it has seen none",
+            no_value=_NO_GPU,
         )
     )
 

@@ -459,6 +459,15 @@ class SnapshotLine(Line, frozen=True, kw_only=True, tag_field="event", tag="snap
     breakdown: dict[str, Number] = {}
 
 
+class GpuErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_error"):
+    """An Xid error that the driver reports of this rank's GPU. ``gpu``: its index. ``text``: what it means."""
+
+    gpu: Count | None = None
+    uuid: str | None = None
+    xid: Count | None = None
+    text: str | None = None
+
+
 class ErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="error"):
     """A failure of the agent's own parts, or news of them. ``errors_total``: count for this source; 0 for news."""
 
@@ -469,8 +478,8 @@ class ErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="error")
 
 AnyLine = (
     RunStartLine | WindowLine | GpuLine | HostLine | WorkersLine | PhaseLine | StallOpenLine | StallCodeLine
-    | StallCloseLine | FindingLine | StragglerCodeLine | StepCodeLine | HangLine | ChangeLine | SnapshotLine | ErrorLine
-    | RunEndLine
+    | StallCloseLine | FindingLine | StragglerCodeLine | StepCodeLine | HangLine | ChangeLine | SnapshotLine
+    | GpuErrorLine | ErrorLine | RunEndLine
 )  # fmt: skip
 
 KINDS: Final[Mapping[str, type[Line]]] = MappingProxyType(

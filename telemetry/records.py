@@ -64,6 +64,36 @@ THROTTLE_REASONS: Final = (
 )  # fmt: skip
 """Why a GPU's clocks are reduced: the values of the ``reason`` label. The low clock of an idle GPU does not count."""
 
+CLEANED_UP: Final = 45
+"""The Xid error of a GPU that throws a process's work away. It follows the end of a process, or another error."""
+
+XIDS: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        13: "a kernel of the script has failed",
+        31: "a kernel of the script has read or written an address that is not there",
+        43: "a kernel of the script has failed, and the GPU has stopped its work",
+        CLEANED_UP: "the work of a process was thrown away, as after its end or another error",
+        48: "its memory has an error that cannot be corrected",
+        63: "a row of its memory is to be replaced",
+        64: "a row of its memory could not be replaced",
+        68: "its video processor has failed",
+        74: "an NVLink has failed",
+        79: "it has fallen off the bus",
+        92: "its memory has many errors, which are corrected",
+        94: "its memory has an error that cannot be corrected, but is contained",
+        95: "its memory has an error that cannot be corrected and is not contained",
+        109: "it did not change to another context in time",
+        119: "its firmware (GSP) does not answer",
+        120: "its firmware (GSP) has failed",
+        140: "its memory has an error that cannot be corrected",
+        154: "it needs a reset, or its node a restart",
+    }
+)
+"""What the commonest Xid errors mean. The driver gives these numbers to errors of a GPU."""
+
+XIDS_OF_SCRIPTS: Final = frozenset({13, 31, 43, CLEANED_UP, 68, 109})
+"""Xid errors that scripts cause: the GPU is healthy. NVIDIA's device plugin for Kubernetes leaves them out as well."""
+
 SLOWER: Final = "slower"
 
 SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
@@ -157,29 +187,64 @@ class GpuSample:
     """One reading of this rank's GPU.
 
     Attributes:
+        utilization_source: source of ``utilization_ratio``: ``nvml``, ``gpm`` (hardware counters, for a MIG device) or
+            None when there is no reading.
         sm_active_source: source of ``sm_active_ratio``: ``gpm`` (hardware counters), ``process`` (the share of time
             this process ran a kernel) or None when there is no reading.
+        nvlink_…, pcie_…: traffic since the previous sample.
+        power_limit_watts: the limit that holds now, of all that are set.
         energy_joules: energy of the whole GPU since its driver was loaded.
         throttled: present reasons for reduced clocks, from `THROTTLE_REASONS`.
+        power_violation_seconds, thermal_violation_seconds: time with reduced clocks since the driver was loaded.
+        ecc_…_total: errors of the memory since the driver was loaded. ``…_remapped_rows_total``: over the GPU's life.
+        xid: the newest Xid error since the agent started; 0 without one.
+        row_remap_pending: whether a row is remapped at the next reset. ``row_remap_failure``: whether that has failed.
     """
 
     index: int
     uuid: str
     name: str
     utilization_ratio: float | None = None
+    utilization_source: str | None = None
     sm_active_ratio: float | None = None
     sm_active_source: str | None = None
     sm_occupancy_ratio: float | None = None
     tensor_active_ratio: float | None = None
     memory_bandwidth_ratio: float | None = None
+    nvlink_receive_bytes_per_second: int | None = None
+    nvlink_transmit_bytes_per_second: int | None = None
+    pcie_receive_bytes_per_second: int | None = None
+    pcie_transmit_bytes_per_second: int | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     power_watts: float | None = None
+    power_limit_watts: float | None = None
     energy_joules: float | None = field(default=None, metadata=NEWEST)
     temperature_celsius: float | None = None
+    memory_temperature_celsius: float | None = None
     sm_clock_hertz: float | None = None
     sm_clock_max_hertz: float | None = None
+    memory_clock_hertz: float | None = None
     throttled: tuple[str, ...] | None = None
+    power_violation_seconds: float | None = field(default=None, metadata=NEWEST)
+    thermal_violation_seconds: float | None = field(default=None, metadata=NEWEST)
+    ecc_corrected_errors_total: int | None = field(default=None, metadata=NEWEST)
+    ecc_uncorrected_errors_total: int | None = field(default=None, metadata=NEWEST)
+    corrected_remapped_rows_total: int | None = field(default=None, metadata=NEWEST)
+    uncorrected_remapped_rows_total: int | None = field(default=None, metadata=NEWEST)
+    row_remap_pending: int | None = field(default=None, metadata=NEWEST)
+    row_remap_failure: int | None = field(default=None, metadata=NEWEST)
+    pcie_replays_total: int | None = field(default=None, metadata=NEWEST)
+    xid: int | None = field(default=None, metadata=NEWEST)
+    xid_errors_total: int | None = field(default=None, metadata=NEWEST)
+
+
+class GpuError(NamedTuple):
+    """An error that the driver reports of this rank's GPU. ``gpu``: its index."""
+
+    gpu: int
+    uuid: str
+    xid: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import nvml as fake
 
 from telemetry.agent.attempt import failure_of
-from telemetry.diagnosis.verdict import UNSURE, RankWaits, RunEnd, RunFacts, VerdictKind, judge
+from telemetry.diagnosis.verdict import UNSURE, GpuFault, RankWaits, RunEnd, RunFacts, VerdictKind, judge
 from telemetry.log_lines import RunEndLine
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +67,24 @@ def train():
 train()
 """
 
+BROKEN_GPU = """
+import os, pathlib, time
+import fakes.nvml
+import telemetry
+from torch.utils.data import DataLoader
 
-def run(folder: Path, script: str, *arguments: str, under: str = "", **settings: object) -> tuple[str, Path]:
+for number, batch in enumerate(DataLoader(range(10_000))):
+    time.sleep(0.005)
+    if "gpu_xid" in telemetry.metrics():  # the agent has seen the GPU
+        gpu = fakes.nvml.Gpu(xids=[(79, fakes.nvml.NO_INSTANCE), (45, fakes.nvml.NO_INSTANCE)])
+        fakes.nvml.write_state(pathlib.Path(os.environ[fakes.nvml.STATE_VARIABLE]), fakes.nvml.State(gpus=[gpu]))
+        raise RuntimeError("CUDA error: unspecified launch failure")
+"""
+
+
+def run(
+    folder: Path, script: str, *arguments: str, under: str = "", environ: dict | None = None, **settings: object
+) -> tuple[str, Path]:
     """Run a script under the agent. Returns the last line on stderr and the run folder."""
     (folder / "script.py").write_text(script)
     run_dir = folder / "run"
@@ -78,8 +95,8 @@ def run(folder: Path, script: str, *arguments: str, under: str = "", **settings:
         command = ["unshare", "-m", "sh", "-c", f'{under} && exec "$@"', "sh", *command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
     done = subprocess.run(
-        command, cwd=folder, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-        check=False,
+        command, cwd=folder, env=environment | {"PYTHONPATH": str(ROOT)} | (environ or {}), capture_output=True,
+        text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     return done.stderr.splitlines()[-1], run_dir
@@ -134,6 +151,22 @@ def test_a_full_shared_memory_is_named_with_its_size(tmp_path):
     assert re.match(ended, reported(run_dir)["verdict"])
     (last,) = [each for each in lines_of(run_dir) if each["event"] == "run_end"]
     assert (last["failure"], last["shared_memory_bytes"]) == ("shared_memory_full", 12 << 20)
+
+
+def test_an_error_of_the_gpu_just_before_the_exception_is_read_and_named(tmp_path):
+    (tmp_path / "driver").mkdir()
+    environ = fake.subprocess_environment(tmp_path / "driver")
+    environ["PYTHONPATH"] = f"{environ['PYTHONPATH']}{os.pathsep}{ROOT}"
+    line, run_dir = run(tmp_path, BROKEN_GPU, environ=environ)
+    named = r" GPU 0 on node \S+ had reported Xid 79: it has fallen off the bus\. Have the node checked"
+    ended = rf"Failed: RuntimeError in <module> at script.py:\d+\.{named}"
+    assert re.search(ended, line)
+    found = reported(run_dir)
+    assert re.match(ended, found["verdict"])
+    assert [attempt["reason"] for attempt in found["job"]["attempts"]] == ["RuntimeError; Xid 79 on rank 0"]
+    errors = [(each["xid"], each["gpu"], each["text"]) for each in lines_of(run_dir) if each["event"] == "gpu_error"]
+    assert errors[0] == (79, 0, "it has fallen off the bus")
+    assert [xid for xid, *_ in errors] == [79, 45]
 
 
 def lines_of(run_dir: Path) -> list[dict]:
@@ -193,3 +226,17 @@ def test_a_minute_without_a_step_is_not_a_run_without_one():
     recent = judge(RunFacts([still], last_seconds=60.0, most_in="data_wait"))
     assert recent.text == "No training step has ended in the last 60 s; most ranks are in data wait."
     assert recent.level == UNSURE
+
+
+def test_an_error_of_a_gpu_that_the_script_causes_has_other_advice():
+    def said(xid: int) -> str:
+        end = RunEnd((0,), RunEndLine(exception="E"), gpu_fault=GpuFault(0, None, None, xid))
+        return judge(RunFacts([CALM], ended=True, broke_off=True, end=end)).text
+
+    assert said(31).startswith(
+        "Failed: E. The GPU had reported Xid 31: a kernel of the script has read or written an address that is not "
+        "there. With CUDA_LAUNCH_BLOCKING=1 the exception names the call. Until then"
+    )
+    assert said(79).startswith(
+        "Failed: E. The GPU had reported Xid 79: it has fallen off the bus. Have the node checked"
+    )

@@ -14,8 +14,10 @@ import pytest
 from fakes import nvml as fake
 from fakes.nvml import Gpu, Mig, Process, State
 
-from telemetry.records import THROTTLE_REASONS, GpuSample
+from telemetry.records import THROTTLE_REASONS, GpuError, GpuSample
 from telemetry.sources.collector import CollectorError
+from telemetry.sources.nvml import _FIELDS as FIELDS
+from telemetry.sources.nvml import _GPM_METRICS as GPM_METRICS
 from telemetry.sources.nvml import THROTTLE_BITS, GpuSummary, NvmlSource, device_summary
 from telemetry.util import threads
 
@@ -24,7 +26,7 @@ B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
 M1 = "MIG-11111111-0000-0000-0000-000000000000"
 M2 = "MIG-22222222-0000-0000-0000-000000000000"
 SECOND = 1_000_000_000
-TICKED = "nvmlDeviceGetClockInfo"  # called once in every complete tick
+TICKED = "nvmlDeviceGetCurrentClocksEventReasons"  # called once in every complete tick
 ALL_ONES, MINUS_ONE = (1 << 64) - 1, (1 << 32) - 1
 
 
@@ -120,32 +122,45 @@ def state():
 
 def test_every_reading_in_base_units(state):
     state.gpus = [Gpu(gpm=True, throttle=0x004 | 0x040)]
+    state.gpus[0].gpm_values |= {60: 2.0, 61: 3.0, 21: 4.0, 20: 5.0}
     assert read_one(state) == GpuSample(
-        index=0, uuid=A, name="NVIDIA Fake H100", utilization_ratio=0.80, sm_active_ratio=0.625, sm_active_source="gpm",
-        sm_occupancy_ratio=0.25, tensor_active_ratio=0.125, memory_bandwidth_ratio=0.40, memory_used_bytes=20 << 30,
-        memory_total_bytes=80 << 30, power_watts=350.5, energy_joules=9_000_000.5, temperature_celsius=61.0,
-        sm_clock_hertz=1.98e9, sm_clock_max_hertz=1.98e9, throttled=("sw_power_cap", "hw_thermal"),
+        index=0, uuid=A, name="NVIDIA Fake H100", utilization_ratio=0.80, utilization_source="nvml",
+        sm_active_ratio=0.625, sm_active_source="gpm",
+        sm_occupancy_ratio=0.25, tensor_active_ratio=0.125, memory_bandwidth_ratio=0.40,
+        nvlink_receive_bytes_per_second=2 << 20, nvlink_transmit_bytes_per_second=3 << 20,
+        pcie_receive_bytes_per_second=4 << 20, pcie_transmit_bytes_per_second=5 << 20, memory_used_bytes=20 << 30,
+        memory_total_bytes=80 << 30, power_watts=350.5, power_limit_watts=700.0, energy_joules=9_000_000.5,
+        temperature_celsius=61.0, memory_temperature_celsius=72.0, sm_clock_hertz=1.98e9, sm_clock_max_hertz=1.98e9,
+        memory_clock_hertz=2.619e9, throttled=("sw_power_cap", "hw_thermal"), power_violation_seconds=90.5,
+        thermal_violation_seconds=1.5, ecc_corrected_errors_total=12, ecc_uncorrected_errors_total=0,
+        corrected_remapped_rows_total=3, uncorrected_remapped_rows_total=1, row_remap_pending=0, row_remap_failure=0,
+        pcie_replays_total=5, xid=0, xid_errors_total=0,
     )  # fmt: skip
 
 
 GPM_FIELDS = ["sm_active_ratio", "sm_active_source", "sm_occupancy_ratio", "tensor_active_ratio"]
+TRAFFIC = [name for name in GpuSample.__slots__ if name.endswith("_bytes_per_second")]
+FIELD_VALUES = [field.name for field in FIELDS]
 
 
 @pytest.mark.parametrize(
     ("functions", "fields"),
     [
-        (["nvmlDeviceGetUtilizationRates"], ["utilization_ratio"]),
+        (["nvmlDeviceGetUtilizationRates"], ["utilization_ratio", "utilization_source"]),
         (["nvmlDeviceGetPowerUsage"], ["power_watts"]),
         (["nvmlDeviceGetTemperature"], ["temperature_celsius"]),
-        (["nvmlDeviceGetClockInfo"], ["sm_clock_hertz"]),
+        (["nvmlDeviceGetClockInfo"], ["sm_clock_hertz", "memory_clock_hertz"]),
+        (["nvmlDeviceGetEnforcedPowerLimit"], ["power_limit_watts"]),
+        (["nvmlDeviceGetFieldValues"], FIELD_VALUES),
         (["nvmlDeviceGetCurrentClocksEventReasons"], ["throttled"]),
         (["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"], ["memory_used_bytes", "memory_total_bytes"]),
-        (["nvmlGpmSampleGet"], [*GPM_FIELDS, "memory_bandwidth_ratio"]),
+        (["nvmlGpmSampleGet"], [*GPM_FIELDS, *TRAFFIC, "memory_bandwidth_ratio"]),
     ],
 )
 @pytest.mark.parametrize("code", [fake.NOT_SUPPORTED, fake.UNKNOWN])
 def test_a_reading_that_is_not_to_be_had_is_none_by_itself(state, functions, fields, code):
     state.gpus = [Gpu(gpm=True)]
+    state.gpus[0].gpm_values |= dict.fromkeys((60, 61, 21, 20), 1.0)
     state.errors = dict.fromkeys(functions, code)
     reading = read_one(state)
     assert sorted(name for name in reading.__slots__ if getattr(reading, name) is None) == sorted(fields)
@@ -191,6 +206,54 @@ def test_throttle_bits_are_those_of_the_binding(state):
     assert set(bits) == set(THROTTLE_REASONS)
     state.gpus[0].throttle = 0x001
     assert read_one(state).throttled == ()
+
+
+def test_numbers_of_metrics_and_fields_are_those_of_the_binding():
+    pynvml = pytest.importorskip("pynvml")
+    metrics = (
+        "SM_UTIL", "SM_OCCUPANCY", "ANY_TENSOR_UTIL", "DRAM_BW_UTIL", "GRAPHICS_UTIL", "NVLINK_TOTAL_RX_PER_SEC",
+        "NVLINK_TOTAL_TX_PER_SEC", "PCIE_RX_PER_SEC", "PCIE_TX_PER_SEC",
+    )  # fmt: skip
+    assert GPM_METRICS == tuple(getattr(pynvml, f"NVML_GPM_METRIC_{name}") for name in metrics)
+    names = {
+        "memory_temperature_celsius": "MEMORY_TEMP",
+        "power_violation_seconds": "PERF_POLICY_POWER",
+        "thermal_violation_seconds": "PERF_POLICY_THERMAL",
+        "ecc_corrected_errors_total": "ECC_SBE_VOL_TOTAL",
+        "ecc_uncorrected_errors_total": "ECC_DBE_VOL_TOTAL",
+        "corrected_remapped_rows_total": "REMAPPED_COR",
+        "uncorrected_remapped_rows_total": "REMAPPED_UNC",
+        "row_remap_pending": "REMAPPED_PENDING",
+        "row_remap_failure": "REMAPPED_FAILURE",
+        "pcie_replays_total": "PCIE_REPLAY_COUNTER",
+    }
+    assert {field.name: field.id for field in FIELDS} == {
+        name: getattr(pynvml, f"NVML_FI_DEV_{constant}") for name, constant in names.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [(82, 0), (82, MINUS_ONE), (74, ALL_ONES), (4, ALL_ONES), (145, 2), (4, None), (94, None)]
+)
+def test_a_field_that_a_gpu_does_not_have_is_none_by_itself(state, number, value):
+    if value is None:
+        del state.gpus[0].fields[number]
+    else:
+        state.gpus[0].fields[number] = value
+    reading = read_one(state)
+    (absent,) = [field.name for field in FIELDS if field.id == number]
+    assert [name for name in FIELD_VALUES if getattr(reading, name) is None] == [absent]
+
+
+def test_what_seldom_changes_is_read_every_ten_seconds(state):
+    with source(state) as made:
+        sample(state, made)
+        before = Counter(state.calls)
+        ticks(state, 200)  # 40 seconds
+        for function in ("nvmlDeviceGetFieldValues", "nvmlDeviceGetEnforcedPowerLimit"):
+            assert 3 <= state.calls[function] - before[function] <= 5
+        state.gpus[0].fields[4] = 1
+        until(lambda: made.read().ecc_uncorrected_errors_total == 1)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +355,34 @@ def test_mig_memory_is_its_own_and_the_rest_its_parents(state):
     assert activity(reading) == (0.625, "gpm")
     assert state.arguments["nvmlGpmMigSampleGet"][1] == 8
     assert state.calls["nvmlGpmSampleGet"] == 0
+    assert reading.ecc_corrected_errors_total == 12
     state.gpus[1].gpm = False
     assert activity(read_one(state, uuid=M1)) == (None, None)
+
+
+def test_utilisation_of_a_mig_device_is_that_of_its_counters(state):
+    state.gpus = [partitioned(gpm=True)]
+    state.gpus[0].gpm_values[1] = 70.0
+    with source(state, uuid=M2) as made:
+        reading = sample(state, made)
+        assert (reading.utilization_ratio, reading.utilization_source) == (0.70, "gpm")
+        state.gpus[0].mig_enabled = False  # so that NVML would give it
+        before = state.calls["nvmlDeviceGetUtilizationRates"]
+        assert sample(state, made).utilization_source == "gpm"
+        assert state.calls["nvmlDeviceGetUtilizationRates"] == before
+
+
+def test_utilisation_keeps_its_source(state):
+    """Without a reading it is absent, and does not change over to the counters."""
+    state.gpus = [Gpu(gpm=True)]
+    state.gpus[0].gpm_values[1] = 70.0
+    with source(state) as made:
+        assert sample(state, made).utilization_source == "nvml"
+        state.errors = {"nvmlDeviceGetUtilizationRates": fake.NOT_SUPPORTED}
+        reading = sample(state, made)
+        assert (reading.utilization_ratio, reading.utilization_source) == (None, None)
+    state.errors = {"nvmlDeviceGetUtilizationRates": fake.UNKNOWN}  # a failure that may pass
+    assert read_one(state).utilization_source is None
 
 
 @pytest.mark.parametrize(
@@ -319,7 +408,8 @@ def test_gpm_values_that_are_none_are_none(state):
         assert (reading.sm_occupancy_ratio, reading.tensor_active_ratio) == (1.0, None)
         assert reading.memory_bandwidth_ratio == 0.40
     request = state.arguments["nvmlGpmMetricsGet"][0]._obj
-    assert [request.metrics[slot].metricId for slot in range(5)] == [2, 3, 5, 10, 0], "only these are touched"
+    asked = [2, 3, 5, 10, 1, 60, 61, 21, 20, 0]
+    assert [request.metrics[slot].metricId for slot in range(10)] == asked, "only these are touched"
 
 
 def test_gpm_needs_two_samples_more_than_100_ms_apart(state):
@@ -388,6 +478,77 @@ def test_a_process_never_seen_has_no_reading(state, processes):
     """In a container the driver may know us by another pid: that is not idleness."""
     state.gpus[0].processes = processes
     assert activity(read_one(state)) == (None, None)
+
+
+# -- errors that the driver reports (Xid) ------------------------------------------------------------------------------
+
+OFF_THE_BUS, PAGE_FAULT, CLEANUP = 79, 31, 45
+
+
+def xids(made):
+    return [error.xid for error in made.take_errors()]
+
+
+def test_xid_errors_are_counted_and_told_once(state):
+    state.gpus[0].xids = [(48, fake.NO_INSTANCE)]  # before the agent
+    with source(state) as made:
+        assert (sample(state, made).xid, made.read().xid_errors_total, xids(made)) == (0, 0, [])
+        state.gpus[0].xids += [(PAGE_FAULT, fake.NO_INSTANCE), (OFF_THE_BUS, fake.NO_INSTANCE)]
+        until(lambda: made.read().xid == OFF_THE_BUS)
+        assert (made.read().xid_errors_total, made.take_errors()) == (
+            2, [GpuError(0, A, PAGE_FAULT), GpuError(0, A, OFF_THE_BUS)],
+        )  # fmt: skip
+        state.gpus[0].xids += [(CLEANUP, fake.NO_INSTANCE)]
+        until(lambda: made.read().xid_errors_total == 3)
+        assert made.read().xid == OFF_THE_BUS, "a clean-up does not hide what it follows"
+        assert (xids(made), xids(made)) == ([CLEANUP], [])
+        assert state.arguments["nvmlEventSetWait_v2"][2].value == 0, "it never waits"
+
+
+def test_an_error_that_takes_the_gpu_along_is_told(state):
+    with source(state) as made:
+        sample(state, made)
+        state.errors = {"nvmlDeviceGetPowerUsage": fake.GPU_IS_LOST}
+        state.gpus[0].xids += [(OFF_THE_BUS, fake.NO_INSTANCE)]
+        reason(made, "GPU is lost")
+        assert xids(made) == [OFF_THE_BUS]
+        state.errors = {}
+        assert (sample(state, made).xid, made.read().xid_errors_total) == (OFF_THE_BUS, 1)
+        assert len(state.event_sets) == 1
+    until(lambda: not nvml_threads())
+    assert not state.event_sets
+
+
+def test_errors_of_another_mig_device_are_not_told(state):
+    state.gpus = [partitioned()]
+    with source(state, uuid=M2) as made:
+        assert sample(state, made).xid == 0
+        state.gpus[0].xids += [(94, 7), (PAGE_FAULT, 8), (OFF_THE_BUS, fake.NO_INSTANCE)]
+        until(lambda: made.read().xid == OFF_THE_BUS)
+        assert xids(made) == [PAGE_FAULT, OFF_THE_BUS]
+
+
+@pytest.mark.parametrize("function", ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"])
+@pytest.mark.parametrize("code", [fake.NOT_SUPPORTED, fake.FUNCTION_NOT_FOUND])
+def test_a_driver_that_reports_no_errors_is_asked_once(state, function, code):
+    state.errors = {function: code}
+    with source(state) as made:
+        reading = sample(state, made)
+        assert (reading.xid, reading.xid_errors_total) == (None, None)
+        ticks(state, 10)
+        assert state.calls[function] == 1
+        assert not state.event_sets
+
+
+def test_a_look_takes_the_next_tick_at_once_and_does_not_wait_for_a_driver_that_hangs(state):
+    with source(state, interval_seconds=3600) as made:
+        until(lambda: not isinstance(outcome(made), str))
+        state.gpus[0].xids += [(OFF_THE_BUS, fake.NO_INSTANCE)]
+        made.look(20)
+        assert xids(made) == [OFF_THE_BUS]
+        state.hang_in("nvmlDeviceGetPowerUsage")
+        made.look(0.001)
+        until(lambda: state.hanging)
 
 
 # -- failures of the driver: hangs, lost GPUs, missing libraries -------------------------------------------------------

@@ -443,6 +443,49 @@ def test_an_exception_soon_after_the_oom_killer_killed_a_worker(tmp_path, end, l
     assert told(tmp_path, "end", "reason") == [("failed", reason)]
 
 
+# -- errors of GPUs --------------------------------------------------------------------------------------------------
+
+CLEANUP, OFF_THE_BUS = 45, 79
+
+
+@pytest.mark.parametrize(
+    ("seconds", "xids", "reason"),
+    [
+        pytest.param(23.9, [OFF_THE_BUS, 43], "AcceleratorError; Xid 79 on rank 1", id="the first is the cause"),
+        pytest.param(23.9, [CLEANUP], "AcceleratorError", id="it only follows"),
+        pytest.param(23.9, [CLEANUP, 12345], "AcceleratorError; Xid 12345 on rank 1", id="a code without a name"),
+        pytest.param(-40.0, [OFF_THE_BUS], "AcceleratorError", id="too long before"),
+    ],
+)
+def test_an_error_of_the_gpu_soon_before_a_failure_is_its_cause(tmp_path, seconds, xids, reason):
+    Process(tmp_path, 0, begin=0, pid=1, world=2).window(15).end(25, exception="RuntimeError", lost_peer=True)
+    process = Process(tmp_path, 1, begin=0, pid=2, world=2).window(15)
+    for xid in xids:
+        process.line("gpu_error", seconds, gpu=3, uuid="GPU-3", xid=xid)
+    process.end(24.0, exception="AcceleratorError")
+    assert told(tmp_path, "end", "reason") == [("failed", reason)]
+    said = f"GPU 3 of rank 1 on node n had reported Xid {reason.partition('Xid ')[2].partition(' ')[0]}"
+    assert (said in text_of(load(tmp_path))) == ("Xid" in reason)
+
+
+def test_a_process_that_was_killed_after_an_error_of_its_gpu(tmp_path):
+    process = Process(tmp_path, begin=0, pid=1).window(15).line("gpu_error", 24.0, gpu=0, uuid="GPU-0", xid=95)
+    process.beat(25).write()
+    assert told(tmp_path, "end", "reason") == [("killed", "Xid 95 on rank 0")]
+    assert (
+        "Killed: rank 0 did not end by itself. GPU 0 on node n had reported Xid 95: its memory has an error that cannot "
+        "be corrected and is not contained. Have the node checked (nvidia-smi -q, dmesg) before it is used again."
+    ) in " ".join(text_of(load(tmp_path)).split())
+
+
+@pytest.mark.parametrize("end", [{}, {"exception": "KeyboardInterrupt"}])
+def test_a_run_that_goes_on_after_an_error_or_is_interrupted_does_not_end_by_it(tmp_path, end):
+    process = Process(tmp_path, begin=0, pid=1).window(15).line("gpu_error", 24.0, gpu=0, uuid="GPU-0", xid=94)
+    process.end(25, **end)
+    assert told(tmp_path, "reason") == [None]
+    assert "Xid" not in text_of(load(tmp_path))
+
+
 # -- the best interval between checkpoints --------------------------------------------------------------------------
 
 FAILURES = 200

@@ -71,6 +71,9 @@ _STOP_SECONDS: Final = 2.0
 """``stop`` takes at most this long: for a tick in progress, the end of the log, and then the user's callback, the sinks
 and the export of a snapshot."""
 
+_GPU_ERROR_SECONDS: Final = 0.2
+"""How long ``stop`` waits for NVML after a failure, whose cause may be an error of the GPU."""
+
 _CLOSE_SECONDS: Final = 0.2
 """``stop`` keeps this part for closing files and leaving the board."""
 
@@ -332,6 +335,8 @@ class Agent:
         self._account()
         with self.errors.contained("heartbeat"):
             self.attempt.tick(*self._stall_monitor.stuck_time)
+        with self.errors.contained("jsonl"):
+            self.event_log.write_gpu_errors()  # at once: they may end the process
         # A tick that did not publish, or was skipped, is followed by one that publishes.
         busy = self._stall_monitor.active_cause is not None or not self._published
         if not self._tick_pace.skips(busy=busy, wanted=self.event_log.is_due):
@@ -441,6 +446,9 @@ class Agent:
             self._run_so_far.tick()
             self._run_so_far.end(finished=self.attempt.end.settled.finished)
         with self.errors.contained("jsonl"):
+            # An exception follows the error of the GPU within milliseconds, so it may not have been read yet.
+            failed = self.attempt.end.settled.failed
+            self.event_log.write_gpu_errors(wait_seconds=_GPU_ERROR_SECONDS if failed else 0.0)
             self.event_log.write_errors()
             stuck = self._stuck_at_end()
             stuck_for = None if stuck is None else round(stuck.seconds, 3)
@@ -483,6 +491,7 @@ class Agent:
             children=self.event_log.child_processes,
             step_lines=self._step_monitor.lines(),
             end=self.attempt.end.settled,
+            gpu_fault=self.event_log.gpu_fault,
         )
         return end_line(verdict, self.run_dir if logged else None)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import (
         CollectorHealth,
+        GpuError,
         GpuSample,
         Histogram,
         HostSample,
@@ -133,6 +134,12 @@ class CollectorPoller:
     def worker_fetches(self) -> Histogram | None:
         """The fetches of all workers so far, including ended ones; None before the first."""
         return self._workers.fetches
+
+    def take_gpu_errors(self, *, wait_seconds: float = 0.0) -> list[GpuError]:
+        """The errors of this rank's GPU since the last call. ``wait_seconds``: look for new ones, at most this long."""
+        if wait_seconds:
+            self._nvml.look(wait_seconds)
+        return self._nvml.take_errors()
 
     @property
     def cpu_seconds(self) -> float:

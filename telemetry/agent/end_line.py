@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.diagnosis.findings import Finding
-    from telemetry.diagnosis.verdict import Verdict
+    from telemetry.diagnosis.verdict import GpuFault, Verdict
     from telemetry.log_lines import RunEndLine
     from telemetry.records import HotLine, RankPace
     from telemetry.totals import Totals
@@ -32,6 +32,7 @@ def verdict_at_end(
     children: int = 0,
     step_lines: Sequence[HotLine] = (),
     end: RunEndLine | None = None,
+    gpu_fault: GpuFault | None = None,
 ) -> Verdict:
     """Judge the run from this rank.
 
@@ -47,6 +48,7 @@ def verdict_at_end(
         children: processes that the script has started with multiprocessing.
         step_lines: the lines of code in which its steps spend their time.
         end: how this process ends; None if only its agent does.
+        gpu_fault: what its GPU reported shortly before; None if nothing.
     """
     stalls = [
         *([] if stall is None else [stall]),
@@ -62,7 +64,7 @@ def verdict_at_end(
             stuck=[] if stuck is None else [(stuck, True)],
             ended=True,
             broke_off=end is not None and end.failed,
-            end=RunEnd((own.rank,), end) if end is not None and end.failed else None,
+            end=RunEnd((own.rank,), end, gpu_fault=gpu_fault) if end is not None and end.failed else None,
             ledger=ledger,
             ledger_in_full=True,
             children=children,

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import threading
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,9 +15,12 @@ from msgspec import structs
 
 from telemetry._version import __version__
 from telemetry.agent.log_file import LogFile, json_logger
-from telemetry.log_lines import ABSENT, MemoryForecast, Resumption, WindowLine, fields_of
+from telemetry.diagnosis.verdict import FAULT_SECONDS, GpuFault
+from telemetry.log_lines import ABSENT, GpuErrorLine, MemoryForecast, Resumption, WindowLine, fields_of
+from telemetry.records import CLEANED_UP, XIDS
 from telemetry.sources import proc
 from telemetry.totals import Totals
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +61,8 @@ loop one more tick in each window."""
 
 _FIRST_WINDOW_SECONDS: Final = 1.0
 """The first window's length. Each later one is twice as long, up to the log interval. So a young run shows early."""
+
+_MAX_GPU_FAULTS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,7 @@ class EventLog:
         self._before = Totals()  # the totals at the end of the last window
         self.child_processes = 0
         self.newest_window: LogWindow | None = None
+        self._gpu_faults: deque[tuple[int, GpuFault]] = deque(maxlen=_MAX_GPU_FAULTS)
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
@@ -189,6 +196,19 @@ class EventLog:
         """Write the phases that have ended. ``last``: this is the last call."""
         for line in self._attempt.phases.lines(self._accounting.take_phases(), last=last):
             self.write(line)
+
+    def write_gpu_errors(self, *, wait_seconds: float = 0.0) -> None:
+        """Write the errors of the GPU that the log does not have yet. ``wait_seconds``: as in `CollectorPoller`."""
+        for gpu, uuid, xid in self._collectors.take_gpu_errors(wait_seconds=wait_seconds):
+            self.write(GpuErrorLine(gpu=gpu, uuid=uuid, xid=xid, text=XIDS.get(xid)))
+            if xid != CLEANED_UP:
+                self._gpu_faults.append((now_ns(), GpuFault(self.identity.rank, self.identity.node, gpu, xid)))
+
+    @property
+    def gpu_fault(self) -> GpuFault | None:
+        """The first error of the GPU in the last minute; None without one."""
+        begin = now_ns() - int(FAULT_SECONDS * NS)
+        return next((fault for at_ns, fault in self._gpu_faults if at_ns >= begin), None)
 
     def write_errors(self) -> None:
         """Write the errors that the log does not have yet."""

@@ -28,6 +28,8 @@ from telemetry.records import (
     WORKER_ENDED,
     WORKER_KILLED,
     WORKERS,
+    XIDS,
+    XIDS_OF_SCRIPTS,
     stuck_in_words,
 )
 from telemetry.util.text import byte_size, listed, named, percent, plain_number, rough_duration, rounded_percent
@@ -133,6 +135,19 @@ def healthy_share(worst: RankWaits) -> tuple[float, str]:
     return max(0.0, worst.exposed_after_start_ratio), " after the first batch"
 
 
+FAULT_SECONDS: Final = 60.0
+"""An error of the GPU that is older when its process ends is not the cause."""
+
+
+class GpuFault(NamedTuple):
+    """An Xid error that a GPU reported soon before its process failed or was killed. ``gpu``: its index."""
+
+    rank: int
+    node: str | None
+    gpu: int | None
+    xid: int
+
+
 @dataclass(frozen=True, slots=True)
 class RunEnd:
     """How a run broke off.
@@ -141,11 +156,13 @@ class RunEnd:
         ranks: the rank that failed first, or the ranks that were killed.
         process: the last line of the rank that failed; None if the ranks were killed.
         killed_by_oom: what the OOM killer did; empty if it did nothing.
+        gpu_fault: what a GPU reported before; None if none did.
     """
 
     ranks: tuple[int, ...]
     process: RunEndLine | None
     killed_by_oom: str = ""
+    gpu_fault: GpuFault | None = None
 
 
 class RankClaim(NamedTuple):
@@ -403,21 +420,37 @@ def _end(end: RunEnd | None, *, several: bool) -> str:
     if end is None:
         return ""
     oom = f" {end.killed_by_oom[:1].upper()}{end.killed_by_oom[1:]}. {_LESS_MEMORY}" if end.killed_by_oom else ""
+    fault = _fault(end.gpu_fault, several=several)
     if end.process is None:
         who = named(end.ranks)
         itself = "itself" if len(end.ranks) == 1 else "themselves"
-        return f"Killed:{oom[:1]}{oom[1].lower()}{oom[2:]}" if oom else f"Killed: {who} did not end by {itself}."
+        killed = f"{oom[:1]}{oom[1].lower()}{oom[2:]}" if oom else f" {who} did not end by {itself}."
+        return f"Killed:{killed}{fault}"
     process, rank = end.process, f" on rank {end.ranks[0]}" if several and end.ranks else ""
     at = f" in {process.exception_at}" if process.exception_at else ""
     if process.exception == "KeyboardInterrupt":
         return f"Interrupted{rank}: KeyboardInterrupt{at}."
     if not process.exception:
-        return f"Failed{rank}: exit status {process.exit_status or 0:.0f}.{oom}"
+        return f"Failed{rank}: exit status {process.exit_status or 0:.0f}.{oom}{fault}"
     means, advice = _END_WORDS.get(process.failure or "", ("", ""))
     if process.failure == SHARED_MEMORY_FULL:
         size = f" of {byte_size(process.shared_memory_bytes)}" if process.shared_memory_bytes else ""
         means = f"{_SHM}{size} {means}"
-    return f"Failed{rank}: {process.exception}{at}{means and f': {means}'}.{advice and f' {advice}'}{oom}"
+    return f"Failed{rank}: {process.exception}{at}{means and f': {means}'}.{advice and f' {advice}'}{oom}{fault}"
+
+
+def _fault(fault: GpuFault | None, *, several: bool) -> str:
+    """What a GPU reported before the end of its process."""
+    if fault is None:
+        return ""
+    gpu = "The GPU" if fault.gpu is None else f"GPU {fault.gpu}"
+    rank = f" of rank {fault.rank}" if several else ""
+    node = f" on node {fault.node}" if fault.node else ""
+    means = f": {XIDS[fault.xid]}" if fault.xid in XIDS else ""
+    advice = "Have the node checked (nvidia-smi -q, dmesg) before it is used again."
+    if fault.xid in XIDS_OF_SCRIPTS:
+        advice = "With CUDA_LAUNCH_BLOCKING=1 the exception names the call."
+    return f" {gpu}{rank}{node} had reported Xid {fault.xid}{means}. {advice}"
 
 
 def _no_steps(facts: RunFacts) -> str:

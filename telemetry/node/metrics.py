@@ -376,14 +376,21 @@ ATTEMPTS: Final[MetricGroup[AttemptView]] = MetricGroup(
 _NO_DEVICE: Final = "without NVML, and before the rank's device is known"
 _NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"
 _NO_GPM: Final = "without NVML; on GPUs older than Hopper, which have no hardware counters (GPM)"
+_NO_TRAFFIC: Final = f"{_NO_GPM}; on MIG devices"
+_NO_ECC: Final = f"{_NO_DEVICE}; where the GPU has no ECC memory, or ECC is off"
+_NO_REMAPPING: Final = f"{_NO_DEVICE}; on GPUs older than Ampere, and on those that do not remap rows"
+_SELDOM: Final = "Read every ten seconds."
 
 GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
-    record=lambda view: view.gpu, labels=("gpu", "uuid", "name", "sm_active_source"), absent=_NO_DEVICE,
-    label_values=lambda gpu: _place(gpu) | {"name": gpu.name, "sm_active_source": gpu.sm_active_source or "none"},
-    metrics=(
-    gauge("training_gpu_info", "Always 1. The GPU of this rank and the source of its SM activity.", lambda _: 1.0,
-          details="`sm_active_source` is the source of `training_gpu_sm_active_ratio`: `gpm` (hardware counters), "
-          "`process` (share of time in which this process ran a kernel) or `none`."),
+    record=lambda view: view.gpu, labels=("gpu", "uuid", "name", "sm_active_source", "utilization_source"),
+    absent=_NO_DEVICE, label_values=lambda gpu: _place(gpu) | {
+        "name": gpu.name, "sm_active_source": gpu.sm_active_source or "none",
+        "utilization_source": gpu.utilization_source or "none",
+    }, metrics=(
+    gauge("training_gpu_info", "Always 1. The GPU of this rank and the sources of its figures.", lambda _: 1.0,
+          details="`utilization_source` is the source of `training_gpu_utilization_ratio`: `nvml`, `gpm` (hardware "
+          "counters, for a MIG device) or `none`. `sm_active_source` is the source of `training_gpu_sm_active_ratio`: "
+          "`gpm`, `process` (share of time in which this process ran a kernel) or `none`."),
 ))
 GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu, labels=("gpu", "uuid"), label_values=_place, absent=_NO_READING, metrics=(
@@ -396,17 +403,63 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
           lambda gpu: gpu.tensor_active_ratio, absent=_NO_GPM),
     gauge("training_gpu_memory_bandwidth_ratio", "Memory bandwidth in use, as a share of the maximum.",
           lambda gpu: gpu.memory_bandwidth_ratio, absent=_NO_GPM),
+    gauge("training_gpu_nvlink_receive_bytes_per_second", "Data that the GPU receives over all its NVLinks.",
+          lambda gpu: gpu.nvlink_receive_bytes_per_second, unit="bytes", absent=_NO_TRAFFIC),
+    gauge("training_gpu_nvlink_transmit_bytes_per_second", "Data that the GPU sends over all its NVLinks.",
+          lambda gpu: gpu.nvlink_transmit_bytes_per_second, unit="bytes", absent=_NO_TRAFFIC),
+    gauge("training_gpu_pcie_receive_bytes_per_second", "Data that the GPU receives over PCIe.",
+          lambda gpu: gpu.pcie_receive_bytes_per_second, unit="bytes", absent=_NO_TRAFFIC),
+    gauge("training_gpu_pcie_transmit_bytes_per_second", "Data that the GPU sends over PCIe.",
+          lambda gpu: gpu.pcie_transmit_bytes_per_second, unit="bytes", absent=_NO_TRAFFIC),
     gauge("training_gpu_memory_used_bytes", "GPU memory in use, by all processes.",
           lambda gpu: gpu.memory_used_bytes),
     gauge("training_gpu_memory_total_bytes", "Total memory of the GPU.", lambda gpu: gpu.memory_total_bytes),
     gauge("training_gpu_power_watts", "Power draw of the GPU.", lambda gpu: gpu.power_watts),
+    gauge("training_gpu_power_limit_watts", "Power limit of the GPU that holds now.",
+          lambda gpu: gpu.power_limit_watts, details=_SELDOM),
     gauge("training_gpu_temperature_celsius", "Temperature of the GPU.", lambda gpu: gpu.temperature_celsius),
+    gauge("training_gpu_memory_temperature_celsius", "Temperature of the GPU's memory.",
+          lambda gpu: gpu.memory_temperature_celsius, details=_SELDOM),
     gauge("training_gpu_sm_clock_hertz", "Clock frequency of the SMs.", lambda gpu: gpu.sm_clock_hertz),
     gauge("training_gpu_sm_clock_max_hertz", "Maximum clock frequency of the SMs.",
           lambda gpu: gpu.sm_clock_max_hertz),
+    gauge("training_gpu_memory_clock_hertz", "Clock frequency of the GPU's memory.",
+          lambda gpu: gpu.memory_clock_hertz, details=_SELDOM),
     gauge("training_gpu_throttled", "1 for each reason that limits the clocks right now, 0 for the others.",
           lambda gpu: gpu.throttled, label=MetricLabel("reason", THROTTLE_REASONS),
           details="A low clock on an idle GPU is not throttling."),
+    counter("training_gpu_power_violation_seconds_total", "Time in which the power limit reduced the clocks.",
+            lambda gpu: gpu.power_violation_seconds, from_zero=False,
+            details=f"Since the driver was loaded. {_SELDOM}"),
+    counter("training_gpu_thermal_violation_seconds_total", "Time in which heat reduced the clocks.",
+            lambda gpu: gpu.thermal_violation_seconds, from_zero=False,
+            details=f"Since the driver was loaded. {_SELDOM}"),
+    counter("training_gpu_ecc_corrected_errors_total", "Errors of the GPU's memory that ECC has corrected.",
+            lambda gpu: gpu.ecc_corrected_errors_total, from_zero=False, absent=_NO_ECC,
+            details=f"Since the driver was loaded. {_SELDOM}"),
+    counter("training_gpu_ecc_uncorrected_errors_total", "Errors of the GPU's memory that ECC could not correct.",
+            lambda gpu: gpu.ecc_uncorrected_errors_total, from_zero=False, absent=_NO_ECC,
+            details=f"Since the driver was loaded. {_SELDOM}"),
+    counter("training_gpu_corrected_remapped_rows_total",
+            "Rows of the GPU's memory that were replaced because of corrected errors.",
+            lambda gpu: gpu.corrected_remapped_rows_total, from_zero=False, absent=_NO_REMAPPING,
+            details=f"Over the life of the GPU. {_SELDOM}"),
+    counter("training_gpu_uncorrected_remapped_rows_total",
+            "Rows of the GPU's memory that were replaced because of uncorrected errors.",
+            lambda gpu: gpu.uncorrected_remapped_rows_total, from_zero=False, absent=_NO_REMAPPING,
+            details=f"Over the life of the GPU. {_SELDOM}"),
+    gauge("training_gpu_row_remap_pending", "1 if a row will be replaced at the next reset of the GPU.",
+          lambda gpu: gpu.row_remap_pending, absent=_NO_REMAPPING, details=_SELDOM),
+    gauge("training_gpu_row_remap_failure", "1 if a row could not be replaced: the GPU must be exchanged.",
+          lambda gpu: gpu.row_remap_failure, absent=_NO_REMAPPING, details=_SELDOM),
+    counter("training_gpu_pcie_replays_total", "Packets that had to be sent again over PCIe.",
+            lambda gpu: gpu.pcie_replays_total, from_zero=False,
+            details=f"Since the driver was loaded. {_SELDOM}"),
+    gauge("training_gpu_xid", "Newest Xid error of the GPU since the agent started; 0 without one.",
+          lambda gpu: gpu.xid, details="An error 45, which follows others, does not replace one. The log has all of "
+          "them, in lines with `event` = `gpu_error`."),
+    counter("training_gpu_xid_errors_total", "Xid errors of the GPU since the agent started.",
+            lambda gpu: gpu.xid_errors_total),
 ))
 GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
     record=lambda view: None if view.energy_gpu is None or view.totals.gpu_energy_joules is None else view,

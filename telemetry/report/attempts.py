@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.diagnosis.verdict import RunEnd
+from telemetry.diagnosis.verdict import FAULT_SECONDS, GpuFault, RunEnd
 from telemetry.log_lines import StallOpenLine
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
+from telemetry.records import CHECKPOINT, CLEANED_UP, COMPUTE, DATA_WAIT, EVALUATION
 from telemetry.report.process_log import Point, point_at, stalls_of, totals_at, unix
 from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
 from telemetry.util.processes import clean_name, node_name, process_started
@@ -110,6 +110,17 @@ class Life:
         readings = [(time, kills) for time, kills in found if time is not None]
         newest = self.totals.oom_kills_total
         return sorted(readings if newest is None else [*readings, (self.end, newest)])
+
+    @property
+    def gpu_fault(self) -> tuple[float, GpuFault] | None:
+        """The first error of its GPU shortly before it failed or was killed, and its time; None without one."""
+        if self.how not in {FAILED, KILLED} or self.log.end.exception == "KeyboardInterrupt":
+            return None
+        for line in self.log.gpu_errors:
+            time = unix(line.time)
+            if time is not None and time >= self.end - FAULT_SECONDS and line.xid not in {None, CLEANED_UP}:
+                return time, GpuFault(self.rank, line.node, line.gpu, line.xid or 0)
+        return None
 
     @property
     def launch(self) -> tuple[str, str, int | None] | None:
@@ -308,6 +319,12 @@ class Attempt:
         return self.how in {FAILED, KILLED}
 
     @property
+    def gpu_fault(self) -> GpuFault | None:
+        """The first error of a GPU shortly before the end of its process; None without one."""
+        faults = [fault for life in self.lives if (fault := life.gpu_fault) is not None]
+        return min(faults, key=lambda fault: fault[0])[1] if faults else None
+
+    @property
     def run_end(self) -> RunEnd | None:
         """How the attempt ended, for the verdict; None if it has finished or goes on."""
         if not self.broke_off:
@@ -319,25 +336,28 @@ class Attempt:
         logged = own or [life for life in killed if life.log.ended]
         if logged:
             first = min(logged, key=lambda life: life.end)
-            return RunEnd((first.rank,), first.log.end, oom)
-        return RunEnd(tuple(sorted({life.rank for life in killed})), None, oom)
+            return RunEnd((first.rank,), first.log.end, oom, self.gpu_fault)
+        return RunEnd(tuple(sorted({life.rank for life in killed})), None, oom, self.gpu_fault)
 
     @property
     def reason(self) -> str | None:
-        """Why the attempt ended, if its logs show it: the OOM killer, an exception, an exit status, or an exec."""
+        """Why the attempt ended, if it is known: an exception, an exit status, the OOM killer, a GPU, or an exec."""
         if self.replaced:
             return "executed another program"
-        if self.how == KILLED:
-            return self.oom.text if self.oom is not None and self.oom.killed else None
-        if self.how != FAILED:
+        if not self.broke_off:
             return None
+        fault = self.gpu_fault
+        xid = [] if fault is None else [f"Xid {fault.xid} on rank {fault.rank}"]
+        if self.how == KILLED:
+            oom = self.oom.text if self.oom is not None and self.oom.killed else None
+            return "; ".join([*([oom] if oom else []), *xid]) or None
         why = []
         for end in (life.log.end for life in self.lives):
             if end.exception and not end.lost_peer:
                 why.append(end.exception)
             elif end.exit_status:
                 why.append(f"exit status {end.exit_status}")
-        return "; ".join([*why[:1], *([self.oom.text] if self.oom else [])]) or None
+        return "; ".join([*why[:1], *([self.oom.text] if self.oom else []), *xid]) or None
 
 
 def attempts_of(lives: Sequence[Life], now: float) -> list[Attempt]:

@@ -18,6 +18,7 @@ from telemetry.log_lines import (
     ChangeLine,
     ErrorLine,
     FindingLine,
+    GpuErrorLine,
     GpuLine,
     HangLine,
     PhaseLine,
@@ -168,9 +169,9 @@ class ProcessLog:
         saves: newest checkpoints. ``saves_total``, ``save_seconds``: number and time of all that stopped the training.
         progress: totals at the windows.
         oom_readings: first and last time of each value of the OOM killer's counter in the cgroup of the process.
-        stalls, hangs, changes, snapshots, errors: lines of these events, the oldest first. ``slow_steps``: the lines
-            of code of its steps while other ranks waited for it. ``step_lines``: those of all its steps.
-            ``findings``: the newest line of each kind.
+        stalls, hangs, changes, snapshots, gpu_errors, errors: lines of these events, the oldest first.
+            ``slow_steps``: the lines of code of its steps while other ranks waited for it. ``step_lines``: those of all
+            its steps. ``findings``: the newest line of each kind.
         torn_lines: number of lines that could not be read.
         wrong_fields: number of fields that were left out because of a wrong type.
         skipped: names of logs that are not regular files and were not read; only in the newest process.
@@ -191,6 +192,7 @@ class ProcessLog:
     slow_steps: list[StragglerCodeLine] = field(default_factory=list)
     step_lines: list[HotLine] = field(default_factory=list)
     snapshots: list[SnapshotLine] = field(default_factory=list)
+    gpu_errors: list[GpuErrorLine] = field(default_factory=list)
     errors: list[ErrorLine] = field(default_factory=list)
     end: RunEndLine = RunEndLine()
     beat: Heartbeat | None = None
@@ -257,6 +259,8 @@ class ProcessLog:
                 self.changes.append(line)
             case SnapshotLine():
                 self.snapshots.append(line)
+            case GpuErrorLine():
+                self.gpu_errors.append(line)
             case ErrorLine():
                 self.errors.append(line)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import os
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from telemetry.records import GpuSample
+from telemetry.records import CLEANED_UP, GpuError, GpuSample
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import NS, now_ns, sleep, thread_time, unix_ns
 from telemetry.util.threads import OwnThread, Wake
@@ -280,8 +282,12 @@ def _mig_devices(driver: NvmlDriver, gpu: Handle) -> Iterator[Handle]:
 # The usual "utilisation" is the share of time in which any kernel ran, even on one SM of a hundred. Hardware counters
 # measure how busy the SMs are (GPM, Hopper and newer) or, less precisely, the driver does for each process.
 
-_GPM_METRICS: Final = (2, 3, 5, 10)
-"""SM_UTIL, SM_OCCUPANCY, ANY_TENSOR_UTIL and DRAM_BW_UTIL."""
+_GPM_METRICS: Final = (2, 3, 5, 10, 1, 60, 61, 21, 20)
+"""SM_UTIL, SM_OCCUPANCY, ANY_TENSOR_UTIL, DRAM_BW_UTIL, GRAPHICS_UTIL, NVLINK_TOTAL_RX and _TX, PCIE_RX and _TX per
+second, in the order of `GpmValues`."""
+
+_GPM_TRAFFIC: Final = frozenset({60, 61, 21, 20})
+"""Metrics in MiB per second. The others are in percent."""
 
 _GPM_SHORTEST_NS: Final = 100_000_000
 """NVML asks for two samples more than 100 ms apart."""
@@ -290,17 +296,25 @@ _PROCESS_WINDOW_US: Final = 1_500_000
 """How far back a process's samples are read. The slowest GPUs are sampled once per second. A shorter time would find no
 sample, and a busy process would appear idle."""
 
+_MAX_MEBIBYTES: Final = 1e8
+"""No link of a GPU carries so much in a second."""
+
 _HIGHEST_PERCENT: Final = 101.0
 """Counters are read one after the other, so a busy GPU may give slightly more than 100. Higher values are invalid."""
 
 
 class GpmValues(NamedTuple):
-    """Ratios (0 to 1) over one window; None if a counter has no value."""
+    """Ratios (0 to 1) and bytes per second over one window; None if a counter has no value."""
 
     sm_active: float | None = None
     sm_occupancy: float | None = None
     tensor_active: float | None = None
     memory_bandwidth: float | None = None
+    utilization: float | None = None
+    nvlink_receive: int | None = None
+    nvlink_transmit: int | None = None
+    pcie_receive: int | None = None
+    pcie_transmit: int | None = None
 
 
 class GpmReader:
@@ -334,7 +348,7 @@ class GpmReader:
             self._request.metrics[slot].metricId = metric
 
     def read(self) -> GpmValues:
-        """The ratios since the previous tick; all None on the first tick, and after a gap longer than the window.
+        """The values since the previous tick; all None on the first tick, and after a gap longer than the window.
 
         Raises:
             NvmlError: the counters cannot be sampled.
@@ -356,7 +370,7 @@ class GpmReader:
             self._driver.call("nvmlGpmMetricsGet", self._request)
             # Only the requested entries, of hundreds, are filled in, each with its own return code.
             metrics = [self._request.metrics[slot] for slot in range(len(_GPM_METRICS))]
-            self._values = GpmValues(*(_ratio(m.value) if m.nvmlReturn == SUCCESS else None for m in metrics))
+            self._values = GpmValues(*map(_gpm_value, metrics))
         return self._values
 
     def close(self) -> None:
@@ -390,10 +404,76 @@ def _process_entries(driver: NvmlDriver, handle: Handle) -> list[Any]:
         raise
 
 
+def _gpm_value(metric: Any) -> Any:
+    if metric.nvmlReturn != SUCCESS:
+        return None
+    if metric.metricId in _GPM_TRAFFIC:
+        return round(metric.value * (1 << 20)) if 0 <= metric.value <= _MAX_MEBIBYTES else None  # NaN compares false
+    return _ratio(metric.value)
+
+
 def _ratio(percent: float) -> float | None:
     """Convert 0..100 to 0..1; None for an invalid value (NaN, infinite, negative, far too high)."""
     value = float(percent)
     return min(value / 100, 1.0) if 0 <= value <= _HIGHEST_PERCENT else None  # NaN compares false
+
+
+# -- errors that the driver reports (Xid) ------------------------------------------------------------------------------
+
+_XID_CRITICAL_ERROR: Final = 8
+"""The kind of the events."""
+
+_NO_INSTANCE: Final = 0xFFFFFFFF
+"""The GPU instance of an error of the whole GPU."""
+
+_MAX_XIDS: Final = 100
+"""A GPU may report errors without end. The rest is read at the next tick."""
+
+
+class XidReader:
+    """Reads the Xid errors of one device. The driver keeps them for this reader until they are read.
+
+    Attributes:
+        is_offered: whether the driver reports them.
+    """
+
+    def __init__(self, driver: NvmlDriver, device: GpuDevice) -> None:
+        self._driver = driver
+        self._device = device
+        failures: list[NvmlError] = []
+        self._events = events = driver.offered(lambda: driver.call("nvmlEventSetCreate"), failures)
+        if events is not None:
+            register = partial(driver.call, "nvmlDeviceRegisterEvents", device.parent, _XID_CRITICAL_ERROR, events)
+            driver.offered(register, failures)
+        self.is_offered = True
+        if failures:
+            self.close()
+
+    def read(self) -> Iterator[GpuError]:
+        """The errors since the last call. Does not wait for one.
+
+        Raises:
+            NvmlError: the GPU or the driver is gone.
+        """
+        device = self._device
+        failures: list[NvmlError] = []
+        for _ in range(_MAX_XIDS if self.is_offered else 0):
+            event = self._driver.offered(partial(self._driver.call, "nvmlEventSetWait_v2", self._events, 0), failures)
+            if event is None:  # a timeout, if there is no other error
+                if failures[0].code in _NOT_OFFERED:
+                    self.close()
+                return
+            if device.gpu_instance is None or event.gpuInstanceId in {device.gpu_instance, _NO_INSTANCE}:
+                yield GpuError(device.index, device.uuid, int(event.eventData))
+
+    def close(self) -> None:
+        """Free the event set."""
+        self.is_offered, events, self._events = False, self._events, None
+        if events is not None:
+            try:
+                self._driver.call("nvmlEventSetFree", events)
+            except NvmlError:
+                return  # the driver is gone and has freed it
 
 
 # -- the readings of one GPU -------------------------------------------------------------------------------------------
@@ -424,18 +504,60 @@ _MAX_MILLIJOULES: Final = 1e16
 _MAX_CELSIUS: Final = 200.0
 _MAX_MEGAHERTZ: Final = 10_000.0
 _MAX_REASONS: Final = float(1 << 32)
+_MAX_COUNT: Final = float((1 << 32) - 2)
+_MAX_NANOSECONDS: Final = 1e18
 """No GPU reaches these values. A partly failing driver gives all ones, or a negative number read as unsigned: 1.8e19
 bytes used, 4.3e9 degrees."""
 
+_SLOW_NS: Final = 10 * NS
+"""Time between two readings of what seldom changes: its calls would double the cost of a tick."""
+
+
+class _Field(NamedTuple):
+    """A field of `GpuSample` that NVML has as a field value.
+
+    Attributes:
+        id: NVML's number of the field, a part of its binary interface.
+        unit: the value is multiplied by it.
+        most, least: a value outside of them is a failed reading.
+    """
+
+    name: str
+    id: int
+    unit: float = 1
+    most: float = _MAX_COUNT
+    least: float = 0
+
+
+_FIELDS: Final = (
+    _Field("memory_temperature_celsius", 82, most=_MAX_CELSIUS, least=1),  # 0 comes from a GPU without the sensor
+    _Field("power_violation_seconds", 74, unit=1e-9, most=_MAX_NANOSECONDS),
+    _Field("thermal_violation_seconds", 75, unit=1e-9, most=_MAX_NANOSECONDS),
+    _Field("ecc_corrected_errors_total", 3),
+    _Field("ecc_uncorrected_errors_total", 4),
+    _Field("corrected_remapped_rows_total", 142),
+    _Field("uncorrected_remapped_rows_total", 143),
+    _Field("row_remap_pending", 144, most=1),
+    _Field("row_remap_failure", 145, most=1),
+    _Field("pcie_replays_total", 94),
+)
+"""All are read in one call."""
+
+_VALUE_TYPES: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""Where a field value is, by its type."""
+
 
 class DeviceReader:
-    """Reads one device once per tick. Holds the GPM sample buffers, which ``close`` frees.
+    """Reads one device once per tick. Holds GPM sample buffers and an event set, which ``close`` frees.
 
     Args:
         driver: an initialised NVML.
         device: the device to read.
         clock: monotonic nanoseconds.
         window_ns: hardware counters that are averaged over a longer time do not count as current.
+
+    Attributes:
+        xids: the errors that the driver reports of the device.
     """
 
     def __init__(self, driver: NvmlDriver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
@@ -449,7 +571,12 @@ class DeviceReader:
         self._gpm_rests = 0  # so many ticks without the counters are left
         self._gpm_pause = 1
         self._process_seen = False
+        self._clock = clock
+        self.xids = XidReader(driver, device)
+        self._utilization_source: str | None = None
         self._clock_max: float | None = None
+        self._slow: dict[str, Any] = {}
+        self._slow_due_ns = 0
 
     def sample(self) -> GpuSample:
         """Read everything that is available now.
@@ -466,6 +593,9 @@ class DeviceReader:
         used, total = self._optional(self._memory) or (None, None)
         if self._clock_max is None:
             self._clock_max = self._number("nvmlDeviceGetMaxClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_SM)
+        utilization = self._utilization(gpm.utilization)
+        if self._clock() >= self._slow_due_ns:
+            self._slow, self._slow_due_ns = self._seldom(), self._clock() + _SLOW_NS
         energy = None  # a MIG device has no counter of its own
         if device.gpu_instance is None:
             energy = self._number("nvmlDeviceGetTotalEnergyConsumption", 1e-3, _MAX_MILLIJOULES)
@@ -475,12 +605,17 @@ class DeviceReader:
             index=device.index,
             uuid=device.uuid,
             name=device.name,
-            utilization_ratio=self._optional(self._utilization),
+            utilization_ratio=utilization,
+            utilization_source=None if utilization is None else self._utilization_source,
             sm_active_ratio=active,
             sm_active_source=None if active is None else source,
             sm_occupancy_ratio=gpm.sm_occupancy,
             tensor_active_ratio=gpm.tensor_active,
             memory_bandwidth_ratio=gpm.memory_bandwidth,
+            nvlink_receive_bytes_per_second=gpm.nvlink_receive,
+            nvlink_transmit_bytes_per_second=gpm.nvlink_transmit,
+            pcie_receive_bytes_per_second=gpm.pcie_receive,
+            pcie_transmit_bytes_per_second=gpm.pcie_transmit,
             memory_used_bytes=used,
             memory_total_bytes=total,
             power_watts=self._number("nvmlDeviceGetPowerUsage", 1e-3, _MAX_MILLIWATTS),
@@ -489,6 +624,7 @@ class DeviceReader:
             sm_clock_hertz=self._number("nvmlDeviceGetClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_SM),
             sm_clock_max_hertz=self._clock_max,
             throttled=self._throttled(),
+            **self._slow,
         )
         measured = (
             sample.utilization_ratio, sample.sm_active_ratio, sample.sm_occupancy_ratio, sample.tensor_active_ratio,
@@ -500,7 +636,11 @@ class DeviceReader:
         return sample
 
     def close(self) -> None:
-        """Free the GPM buffers."""
+        """Free the GPM buffers and the event set."""
+        self._end_counters()
+        self.xids.close()
+
+    def _end_counters(self) -> None:
         if self._gpm is not None:
             self._gpm.close()
             self._gpm = None
@@ -523,7 +663,7 @@ class DeviceReader:
             self._gpm_given = self._gpm_given or values.sm_active is not None
             return values
         if self._failures[-1].code in _NOT_OFFERED and not self._gpm_given:
-            self.close()
+            self._end_counters()
         else:
             self._gpm_rests, self._gpm_pause = self._gpm_pause, min(2 * self._gpm_pause, _MAX_GPM_PAUSE)
         return GpmValues()
@@ -554,9 +694,39 @@ class DeviceReader:
         bits = self._number(names, 1, _MAX_REASONS)
         return None if bits is None else tuple(reason for reason, bit in THROTTLE_BITS.items() if int(bits) & bit)
 
-    def _utilization(self) -> float | None:
-        """The share of time any kernel ran. Not available for a MIG device or a partitioned GPU."""
-        return _ratio(self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle).gpu)
+    def _utilization(self, by_counters: float | None) -> float | None:
+        """The share of time any kernel ran.
+
+        NVML does not offer it for a MIG device, but the hardware counters do. The source that has given the first value
+        stays: a figure must not change its meaning in mid-run.
+        """
+        if self._utilization_source != "gpm":
+            before = len(self._failures)
+            rates = self._optional(lambda: self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle))
+            if rates is not None:
+                self._utilization_source = "nvml"
+                return _ratio(rates.gpu)
+            if self._utilization_source or self._failures[before].code not in _NOT_OFFERED or by_counters is None:
+                return None
+            self._utilization_source = "gpm"
+        return by_counters
+
+    def _seldom(self) -> dict[str, Any]:
+        """The fields of the sample that are read seldom. What this GPU does not offer is None."""
+        binding, parent = self._driver.binding, self.device.parent
+        ids = [field.id for field in _FIELDS]
+        values = self._optional(lambda: self._driver.call("nvmlDeviceGetFieldValues", parent, ids)) or ()
+        return {
+            "power_limit_watts": self._number("nvmlDeviceGetEnforcedPowerLimit", 1e-3, _MAX_MILLIWATTS),
+            "memory_clock_hertz": self._number("nvmlDeviceGetClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_MEM),
+            **{field.name: self._field(field, value) for field, value in zip(_FIELDS, values, strict=False)},
+        }
+
+    def _field(self, field: _Field, entry: Any) -> float | None:
+        if entry.nvmlReturn != SUCCESS or not 0 <= entry.valueType < len(_VALUE_TYPES):
+            return None
+        value: float = getattr(entry.value, _VALUE_TYPES[entry.valueType])
+        return value * field.unit if field.least <= value <= field.most else None
 
     def _process(self) -> float | None:
         """The share of time this process ran a kernel; 0.0 when it is known to be idle.
@@ -654,11 +824,14 @@ class NvmlSource:
         self._clock = clock
         self._fresh_seconds = max(_FRESH_INTERVALS * interval_seconds, _MIN_FRESH_SECONDS)
         self._closed = False
-        self._stop = Wake()
+        self._wake = Wake()  # ends the wait for the next tick
+        self._ticked = Wake()
         self._driver = NvmlDriver(clock)
         self._reader: DeviceReader | None = None  # only the NVML thread uses this and the next one
         self._uuid: str | None = None
         self._outcome = _Outcome(None, "NVML has given no reading yet", 0)
+        self._errors: deque[GpuError] = deque(maxlen=_MAX_XIDS)
+        self._xid = self._xids_total = 0
         self._cpu_seconds = 0.0
         self._thread: OwnThread | None = None
         try:
@@ -687,10 +860,21 @@ class NvmlSource:
             raise CollectorError(f"the newest NVML reading is over {self._fresh_seconds:g} s old")
         return sample
 
+    def take_errors(self) -> list[GpuError]:
+        """The Xid errors of the GPU since the last call."""
+        return [self._errors.popleft() for _ in range(len(self._errors))]
+
+    def look(self, seconds: float) -> None:
+        """Have the next tick at once, and wait for its end, at most this long."""
+        if self._thread is not None and self._thread.is_alive():
+            self._ticked.clear()
+            self._wake.set()
+            self._ticked.wait(seconds)
+
     def close(self) -> None:
         """Stop the thread, which shuts NVML down itself. Does not wait for it, because a call may hang."""
         self._closed = True
-        self._stop.set()
+        self._wake.set()
 
     def cpu_seconds(self) -> float:
         """CPU seconds of the NVML thread up to its last tick, including earlier threads of this source."""
@@ -713,9 +897,14 @@ class NvmlSource:
         wait: float | None = 0.0
         try:
             try:
-                while wait is not None and not self._stop.wait(wait):
+                while wait is not None:
+                    self._wake.wait(wait)
+                    self._wake.clear()
+                    if self._closed:
+                        break
                     wait = self._tick(wait)
                     self._cpu_seconds = cpu_before + thread_time()
+                    self._ticked.set()
             finally:
                 self._shut_down()
         except BaseException as error:
@@ -750,7 +939,14 @@ class NvmlSource:
             device, window_ns = find_device(self._driver, uuid, self._environ), int(self._fresh_seconds * NS)
             self._reader = DeviceReader(self._driver, device, clock=self._clock, window_ns=window_ns)
             self._uuid = uuid
-        return self._reader.sample()
+        xids = self._reader.xids
+        for error in xids.read():  # first: what it has read is kept if a later call fails
+            self._errors.append(error)
+            self._xids_total += 1
+            if error.xid != CLEANED_UP or not self._xid:  # it must not hide the error that it follows
+                self._xid = error.xid
+        sample = self._reader.sample()
+        return replace(sample, xid=self._xid, xid_errors_total=self._xids_total) if xids.is_offered else sample
 
     def _shut_down(self) -> None:
         self._forget_device()

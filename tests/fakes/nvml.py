@@ -35,6 +35,7 @@ NO_PERMISSION = 4
 NOT_FOUND = 6
 INSUFFICIENT_SIZE = 7
 DRIVER_NOT_LOADED = 9
+TIMEOUT = 10
 FUNCTION_NOT_FOUND = 13
 GPU_IS_LOST = 15
 UNKNOWN = 999
@@ -44,6 +45,9 @@ STATE_VARIABLE = "FAKE_NVML_STATE"
 _GPU_HANDLE = 0x1000
 _MIG_HANDLE = 0x2000
 _MIG_PER_GPU = 0x10
+_MEMORY_CLOCK = 2
+_UNSIGNED_LONG_LONG = 3
+_XID_CRITICAL_ERROR = 8
 
 
 # -- the machine: its GPUs, its errors, and what the driver has been asked ---------------------------------------------
@@ -67,9 +71,22 @@ class Process:
     age_seconds: float = 0.2
 
 
+FIELDS = {
+    82: 72, 74: 90_500_000_000, 75: 1_500_000_000, 3: 12, 4: 0, 142: 3, 143: 1, 144: 0, 145: 0, 94: 5,
+}  # fmt: skip
+"""Temperature of the memory, nanoseconds of violations, ECC errors, remapped rows, and PCIe replays."""
+
+NO_INSTANCE = 0xFFFFFFFF
+"""The GPU instance of an error of the whole GPU."""
+
+
 @dataclass
 class Gpu:
-    """Values as NVML gives them: percent, bytes, milliwatts, millijoules, degrees, megahertz, bits."""
+    """Values as NVML gives them: percent, bytes, milliwatts, millijoules, degrees, megahertz, bits.
+
+    ``fields`` are the field values that it has, by number. ``xids``: its critical errors, the newest last, each with the
+    GPU instance where it happened. An event set gets those that come after it was made.
+    """
 
     uuid: str = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
     name: str = "NVIDIA Fake H100"
@@ -78,11 +95,15 @@ class Gpu:
     memory_used: int = 20 << 30
     memory_reserved: int = 1 << 30
     power: int = 350_500
+    power_limit: int = 700_000
     energy: int = 9_000_000_500
     temperature: int = 61
     sm_clock: int = 1_980
     sm_clock_max: int = 1_980
+    memory_clock: int = 2_619
     throttle: int = 0
+    fields: dict[int, int] = field(default_factory=lambda: dict(FIELDS))
+    xids: list[tuple[int, int]] = field(default_factory=list)
     gpm: bool = False
     gpm_values: dict[int, float] = field(default_factory=lambda: {2: 62.5, 3: 25.0, 5: 12.5, 10: 40.0})
     gpm_returns: dict[int, int] = field(default_factory=dict)
@@ -98,7 +119,7 @@ class State:
 
     ``errors`` gives return codes by function; ``hang`` names functions that do not return while they stand there.
     The rest is what the driver has seen: functions that hang right now, calls by function, the arguments of the last
-    one, live GPM buffers, initialisations not yet given back, and the threads that called.
+    one, live GPM buffers and event sets, initialisations not yet given back, and the threads that called.
     """
 
     gpus: list[Gpu] = field(default_factory=lambda: [Gpu()])
@@ -110,6 +131,8 @@ class State:
     arguments: dict[str, tuple] = field(default_factory=dict)
     gpm_buffers: dict[int, tuple[float, object]] = field(default_factory=dict)
     gpm_allocated: int = 0
+    event_sets: dict[int, list[tuple[Gpu, int]]] = field(default_factory=dict)
+    event_sets_made: int = 0
     initialised: int = 0
     callers: set[str | None] = field(default_factory=set)
 
@@ -283,6 +306,44 @@ class FakeLibrary:
             entry.timeStamp = stamp
             entry.smUtil = process.sm
 
+    def _nvmlDeviceGetClockInfo(self, handle, kind, clock):
+        gpu = self._gpu(handle)
+        clock._obj.value = gpu.memory_clock if kind.value == _MEMORY_CLOCK else gpu.sm_clock
+
+    def _nvmlDeviceGetFieldValues(self, handle, count, values):
+        gpu = self._gpu(handle)
+        for entry in values._obj[: count.value]:
+            entry.nvmlReturn = SUCCESS if entry.fieldId in gpu.fields else NOT_SUPPORTED
+            entry.valueType, entry.value.ullVal = _UNSIGNED_LONG_LONG, gpu.fields.get(entry.fieldId, 0)
+
+    # --- events: an event set remembers how many errors of each of its GPUs it has had
+
+    def _nvmlEventSetCreate(self, events):
+        self.state.event_sets_made += 1
+        self.state.event_sets[self.state.event_sets_made] = []
+        return _point(events, self.state.event_sets_made)
+
+    def _nvmlDeviceRegisterEvents(self, handle, kinds, events):
+        gpu = self._gpu(handle)
+        if kinds.value != _XID_CRITICAL_ERROR:
+            return NOT_SUPPORTED
+        self.state.event_sets[_number(events)].append((gpu, len(gpu.xids)))
+
+    def _nvmlEventSetWait_v2(self, events, data, milliseconds):
+        registered = self.state.event_sets[_number(events)]
+        for slot, (gpu, had) in enumerate(registered):
+            _alive(gpu)
+            if had < len(gpu.xids):
+                data._obj.eventType = _XID_CRITICAL_ERROR
+                data._obj.eventData, data._obj.gpuInstanceId = gpu.xids[had]
+                registered[slot] = (gpu, had + 1)
+                return SUCCESS
+        time.sleep(milliseconds.value / 1000)
+        return TIMEOUT
+
+    def _nvmlEventSetFree(self, events):
+        return SUCCESS if self.state.event_sets.pop(_number(events), None) is not None else INVALID_ARGUMENT
+
     # --- GPM: handles are numbers of buffers; taking a sample stamps the buffer
 
     def _nvmlGpmQueryDeviceSupport(self, handle, support):
@@ -352,7 +413,7 @@ _NUMBERS = {
     "nvmlDeviceGetPowerUsage": lambda gpu: gpu.power,
     "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: gpu.energy,
     "nvmlDeviceGetTemperature": lambda gpu: gpu.temperature,
-    "nvmlDeviceGetClockInfo": lambda gpu: gpu.sm_clock,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: gpu.power_limit,
     "nvmlDeviceGetMaxClockInfo": lambda gpu: gpu.sm_clock_max,
     "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: gpu.throttle,
     "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: gpu.throttle,
