@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from array import array
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from benchmarks import child
+from benchmarks import child, stand_in
 from benchmarks.loops import (
     ColdLoop,
     EndlessLoader,
@@ -27,8 +28,6 @@ from benchmarks.loops import (
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableSequence
 
-    from telemetry.agent.agent import Agent
-
 BARE: Final = "bare"
 FLOOR: Final = "floor, array"
 FLOOR_LIST: Final = "floor, list"
@@ -37,6 +36,11 @@ NEXT_ONLY: Final = "telemetry, next() only"
 PROMETHEUS: Final = "prometheus_client"
 
 _WORDS: Final = 4 * 8192
+
+STAND_IN: Final = "stand-in"
+
+_CLOCK_SECONDS: Final = 10.0
+"""The agent sees within this time that a device is in use."""
 
 _STEPS_A_SECOND: Final = 4000
 """Hot steps are limited to this rate, which fills half of the agent's ring between two ticks."""
@@ -47,18 +51,22 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all instruments of this environment, with the agent of this process running.
 
-    On a GPU the figures are means: only some steps record events, so a median would not include them.
+    On a GPU the figures are means: only some steps record events, so a median would not include them. With ``stand-in``
+    as the device, they are medians: of the steps that record none.
     """
     import telemetry
 
     torch.set_num_threads(1)
+    if device == STAND_IN:
+        stand_in.install(torch)
     original = _BaseDataLoaderIter.__next__
     before = set(torch_optimizer._global_optimizer_post_hooks)
     cpu = device == "cpu"
-    loop = ColdLoop(device, sites=("next", "optimizer"), reduce=statistics.median if cpu else statistics.fmean)
+    reduce = statistics.fmean if device == "cuda" else statistics.median
+    loop = ColdLoop("cuda" if device == "cuda" else "cpu", sites=("next", "optimizer"), reduce=reduce)
     loader = EndlessLoader(loop.images)
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
-        agent = telemetry.start(run_dir, port=0, start_line=False)
+        agent: Any = telemetry.start(run_dir, port=0, start_line=False)
         try:
             ours = _telemetry(
                 loader, [h for k, h in torch_optimizer._global_optimizer_post_hooks.items() if k not in before]
@@ -74,6 +82,9 @@ def measure(
                 others.remove(ours[1])
             else:
                 others = ours[:1]
+                end = time.monotonic() + _CLOCK_SECONDS
+                while agent.tracker.gpu is None and time.monotonic() < end:
+                    time.sleep(0.01)
             result["cold"] = take_turns([bare, *others], lambda each: loop.block(each, cold_steps), rounds=cold_rounds)
             return result | _health(agent)
         finally:
@@ -144,7 +155,7 @@ def _hot(instruments: list[Instrument], rounds: int, steps: int) -> dict[str, li
     )
 
 
-def _health(agent: Agent | Any) -> dict[str, Any]:
+def _health(agent: Any) -> dict[str, Any]:
     """Whether the agent worked during the measurement: a broken or overrun one would be cheap."""
     return {
         "running": bool(agent.running),

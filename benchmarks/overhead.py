@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks import child, machine, report, sink_cost, traceml
 from benchmarks.agent_cpu import BESIDE
 from benchmarks.effort import FULL, MS, QUICK, US, Effort, Pool
-from benchmarks.instruments import BARE, FLOOR, FLOOR_LIST, NEXT_ONLY, PROMETHEUS, TELEMETRY
+from benchmarks.instruments import BARE, FLOOR, FLOOR_LIST, NEXT_ONLY, PROMETHEUS, STAND_IN, TELEMETRY
 from benchmarks.report import AT_LEAST, AT_MOST, BELOW, Row, Target
 from benchmarks.spread import (
     Spread,
@@ -131,8 +131,9 @@ def gpu(effort: Effort) -> list[Row]:
     import torch
 
     name, target = "telemetry adds (mean of all steps)", Target(AT_MOST, 15.0)
+    rows = _stand_in(effort)
     if not torch.cuda.is_available():
-        return [Row(_GPU, name, "us", None, target, "no CUDA device here")]
+        return [Row(_GPU, name, "us", None, target, "no CUDA device here"), *rows]
     pool = Pool()
     for _ in range(effort.processes):
         pool.add(lambda: child.run("benchmarks.instruments", effort.loops() | {"device": "cuda", "hot_rounds": 0}))
@@ -142,6 +143,23 @@ def gpu(effort: Effort) -> list[Row]:
         Row(_GPU, "bare: next() and an optimizer's hooks", "us", pool.plain("cold", BARE)),
         Row(_GPU, name, "us", pool.added("cold", TELEMETRY), target, note),
         Row(_GPU, "telemetry adds to the dearest step of a block", "us", pool.added("cold", TELEMETRY, "peak")),
+        *rows,
+    ]
+
+
+def _stand_in(effort: Effort) -> list[Row]:
+    """Steps whose wait is not timed, beside the same steps without a device. Processes take turns."""
+    device, none = Pool(), Pool()
+    for _ in range(effort.processes):
+        for pool, name in random.sample(((device, STAND_IN), (none, "cpu")), 2):
+            loops = effort.loops() | {"device": name, "hot_rounds": 0}
+            pool.add(functools.partial(child.run, "benchmarks.instruments", loops))
+    pairs = sum(answer["gpu_pairs"] or 0 for answer in device.answers)
+    note = f"{_health(device)}; {pairs} pairs of events read"
+    name = "telemetry adds to a step whose wait is not timed, with stand-ins for CUDA"
+    return [
+        Row(_GPU, name, "us", device.added("cold", TELEMETRY), Target(AT_MOST, 4.0), note),
+        Row(_GPU, "  the same without a device", "us", none.added("cold", TELEMETRY), note=none.missing),
     ]
 
 

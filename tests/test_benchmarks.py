@@ -10,6 +10,7 @@ from stack.jobs import ROOT, must_have
 
 from benchmarks import (
     agent_cpu,
+    child,
     compare,
     fleet_prometheus,
     instruments,
@@ -42,6 +43,13 @@ def test_side_by_side_loops():
         assert set(samples[0]) >= {"next", "optimizer", "whole", "cost", "peak"}
     assert answer["running"]
     assert answer["hook_errors"] == 0
+
+
+def test_a_step_whose_wait_is_not_timed_on_a_gpu():
+    answer = child.run("benchmarks.instruments", {**TINY, "hot_rounds": 0, "device": instruments.STAND_IN})
+    assert set(answer["cold"]) == {instruments.BARE, instruments.TELEMETRY}
+    assert answer["running"]
+    assert (answer["hook_errors"], answer["gpu_pairs"] is None) == (0, False)
 
 
 def test_the_agents_threads():

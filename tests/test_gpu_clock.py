@@ -42,6 +42,7 @@ class Gpu:
         self.events = 0
         self.call_ns = 0
         self.place = DeviceStream(0, 0)
+        self.state = SimpleNamespace(ring=SimpleNamespace(head=0), overhead_ns=0)
         for module in (gpu_clock, dataloader, tracker, state):
             monkeypatch.setattr(module, "now_ns", self.now)
 
@@ -54,6 +55,10 @@ class Gpu:
 
     def sleep(self, milliseconds: float) -> None:
         self.host_ns += int(milliseconds * MS)
+
+    def stored(self) -> None:
+        """The ring gets the span of a wait."""
+        self.state.ring.head += ring.STRIDE
 
     def begin(self) -> DeviceStream | None:
         return self.place if self.initialised and not self.capturing else None
@@ -101,6 +106,7 @@ def run(gpu: Gpu, clock: GpuClock, steps: int, *, work: float, wait: float, host
         clock.step_ended()
         start = gpu.now()
         gpu.sleep(wait)
+        gpu.stored()
         clock.batch_arrived(start, gpu.now())
         gpu.work(work)
         gpu.sleep(host)
@@ -118,7 +124,7 @@ def ratio(clock: GpuClock) -> float:
 
 
 def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     gpu.work(30)
     run(gpu, clock, 50, work=30, wait=10)
     gpu.sleep(10_000)
@@ -129,14 +135,14 @@ def test_a_wait_that_the_gpu_works_through_is_hidden(gpu):
 
 
 def test_a_wait_with_an_idle_gpu_is_exposed(gpu):
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     run(gpu, clock, 50, work=5, wait=30, host=10)
     assert clock.pairs > 5
     assert ratio(clock) == 1.0
 
 
 def test_a_wait_is_exposed_from_the_moment_the_gpu_is_done(gpu):
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     run(gpu, clock, 50, work=10, wait=30)  # 10 of the 30 ms are worked through
     assert ratio(clock) == pytest.approx(20 / 30, abs=0.02)
 
@@ -144,13 +150,73 @@ def test_a_wait_is_exposed_from_the_moment_the_gpu_is_done(gpu):
 @pytest.mark.parametrize(("step_ms", "call_us"), [(100, 5), (10, 5), (1, 5), (1, 50)])
 def test_timing_is_thinned_out_to_its_budget(gpu, step_ms, call_us):
     gpu.call_ns = call_us * 1000
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     run(gpu, clock, 3000, work=step_ms / 2, wait=step_ms)  # enough for the first estimates to be replaced
     began, before = gpu.now(), clock.pairs
     run(gpu, clock, 5000, work=step_ms / 2, wait=step_ms)
     spent = (clock.pairs - before) * 2 * gpu.call_ns
     assert clock.pairs > before
     assert spent <= 1.5 * BUDGET_RATIO * (gpu.now() - began)
+
+
+def test_what_the_events_cost_is_reported(gpu):
+    gpu.call_ns = 5_000
+    clock = GpuClock(gpu, gpu.state)
+    run(gpu, clock, 100, work=1, wait=200)
+    assert gpu.state.overhead_ns == 100 * 2 * gpu.call_ns
+
+
+def test_very_short_epochs_are_thinned_out(gpu):
+    """As in a loop of ``next(iter(loader))``."""
+    gpu.call_ns = 50_000
+    clock, exposed = GpuClock(gpu, gpu.state), ExposedWait()
+    spans = []
+    for _ in range(5000):
+        clock.requested(None)
+        clock.batch_arrived(gpu.now(), gpu.now())
+        gpu.stored()
+        clock.requested(id(object()))
+        start = gpu.now()
+        gpu.sleep(1)
+        gpu.stored()
+        spans.append((start, gpu.now(), ring.STEP, None))
+        clock.batch_arrived(start, gpu.now())
+    exposed.count(spans)
+    exposed.gpu(5.0, clock.sampled, clock.at_boundary)
+    spent = clock.pairs * 2 * gpu.call_ns
+    assert 0 < spent <= 2.5 * BUDGET_RATIO * (gpu.now() - 1_000 * MS)
+    assert exposed.seconds == pytest.approx(5.0, rel=0.03)
+
+
+@pytest.mark.parametrize("loop", ["plain", "marked steps", "two loaders"])
+def test_waits_are_thinned_out_in_every_kind_of_loop(observed, gpu, loop):
+    gpu.call_ns = 50_000
+    tracker = observed.tracker
+    clock = tracker.gpu = GpuClock(gpu, tracker)
+
+    class Data(Numbers):
+        def __getitem__(self, index):
+            gpu.sleep(1)
+            return index
+
+    iterators = [iter(DataLoader(Data(3000), batch_size=1)) for _ in range(2 if loop == "two loaders" else 1)]
+    slow, spans, began = 0, [], gpu.now()
+    for _ in range(3000):
+        for iterator in iterators:
+            next(iterator)
+        slow += not tracker.fast_path_iterator_id
+        if loop == "marked steps":
+            tracker.enter_step()
+        gpu.work(0.5)
+        if loop == "marked steps":
+            tracker.exit_step()
+        spans += tracker.ring.drain(1 << 20)
+    tracker.gpu = None
+    assert clock.pairs >= 10
+    assert 2 * gpu.call_ns * clock.pairs <= 3 * BUDGET_RATIO * (gpu.now() - began)
+    if loop == "plain":
+        assert slow <= 3 * clock.pairs, "between the timed waits the fast path is on"
+    assert sum(bool(code & (ring.BATCH | ring.JOINS)) for _, _, code, _ in spans) == 3000 * len(iterators)
 
 
 @pytest.mark.parametrize(("workers", "work_ms"), [(4, 5), (8, 3), (2, 5), (3, 1), (16, 2), (5, 5)])
@@ -160,12 +226,13 @@ def test_waits_that_repeat_with_the_workers_are_measured(gpu, workers, work_ms):
     The calls are so slow that one of as many steps is timed as there are workers.
     """
     gpu.call_ns = workers * work_ms * 1000
-    clock, exposed, truth, waited = GpuClock(gpu), ExposedWait(), 0, 0
+    clock, exposed, truth, waited = GpuClock(gpu, gpu.state), ExposedWait(), 0, 0
     for step in range(500 * (240 // work_ms)):
         clock.step_ended()
         asked, busy_until = gpu.now(), gpu.busy_until_ns
         gpu.sleep(2 * work_ms * workers if step % workers == 0 else 0.02)
         came = gpu.now()
+        gpu.stored()
         clock.batch_arrived(asked, came)
         gpu.work(work_ms)
         exposed.count([(asked, came, ring.STEP, None)])
@@ -177,7 +244,7 @@ def test_waits_that_repeat_with_the_workers_are_measured(gpu, workers, work_ms):
 
 
 def test_nothing_is_touched_while_a_graph_is_captured(gpu):
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     run(gpu, clock, 5, work=5, wait=200)
     pairs = clock.pairs
     gpu.capturing = True
@@ -193,11 +260,12 @@ def test_nothing_is_touched_while_a_graph_is_captured(gpu):
 
 
 def test_a_pair_that_contradicts_the_host_clock_is_dropped(gpu):
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     for _ in range(20):
         clock.step_ended()
         start = gpu.now()
         gpu.sleep(50)
+        gpu.stored()
         clock.batch_arrived(start, start + 10 * MS)  # the host says 10 ms, the GPU 50
     assert clock.pairs == 0
     assert clock.distrusted > 0
@@ -205,13 +273,13 @@ def test_a_pair_that_contradicts_the_host_clock_is_dropped(gpu):
 
 
 def test_a_gpu_far_behind_does_not_pile_up_events(gpu):
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     run(gpu, clock, 500, work=500, wait=100)
     assert gpu.events <= 2 * 10
 
 
 def test_the_start_of_an_epoch_is_timed_each_time(gpu):
-    clock = GpuClock(gpu)
+    clock = GpuClock(gpu, gpu.state)
     for _ in range(3):
         clock.epoch_boundary()
         start = gpu.now()
@@ -397,7 +465,7 @@ def test_nothing_is_touched_while_another_thread_captures_a_graph(graph, request
     agent = request.getfixturevalue("agent")
     wait_until(agent, "xpu_events")
     threading.Thread(target=graph.capture_begin).start()
-    assert wait_for(lambda: agent.attachment.captures.under_way)
+    assert wait_for(lambda: agent.tracker.captures.under_way)
     for call in ("record", "query", "elapsed_time"):
         monkeypatch.setattr(Event, call, None)
     train(torch.nn.Parameter(torch.ones(1)), steps=5)
@@ -405,7 +473,7 @@ def test_nothing_is_touched_while_another_thread_captures_a_graph(graph, request
     assert agent.tracker.gpu is not None
     assert Event.made == 0
     graph.capture_end()
-    assert not agent.attachment.captures.under_way
+    assert not agent.tracker.captures.under_way
 
 
 def test_nothing_is_touched_during_a_capture_that_was_not_announced(device, request, monkeypatch):
@@ -422,11 +490,11 @@ def test_a_capture_that_fails_to_begin_does_not_count(graph, request):
     agent = request.getfixturevalue("agent")
     with pytest.raises(RuntimeError, match="bad pool"):
         graph.capture_begin(pool="bad")
-    assert not agent.attachment.captures.under_way
+    assert not agent.tracker.captures.under_way
 
 
 def test_a_capture_begins_after_the_device_call_in_progress(graph, request):
-    captures = request.getfixturevalue("agent").attachment.captures
+    captures = request.getfixturevalue("agent").tracker.captures
     order = []
     captures.touching = threading.get_ident()
     capturing = threading.Thread(target=lambda: (graph.capture_begin(), order.append("capture")))

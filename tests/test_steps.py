@@ -234,8 +234,8 @@ def nothing(*_args, **_kwargs):
 RECORDER = SimpleNamespace(boundary=nothing, interrupt=nothing)
 """A snapshot that waits for its steps."""
 
-CLOCK = SimpleNamespace(failed=False, requested=nothing, worked=nothing, batch_arrived=nothing)
-"""A clock of the GPU that times nothing."""
+CLOCK = SimpleNamespace(due=0, failed=False, requested=nothing, worked=nothing, batch_arrived=nothing)
+"""A clock of the GPU that is to time the next wait, and does not."""
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from telemetry.hooks import checkpoints, dataloader, watch
-from telemetry.hooks.device import CUDA, Captures, DeviceEvents, GpuClock, timed
+from telemetry.hooks.device import CUDA, DeviceEvents, GpuClock, timed
 from telemetry.hooks.optimizer import OptimizerSteps
 from telemetry.hooks.patching import ImportWatch, Patches
 from telemetry.hooks.profilers import ProfilerWatch
@@ -29,7 +29,6 @@ class Attachment:
     Attributes:
         optimizer: counts the steps of optimizers.
         profilers: tracks which of the user's own profilers record.
-        captures: tracks which CUDA graphs are being captured.
         clock: the GPU's clock, also after `detach`; None without one.
     """
 
@@ -47,8 +46,7 @@ class Attachment:
         self._on_error = on_error
         self._patches = Patches()
         self._watch = ImportWatch(on_error)
-        self.captures = Captures()
-        self.optimizer = OptimizerSteps(tracker, self.captures)
+        self.optimizer = OptimizerSteps(tracker)
         self.profilers = ProfilerWatch(on_error)
         self.clock: GpuClock | None = None
 
@@ -75,11 +73,12 @@ class Attachment:
         if self.clock is None and self._clock_absent is None:
             torch = sys.modules["torch"]
             if timed(torch, name):
-                self.clock = tracker.gpu = GpuClock(DeviceEvents(torch, name, self.captures, tracker))
+                events = DeviceEvents(torch, name, tracker.captures, tracker)
+                self.clock = tracker.gpu = GpuClock(events, tracker)
             else:
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
-        if tracker.gpu is not None:
-            tracker.slow_path()
+        if tracker.gpu is not None and not tracker.gpu.due:
+            tracker.slow_path()  # the fast path does not know of the clock yet
         if self.clock is None:
             return self._clock_absent
         if self.clock.failed:
@@ -96,7 +95,7 @@ class Attachment:
         """Remove every hook. Returns the names of inert patches that stay, because other code has patched over them."""
         self._watch.close()
         self._tracker.detach()
-        if self.clock is not None and not self.captures.under_way:
+        if self.clock is not None and not self._tracker.captures.under_way:
             self.clock.release()
         return self._patches.undo()
 

@@ -101,6 +101,8 @@ def timed_next(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
                 ring.head = head + stride
             else:
                 ring.push(start, end, STEP)
+                if tracker.gpu is not None:
+                    tracker.time_next_wait()
             tracker.waiting_since = 0
             if not head & sampled:
                 tracker.overhead_ns += min(now() - end, _MAX_PART_NS) * _OVERHEAD_FACTOR

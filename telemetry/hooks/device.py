@@ -12,6 +12,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks.patching import WeakMap, keep, release
+from telemetry.hooks.ring import STRIDE
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.errors import let_pass
 
@@ -74,6 +75,15 @@ def _says_yes(question: Callable[[], object] | None) -> bool:
 
 _MAX_NS: Final = NS
 """A capture waits at most this long for a call of the agent to return. Such a call takes microseconds."""
+
+
+def stream_captures(module: Any, device: int | None) -> bool:
+    """Whether a graph is being captured on the calling thread's stream of a device. ``module``: such as `torch.cuda`.
+
+    Torch only tells it of the current device, and would begin to use that.
+    """
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    return capturing is not None and module.current_device() == device and bool(capturing())
 
 
 class Captures:
@@ -149,9 +159,7 @@ class DeviceEvents:
         initialised = getattr(module, "is_initialized", None)
         if initialised is not None and not initialised():
             return None
-        capturing = getattr(module, "is_current_stream_capturing", None)
-        # This asks about the current device, and would begin to use it.
-        if capturing is not None and module.current_device() == index and capturing():
+        if stream_captures(module, index):
             return None
         self._stream = (module if hasattr(module, "current_stream") else self._generic).current_stream(index)
         return DeviceStream(self._stream.device_index, self._stream.stream_id)
@@ -184,7 +192,7 @@ BUDGET_RATIO: Final = 0.001
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
 _MAX_THINNING: Final = 1000
-_LONGEST_STEPS: Final = 8.0  # times the usual one: in a longer step there was an evaluation or a checkpoint
+_LONGEST: Final = 8.0  # times the usual one: in a longer step there was an evaluation or a checkpoint
 # A wait on the GPU can exceed the host's wait only by a launch's latency and the events' 0.5 us grain.
 _TOLERANCE_SECONDS: Final = 0.001
 _MAX_SKIPPED: Final = 20
@@ -212,31 +220,34 @@ class GpuClock:
 
     The number of steps between two timed ones is random. Long waits come once in as many steps as there are workers:
     with a fixed number they could be timed always or never. In a simulation of four workers, 0.8 s of 72 s were seen.
+    They are counted by the entries of the ring, because the fast path calls nothing here.
 
     Attributes:
+        due: a request is timed from this place in the ring on.
         sampled: exposed wait and host wait, in ns, of the ordinary steps whose pairs were read, by `wait_class`.
-        at_boundary: the same for epoch boundaries, where every wait is timed.
+        at_boundary: the same for epoch boundaries, where every wait is timed, unless epochs are very short.
         pairs: how many pairs were read.
         distrusted: pairs that were dropped because they contradict the host's clock.
         skipped: waits that were not timed, because they were on another stream than the step's work.
         failed: whether a call to the device raised. Then the clock is not used any more.
     """
 
-    def __init__(self, device: DeviceEvents) -> None:
+    def __init__(self, device: DeviceEvents, state: StepState) -> None:
         self._device = device
+        self._state = state
         self._events: list[Any] = []  # all events
         self._free: dict[int, list[tuple[Any, Any]]] = {}  # unused pairs by device
         self._pending: deque[tuple[_Pair, int]] = deque()
         self._armed: _Pair | None = None
         self._begun: set[int] = set()  # ids of the iterators that gave a batch since an iteration began
         self._worked_in: DeviceStream | None = None
-        self._skip = 0
-        self._steps_to_next = 1
+        self.due = 0
         self._random = Random()  # noqa: S311, a generator of its own: the script's may be seeded
-        self._cost_ns = 20_000.0  # an estimate until it is measured
-        self._request_cost_ns = 0
+        self._cost_ns = 20_000.0  # of a timed step: an estimate until it is measured
+        self._spent_ns = 0  # on the step that is timed now
         self._step_ns = 0.0
-        self._last_request = 0
+        self._last_request = self._last_head = 0
+        self._boundaries: deque[int] = deque(maxlen=2)  # when the newest ones were timed
         self.sampled: dict[int, tuple[int, int]] = {}
         self.at_boundary: dict[int, tuple[int, int]] = {}
         self.pairs = 0
@@ -255,12 +266,14 @@ class GpuClock:
         This holds for one request only: a graph that was captured before the agent came calls no optimizer, and may run
         in another stream than the one it was captured in.
         """
-        if self._skip > 0:
+        if self._state.ring.head < self.due:
             return  # the next request is not timed
+        start = now_ns()
         try:
             self._worked_in = self._device.begin()
         finally:
             self._device.end()
+            self._spend(start)
 
     def requested(self, iterator_id: int | None) -> None:
         """Mark a request for a batch of an iterator; None for the start or the end of an iteration.
@@ -278,8 +291,8 @@ class GpuClock:
 
     def step_ended(self) -> None:
         """Mark the end of the work so far if this step is timed, before the next batch is requested."""
-        if self._skip > 0:
-            self._skip -= 1
+        head = self._state.ring.head
+        if head < self.due:
             return
         start = now_ns()
         try:
@@ -288,19 +301,26 @@ class GpuClock:
                 self._last_request = 0
                 return
             if self._last_request:
-                step_ns = (start - self._last_request) / self._steps_to_next
+                step_ns = (start - self._last_request) / max(1, (head - self._last_head) // STRIDE)
                 known = self._step_ns or step_ns
-                self._step_ns = known + _SMOOTHING * (min(step_ns, _LONGEST_STEPS * known) - known)
-            self._last_request = start
+                self._step_ns = known + _SMOOTHING * (min(step_ns, _LONGEST * known) - known)
+            self._last_request, self._last_head = start, head
             self._arm(place, at_boundary=False)
         finally:
             self._device.end()
-        self._skip = self._random.randrange(2 * self._thinning() - 1)
-        self._steps_to_next = self._skip + 1
-        self._request_cost_ns = now_ns() - start
+            self._spend(start)
+        self.due = head + STRIDE * (1 + self._random.randrange(2 * self._thinning() - 1))
 
     def epoch_boundary(self) -> None:
-        """Mark the start of an iteration, or its first request. These are rare, so each is timed."""
+        """Mark the start of an iteration, or its first request. These are rare, so each is timed.
+
+        If two of them came a moment ago, as in a loop of ``next(iter(loader))``, it is like the request of any step.
+        """
+        start = now_ns()
+        if len(self._boundaries) == 2 and start - self._boundaries[0] < 2 * self._cost_ns / BUDGET_RATIO:
+            self.step_ended()
+            return
+        self._boundaries.append(start)
         self._last_request = 0
         try:
             place = self._device.begin()
@@ -308,6 +328,7 @@ class GpuClock:
                 self._arm(place, at_boundary=True)
         finally:
             self._device.end()
+            self._spend(start)
 
     def batch_arrived(self, start: int, end: int) -> None:
         """Mark the end of a wait (its stamps are monotonic ns), when the GPU can have work again."""
@@ -320,13 +341,15 @@ class GpuClock:
             if place == pair.place:
                 self._device.record(pair.after)
                 self._pending.append((pair, end - start))
-                if not pair.at_boundary:
-                    self._cost_ns += _SMOOTHING * (self._request_cost_ns + now_ns() - began - self._cost_ns)
-                return
         finally:
             self._device.end()
-        self.skipped += place is not None  # None: a capture began inside the loader
-        self._give_back(pair)
+            self._spend(began)
+        if place != pair.place:
+            self.skipped += place is not None  # None: a capture began inside the loader
+            self._give_back(pair)
+        elif not pair.at_boundary:
+            self._cost_ns += _SMOOTHING * (min(self._spent_ns, _LONGEST * self._cost_ns) - self._cost_ns)
+        self._spent_ns = 0
 
     def release(self) -> None:
         """Release every event. Must not be called in a forked child."""
@@ -334,6 +357,11 @@ class GpuClock:
         self._free, self._pending, self._armed = {}, deque(), None
         for event in events:
             release(event)
+
+    def _spend(self, since_ns: int) -> None:
+        took = now_ns() - since_ns
+        self._spent_ns += took
+        self._state.overhead_ns += took
 
     def _arm(self, place: DeviceStream, *, at_boundary: bool) -> None:
         worked_in, self._worked_in = self._worked_in, None

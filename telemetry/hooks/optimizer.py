@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from telemetry.hooks.device import Captures
     from telemetry.hooks.patching import Patches
     from telemetry.hooks.tracker import StepTracker
 
@@ -44,9 +43,8 @@ _MAX_OPTIMIZERS: Final = 64
 class OptimizerSteps:
     """Counts the steps of optimizers."""
 
-    def __init__(self, tracker: StepTracker, captures: Captures) -> None:
+    def __init__(self, tracker: StepTracker) -> None:
         self._tracker = tracker
-        self._captures = captures
         self._known: set[int] = set()  # ids of optimizers that have stepped
         self._looks = 0  # how many of the next steps are looked at
         self._device_read_from = 0  # id of the optimizer whose parameters gave the device
@@ -153,20 +151,20 @@ class OptimizerSteps:
         if self._tracker.here:
             self._tracker.loop_changed()  # the slow path must see the optimizers' steps
         self._in_graph.discard(graph)
-        self._captures.begin(graph)
+        self._tracker.captures.begin(graph)
 
     def _capture_begun(self, _noted: None, result: object, graph: Any, *_: Any, **__: Any) -> None:
         if result is FAILED:
-            self._captures.graphs.discard(graph)
+            self._tracker.captures.graphs.discard(graph)
 
     def _capture_ended(self, _noted: None, _result: object, graph: Any) -> None:
-        self._captures.graphs.discard(graph)
+        self._tracker.captures.graphs.discard(graph)
 
     def _only_captured(self, optimizer: object) -> bool:
         """Whether the step of an optimizer was only recorded in a graph, by this thread."""
-        if not self._captures.under_way or not self._tracker.here:
+        if not self._tracker.captures.under_way or not self._tracker.here:
             return False
-        for graph in self._captures.graphs.objects():
+        for graph in self._tracker.captures.graphs.objects():
             self._in_graph[graph] = [*(self._in_graph.get(graph) or []), weakref.ref(optimizer)]
         return True
 

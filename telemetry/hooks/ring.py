@@ -103,8 +103,9 @@ class Ring:
 
     The fast path writes ``words`` and ``head`` itself: a method call would double its cost. Everything else goes
     through `push`. ``head`` and ``tail`` count words and never decrease. ``limit`` is how far the writer may go before
-    it has to check where the reader is. Only the writer sets it, and it does not move while entries are being dropped.
-    So the fast path stores nothing before the sums of the dropped entries are in their place.
+    it has to check where the reader is, or the fast path has to end. Only the writer sets it, and it does not rise
+    while entries are being dropped. So the fast path stores nothing before the sums of the dropped entries are in their
+    place.
 
     Attributes:
         open: whether a step is open after the newest entry.

@@ -13,10 +13,13 @@ the ring. It runs on the training thread, so it only compares and stores. The ru
 
 On the fast path a step costs two stamps and two stores (`hooks.dataloader.timed_next`). It handles only ordinary
 batches of one iterator, and notifies no other part of the agent. It is on once an iterator has given two training
-batches in a row, and no other part needs to see each step: the GPU's clock, a snapshot, NVTX ranges, or waits whose
-parts are timed. Every batch on the slow path checks this again, so the fast path is back one batch after the last
-reason has gone. The agent thread may switch it off while the training thread switches it on. So `_fast_path_on` checks
-each lasting reason itself, and the agent thread switches it off again at every tick.
+batches in a row, and no other part needs to see each step: a snapshot, NVTX ranges, or waits whose parts are timed.
+Every batch on the slow path checks this again, so the fast path is back one batch after the last reason has gone. The
+agent thread may switch it off while the training thread switches it on. So `_fast_path_on` checks each lasting reason
+itself, and the agent thread switches it off again at every tick.
+
+The GPU's clock times one wait in many. In between the fast path is on, up to the batch before the next such wait. There
+it meets the ring's ``limit``, which it looks at anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks import ring as r
 from telemetry.hooks.batches import BatchMarks, iteration_begins
-from telemetry.hooks.device import CUDA
+from telemetry.hooks.device import CUDA, Captures
 from telemetry.hooks.evaluation import EvaluationDetector
 from telemetry.hooks.loaders import ON_THREAD, WATCHED, LoaderRegistry, is_loader_iterator
 from telemetry.hooks.profilers import ProfilerRanges
@@ -87,6 +90,7 @@ class StepTracker(StepState):
         detector: whether the newest batches are for training.
         tokens_told: tokens that the script has reported; None before the first.
         gpu: the clock that times waits on the GPU, if there is one.
+        captures: tracks which CUDA graphs are being captured.
         profiler_ranges: ranges for the profilers that are recording.
         resume: checkpoints that were written, and where the training has resumed.
         sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
@@ -98,7 +102,7 @@ class StepTracker(StepState):
 
     __slots__ = (
         "_iterator_alive", "_loader_id", "_optimizer_steps_at_open", "_steps_at_open_unknown", "_torch",
-        "batch_release", "detector", "garbage", "gpu", "loaders", "marks", "profiler_ranges", "resume",
+        "batch_release", "captures", "detector", "garbage", "gpu", "loaders", "marks", "profiler_ranges", "resume",
         "sampler_timer", "steady_iterator_id", "time_fetches", "timed_collate_ns", "timed_fetch_cpu_ns",
         "timed_fetch_ns", "tokens_told",
     )  # fmt: skip
@@ -111,6 +115,7 @@ class StepTracker(StepState):
         self.detector = EvaluationDetector()
         self.tokens_told: int | None = None
         self.gpu: GpuClock | None = None
+        self.captures = Captures()
         self.profiler_ranges = ProfilerRanges()
         self.resume = ResumeState()
         self.sampler_timer = SamplerTimer()
@@ -140,7 +145,9 @@ class StepTracker(StepState):
 
     def slow_path(self) -> None:
         """Send the next batch to the slow path. Any thread may call it."""
-        self.fast_path_iterator_id = 0
+        if self.fast_path_iterator_id:
+            self._steps_at_open_unknown = True
+            self.fast_path_iterator_id = 0
 
     def loop_changed(self) -> None:
         """Forget the steady iterator, because the loop begins, ends or is interrupted."""
@@ -148,8 +155,17 @@ class StepTracker(StepState):
 
     def _fast_path_on(self, iterator_id: int) -> None:
         self.steady_iterator_id = iterator_id
-        wanted = self.gpu is None and self.recorder is None and not self.profiler_ranges.nvtx
-        self.fast_path_iterator_id = iterator_id if wanted and not self.sampler_timer.wanted else 0
+        wanted = self.recorder is None and not self.profiler_ranges.nvtx and not self.sampler_timer.wanted
+        gpu, ring = self.gpu, self.ring
+        if gpu is not None:
+            wanted = wanted and ring.head < gpu.due
+            ring.limit = min(ring.limit, max(ring.head, gpu.due - r.STRIDE))
+        self.fast_path_iterator_id = iterator_id if wanted else 0
+
+    def time_next_wait(self) -> None:
+        """End the fast path with the batch that has just opened a step: the GPU's clock times the next wait."""
+        self._optimizer_steps_at_open = self.optimizer_steps
+        self.fast_path_iterator_id = 0
 
     # -- step boundaries, for a snapshot that is armed or recording, and for NVTX ranges -------------------------------
 
@@ -479,9 +495,7 @@ class StepTracker(StepState):
         elif source.kind == "workers":
             self.batch_release.wanted = True
             self.sampler_timer.wanted = waits if self.garbage.timing else 0  # collections are no time of the sampler
-        if self.fast_path_iterator_id:
-            self._steps_at_open_unknown = True
-            self.slow_path()
+        self.slow_path()
 
     def follow_optimizer(self) -> None:
         """Take the optimizer's steps as steps until this thread requests a batch again."""

@@ -195,7 +195,7 @@ class BrokenEvents:
 @pytest.mark.parametrize("at", ["new", "record", "query", "elapsed", "usable"])
 def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unharmed, tmp_path):
     agent = start()
-    agent.tracker.gpu = GpuClock(BrokenEvents(at))
+    agent.tracker.gpu = GpuClock(BrokenEvents(at), agent.tracker)
     assert train(epochs=2) == unharmed[False]
     assert counted(agent, "hook")
     telemetry.stop()
