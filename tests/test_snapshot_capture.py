@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch.utils.data import DataLoader
 from telemetry.config import Config
 from telemetry.records import FAILED, OTHER, RECORDED, REFUSED, SKIPPED
 from telemetry.snapshot.budget import Budget
+from telemetry.snapshot.budget import on_gpu as on_a_gpu
 from telemetry.snapshot.capture import Session
 from tests.data_sets import Numbers
+from tests.fakes.device import Device
 from tests.snapshot_recording import ME, mark, marks, plan, train
 
 CPU = [ProfilerActivity.CPU]
@@ -330,6 +333,33 @@ def test_nothing_begins_where_a_daemon_profiles(taken, monkeypatch):
     train(8)
     outcome = taken.outcome()
     assert (outcome.result, "KINETO_USE_DAEMON" in outcome.why) == (REFUSED, True)
+
+
+def test_nothing_begins_while_a_graph_is_captured_on_any_thread(taken, observed):
+    graph = nn.Identity()  # stands for a graph
+    observed.tracker.captures.graphs[graph] = None
+    taken.arm(3, 4)
+    train(8)
+    outcome = taken.outcome()
+    assert (outcome.result, outcome.why) == (REFUSED, "a CUDA graph is being captured")
+
+
+def test_only_the_device_of_the_training_is_asked_whether_it_captures(taken, observed, monkeypatch):
+    device = Device()
+    device.stream = SimpleNamespace(device_index=1, stream_id=0)
+    for name in ("is_initialized", "current_device", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    observed.tracker.device = 1
+    device.capturing = True
+    assert not taken.capture._capturing(), "the stream of the current device, which is another one, was asked"
+    device.current = 1
+    assert taken.capture._capturing()
+
+
+def test_an_xpu_is_a_gpu(monkeypatch):
+    assert not on_a_gpu()
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    assert on_a_gpu()
 
 
 @pytest.mark.parametrize("where", ["_prepare_trace", "_start_trace", "__exit__"])

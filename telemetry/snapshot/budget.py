@@ -281,9 +281,10 @@ def free_memory() -> int | None:
 
 
 def on_gpu() -> bool:
-    """Whether this process uses a GPU."""
-    initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # absent while torch is imported
-    return initialized is not None and bool(initialized())
+    """Whether this process uses a GPU whose work torch's profiler records."""
+    modules = (sys.modules.get(name) for name in ("torch.cuda", "torch.xpu"))
+    asked = [getattr(module, "is_initialized", None) for module in modules]  # absent while torch is imported
+    return any(initialized is not None and initialized() for initialized in asked)
 
 
 def _busy_seconds() -> float:

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from telemetry.hooks.device import stream_captures
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
-from telemetry.snapshot.budget import drop_unexpanded, on_gpu
+from telemetry.snapshot.budget import drop_unexpanded
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import let_pass
 
@@ -117,7 +118,7 @@ class Session:
         from torch.profiler.profiler import _KinetoProfile
 
         activities = [ProfilerActivity.CPU]
-        if on_gpu():
+        if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
         if torch.xpu.is_initialized():
             activities.append(ProfilerActivity.XPU)
@@ -222,11 +223,6 @@ def _parse_nothing(_results: object) -> list[Any]:
     Nothing reads these objects: the trace is saved without them. With them, a stop took 8 times as long (torch 2.4).
     """
     return []
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured on this thread's stream. Nothing may synchronise during a capture."""
-    return on_gpu() and bool(sys.modules["torch.cuda"].is_current_stream_capturing())
 
 
 COUNTED_AHEAD: Final = 2
@@ -378,7 +374,7 @@ class Capture:
     def _prepare(self, plan: Plan) -> None:
         """Prepare the session ahead, because tracing a GPU has to warm up, and count the operators of a step."""
         self._over.clear()
-        refused = self._profilers.theirs() or (_CAPTURING if capturing() else None)
+        refused = self._profilers.theirs() or (_CAPTURING if self._capturing() else None)
         if threading.current_thread() is not threading.main_thread():
             refused = _OFF_MAIN
         if refused is not None:
@@ -407,7 +403,7 @@ class Capture:
         self._state = _PREPARED
 
     def _start(self, plan: Plan, session: Session) -> None:
-        if capturing():
+        if self._capturing():
             self._end(plan, _CAPTURING, result=REFUSED)
             return
         with self._contained(plan, "start"):
@@ -430,7 +426,7 @@ class Capture:
             self._finish(Outcome(plan, result, why))
             return False
         session = self._session
-        if session is None or threading.get_native_id() != self._thread or capturing():
+        if session is None or threading.get_native_id() != self._thread or self._capturing():
             return False
         if not self._gate.acquire(blocking=False):
             return False
@@ -505,6 +501,11 @@ class Capture:
         self._over.set()
         then, self.when_over = self.when_over, lambda: None
         then()
+
+    def _capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, on any thread. Nothing may synchronise during a capture."""
+        hooks, cuda = self._hooks, sys.modules["torch.cuda"]
+        return hooks.captures.under_way or (cuda.is_initialized() and stream_captures(cuda, hooks.device))
 
     @contextmanager
     def _contained(self, plan: Plan, doing: str) -> Iterator[None]:
