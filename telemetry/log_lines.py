@@ -173,6 +173,20 @@ class WindowLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
     data_wait_sketch: SketchCounts = {}
 
 
+class GpuMemoryFull(Struct, frozen=True):
+    """The memory of the GPU when an allocation of ``tried_bytes`` failed, as torch's exception tells it.
+
+    ``free_bytes`` of ``total_bytes`` belonged to no process. Of those that torch held, ``allocated_bytes`` were in use
+    and ``unallocated_bytes`` were not.
+    """
+
+    tried_bytes: Count
+    total_bytes: Count
+    free_bytes: Count
+    allocated_bytes: Count
+    unallocated_bytes: Count
+
+
 class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="run_end"):
     """The last line of a process that ended by itself.
 
@@ -180,7 +194,7 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
         exit_status: the argument of ``sys.exit``.
         exception: type of the exception that ended the script. ``exception_at``: the innermost line of the user's code
             in it, such as ``main at train.py:42``. ``failure``: what it means, one of `FAILURES`; null for others.
-        shared_memory_bytes: size of /dev/shm, if it was full.
+        shared_memory_bytes: size of /dev/shm, if it was full. ``gpu_memory``: the memory of the GPU, if it was full.
         lost_peer: whether the exception means another rank's end.
         replaced: whether the process has executed another program.
         stuck_for_seconds: time for which it had been stuck when it ended.
@@ -193,6 +207,7 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
     exception_at: str | None = None
     failure: str | None = None
     shared_memory_bytes: Count | None = None
+    gpu_memory: GpuMemoryFull | None = None
     lost_peer: bool = False
     replaced: bool = False
     stuck_for_seconds: Number | None = None

@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import nvml as fake
+from msgspec import UNSET
 
-from telemetry.agent.attempt import failure_of
+from telemetry.agent.attempt import EndEvidence, failure_of
 from telemetry.diagnosis.verdict import UNSURE, GpuFault, RankWaits, RunEnd, RunFacts, VerdictKind, judge
-from telemetry.log_lines import RunEndLine
+from telemetry.log_lines import GpuMemoryFull, RunEndLine
 
 ROOT = Path(__file__).parents[1]
 CALM = RankWaits(rank=0, steps=100, wait_seconds=1.0, compute_seconds=99.0, first_wait_seconds=0.1, exposed_seconds=1.0)
@@ -194,6 +196,45 @@ def test_what_an_exception_of_torch_means(text, failure):
     outer.__cause__ = RuntimeError(text)
     assert failure_of(outer) in {failure, "worker_ended"}
     assert failure_of(ValueError(text)) is None
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 80.00 GiB of which 512.00 MiB is free. "
+    "Including non-PyTorch memory, this process has 79.50 GiB memory in use. Of the allocated memory 70.00 GiB is allocated "
+    "by PyTorch, with 20.00 MiB allocated in private pools (e.g., CUDA Graphs), and {} is reserved by PyTorch but "
+    "unallocated. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+
+
+def ends_with(monkeypatch, error: BaseException) -> RunEndLine:
+    evidence = EndEvidence()
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    evidence.at_exit()
+    return evidence.settled
+
+
+def test_the_memory_of_a_full_gpu_is_named_with_what_torch_held(monkeypatch):
+    end = ends_with(monkeypatch, torch.OutOfMemoryError(FULL.format("8.25 GiB")))
+    gib = 1 << 30
+    assert end.gpu_memory == GpuMemoryFull(3 * gib // 2, 80 * gib, gib // 2, 70 * gib, 33 * gib // 4)
+    assert ended(end).startswith(
+        "Failed: OutOfMemoryError: the memory of the GPU was full (1.5 GiB more did not fit; 70.0 GiB of 80.0 GiB were "
+        "allocated, and 8.2 GiB reserved but not allocated). The reserved memory is in pieces: set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Until then"
+    )
+    small = ends_with(monkeypatch, torch.OutOfMemoryError(FULL.format("512 bytes")))
+    assert small.gpu_memory.unallocated_bytes == 512
+    assert "512 B reserved but not allocated). Until then" in ended(small)
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA out of memory.", "CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 8 GiB)"]
+)
+def test_a_full_gpu_without_sizes_has_none(monkeypatch, text):
+    """The text is torch's, and may change."""
+    end = ends_with(monkeypatch, torch.OutOfMemoryError(text))
+    assert (end.failure, end.gpu_memory) == ("gpu_memory_full", UNSET)
+    assert ended(end).startswith("Failed: OutOfMemoryError: the memory of the GPU was full. Until then")
 
 
 def ended(process: RunEndLine | None, *ranks: int, oom: str = "") -> str:

@@ -184,7 +184,15 @@ def test_what_the_agent_writes_is_of_the_types_of_the_records(agent):
         assert each.keys() <= names, each["event"]
     assert {"run_start", "window", "run_end"} <= {each["event"] for each in lines}
     may_be_absent = {"memory", "resumption", "exit_status", "exception", "lost_peer", "replaced", "stuck_for_seconds"}
-    may_be_absent |= {"environment", "loader", "step_trend", "exception_at", "failure", "shared_memory_bytes"}
+    may_be_absent |= {
+        "environment",
+        "loader",
+        "step_trend",
+        "exception_at",
+        "failure",
+        "shared_memory_bytes",
+        "gpu_memory",
+    }
     assert {*KINDS["run_end"].__struct_fields__} - lines[-1].keys() <= may_be_absent
 
 

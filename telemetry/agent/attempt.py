@@ -24,6 +24,7 @@ from msgspec import structs
 from telemetry.log_lines import (
     ABSENT,
     Count,
+    GpuMemoryFull,
     Heartbeat,
     PhaseLine,
     Resumption,
@@ -86,6 +87,14 @@ _FAILURES: Final = (
     (GPU_MEMORY_FULL, r"cuda out of memory"),
 )
 
+_SIZES: Final = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SIZE: Final = r"(\d{1,9}(?:\.\d+)?) (bytes|[kmg]ib)"
+_OUT_OF_MEMORY: Final = (
+    f"tried to allocate {_SIZE}.*?total capacity of {_SIZE} of which {_SIZE} is free.*?of the allocated memory {_SIZE} "
+    f"is allocated by pytorch.*?and {_SIZE} is reserved by pytorch but unallocated"
+)
+"""Matches the text of torch's exception, from torch 2.1 on."""
+
 _PEER_LOST: Final = (
     r"connection (was )?(likely )?(closed|reset|refused|abort)|closed by peer|broken pipe|peer|socket closed|"
     r"nccl (communicator|error)|remote (process|server)|watchdog|time(d )?out|heartbeat"
@@ -140,6 +149,7 @@ class EndEvidence:
             error, self._exception = self._exception, None
             failure = None if error is None else failure_of(error)
             shared_memory: Any = ABSENT
+            gpu_memory = None if error is None or failure != GPU_MEMORY_FULL else _gpu_memory(error)
             if failure == SHARED_MEMORY_FULL:
                 with suppress(OSError):
                     size = os.statvfs(_SHARED_MEMORY)
@@ -150,6 +160,7 @@ class EndEvidence:
                 exception_at=ABSENT if error is None else _users_line(error),
                 failure=failure or ABSENT,
                 shared_memory_bytes=shared_memory,
+                gpu_memory=gpu_memory or ABSENT,
                 lost_peer=ABSENT if error is None else _lost_peer(error),
                 replaced=self.replaced or ABSENT,
             )
@@ -169,13 +180,29 @@ def _users_line(error: BaseException) -> str | None:
 
 def failure_of(error: BaseException) -> str | None:
     """What an exception of torch means, see `FAILURES`. Its text is only matched, because it may hold anything."""
+    texts = _texts(error)
+    return next((kind for kind, told in _FAILURES if any(re.search(told, text, re.DOTALL) for text in texts)), None)
+
+
+def _texts(error: BaseException) -> list[str]:
+    """The texts of an exception and of those that it follows, as far as they may be torch's."""
     texts: list[str] = []
     each: BaseException | None = error
     while each is not None and len(texts) < _MAX_CHAIN:
         if isinstance(each, (RuntimeError, MemoryError, OSError)):
             texts.append(_text(each))
         each = each.__cause__ or each.__context__
-    return next((kind for kind, told in _FAILURES if any(re.search(told, text, re.DOTALL) for text in texts)), None)
+    return texts
+
+
+def _gpu_memory(error: BaseException) -> GpuMemoryFull | None:
+    """The sizes in the text of torch's exception; None if it has no such text."""
+    for text in _texts(error):
+        found = re.search(_OUT_OF_MEMORY, text, re.DOTALL)
+        if found is not None:
+            sizes = zip(found.groups()[::2], found.groups()[1::2], strict=True)
+            return GpuMemoryFull(*(round(float(number) * _SIZES[unit]) for number, unit in sizes))
+    return None
 
 
 def _lost_peer(error: BaseException) -> bool:

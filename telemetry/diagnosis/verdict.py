@@ -32,13 +32,22 @@ from telemetry.records import (
     XIDS_OF_SCRIPTS,
     stuck_in_words,
 )
-from telemetry.util.text import byte_size, listed, named, percent, plain_number, rough_duration, rounded_percent
+from telemetry.util.text import (
+    binary_size,
+    byte_size,
+    listed,
+    named,
+    percent,
+    plain_number,
+    rough_duration,
+    rounded_percent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
-    from telemetry.log_lines import MemoryForecast, RunEndLine
+    from telemetry.log_lines import GpuMemoryFull, MemoryForecast, RunEndLine
     from telemetry.records import Advice, HotLine, StallRecord
     from telemetry.trace.records import Suggestion
 
@@ -436,7 +445,21 @@ def _end(end: RunEnd | None, *, several: bool) -> str:
     if process.failure == SHARED_MEMORY_FULL:
         size = f" of {byte_size(process.shared_memory_bytes)}" if process.shared_memory_bytes else ""
         means = f"{_SHM}{size} {means}"
+    elif process.failure == GPU_MEMORY_FULL and process.gpu_memory:
+        more, advice = _full(process.gpu_memory)
+        means += more
     return f"Failed{rank}: {process.exception}{at}{means and f': {means}'}.{advice and f' {advice}'}{oom}{fault}"
+
+
+def _full(memory: GpuMemoryFull) -> tuple[str, str]:
+    """What filled the memory of the GPU, and advice; empty if none is known to help."""
+    tried, total, spare = map(binary_size, (memory.tried_bytes, memory.total_bytes, memory.unallocated_bytes))
+    held = f"{binary_size(memory.allocated_bytes)} of {total} were allocated, and {spare} reserved but not allocated"
+    in_pieces = memory.unallocated_bytes >= memory.tried_bytes
+    advice = (
+        "The reserved memory is in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True." if in_pieces else ""
+    )
+    return f" ({tried} more did not fit; {held})", advice
 
 
 def _fault(fault: GpuFault | None, *, several: bool) -> str:
