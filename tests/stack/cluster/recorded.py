@@ -45,8 +45,9 @@ DCGM_FI_DEV_XID_ERROR{{gpu="1",gpu_uuid="{1}",hostname="{node}"}} 79
 
 def read_gpus():
     """Two GPUs as the NVML source reports them: one with hardware counters at its power cap, one without counters."""
+    traffic = {60: 90_000.0, 61: 90_000.0, 20: 1_000.0, 21: 2_000.0}  # MiB per second of NVLink and PCIe
     gpus = [
-        nvml.Gpu(uuid="GPU-recorded-0", gpm=True, throttle=POWER_CAP),
+        nvml.Gpu(uuid="GPU-recorded-0", gpm=True, gpm_values=nvml.Gpu().gpm_values | traffic, throttle=POWER_CAP),
         nvml.Gpu(uuid="GPU-recorded-1", name="NVIDIA Fake A100", processes=[nvml.Process()]),
     ]
     samples = []
