@@ -560,7 +560,7 @@ class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):
     run_lost_seconds: float = 0.0
 
 
-LoaderSettings = dict[str, str | int | float | None]
+LoaderSettings = dict[str, str | bool | int | float | None]
 """The settings of a loader by the names of DataLoader's arguments, and some more, see `BatchSource`."""
 
 
