@@ -19,6 +19,8 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from benchmarks import child
 
 if TYPE_CHECKING:
@@ -201,6 +203,9 @@ def _filled(hint: Any, name: str) -> Any:
         names = {name: value for module in modules for name, value in vars(module).items()} | {"Histogram": Histogram}
         hints = typing.get_type_hints(hint, localns=names)
         return hint(**{field.name: _filled(hints[field.name], field.name) for field in dataclasses.fields(hint)})
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):  # none of them is in a metric as a whole
+        needed = [field for field in msgspec.structs.fields(hint) if field.required]
+        return hint(**{field.name: _filled(field.type, field.name) for field in needed})
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
         return _filled(next(each for each in arguments if each is not type(None)), name)
