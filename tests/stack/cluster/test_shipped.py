@@ -48,9 +48,11 @@ def test_seconds_without_a_unit_are_divided():
 
     assert {name: found for name, (found, _) in numbers.items()} == {
         "run_rank:training_stuck:seconds": ["120"],
+        "TrainingGpuUnhealthy": ["109"],
         "TrainingHostMemoryLow": ["3600"],
         "TrainingMemoryRunningOut": ["1800"],
     }
     assert "> 8)" in numbers["run_rank:training_stuck:seconds"][1]
+    assert "!= 109" in numbers["TrainingGpuUnhealthy"][1], "the number of an Xid error"
     assert "[120s], 240) > 1" in numbers["TrainingHostMemoryLow"][1]
     assert "< 1800" in numbers["TrainingMemoryRunningOut"][1], "the agent's forecast, which is as long as ever"
