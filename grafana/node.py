@@ -25,7 +25,7 @@ _NODE: Final = 'node="$node", run=~"$run"'
 _HERE: Final = f"and on (run, rank) run_rank_node:training_run_info:max{{{_NODE}}}"
 _RANKS: Final = 'run=~"$run", rank=~"$rank"'
 
-_NO_GPU: Final = "No GPU, or no NVML"
+_NO_GPU: Final = "No GPU, or it cannot be read"
 
 _ERRORS: Final = {
     "training_gpu_xid_errors_total": "Xid errors",
@@ -231,7 +231,7 @@ def _gpus() -> Iterator[timeseries.Panel]:
         "exchanged.",
         "short",
         *(Query(f"({_of(metric)}) > 0", f"{what}, {_GPU}") for metric, what in _ERRORS.items()),
-        no_value="No errors, or no NVML",
+        no_value="No errors, or no reading",
     )
     yield half(shared_panels.held_back(_SCOPE, "drain it if they do not pass"))
     yield half(

@@ -381,8 +381,8 @@ def _agent() -> Iterator[timeseries.Panel]:
     )
     yield graph(
         "Duration of the collectors",
-        "How long each collector's last attempt took, the longest of the chosen ranks. A slow `nvml` means that the "
-        "driver has a problem; slow `workers` means that there are very many workers.",
+        "How long each collector's last attempt took, the longest of the chosen ranks. A slow `nvml` or `amdsmi` means "
+        "that the driver has a problem; slow `workers` means that there are very many workers.",
         "s",
         Query(f"max by (collector) {durations}", "{{collector}}"),
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from grafana.panels import Steps
 
-_NO_GPU: Final = "No GPU, or no NVML"
+_NO_GPU: Final = "No GPU, or it cannot be read"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import socket
 import sys
@@ -188,10 +189,14 @@ _SM_SOURCES: Final = {
 
 
 def check_gpu(place: CheckContext) -> Results:
-    """The GPUs that NVML reports. Identical GPUs share a line."""
+    """The GPUs that NVML reports, of which identical ones share a line. Of AMD's only whether they can be read."""
     from telemetry.sources.collector import CollectorError
-    from telemetry.sources.nvml import NoGpuError, device_summary
+    from telemetry.sources.gpu import NoGpuError
+    from telemetry.sources.nvml import device_summary
 
+    if _is_rocm():
+        yield _amd()
+        return
     try:
         devices = device_summary()
     except CollectorError as error:
@@ -209,6 +214,20 @@ def check_gpu(place: CheckContext) -> Results:
         yield status, f"{shown}: {text}"
     if not devices:
         yield ABSENT, "the NVIDIA driver works, but finds no GPU: there are no GPU metrics"
+
+
+def _is_rocm() -> bool:
+    """Whether torch is a ROCm build, without importing it, which can take seconds."""
+    spec = importlib.util.find_spec("torch")
+    file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
+    return file is not None and file.is_file() and bool(runpy.run_path(str(file)).get("hip"))
+
+
+def _amd() -> tuple[str, str]:
+    binding = version_of("amdsmi")
+    if binding is None:
+        return ABSENT, "amdsmi is missing: there are no GPU metrics; install ROCm's or torch-telemetry[amd]"
+    return OK, f"torch is a ROCm build; AMD's GPUs are read through amdsmi {binding}"
 
 
 def _about(device: GpuSummary) -> tuple[str, str]:

@@ -187,8 +187,8 @@ class GpuSample:
     """One reading of this rank's GPU.
 
     Attributes:
-        utilization_source: source of ``utilization_ratio``: ``nvml``, ``gpm`` (hardware counters, for a MIG device) or
-            None when there is no reading.
+        utilization_source: source of ``utilization_ratio``: ``nvml``, ``amdsmi``, ``gpm`` (hardware counters, for a MIG
+            device) or None when there is no reading.
         sm_active_source: source of ``sm_active_ratio``: ``gpm`` (hardware counters), ``process`` (the share of time
             this process ran a kernel) or None when there is no reading.
         nvlink_…, pcie_…: traffic since the previous sample.

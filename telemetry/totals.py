@@ -224,8 +224,8 @@ class GpuTotals:
 
     Attributes:
         unused_ratio: share of the time that the GPU was unused while the loop ran. ``exposed_wait_seconds``,
-            ``garbage_seconds``: over the same time. NVML and the events do not measure at the same moments, so only
-            sums are compared.
+            ``garbage_seconds``: over the same time. The driver and the events do not measure at the same moments, so
+            only sums are compared.
         slowed_ratio: share of the compute that was lost because the GPU's clock was throttled.
     """
 

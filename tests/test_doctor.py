@@ -126,7 +126,7 @@ def test_a_run_folder_that_cannot_be_used(tmp_path, monkeypatch):
 
 
 def test_no_driver_and_one_that_hangs(monkeypatch):
-    from telemetry.sources.nvml import NoGpuError
+    from telemetry.sources.gpu import NoGpuError
 
     def none():
         raise CollectorError("no NVIDIA driver") from NoGpuError("no NVIDIA driver")

@@ -167,7 +167,7 @@ def test_the_line_that_grows_is_named_and_not_the_longest(followed):
     monitor = ChangeMonitor(sampler, SimpleNamespace(tell=told.append))
     loop = Loop(step_seconds=0.010, wait_share=0.01, first=1.0, slower=computes(lambda now: 1 + now / 44))
     for totals, _ in ticks(loop, 44, random.Random(1)):
-        monitor.tick(totals, SimpleNamespace(nvml=None, pressure=None, memory=None, torch_memory=None))
+        monitor.tick(totals, SimpleNamespace(gpu=None, pressure=None, memory=None, torch_memory=None))
     monitor.tell(totals)
     assert "of each step is main at train.py:33 now" in told[-1].text
     assert [line.line for line in told[-1].lines] == [33, 25]

@@ -252,7 +252,7 @@ def test_label_values_are_those_of_the_table():
 def test_collectors_are_those_of_the_agent():
     sampler = CollectorPoller(StepTracker(Ring()), 1.0, ErrorLog())
     try:
-        assert {health.name for health in sampler.health()} == set(COLLECTOR.values)
+        assert {health.name for health in sampler.health()} == set(COLLECTOR.values) - {"amdsmi"}  # without ROCm
     finally:
         sampler.close()
 

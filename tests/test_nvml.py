@@ -508,8 +508,8 @@ def test_xid_errors_are_counted_and_told_once(state):
 def test_an_error_that_takes_the_gpu_along_is_told(state):
     with source(state) as made:
         sample(state, made)
+        state.gpus[0].xids += [(OFF_THE_BUS, fake.NO_INSTANCE)]  # first: a GPU that is lost loses what was not read
         state.errors = {"nvmlDeviceGetPowerUsage": fake.GPU_IS_LOST}
-        state.gpus[0].xids += [(OFF_THE_BUS, fake.NO_INSTANCE)]
         reason(made, "GPU is lost")
         assert xids(made) == [OFF_THE_BUS]
         state.errors = {}

@@ -416,7 +416,7 @@ def test_a_clock_is_low_by_what_it_is_in_this_run(run):
     )  # fmt: skip
     hot = SimpleNamespace(**vars(capped) | dict(sm_clock_hertz=0.7e9, throttled=("hw_thermal",)))
     for second in range(1, 28):
-        run.samples["nvml"] = hot if second > 12 else capped
+        run.samples["gpu"] = hot if second > 12 else capped
         ten_steps(run, second)
         run.tick(second + 0.95)
     assert opened_stall(run)["cause"] == "gpu_throttled"

@@ -72,7 +72,7 @@ _STOP_SECONDS: Final = 2.0
 and the export of a snapshot."""
 
 _GPU_ERROR_SECONDS: Final = 0.2
-"""How long ``stop`` waits for NVML after a failure, whose cause may be an error of the GPU."""
+"""How long ``stop`` waits for the GPU's driver after a failure, whose cause may be an error of the GPU."""
 
 _CLOSE_SECONDS: Final = 0.2
 """``stop`` keeps this part for closing files and leaving the board."""
@@ -362,7 +362,7 @@ class Agent:
         with self.errors.contained("memory"):
             if self.accounting.steps_total:
                 newest, workers_end = self._collectors.samples, self._workers_end_with_first_epoch()
-                self._memory.tick(newest.memory, newest.nvml, newest.torch_memory, workers_end=workers_end)
+                self._memory.tick(newest.memory, newest.gpu, newest.torch_memory, workers_end=workers_end)
         self._diagnose()
         self._keep_up()
         with self.errors.contained("snapshot"):
@@ -577,7 +577,7 @@ class Agent:
             hang=self.job_hang.verdict,
             snapshots=self.snapshots.view(),
             collectors=collectors.health(),
-            gpu=samples.nvml,
+            gpu=samples.gpu,
             energy_gpu=self._builder.energy.sample,
             host=samples.host,
             process=samples.process,

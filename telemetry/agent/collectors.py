@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.device import CUDA
 from telemetry.records import LOG_KIND
+from telemetry.sources.amd import AmdSource, is_rocm, pci_address
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
 from telemetry.sources.memory import MemorySource, TorchMemorySource, cuda
@@ -16,7 +17,7 @@ from telemetry.sources.workers import WorkersSource
 from telemetry.util.clock import sleep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import (
@@ -31,11 +32,14 @@ if TYPE_CHECKING:
         TorchMemorySample,
         WorkersSample,
     )
+    from telemetry.sources.gpu import GpuSource
     from telemetry.util.errors import ErrorLog
 
 
+_GPU: Final = "gpu"
+
 _LOGGED_AS: Final = {
-    "nvml": "gpu",
+    _GPU: "gpu",
     "torch_memory": "gpu",
     "host": "host",
     "pressure": "host",
@@ -43,7 +47,7 @@ _LOGGED_AS: Final = {
     "memory": "host",
     "workers": "workers",
 }
-"""The log event for the samples of each collector."""
+"""The log event for each field of `Samples`."""
 
 _OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
 """Log names of fields that have another name in the code."""
@@ -51,9 +55,9 @@ _OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The newest sample of each collector; None while it is down."""
+    """The newest sample of each collector, by its name, but for ``gpu``; None while it is down."""
 
-    nvml: GpuSample | None = None
+    gpu: GpuSample | None = None
     host: HostSample | None = None
     process: ProcessSample | None = None
     workers: WorkersSample | None = None
@@ -77,10 +81,11 @@ class CollectorPoller:
     def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
         self._tracker = tracker
         self._errors = errors
-        self._nvml = NvmlSource(self._device_uuid, interval_seconds=interval_seconds)
+        self._interval_seconds = interval_seconds
+        self._gpu = self._gpu_source()
+        self._earlier_cpu_seconds = 0.0
         self._workers = WorkersSource(tracker.loaders)
         sources: list[Collector[Any]] = [
-            self._nvml,
             HostSource(),
             ProcessSource(lambda: tracker.native_thread),
             self._workers,
@@ -90,17 +95,23 @@ class CollectorPoller:
                 lambda: [pid for loader in tracker.loaders.live() for pid in loader.pids], stat=self._workers.stat
             ),
         ]
-        self._pollers: dict[str, Poller[Any]] = {source.name: Poller(source) for source in sources}
+        self._pollers: dict[str, Poller[Any]] = {_GPU: Poller(self._gpu)}
+        self._pollers |= {source.name: Poller(source) for source in sources}
         self.samples = Samples()
         self._been_up: set[str] = set()
         self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
 
     def poll(self) -> Iterator[str]:
         """Read every collector that is due. Gives the name of each one after it, because any of them may take long."""
-        for name, poller in self._pollers.items():
-            sample = poller.poll()
+        if self._gpu.name != AmdSource.name and is_rocm():  # torch may be imported after the agent has started
+            self._gpu.close()
+            self._earlier_cpu_seconds = self._gpu.cpu_seconds()
+            self._gpu = self._gpu_source()
+            self._pollers[_GPU] = Poller(self._gpu)
+        for field, poller in self._pollers.items():
+            name, sample = poller.source.name, poller.poll()
             if sample is not None:
-                self._gathered[name].append(sample)
+                self._gathered[field].append(sample)
             if poller.news and poller.health.up is False:
                 reason = poller.health.reason or "no reading"
                 # Something that was never there (no driver on a CPU machine) gets a log line, but is no failure.
@@ -109,7 +120,7 @@ class CollectorPoller:
                 tell(name, reason)
             elif poller.health.up:
                 self._been_up.add(name)
-            self.samples = replace(self.samples, **{name: poller.newest})
+            self.samples = replace(self.samples, **{field: poller.newest})
             sleep(0)  # let the training thread in
             yield name
 
@@ -138,20 +149,25 @@ class CollectorPoller:
     def take_gpu_errors(self, *, wait_seconds: float = 0.0) -> list[GpuError]:
         """The errors of this rank's GPU since the last call. ``wait_seconds``: look for new ones, at most this long."""
         if wait_seconds:
-            self._nvml.look(wait_seconds)
-        return self._nvml.take_errors()
+            self._gpu.look(wait_seconds)
+        return self._gpu.take_errors()
 
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds of the collectors' own threads."""
-        return self._nvml.cpu_seconds()
+        return self._earlier_cpu_seconds + self._gpu.cpu_seconds()
 
     def close(self) -> None:
         """End the collectors. From now on there is no newest sample."""
-        self._nvml.close()
+        self._gpu.close()
         for poller in self._pollers.values():
             poller.newest = None
         self.samples = Samples()
+
+    def _gpu_source(self) -> GpuSource:
+        if is_rocm():
+            return AmdSource(self._device_address, interval_seconds=self._interval_seconds)
+        return NvmlSource(self._device_uuid, interval_seconds=self._interval_seconds)
 
     def _device(self) -> int:
         if self._tracker.accelerator not in {None, CUDA}:
@@ -166,11 +182,18 @@ class CollectorPoller:
 
     def _device_uuid(self) -> str | None:
         """The UUID of the training thread's device; None before it is known."""
+        return self._told_by_torch(lambda properties: str(properties.uuid))
+
+    def _device_address(self) -> str | None:
+        """The PCI address of the training thread's device; None before it is known."""
+        return self._told_by_torch(pci_address)
+
+    def _told_by_torch(self, read: Callable[[Any], str]) -> str | None:
         module = cuda()
         if module is None:
             return None
         try:
-            return str(module.get_device_properties(self._device()).uuid)
+            return read(module.get_device_properties(self._device()))
         except (CollectorError, AttributeError):
             return None
 

@@ -280,7 +280,7 @@ def _by_growth(
 
 def _gauges(samples: Samples) -> dict[str, float]:
     """The machine's gauges."""
-    gpu, pressure = samples.nvml, samples.pressure
+    gpu, pressure = samples.gpu, samples.pressure
     found: dict[str, float | None] = {}
     if gpu is not None:
         found |= {"gpu_clock_hertz": gpu.sm_clock_hertz, "gpu_temperature_celsius": gpu.temperature_celsius}

@@ -55,7 +55,7 @@ class GpuEnergy:
 
     Attributes:
         joules: energy by category so far; None before the second reading.
-        sample: the newest sample of the GPU whose energy is counted, kept while NVML is down.
+        sample: the newest sample of the GPU whose energy is counted, kept while it cannot be read.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ def _by_children(used: float, own: float, host_used: float, host_cores: int) -> 
 
 
 def _gpu(tick: Readings) -> GpuTotals:
-    gpu, clock, exposed = tick.samples.nvml, tick.gpu_clock_ratio, tick.exposed_wait_seconds
+    gpu, clock, exposed = tick.samples.gpu, tick.gpu_clock_ratio, tick.exposed_wait_seconds
     used = None if gpu is None else gpu.utilization_ratio
     only_loop = used is not None and exposed is not None and tick.loop_seconds >= _ONLY_LOOP * tick.seconds
     slowed = None if clock is None else max(0.0, 1.0 - clock) * _is_held_back(gpu)
@@ -490,9 +490,9 @@ class TotalsBuilder:
             children_cpu_seconds=children,
             fetches=None if busy is None else counted.worker_fetches - before.worker_fetches,
             fetch_busy_seconds=None if busy is None else busy * seconds,
-            gpu_clock_ratio=self._clock_ratio(samples.nvml),
+            gpu_clock_ratio=self._clock_ratio(samples.gpu),
         )
-        self.energy.add(samples.nvml, counted.ledger_seconds)
+        self.energy.add(samples.gpu, counted.ledger_seconds)
         return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=self.energy.joules)
 
     def _after_first(self, exposed: float | None, first_wait: float, steps: int) -> float | None:

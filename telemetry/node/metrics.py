@@ -373,9 +373,11 @@ ATTEMPTS: Final[MetricGroup[AttemptView]] = MetricGroup(
             "[Goodput](goodput.md) explains the categories."),
 ))
 
-_NO_DEVICE: Final = "without NVML, and before the rank's device is known"
+_NO_DRIVER: Final = "where the GPU's driver cannot be read"
+_NO_DEVICE: Final = f"{_NO_DRIVER}, and before the rank's device is known"
 _NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"
-_NO_GPM: Final = "without NVML; on GPUs older than Hopper, which have no hardware counters (GPM)"
+_NO_BANDWIDTH: Final = f"{_NO_DRIVER}; on GPUs of NVIDIA older than Hopper, which have no hardware counters (GPM)"
+_NO_GPM: Final = f"{_NO_BANDWIDTH}; on AMD's"
 _NO_TRAFFIC: Final = f"{_NO_GPM}; on MIG devices"
 _NO_ECC: Final = f"{_NO_DEVICE}; where the GPU has no ECC memory, or ECC is off"
 _NO_REMAPPING: Final = f"{_NO_DEVICE}; on GPUs older than Ampere, and on those that do not remap rows"
@@ -388,9 +390,10 @@ GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
         "utilization_source": gpu.utilization_source or "none",
     }, metrics=(
     gauge("training_gpu_info", "Always 1. The GPU of this rank and the sources of its figures.", lambda _: 1.0,
-          details="`utilization_source` is the source of `training_gpu_utilization_ratio`: `nvml`, `gpm` (hardware "
-          "counters, for a MIG device) or `none`. `sm_active_source` is the source of `training_gpu_sm_active_ratio`: "
-          "`gpm`, `process` (share of time in which this process ran a kernel) or `none`."),
+          details="`utilization_source` is the source of `training_gpu_utilization_ratio`: `nvml`, `amdsmi`, `gpm` "
+          "(hardware counters, for a MIG device) or `none`. `sm_active_source` is the source of "
+          "`training_gpu_sm_active_ratio`: `gpm`, `process` (share of time in which this process ran a kernel) or "
+          "`none`."),
 ))
 GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu, labels=("gpu", "uuid"), label_values=_place, absent=_NO_READING, metrics=(
@@ -402,7 +405,7 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     gauge("training_gpu_tensor_active_ratio", "Share of time in which the tensor cores were active.",
           lambda gpu: gpu.tensor_active_ratio, absent=_NO_GPM),
     gauge("training_gpu_memory_bandwidth_ratio", "Memory bandwidth in use, as a share of the maximum.",
-          lambda gpu: gpu.memory_bandwidth_ratio, absent=_NO_GPM),
+          lambda gpu: gpu.memory_bandwidth_ratio, absent=_NO_BANDWIDTH),
     gauge("training_gpu_nvlink_receive_bytes_per_second", "Data that the GPU receives over all its NVLinks.",
           lambda gpu: gpu.nvlink_receive_bytes_per_second, unit="bytes", absent=_NO_TRAFFIC),
     gauge("training_gpu_nvlink_transmit_bytes_per_second", "Data that the GPU sends over all its NVLinks.",
@@ -470,7 +473,7 @@ GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
             lambda view: view.totals.gpu_energy_joules, label=MetricLabel("category", CATEGORIES),
             details="The sum is the GPU's own counter, of all processes on it: ranks that share a GPU each show "
             "all of it. The split is an estimate: between two readings each category gets its share of the time. "
-            "While NVML is down the value stays; the next reading adds what was used meanwhile."),
+            "While the GPU cannot be read the value stays; the next reading adds what was used meanwhile."),
 ))
 GPU_PRICE: Final[MetricGroup[RunView]] = MetricGroup(
     record=lambda view: view, absent="without the setting `gpu_hour_price`", metrics=(
@@ -597,9 +600,12 @@ MEMORY_GROWTH: Final[MetricGroup[MemoryGrowth]] = MetricGroup(
 ))
 
 COLLECTOR: Final = MetricLabel(
-    "collector", ("nvml", "host", "process", "workers", "pressure", "torch_memory", "memory")
+    "collector", ("nvml", "amdsmi", "host", "process", "workers", "pressure", "torch_memory", "memory")
 )
-_NO_ATTEMPT: Final = "for a collector with nothing to read (`torch_memory` without CUDA), and before its first attempt"
+_NO_ATTEMPT: Final = (
+    "for that of `nvml` and `amdsmi` that is not used, for a collector with nothing to read (`torch_memory` without "
+    "CUDA), and before its first attempt"
+)
 
 AGENT: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     counter("telemetry_overhead_seconds_total", "Time that the agent cost, by thread.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from telemetry.records import CLEANED_UP, GpuError, GpuSample
 from telemetry.sources.collector import CollectorError
-from telemetry.util.clock import NS, now_ns, sleep, thread_time, unix_ns
-from telemetry.util.threads import OwnThread, Wake
+from telemetry.sources.gpu import MAX_ERRORS, DriverError, GpuSource, NoGpuError
+from telemetry.util.clock import NS, now_ns, sleep, unix_ns
+from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -48,16 +48,12 @@ _NOT_OFFERED: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUN
 _NO_SUCH_DEVICE: Final = frozenset({NOT_FOUND, INVALID_ARGUMENT})
 
 
-class NvmlError(Exception):
+class NvmlError(DriverError):
     """An NVML call failed. ``code`` is NVML's return code; the text names the function and the error."""
 
     def __init__(self, function: str, code: int, text: str) -> None:
         super().__init__(f"{function}: {text}")
         self.code = code
-
-
-class NoGpuError(CollectorError):
-    """There is nothing to sample: no driver, no GPU, or none that this process may use."""
 
 
 # -- calls of the NVML binding -----------------------------------------------------------------------------------------
@@ -426,9 +422,6 @@ _XID_CRITICAL_ERROR: Final = 8
 _NO_INSTANCE: Final = 0xFFFFFFFF
 """The GPU instance of an error of the whole GPU."""
 
-_MAX_XIDS: Final = 100
-"""A GPU may report errors without end. The rest is read at the next tick."""
-
 
 class XidReader:
     """Reads the Xid errors of one device. The driver keeps them for this reader until they are read.
@@ -457,7 +450,7 @@ class XidReader:
         """
         device = self._device
         failures: list[NvmlError] = []
-        for _ in range(_MAX_XIDS if self.is_offered else 0):
+        for _ in range(MAX_ERRORS if self.is_offered else 0):
             event = self._driver.offered(partial(self._driver.call, "nvmlEventSetWait_v2", self._events, 0), failures)
             if event is None:  # a timeout, if there is no other error
                 if failures[0].code in _NOT_OFFERED:
@@ -770,43 +763,20 @@ def _plausible(reading: str, value: float, most: float) -> float:
     return number
 
 
-# -- the thread that samples -------------------------------------------------------------------------------------------
-# A wedged driver can block a call forever, so no other thread may make one. The thread stores its newest sample, and
-# ``read`` returns it. The two threads share a few attributes, each replaced as a whole. There is no lock that could be
-# held during a call or inherited by a forked child.
-
-_FRESH_INTERVALS: Final = 3
-_MIN_FRESH_SECONDS: Final = 1.0
-"""A sample is fresh for a few intervals, and for at least one second: a busy machine can delay a thread that long."""
-
-_MAX_RETRY_SECONDS: Final = 30.0
-"""After a failure NVML is initialised again after 1, 2, 4, ... intervals, but after this time at the latest."""
+# -- the collector -----------------------------------------------------------------------------------------------------
 
 
-class _Outcome(NamedTuple):
-    """The result of a tick: a sample, or the reason why it is missing. ``at_ns``: the start of the tick."""
-
-    sample: GpuSample | None
-    reason: str
-    at_ns: int
-
-
-class NvmlSource:
+class NvmlSource(GpuSource):
     """The newest sample of this rank's GPU.
 
     Args:
-        device_uuid: returns the UUID that torch reports for the training thread's device; None before CUDA is
-            initialised. The NVML thread calls it once per tick. It must be quick and must not initialise CUDA.
-        interval_seconds: time from the end of one tick to the next.
-        deadline_seconds: a call that takes longer counts as hung.
+        device_uuid: returns the UUID that torch reports; see `GpuSource`, also for the other arguments.
         environ: has ``CUDA_VISIBLE_DEVICES``, for the time before CUDA is initialised.
-        clock: monotonic nanoseconds.
-
-    Without a driver or a GPU the thread ends by itself, and a later ``read`` starts it again. While a call hangs, no
-    second thread is started.
     """
 
     name = "nvml"
+    library = "NVML"
+    _driver: NvmlDriver
 
     def __init__(
         self,
@@ -817,122 +787,17 @@ class NvmlSource:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], int] = now_ns,
     ) -> None:
-        self._device_uuid = device_uuid
-        self._interval = interval_seconds
-        self._deadline_seconds = deadline_seconds
         self._environ = environ
-        self._clock = clock
-        self._fresh_seconds = max(_FRESH_INTERVALS * interval_seconds, _MIN_FRESH_SECONDS)
-        self._closed = False
-        self._wake = Wake()  # ends the wait for the next tick
-        self._ticked = Wake()
-        self._driver = NvmlDriver(clock)
-        self._reader: DeviceReader | None = None  # only the NVML thread uses this and the next one
+        self._reader: DeviceReader | None = None  # only the source's thread uses this and the next two
         self._uuid: str | None = None
-        self._outcome = _Outcome(None, "NVML has given no reading yet", 0)
-        self._errors: deque[GpuError] = deque(maxlen=_MAX_XIDS)
         self._xid = self._xids_total = 0
-        self._cpu_seconds = 0.0
-        self._thread: OwnThread | None = None
-        try:
-            self._ensure_thread()
-        except CollectorError:
-            pass  # the first read reports it
-
-    def read(self) -> GpuSample:
-        """The newest sample. Never blocks.
-
-        Raises:
-            CollectorError: no driver, no GPU, this rank's GPU is not known yet, a call hangs, or the GPU is lost.
-        """
-        if self._closed:
-            raise CollectorError("the NVML source is closed")
-        now = self._clock()
-        call = self._driver.running
-        # The text stays the same while a call hangs, so that the log reports it once.
-        if call is not None and now - call[1] > self._deadline_seconds * NS:
-            raise CollectorError(f"an NVML call has not returned for over {self._deadline_seconds:g} s ({call[0]})")
-        self._ensure_thread()
-        sample, reason, at_ns = self._outcome
-        if sample is None:
-            raise CollectorError(reason)
-        if now - at_ns > self._fresh_seconds * NS:
-            raise CollectorError(f"the newest NVML reading is over {self._fresh_seconds:g} s old")
-        return sample
-
-    def take_errors(self) -> list[GpuError]:
-        """The Xid errors of the GPU since the last call."""
-        return [self._errors.popleft() for _ in range(len(self._errors))]
-
-    def look(self, seconds: float) -> None:
-        """Have the next tick at once, and wait for its end, at most this long."""
-        if self._thread is not None and self._thread.is_alive():
-            self._ticked.clear()
-            self._wake.set()
-            self._ticked.wait(seconds)
-
-    def close(self) -> None:
-        """Stop the thread, which shuts NVML down itself. Does not wait for it, because a call may hang."""
-        self._closed = True
-        self._wake.set()
-
-    def cpu_seconds(self) -> float:
-        """CPU seconds of the NVML thread up to its last tick, including earlier threads of this source."""
-        return self._cpu_seconds
-
-    def _ensure_thread(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
-        thread = OwnThread(self._run, name="telemetry-nvml")
-        try:
-            thread.start()
-        except RuntimeError as error:  # the thread limit is reached, or the interpreter is shutting down
-            raise CollectorError(f"the NVML thread cannot be started: {error}") from error
-        self._thread = thread
-
-    # -- on the NVML thread
-
-    def _run(self) -> None:
-        cpu_before = self._cpu_seconds
-        wait: float | None = 0.0
-        try:
-            try:
-                while wait is not None:
-                    self._wake.wait(wait)
-                    self._wake.clear()
-                    if self._closed:
-                        break
-                    wait = self._tick(wait)
-                    self._cpu_seconds = cpu_before + thread_time()
-                    self._ticked.set()
-            finally:
-                self._shut_down()
-        except BaseException as error:
-            self._failed(f"the NVML thread ended: {type(error).__name__}: {error}")
-
-    def _tick(self, waited: float) -> float | None:
-        """Sample once. Returns the seconds until the next time; None if there is nothing to sample."""
-        started = self._clock()
-        try:
-            sample = self._sample()
-        except NoGpuError as error:
-            self._failed(str(error))
-            return None
-        except CollectorError as error:  # the device is not known yet, but NVML works
-            self._failed(str(error))
-            return self._interval
-        except Exception as error:
-            self._failed(str(error) if isinstance(error, NvmlError) else f"{type(error).__name__}: {error}")
-            self._shut_down()
-            return max(self._interval, min(2 * max(waited, self._interval), _MAX_RETRY_SECONDS))
-        # Stamp the start: after a call that hung for a minute, the first readings are a minute old.
-        self._outcome = _Outcome(sample, "", started)
-        return self._interval
+        driver = NvmlDriver(clock)
+        super().__init__(
+            driver, device_uuid, interval_seconds=interval_seconds, deadline_seconds=deadline_seconds, clock=clock
+        )
 
     def _sample(self) -> GpuSample:
-        """Sample this rank's device. Find the device first if it is unknown or has changed."""
-        self._driver.open()
-        uuid = self._device_uuid() or self._uuid
+        uuid = self._device() or self._uuid
         if uuid != self._uuid:
             self._forget_device()
         if self._reader is None:
@@ -948,17 +813,10 @@ class NvmlSource:
         sample = self._reader.sample()
         return replace(sample, xid=self._xid, xid_errors_total=self._xids_total) if xids.is_offered else sample
 
-    def _shut_down(self) -> None:
-        self._forget_device()
-        self._driver.close()
-
     def _forget_device(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-
-    def _failed(self, reason: str) -> None:
-        self._outcome = _Outcome(None, reason, self._clock())
 
 
 # -- what NVML reports about each GPU of the machine, for ``telemetry doctor`` -----------------------------------------
