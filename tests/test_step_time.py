@@ -96,6 +96,18 @@ def test_a_function_that_only_works_on_the_host_is_named_as_a_whole():
     assert "80 % of each step is accuracy at metrics.py:5 and metrics.py:6" in finding.text
 
 
+def test_no_speed_up_is_predicted_for_a_part_of_a_loop():
+    """The loop over a tensor ends with what its body does, some of which looks like operators."""
+    through = Spot(f"{SITE}torch/_tensor.py", 1165, "__iter__", "torch._tensor")
+    body = HELPER._replace(line=6)
+    sampler = sampled(
+        ((through, HELPER, LOOP), 60), ((HELPER, LOOP), 20), ((body, LOOP), 30), ((LINEAR, CALL, LOOP), 30)
+    )
+    (finding,) = findings_of(CALM, sampler, COMPUTE)
+    assert "__iter__ at metrics.py:5" in finding.text
+    assert finding.advice[0].predicted_speedup is None
+
+
 def test_a_function_of_a_private_module_is_named_with_its_package():
     spot = Spot(f"{SITE}numpy/lib/_function_base_impl.py", 4510, "percentile", "numpy.lib._function_base_impl")
     (finding,) = line_shares(sampled(((spot, LOOP), 50)).steps, STEP)
@@ -277,6 +289,19 @@ def test_a_thread_that_holds_the_gil(thread, blocked, share):
         assert "thread metrics" in finding.text
         assert "metrics.py:5" in finding.text
         assert finding.advice[0].predicted_speedup is None
+
+
+def test_the_line_of_a_thread_is_not_the_one_in_which_it_sleeps():
+    """It is seen there as well when it has slept and wants the GIL, which another thread holds."""
+    thread = a_thread(0.8)
+    for _ in range(60):
+        thread.profile.add((LOOP,), 1_000_000, 1_000_000)
+    sampler = sampled(*MODEL)
+    sampler.threads[7] = thread
+    assert "train.py:20" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
+    for _ in range(20):
+        thread.resting.add((LOOP,), 1_000_000, 1_000_000)
+    assert "metrics.py:5" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
 
 
 # -- collections -------------------------------------------------------------------------------------------------------

@@ -75,6 +75,9 @@ _OF_A_BURST: Final = 2
 
 _NEARLY_ALL: Final = 0.8
 
+_BESIDE: Final = 0.1
+"""No speed-up is predicted if the lines that call the work have more time of their own than this part of it."""
+
 
 def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     """The host's own work in the steps: logging, loops in Python. On a GPU it costs what the GPU idles, at most."""
@@ -82,7 +85,8 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     if not lines or not evidence.steps:
         return None
     in_steps = sampled.steps.wall_ns / (sampled.steps.wall_ns + sampled.wait_ns)
-    worst, named = _largest_work(lines, line_shares(sampled.steps, STEP))
+    every = line_shares(sampled.steps, STEP)
+    worst, named = _largest_work(lines, every)
     share = min(1.0, sum(line.share for line in worst))
     error = math.sqrt(max(share * (1 - share), 0.01) / (_OF_A_BURST * max(1, sampled.bursts)))
     if (share - ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
@@ -96,6 +100,10 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     )
     lost = min(share * in_steps, 1.0 if idle is None else idle)
     of_step = ms(share * evidence.step_compute_seconds)
+    places = {(line.file, line.line) for line in worst if line.calls is not None}
+    beside = sum(line.share for line in every if line.calls is None and (line.file, line.line) in places)
+    if beside > _BESIDE * share:  # a loop: what else goes with it is not known
+        low = gain = high = None
     exact = low is not None and high is not None and gain is not None and gain <= SURE * low and high <= SURE * gain
     return Finding(
         kind="host_work",
@@ -227,7 +235,7 @@ def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
     # Whatever else the training thread sleeps for, it also does while the GIL is free.
     blocked = time.blocked_ratio - sampled.idle / max(1, sampled.free) * (1 - time.wait_ratio)
     lost = min(blocked, sum(thread.gil_share for thread in threads))
-    line = top_line(worst.profile)
+    line = top_line(worst.work)
     if lost < _MIN_SHARE or worst.gil_share < _MIN_SHARE:
         return None
     at = f" at {line.place} ({line.function})" if line is not None else ""

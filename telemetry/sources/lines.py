@@ -371,6 +371,9 @@ _BUSY_THREAD: Final = 0.1
 _LOOK_NS: Final = 20_000
 """So long this thread keeps the GIL, to see whether another thread runs without it."""
 
+_RESTS: Final = 0.2
+"""A thread rests in a line if it is seen there while the GIL is free this often, relative to its other samples."""
+
 _MAX_LOOKED_AT: Final = 64
 _MAX_BUSY: Final = 4
 
@@ -382,7 +385,7 @@ class BusyThread:
     Attributes:
         cpu_ns: its time on a core, in ``wall_ns`` of the wall clock.
         free: samples that found the GIL free. ``without_gil``: those of them in which it ran, so it needed no GIL.
-        profile: its stacks in the other samples. When the GIL is free, it may sleep.
+        profile: its stacks in the other samples. ``resting``: those in which it did not run while the GIL was free.
     """
 
     name: str
@@ -391,6 +394,21 @@ class BusyThread:
     free: int = 0
     without_gil: int = 0
     profile: StackProfile = field(default_factory=StackProfile)
+    resting: StackProfile = field(default_factory=StackProfile)
+
+    @property
+    def work(self) -> StackProfile:
+        """Its stacks without those in which it sleeps or waits, where it is also seen when it wants the GIL again.
+
+        Code that holds the GIL is never seen while the GIL is free.
+        """
+        work = StackProfile()
+        for stack, time in self.profile.times.items():
+            rested = self.resting.times.get(stack)
+            if rested is None or rested.wall_ns < _RESTS * time.wall_ns:
+                samples = self.profile.samples * time.wall_ns // max(1, self.profile.wall_ns)
+                work.add(stack, time.wall_ns, time.cpu_ns, samples)
+        return work
 
     @property
     def gil_share(self) -> float:
@@ -547,8 +565,11 @@ class StepSampler:
             if stack and waits > 0:
                 thread.profile.add(stack, wall, wall)
             if waits <= 0:
+                runs = _runs_without_gil(native)
                 thread.free += 1
-                thread.without_gil += _runs_without_gil(native)
+                thread.without_gil += runs
+                if stack and not runs:
+                    thread.resting.add(stack, wall, wall)
 
     def _not_blocked(self, now: int) -> float:
         """The share of the time since the sample before in which the training thread was on a core or wanted one."""
