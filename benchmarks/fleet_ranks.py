@@ -26,6 +26,7 @@ from telemetry.node.board import RankHead, RankState
 from telemetry.node.metrics import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
+    COMPUTE_PARTS,
     MEMORY_PARTS,
     CollectorHealth,
     Deliveries,
@@ -116,6 +117,7 @@ class SimulatedRank:
                 samples=32 * steps,
                 tokens=65536 * steps,
                 gpu_energy_joules={category: 500.0 * seconds for category, seconds in ledger.items()},
+                compute_parts=dict.fromkeys(COMPUTE_PARTS, (loop - waited) / len(COMPUTE_PARTS)),
                 own=OwnTotals(
                     stack_samples=int(loop - waited),
                     in_sync_samples=int((loop - waited) * (0.6 if self.cause == "straggler" else 0.05)),

@@ -18,6 +18,15 @@ NEUTRAL: Final = "blue"
 CATEGORIES: Final = palette.CATEGORIES
 """Colours of the ledger's categories, from the bottom of the stack upwards."""
 
+COMPUTE_PARTS: Final = {
+    "forward": palette.BLUE,
+    "backward": palette.GREEN,
+    "optimizer": palette.PURPLE,
+    "compile": palette.RED,
+    "other": palette.GREY,
+}
+"""Colours of the parts of the compute."""
+
 LOST: Final = {name: palette.GOODPUT[name] for name in ("redone", "down", "stuck", "restore", "replay", "startup")}
 """Colours of what restarts and hangs cost."""
 
@@ -40,6 +49,7 @@ CAUSES: Final = {
     "straggler": "#328AF8",
     "checkpoint": palette.PURPLE,
     "gc_pause": "#C47DC4",
+    "recompiling": "#604A8B",
     "host_bound": "#33677D",
     "gpu_throttled": "#4A61CE",
     "unknown": palette.GREY,

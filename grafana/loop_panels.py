@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from grafana import frame
-from grafana.colours import BAD, CATEGORIES, CAUSES, NO_STALL, WAITS
+from grafana.colours import BAD, CATEGORIES, CAUSES, COMPUTE_PARTS, NO_STALL, WAITS
 from grafana.panels import Query, fair_bad, figure, graph, half, heat_map, timeline
 from grafana.selection import (
     LOOP,
@@ -196,6 +196,30 @@ def throughput() -> timeseries.Panel:
             Query(f"sum({rate('training_samples_total')})", "samples"),
             Query(f"sum({rate('training_tokens_total')})", "tokens"),
             no_value="Not known",
+        )
+    )
+
+
+def parts() -> timeseries.Panel:
+    """What the compute consists of."""
+    whole = f"sum({rate('training_compute_seconds_total')})"
+    return half(
+        graph(
+            "Compute, by part",
+            "The share of each part of the compute of the chosen ranks, from a few timed steps at each tick. On a GPU "
+            "these are shares of its time. `compile` is the work of torch.compile.",
+            "percentunit",
+            *(
+                Query(
+                    f"sum({rate('training_compute_seconds_total', f'part={chr(34)}{part}{chr(34)}')}) / {whole}", part
+                )
+                for part in COMPUTE_PARTS
+            ),
+            decimals=1,
+            stacked=True,
+            top=1,
+            colours=COMPUTE_PARTS,
+            no_value="Not split: steps below 1 ms, or no step was timed",
         )
     )
 

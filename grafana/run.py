@@ -9,7 +9,7 @@ from grafana_foundation_sdk.builders.dashboard import Row
 from grafana import frame, shared_panels
 from grafana.colours import BAD, CAUSES, FAIR, NEUTRAL, WAITED_FOR
 from grafana.cost_panels import energy_in_range, lost_in_range
-from grafana.loop_panels import ledger, ranks, throughput, verdict
+from grafana.loop_panels import ledger, parts, ranks, throughput, verdict
 from grafana.panels import Query, fair_bad, graph, half
 from grafana.selection import (
     ALL_RANKS,
@@ -121,6 +121,7 @@ def run() -> dashboard.Dashboard:
             throughput(),
             lost_in_range('run="$run"').span(6).height(8),
             energy_in_range('run="$run"').span(6).height(8),
+            parts().span(24),
         ),
         "Rank by rank": ranks(),
         "GPUs": _gpus(),

@@ -118,6 +118,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
         child_processes: processes that the script has started with multiprocessing.
         samples_total, tokens_total: samples and tokens of the training; null if they are not known.
         epochs: whole epochs; absent before the end of the first.
+        compute_total_seconds: seconds of the compute by part; absent before they are known.
         gpu_energy_total_joules: energy of the whole GPU ``gpu_uuid``.
         cpu_total_seconds: CPU time in the training loop by user: ``used``, the process and its workers; ``others``, all
             others of the machine; ``known``, the wall clock over which these two were measured; ``thread`` and
@@ -139,6 +140,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
     samples_total: Count | None = None
     tokens_total: Count | None = None
     epochs: Epochs | None = None
+    compute_total_seconds: dict[str, Number] = {}
     gpu_energy_total_joules: dict[str, Number] | None = None
     gpu_uuid: str | None = None
     cpu_total_seconds: dict[str, Number] | None = None

@@ -26,6 +26,14 @@ OTHER: Final = "other"
 CATEGORIES: Final = (STARTUP, DATA_WAIT, COMPUTE, EVALUATION, CHECKPOINT, OTHER)
 """The categories of the ledger. Every second of a rank is in exactly one of them."""
 
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+OPTIMIZER: Final = "optimizer"
+COMPILE: Final = "compile"
+
+COMPUTE_PARTS: Final = (FORWARD, BACKWARD, OPTIMIZER, COMPILE, OTHER)
+"""The parts of the compute."""
+
 _STUCK_IN: Final = {
     DATA_WAIT: "waiting for a batch",
     COMPUTE: "in the compute of a step",

@@ -1,9 +1,8 @@
 """The counters of one rank: `Totals`, which the agent makes once a tick, and the difference of two of them.
 
 The endpoint shows the newest `Totals`. The log writes the difference since its last window. The stall monitor compares
-the newest with the oldest of its window. All three use ``newest - oldest``. Two others keep figures of earlier ticks:
-`TickPace` takes differences of ledgers, because a skipped tick has no `Totals`, and `RunLosses` adds up the hangs that
-have ended.
+the newest with the oldest of its window. All three use ``newest - oldest``. Only `TickPace` takes differences of
+ledgers, because a skipped tick has no `Totals`.
 """
 
 from __future__ import annotations
@@ -121,6 +120,21 @@ class SamplerTotals:
     receive_cpu_seconds: float = 0.0
     boundary_seconds: float = 0.0
     boundary_cpu_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CompileTotals:
+    """Compilations of ``torch.compile``.
+
+    Attributes:
+        count, seconds: all of them. ``again``: those of functions that had been compiled already.
+        again_seconds: their time, by function.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    again: int = 0
+    again_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +299,7 @@ class Totals:
             number by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
         gpu_energy_joules: energy of the whole GPU, by category of the ledger; None before its second reading.
+        compute_parts: seconds of the compute by part, see `ComputeSplit`; None before it is known.
         samples, tokens: numbers in batches that the training took, without those that a restart threw away.
     """
 
@@ -319,6 +334,8 @@ class Totals:
     samples: int | None = None
     tokens: int | None = None
     gpu_energy_joules: dict[str, float] | None = None
+    compute_parts: dict[str, float] | None = None
+    compiles: CompileTotals = CompileTotals()
 
     def __sub__(self, earlier: Totals) -> Totals:
         return difference(self, earlier)
@@ -384,6 +401,7 @@ class Conditions:
         cores: cores that this rank may use, by its affinity and its cgroup's quota. ``quota_cores``: that quota.
         host_cores: cores of the machine, 0 if unknown.
         on_gpu: whether an accelerator is in use, also if there is no reading of it.
+        recompiled_because: why the newest function was compiled again, in torch's words.
         peers: the other ranks of this node, and the ranks of other nodes that this one may wait for.
     """
 
@@ -403,6 +421,7 @@ class Conditions:
     quota_cores: float | None = None
     host_cores: int = 0
     on_gpu: bool = False
+    recompiled_because: str | None = None
     peers: tuple[RankPace, ...] = ()
 
 

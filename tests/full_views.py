@@ -13,6 +13,7 @@ from telemetry.node.metrics import COLLECTOR, AttemptView, RunView, SnapshotsVie
 from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
     CATEGORIES,
+    COMPUTE_PARTS,
     MEMORY_PARTS,
     SNAPSHOT_RESULTS,
     CollectorHealth,
@@ -61,6 +62,7 @@ def full_view():
             overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
             own=OwnTotals(stack_samples=30, in_sync_samples=10), samples=96, tokens=960,
             gpu_energy_joules=dict.fromkeys(CATEGORIES, 9.5),
+            compute_parts=dict.fromkeys(COMPUTE_PARTS, 4.5),
         ),
         step_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),
         wait_duration=Histogram(STEP_BUCKETS, (1,) * (len(STEP_BUCKETS) + 1), 9.0),

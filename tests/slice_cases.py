@@ -101,6 +101,7 @@ CASES = {
     "host_bound": a_slice(gpu_utilization_ratio=0.6),
     "gpu_throttled": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.5, gpu_throttled=("hw_thermal",)),
     "checkpoint": a_slice(compute=0.5, checkpoint=0.5),
+    "recompiling": a_slice(compute=1.0, recompilations=5, recompile_seconds={"forward at model.py:12": 0.4}),
     "gc_pause": a_slice(source="training_thread", compute=1.0, garbage=0.4),
     "unknown": a_slice(source="workers", workers=None, **STARVED),
 }

@@ -26,6 +26,7 @@ from telemetry.records import (
     WorkersSample,
 )
 from telemetry.totals import (
+    CompileTotals,
     Conditions,
     EpochTotals,
     GarbageTotals,
@@ -97,6 +98,9 @@ class Slice:
     iterated_at: tuple[str, int, str] | None = None
     empty_workers: int = 0
     same_batches: bool | None = None
+    recompilations: int = 0
+    recompile_seconds: dict[str, float] = field(default_factory=dict)
+    recompiled_because: str | None = None
     first_fetches: int = 0
     first_fetch: float = 0.0
     worker_fetches: int = 0
@@ -155,6 +159,9 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         garbage=GarbageTotals(
             part.garbage, part.garbage_wait, part.boundary_garbage, part.collections, part.younger_collections,
         ),
+        compiles=CompileTotals(
+            part.recompilations, sum(part.recompile_seconds.values()), part.recompilations, part.recompile_seconds
+        ),
         own=OwnTotals(
             part.timed_fetch, part.timed_fetch_cpu, part.releases, part.release, part.samples, part.in_sync,
         ),
@@ -166,7 +173,7 @@ def next_tick(before: Totals, part: Slice) -> Tick:
     conditions = Conditions(
         source=part.source, settings=part.settings, traits=part.traits, read_by_thread=part.read_by_thread,
         iterated_at=part.iterated_at, empty_workers=part.empty_workers, same_batches=part.same_batches,
-        in_loop=readings.in_loop, where=part.where,
+        in_loop=readings.in_loop, where=part.where, recompiled_because=part.recompiled_because,
         fetching_seconds=None if part.workers is None else part.workers.fetching_seconds,
         fetched={} if part.workers is None else part.workers.fetched,
         worker_cores=None if part.workers is None else part.workers.allowed_cores, cores=part.cores,

@@ -118,6 +118,10 @@ ADVICE = {
         "straggler", changed(IN_COMPUTE, peers=(pace(1, compute=0.8, exposed=0.2, stack_samples=50),)), "", None,
         "takes longer to compute",
     ),
+    "functions that are compiled again for each size": (
+        "recompiling", changed("recompiling"), "", None,
+        r"compiled functions again 5 times, which took 0.4 s of 1.0 s; mostly forward at model.py:12",
+    ),
     "an idle GPU wins so much at most": (
         "host_bound", a_slice(gpu_utilization_ratio=0.5), "", None, "2 times as fast at most",
     ),

@@ -42,7 +42,7 @@ CONTRACT = set(
     telemetry_errors_total telemetry_dropped_steps_total
     training_run_attempt training_run_lost_seconds_total training_step_change_ratio
     training_memory_growth_bytes_per_second training_memory_exhausted_in_seconds
-    training_samples_total training_tokens_total training_gpu_energy_joules_total
+    training_samples_total training_tokens_total training_gpu_energy_joules_total training_compute_seconds_total
     """.split()
 )
 """The names that dashboards and alerts rely on."""

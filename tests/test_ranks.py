@@ -399,7 +399,7 @@ def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told, 
     peer = RankPace(1, **mine, in_sync_samples=1, core_wait_seconds=6.0, cores_busy_ratio=busy, node="n2")
     own = RankPace(0, **mine, in_sync_samples=60, core_wait_seconds=0.0, cores_busy_ratio=busy)
     window = SimpleNamespace(pace=own, peers=(peer,), earlier_paces=(), steps=0)
-    monkeypatch.setattr(StallDetector, "window", window)
+    monkeypatch.setattr(StallDetector, "evidence", window)
     run.tick(1)
     run.tick(2)
     said = [line["message"] for line in run.errors.take_lines()]

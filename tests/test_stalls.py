@@ -268,6 +268,7 @@ GROWS = {
     "checkpoint": ("checkpoints", "seconds"),
     "gc_pause": ("garbage", "seconds"),
     "host_bound": ("gpu", "idle_seconds"),
+    "recompiling": ("recompiling", "seconds"),
     "gpu_throttled": ("gpu", "slowed_seconds"),
     "worker_startup": ("edges", "wait_seconds"),
     "batch_transfer": ("waits", "transfer_seconds"),

@@ -400,8 +400,8 @@ class Agent:
             self.job_hang.tick()
         with self.errors.contained("lines"):
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
-                stalls.log_lines()
-            self._step_monitor.tick(tick, self._collectors.samples, stalls.window)
+                stalls.log_hot_lines()
+            self._step_monitor.tick(tick, self._collectors.samples, stalls.evidence)
 
     def _tell(self, finding: Finding | None) -> None:
         if finding is not None:

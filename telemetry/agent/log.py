@@ -336,6 +336,7 @@ class EventLog:
             "samples_total": totals.samples,
             "tokens_total": totals.tokens,
             "epochs": ABSENT if epochs is None else epochs,
+            "compute_total_seconds": ABSENT if totals.compute_parts is None else totals.compute_parts,
             "gpu_energy_total_joules": totals.gpu_energy_joules,
             "gpu_uuid": energy_of.uuid if totals.gpu_energy_joules and energy_of is not None else None,
             "cpu_total_seconds": _cpu_seconds(totals),

@@ -306,7 +306,7 @@ class StallMonitor:
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall
         change = self._detector.update(tick)
-        window = self._detector.window
+        window = self._detector.evidence
         if window is not None and window.steps >= MIN_STEPS and self._findings is not None:
             for finding in misuse(window):
                 self._findings.tell(finding)
@@ -398,9 +398,9 @@ class StallMonitor:
         return self._detector.stall
 
     @property
-    def window(self) -> Evidence | None:
-        """The newest window; None before the second tick."""
-        return self._detector.window
+    def evidence(self) -> Evidence | None:
+        """The evidence of the newest window; None before the second tick."""
+        return self._detector.evidence
 
     @property
     def active_cause(self) -> str | None:
@@ -423,7 +423,7 @@ class StallMonitor:
         stall = self._detector.stall
         return None if stall is None else self._record(stall)
 
-    def log_lines(self) -> None:
+    def log_hot_lines(self) -> None:
         """Log the lines of the open stall now, because a run that is killed logs no close."""
         record = self.open_record()
         if record is not None and record.lines:

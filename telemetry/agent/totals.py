@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.agent.collectors import Samples
+from telemetry.agent.compute import ComputeSplit
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.hooks.loaders import LoaderHandle
+from telemetry.records import COMPUTE
 from telemetry.totals import (
     Conditions,
     CpuTotals,
@@ -303,6 +305,7 @@ class TotalsBuilder:
         self.totals = Totals()
         self._loader: LoaderSettings = {}
         self.energy = GpuEnergy()
+        self._compute = ComputeSplit(tracker)
         self._integrated = self.totals  # the totals when samples were last integrated
         self._process_cpu_seconds = 0.0  # at that time. The first tick adds everything from before
         self._children_cpu_seconds: float | None = None
@@ -336,6 +339,7 @@ class TotalsBuilder:
             quota_cores=quota,
             host_cores=0 if host is None else host.cpu_count,
             on_gpu=self._tracker.accelerator is not None,
+            recompiled_because=self._compute.reason,
             peers=peers,
         )
         if workers is not None:
@@ -348,6 +352,7 @@ class TotalsBuilder:
                 worker_cores=workers.allowed_cores,
             )
         self._requests_elsewhere = elsewhere
+        self._compute.ask(totals, before)
         return Tick(totals, conditions)
 
     def loader_settings(self) -> LoaderSettings:
@@ -374,11 +379,12 @@ class TotalsBuilder:
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker = self._accounting, self._tracker
         ledger, stats, process = accounting.ledger, accounting.stats, self._collectors.samples.process
-        first_wait = ledger.first_wait_ns / NS
+        first_wait, seconds = ledger.first_wait_ns / NS, ledger.seconds()
+        self._compute.update(seconds[COMPUTE])
         counted = replace(
             self.totals,
             wall_seconds=ledger.wall_seconds,
-            ledger_seconds=ledger.seconds(),
+            ledger_seconds=seconds,
             first_wait_seconds=first_wait,
             open_step_seconds=ledger.open_step_seconds,
             steps=accounting.steps_total,
@@ -398,6 +404,8 @@ class TotalsBuilder:
             overhead_seconds=self._overhead.seconds(),
             samples=accounting.trained_samples(),
             tokens=accounting.tokens(),
+            compute_parts=self._compute.seconds,
+            compiles=self._compute.compiles,
         )
         return self._with_loaders(counted, sampled)
 

@@ -61,6 +61,9 @@ _ROW_SECONDS: Final = 100e-6
 _MIN_ROWS: Final = 8
 """A sample that takes less CPU time, in a batch of so many, is a row in memory. Decoding one takes a millisecond."""
 
+_ABOUT_SIZES: Final = ("size", "stride", "shape")
+"""Words of torch for a failed check that is about the sizes of a tensor."""
+
 _NO_COMPUTE: Final = 1e-6
 """Compute of a step, in seconds, that is too short to hide anything behind it."""
 
@@ -654,6 +657,26 @@ def garbage(evidence: Evidence) -> list[Advice]:
     where = "the sampler" if evidence.source == "workers" else "the data set, the sampler or collate_fn"
     calls = f"remove calls of gc.collect() from code that runs inside next() on the training thread: {where}"
     return [Advice(freeze, "gc.freeze()", None, gain, because), _do(calls, because, gain)]
+
+
+def recompiling(evidence: Evidence) -> list[Advice]:
+    """Advice if functions are compiled again and again.
+
+    No speed-up is predicted: what is new after a compilation also takes longer the first time, which is not recorded.
+    """
+    found, loop = evidence.recompiling, evidence.loop_seconds
+    seconds, count = found.seconds or 0.0, found.count or 0
+    because = (
+        f"torch.compile has compiled functions again {count} times, which took {seconds:.1f} s of {loop:.1f} s; "
+        f"mostly {found.function}"
+    )
+    because += f"; the newest time because of {found.reason}" if found.reason else ""
+    # Torch compiles for any size once it has seen two, unless the script or a setting forbids it.
+    sizes = "compile it once for all sizes: torch.compile(dynamic=True), or torch._dynamo.mark_dynamic for a dimension"
+    same = "give it the same sizes each time: pad batches to a few lengths, and drop the last batch (drop_last=True)"
+    values = "keep numbers and flags that change from step to step out of the compiled function, or make them tensors"
+    by_value = found.reason is not None and not any(word in found.reason for word in _ABOUT_SIZES)
+    return [_do(action, because) for action in ((values, sizes) if by_value else (sizes, same, values))]
 
 
 def slow_rank(evidence: Evidence) -> list[Advice]:

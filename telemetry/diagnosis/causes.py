@@ -61,6 +61,7 @@ CAUSES: Final = {
     "straggler": Cause(advice.slow_rank, per_step=True),
     "checkpoint": Cause(advice.checkpoint, work=(CHECKPOINT,)),
     "gc_pause": Cause(advice.garbage, work=(STEP, WAIT), own_time=True),
+    "recompiling": Cause(advice.recompiling),
     "host_bound": Cause(advice.host_bound, work=(STEP,)),
     "gpu_throttled": Cause(advice.gpu_throttled),
     "unknown": Cause(is_wait=True, work=(FETCH,)),

@@ -38,6 +38,7 @@ class Thresholds:
         matched: if batches make up less than this share of the wait that could be matched with their fetches, the rest
             of it is unknown.
         own_collections: collections are the script's own if it has started this share of those of all objects.
+        recompilations: least number of compilations of functions that had code already. A model may need one or two.
         stuck_fetches, stuck_fetch_seconds: a worker is stuck if its fetch lasts this many times the mean of the others
             and at least this long.
     """
@@ -53,6 +54,7 @@ class Thresholds:
     epoch_boundaries: int = 2
     matched: float = 0.9
     own_collections: float = 0.5
+    recompilations: int = 3
     stuck_fetches: float = 20.0
     stuck_fetch_seconds: float = 5.0
 
@@ -168,6 +170,7 @@ def costs(evidence: Evidence) -> dict[str, float]:
         "checkpoint": evidence.checkpoints.seconds,
         # Collections during hidden waits cost nothing.
         "gc_pause": max(0.0, evidence.garbage.seconds - (1 - own.exposed_ratio) * own.all_garbage),
+        "recompiling": _recompiling(evidence),
         "host_bound": evidence.gpu.idle_seconds or 0.0,
         "gpu_throttled": evidence.gpu.slowed_seconds or 0.0,
         "straggler": slow.lost * evidence.steps if slow is not None else 0.0,
@@ -193,6 +196,11 @@ def costs(evidence: Evidence) -> dict[str, float]:
                 lost[cause] = lost.get(cause, 0.0) + (exposed - edge) * share
     lost["workers_throttled"] = lost.get("workers_throttled", 0.0) + crowded_out(evidence)
     return {cause: seconds for cause, seconds in lost.items() if seconds > 0}
+
+
+def _recompiling(evidence: Evidence) -> float:
+    often = (evidence.recompiling.count or 0) >= THRESHOLDS.recompilations
+    return (evidence.recompiling.seconds or 0.0) * often
 
 
 def first_fetch_cost(evidence: Evidence) -> float:

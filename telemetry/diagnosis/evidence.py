@@ -85,6 +85,21 @@ class Garbage(Struct, frozen=True):
     own_ratio: float | None = field(name="own_collections_ratio", default=None)
 
 
+class Recompiling(Struct, frozen=True):
+    """Functions that ``torch.compile`` has compiled again, because a check of the code that they had failed.
+
+    Attributes:
+        count: how often. ``seconds``: the time of all of them.
+        function: the function with the longest time, such as ``forward at model.py:12``. ``reason``: the check that
+            failed in the newest one, in torch's words.
+    """
+
+    count: int | None = field(name="recompilations", default=None)
+    seconds: float | None = field(name="recompile_seconds", default=None)
+    function: str | None = field(name="recompiled_function", default=None)
+    reason: str | None = field(name="recompiled_because", default=None)
+
+
 class Waits(Struct, frozen=True):
     """Waits in mid-epoch by their reason, see `Deliveries`; 0.0 if no batch could be matched with its fetch.
 
@@ -244,6 +259,7 @@ class Evidence(Struct, frozen=True):
     edges: Edges = Edges()
     checkpoints: Checkpoints = Checkpoints()
     garbage: Garbage = Garbage()
+    recompiling: Recompiling = Recompiling()
     waits: Waits = Waits()
     transfer: Transfer = Transfer()
     sampler: Sampler = Sampler()
@@ -473,6 +489,7 @@ def aggregate(
         edges=_edges(added, recurring),
         checkpoints=_checkpoints(added, recurring),
         garbage=_garbage(added.garbage),
+        recompiling=_recompiling(added, conditions),
         waits=_waits(added, sampled),
         transfer=_transfer(added, sampled),
         sampler=_sampler(added, recurring),
@@ -531,6 +548,15 @@ def _garbage(garbage: GarbageTotals) -> Garbage:
     own = max(0.0, garbage.collections - 1 - garbage.younger_collections / _YOUNGER_COLLECTIONS)
     ratio = own / garbage.collections if garbage.collections else None
     return Garbage(garbage.seconds, garbage.wait_seconds, garbage.boundary_wait_seconds, ratio)
+
+
+def _recompiling(added: Totals, conditions: Sequence[Conditions]) -> Recompiling:
+    took, compute = _positive(added.compiles.again_seconds), added.compute_seconds
+    if not took:
+        return Recompiling()
+    # A compilation counts when it has ended, and may have begun before the window.
+    seconds, function = min(compute, sum(took.values())), max(took, key=lambda name: took[name])
+    return Recompiling(added.compiles.again, seconds, function, conditions[-1].recompiled_because)
 
 
 def _waits(added: Totals, workers: WorkerTotals) -> Waits:

@@ -171,8 +171,8 @@ class StallDetector:
     # -- results
 
     @property
-    def window(self) -> Evidence | None:
-        """The newest window; None before the second tick."""
+    def evidence(self) -> Evidence | None:
+        """The evidence of the newest window; None before the second tick."""
         return self._aggregate() if len(self._ticks) > 1 else None
 
     @property
@@ -182,7 +182,7 @@ class StallDetector:
 
     def pace(self) -> RankPace | None:
         """The pace of this rank over its newest window, for its peers."""
-        window = self.window
+        window = self.evidence
         if window is None:
             return None
         cause = None if self.stall is None else self.stall.cause

@@ -75,6 +75,7 @@ class Attachment:
             if timed(torch, name):
                 events = DeviceEvents(torch, name, tracker.captures, tracker)
                 self.clock = tracker.gpu = GpuClock(events, tracker)
+                tracker.compute.events = DeviceEvents(torch, name, tracker.captures, tracker)
             else:
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
         if tracker.gpu is not None and not tracker.gpu.due:
@@ -97,6 +98,7 @@ class Attachment:
         self._tracker.detach()
         if self.clock is not None and not self._tracker.captures.under_way:
             self.clock.release()
+            self._tracker.compute.release()
         return self._patches.undo()
 
     def after_fork_in_child(self) -> None:
@@ -116,6 +118,7 @@ class Attachment:
             lambda: dataloader.patch_loader(loaders, tracker, patches),
             lambda: self.optimizer.patch(optimizers, patches),
             lambda: checkpoints.patch_optimizer(optimizers.Optimizer, tracker, patches),
+            lambda: tracker.compute.use(patches),
             lambda: self.profilers.patch(profiler, torch.autograd._profiler_enabled, patches),
             lambda: tracker.profiler_ranges.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
             lambda: self.optimizer.patch_graph(getattr(torch.cuda, "CUDAGraph", None), patches),

@@ -88,6 +88,8 @@ class OptimizerSteps:
     def stepped(self, optimizer: object) -> None:
         """Handle a step of an optimizer that is not on the fast path."""
         tracker = self._tracker
+        if tracker.compute.running:
+            tracker.compute.leave()
         if id(optimizer) not in self._known:
             self._known = {id(optimizer), *(self._known if len(self._known) < _MAX_OPTIMIZERS else ())}
             self._looks = _LOOKS
@@ -127,11 +129,14 @@ class OptimizerSteps:
         if not tracker.batch_seen:
             self._optimizer_id = self._optimizer_id or id(optimizer)
             if self._optimizer_id == id(optimizer):
+                tracker.compute.end()
                 stamp = now_ns()
                 tracker.ring.push(stamp, stamp, _BOUNDARY)
                 tracker.unseen_steps += 1
                 tracker.category = r.S_COMPUTE
                 tracker.boundary_passed(opens=True)
+                if tracker.compute.wanted:
+                    tracker.compute.begin(stamp)
         elif tracker.category == r.S_EVALUATION:  # an evaluation loop was left with break
             tracker.switch(r.S_COMPUTE if tracker.step_open else r.S_OTHER)
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks import ring as r
 from telemetry.hooks.batches import BatchMarks, iteration_begins
+from telemetry.hooks.compute import ComputeTimer
 from telemetry.hooks.device import CUDA, Captures
 from telemetry.hooks.evaluation import EvaluationDetector
 from telemetry.hooks.loaders import ON_THREAD, WATCHED, LoaderRegistry, is_loader_iterator
@@ -95,6 +96,7 @@ class StepTracker(StepState):
         resume: checkpoints that were written, and where the training has resumed.
         sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
         garbage: times garbage collections.
+        compute: times the parts of some steps.
         batch_release: follows a batch of workers until it is freed.
         time_fetches: how many of the next fetches on this thread are also timed on its CPU clock, which
             ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` sum up. ``timed_collate_ns``: their collation.
@@ -102,8 +104,8 @@ class StepTracker(StepState):
 
     __slots__ = (
         "_iterator_alive", "_loader_id", "_optimizer_steps_at_open", "_steps_at_open_unknown", "_torch",
-        "batch_release", "captures", "detector", "garbage", "gpu", "loaders", "marks", "profiler_ranges", "resume",
-        "sampler_timer", "steady_iterator_id", "time_fetches", "timed_collate_ns", "timed_fetch_cpu_ns",
+        "batch_release", "captures", "compute", "detector", "garbage", "gpu", "loaders", "marks", "profiler_ranges",
+        "resume", "sampler_timer", "steady_iterator_id", "time_fetches", "timed_collate_ns", "timed_fetch_cpu_ns",
         "timed_fetch_ns", "tokens_told",
     )  # fmt: skip
 
@@ -120,6 +122,7 @@ class StepTracker(StepState):
         self.resume = ResumeState()
         self.sampler_timer = SamplerTimer()
         self.garbage = GarbageTimer(self, self.sampler_timer)
+        self.compute = ComputeTimer(self)
         self.batch_release = BatchRelease(ring)
         self.time_fetches = 0
         self.timed_fetch_ns = 0
@@ -152,10 +155,13 @@ class StepTracker(StepState):
     def loop_changed(self) -> None:
         """Forget the steady iterator, because the loop begins, ends or is interrupted."""
         self.fast_path_iterator_id = self.steady_iterator_id = 0
+        if self.compute.running:
+            self.compute.drop()
 
     def _fast_path_on(self, iterator_id: int) -> None:
         self.steady_iterator_id = iterator_id
         wanted = self.recorder is None and not self.profiler_ranges.nvtx and not self.sampler_timer.wanted
+        wanted = wanted and not (self.compute.wanted or self.compute.running)
         gpu, ring = self.gpu, self.ring
         if gpu is not None:
             wanted = wanted and ring.head < gpu.due
@@ -171,8 +177,19 @@ class StepTracker(StepState):
 
     def boundary_ahead(self, entry: int) -> None:
         """Report the boundary of a span with this code, before its wait begins."""
+        if self.compute.running:
+            self._pause_compute(entry)
         if self.recorder is not None or self.profiler_ranges.nvtx:
             self.boundary_passed(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and self.ring.open)
+
+    def _pause_compute(self, entry: int) -> None:
+        """End or interrupt the step whose parts are timed: a span with this code is about to begin."""
+        if entry & r.LEAVES:
+            self.compute.drop()
+        elif entry & r.CLOSES or entry & 7 != r.S_DATA_WAIT:
+            self.compute.end()
+        else:
+            self.compute.wait()
 
     def boundary_passed(self, *, opens: bool = False, closing: bool = False) -> None:
         """Report a step that has ended or begins now. ``closing``: the ring has no entry yet that ends the step."""
@@ -258,11 +275,14 @@ class StepTracker(StepState):
         self.category = r.S_COMPUTE
         self.ring.push(stamp, stamp, r.code(r.S_COMPUTE, r.S_COMPUTE, flags))
         self.boundary_passed(opens=bool(flags))
+        if self.compute.wanted:
+            self.compute.begin(stamp)
 
     def exit_step(self) -> None:
         """End the user's step."""
         if not self.here or self.in_phase or not self.step_open:
             return
+        self.compute.end()
         stamp = now_ns()
         self.unseen_steps += not self.batch_since_step
         self.step_open = self.batch_since_step = False
@@ -311,6 +331,8 @@ class StepTracker(StepState):
             # Note when it is freed, without keeping it alive. The callback is C code: see `hooks.patching.WeakMap`.
             self.iterator_id, self.iterator_gone = id(iterator), []
             self._iterator_alive = weakref.ref(iterator, self.iterator_gone.append)
+        if self.compute.running:
+            self.compute.go_on(end)
         if self.explicit:
             self.step_open = True
             return
@@ -322,10 +344,12 @@ class StepTracker(StepState):
             self.step_open, self._optimizer_steps_at_open = True, self.optimizer_steps
         else:
             self.step_iterators.add(id(iterator))
+        if self.compute.wanted and entry == r.STEP:
+            self.compute.begin(end)
         if alone:
             self._fast_path_on(id(iterator))
         else:
-            self.loop_changed()
+            self.fast_path_iterator_id = self.steady_iterator_id = 0
 
     def fetch_timed(self, fetch: TimedFetch, ns: int) -> None:
         """Add a fetch of the training thread that was timed, and took so many nanoseconds."""
@@ -511,4 +535,5 @@ class StepTracker(StepState):
         self.recorder = None
         self.sampler_timer.wanted = 0
         self.batch_release.forget()
+        self.compute.wanted = 0
         self.marks.forget()

@@ -16,6 +16,7 @@ from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HANG_KINDS
 from telemetry.records import (
     CATEGORIES,
+    COMPUTE_PARTS,
     LOST,
     MEMORY_PARTS,
     SNAPSHOT_OFF_REASONS,
@@ -348,6 +349,16 @@ SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(record=lambda view: v
           details="`slower`: steps stayed slower after a snapshot. The log has the figures."),
 ))
 
+COMPUTE_SPLIT: Final[MetricGroup[RunView]] = MetricGroup(
+    record=lambda view: None if view.totals.compute_parts is None else view,
+    absent="before a step has been timed, with steps below 1 ms, and on accelerators without timing events", metrics=(
+    counter("training_compute_seconds_total", "Seconds of the compute, by part.",
+            lambda view: view.totals.compute_parts, label=MetricLabel("part", COMPUTE_PARTS),
+            details="An estimate from a few timed steps at each tick; the newest compute is added when one has been "
+            "timed. `forward` is what comes before a backward pass, `optimizer` the `step()` of optimizers, "
+            "`compile` the work of `torch.compile`, and `other` the rest. On an accelerator the parts are those of "
+            "its time. Waiting in collectives is in the part that waits: with DistributedDataParallel in `backward`."),
+))
 CHANGES: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     gauge("training_step_change_ratio",
           "Duration of a step now, relative to that before the slow-down that holds on; 1 without one.",
@@ -610,8 +621,8 @@ _NO_ATTEMPT: Final = (
 AGENT: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     counter("telemetry_overhead_seconds_total", "Time that the agent cost, by thread.",
             lambda view: view.totals.overhead_seconds, label=MetricLabel("thread", ("training", "agent")),
-            details="`training`: time on the training thread, extrapolated from one call in 64. `agent`: CPU time "
-            "of the agent's own threads."),
+            details="`training`: time on the training thread, extrapolated from a third of one call in 64. `agent`: "
+            "CPU time of the agent's own threads."),
     counter("telemetry_errors_total", "Failures of the agent's own parts.", lambda view: view.errors,
             label=MetricLabel("source"), absent="for a source that has not failed",
             details="The log has the messages, in lines with `event` = `error`."),
@@ -628,6 +639,7 @@ AGENT: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metri
 
 SECTIONS: Final[dict[str, tuple[MetricGroup[Any], ...]]] = {
     "The training loop": (RUN_INFO, LOOP),
+    "Compute": (COMPUTE_SPLIT,),
     "Stalls, changes and snapshots": (STALLS, HANG, CHANGES, SNAPSHOTS),
     "Attempts of the run": (ATTEMPTS,),
     "The GPU of this rank": (GPU_INFO, GPU, GPU_ENERGY, GPU_PRICE, TORCH_MEMORY),

@@ -34,6 +34,7 @@ class Growth(msgspec.Struct):
 class Rank(msgspec.Struct, kw_only=True):
     """One process of the run. A rank that was restarted has several, the newest last.
 
+    ``compute_seconds``: seconds of the compute by part, as far as it was split; empty if it was not.
     ``step_lines``: the lines of code in which its steps spend their time; empty if they are not known.
     """
 
@@ -49,6 +50,7 @@ class Rank(msgspec.Struct, kw_only=True):
     gpu_energy_joules: dict[str, float] | None
     wall_seconds: float
     ledger: dict[str, float]
+    compute_seconds: dict[str, float]
     step_seconds: Durations
     data_wait_seconds: Durations
     exposed_wait_ratio: float | None

@@ -143,6 +143,7 @@ def _rank(process: ProcessLog, attempt: int | None) -> Rank:
         gpu_energy_joules=totals.gpu_energy_total_joules,
         wall_seconds=float(totals.wall_seconds),
         ledger=ledger,
+        compute_seconds=dict(totals.compute_total_seconds),
         step_seconds=_durations(process.step),
         data_wait_seconds=_durations(process.wait),
         exposed_wait_ratio=exposed / loop if exposed is not None and loop > 0 else None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY, UNCLEAR
 from telemetry.diagnosis.verdict import growth_text, trace_text
-from telemetry.records import CATEGORIES, DATA_WAIT
+from telemetry.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT
 from telemetry.report.attempts import ASSUMED
 from telemetry.report.process_log import unix
 from telemetry.util.files import open_regular
@@ -40,6 +40,9 @@ _MAX_ROWS: Final = 64
 _MAX_STEP_LINES: Final = 4
 _MAX_ATTEMPTS: Final = 20
 _MAX_MEMORY_LINES: Final = 16
+_LEAST_PART: Final = 0.005
+"""A smaller part of the compute is left out."""
+
 _MAX_FRAMES: Final = 4
 _MAX_TRAINING_FRAMES: Final = 12
 _MAX_FILE_BYTES: Final = 1 << 22
@@ -326,7 +329,7 @@ def sum_lines(values: ReportValues) -> list[str]:
     ]
     if parts:
         lines.append(f"throughput: {'; '.join(parts)}")
-    lines += [_epochs(values.ranks), _step_trend(values.ranks)]
+    lines += [_compute(values.ranks), _epochs(values.ranks), _step_trend(values.ranks)]
     total = sum(energy.values())
     if total > 0:
         kwh, share = plain_number(energy[DATA_WAIT] / KWH), rounded_percent(energy[DATA_WAIT] / total)
@@ -339,6 +342,16 @@ def sum_lines(values: ReportValues) -> list[str]:
         of_that = ", ".join([*waiting, f"{cost.stalls:.2f} stalls", f"{cost.restarts:.2f} restarts"])
         lines.append(f"cost: {cost.total:.2f} for {plain_number(cost.gpu_hours)} GPU-hours; of that {of_that}")
     return [line for line in lines if line]
+
+
+def _compute(ranks: Sequence[Rank]) -> str:
+    """Where the compute went, over all ranks; empty if no step was timed."""
+    split = [rank for rank in ranks if sum(rank.compute_seconds.values()) > 0]
+    parts = {part: sum(rank.compute_seconds.get(part, 0.0) for rank in split) for part in COMPUTE_PARTS}
+    total = sum(rank.ledger[COMPUTE] for rank in split)
+    parts["not split"] = total - sum(parts.values())
+    shares = [f"{part} {rounded_percent(each / total)}" for part, each in parts.items() if each > _LEAST_PART * total]
+    return f"compute: {', '.join(shares)}; an estimate from timed steps" if split else ""
 
 
 def _epochs(ranks: Sequence[Rank]) -> str:

@@ -25,7 +25,7 @@ CHECKPOINT: Final = "checkpoint"
 MAX_STACKS: Final = 500
 """A profile has at most this many different stacks."""
 
-OTHER: Final[Stack] = ()
+OTHER_STACKS: Final[Stack] = ()
 """Stands for the stacks that are too many for a profile."""
 
 _SEPARATORS: Final = {ord(character): "?" for character in "\t\r\n;"}
@@ -49,7 +49,7 @@ class StackProfile:
     """The time spent in each stack.
 
     Attributes:
-        times: time by stack, innermost frame first. `OTHER` has the time of stacks that are too many.
+        times: time by stack, innermost frame first. `OTHER_STACKS` has the time of stacks that are too many.
         samples: number of samples.
     """
 
@@ -72,7 +72,7 @@ class StackProfile:
 
     def _count(self, stack: Stack, time: StackTime) -> None:
         if stack not in self.times and len(self.times) >= MAX_STACKS:
-            stack = OTHER
+            stack = OTHER_STACKS
         self.times[stack] = time.plus(self.times.get(stack, StackTime()))
 
     @property
@@ -81,7 +81,7 @@ class StackProfile:
         return sum(time.wall_ns for time in self.times.values())
 
     def _longest_first(self) -> list[tuple[Stack, StackTime]]:
-        known = [item for item in self.times.items() if item[0] != OTHER]
+        known = [item for item in self.times.items() if item[0] != OTHER_STACKS]
         return sorted(known, key=lambda item: -item[1].wall_ns)
 
     def packed(self, most: int) -> bytes:
@@ -92,7 +92,7 @@ class StackProfile:
             files: dict[str, int] = {}
             spots: dict[Spot, int] = {}
             times = [(time, [spots.setdefault(spot, len(spots)) for spot in stack]) for stack, time in stacks[:kept]]
-            other = self.times.get(OTHER, StackTime())
+            other = self.times.get(OTHER_STACKS, StackTime())
             for _, time in stacks[kept:]:
                 other = other.plus(time)
             if other.wall_ns:
@@ -123,7 +123,7 @@ class StackProfile:
     def folded(self, root: str, most: int) -> bytes:
         """The stacks as folded text of at most ``most`` bytes, below a frame named ``root``. The longest come first."""
         lines: list[bytes] = []
-        size, other = 0, self.times.get(OTHER, StackTime()).wall_ns
+        size, other = 0, self.times.get(OTHER_STACKS, StackTime()).wall_ns
         for stack, (wall, *_) in self._longest_first():
             names = (f"{spot.function} ({spot.file.rpartition(os.sep)[2]}:{spot.line})" for spot in reversed(stack))
             frames = ";".join((root, *(name.translate(_SEPARATORS) for name in names)))

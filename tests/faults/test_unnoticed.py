@@ -234,6 +234,51 @@ def test_compiled_loops_are_compiled_as_without_us(tmp_path, workers):
     agreed(tmp_path, COMPILED, workers)
 
 
+def test_compiled_loops_are_compiled_as_before_while_their_parts_are_timed(tmp_path):
+    source = """
+        import torch, torch._dynamo, telemetry
+        from torch.utils.data import DataLoader, TensorDataset
+
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.ones(64, 8)), batch_size=8)
+        counters = torch._dynamo.utils.counters
+
+        def graphs():
+            torch._dynamo.reset()
+            counters.clear()
+
+            @torch.compile(backend="eager")
+            def step(x):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+
+            @torch.compile(backend="eager")
+            def penalty(x):
+                loss = model(x).sum()
+                (gradient,) = torch.autograd.grad(loss, [model.weight])
+                return gradient.square().sum()
+
+            for (x,) in loader:
+                step(x)
+                penalty(x)
+            assert not counters["recompiles"]
+            return sorted(counters["stats"].items()), len(counters["graph_break"])
+
+        graphs()  # Torch itself changes optimizers when it first compiles
+        bare = graphs()
+        agent = telemetry.start("run", port="off", start_line=False)
+        hooked = graphs()
+        timer = agent.tracker.compute
+        timer.wanted = 1000
+        timed = graphs()
+        print(timer.steps > 2, bare[0] == hooked[0] == timed[0], bare[1] == hooked[1] >= timed[1])
+        """
+    done = python(write(tmp_path, "script.py", source), cwd=tmp_path, env=quiet(TORCH_LOGS="-all"))
+    assert done.stdout == "True True True\n", done.stdout + done.stderr
+
+
 def test_a_compiled_optimizer_step_says_nothing_more_and_is_counted(tmp_path):
     """Dynamo traces global hooks, and would warn about parts of ours that it cannot trace."""
     source = """

@@ -150,6 +150,9 @@ gc_pause
     gc-callback | memory_hygiene | --callback --collect-every 3 --records 50000 | gc.collect() in a callback every third step
     gc-sampler | memory_hygiene | --num-workers 2 --in-sampler --records 200000 --collect-every 5 | gc.collect() in the batch sampler, inside next() of a loader with workers
     gc-timer | memory_hygiene | --timer 0.3 | gc.collect() by the clock, on a thread of its own
+recompiling
+    recompiling-lengths | compiled | --sizes static | torch.compile without dynamic shapes, 200 lengths of documents
+    recompiling-counter | compiled | --count number --lengths 1 | the compiled model counts its steps in an attribute
 straggler or loader_on_training_thread
     straggler-loader | ddp | --slow loader | two ranks; one reads from slow storage
 straggler
@@ -179,6 +182,7 @@ healthy
     healthy-two-loaders | two_loaders | | two loaders zipped, both fast
     healthy-checkpoints | checkpoints | --checkpoint-every 150 --table-megabytes 20 | seldom checkpoints
     healthy-gc | memory_hygiene | --records 2000 --collect-every 50 | seldom collections of a small heap
+    healthy-compiled | compiled | --lengths 50 | torch.compile, which takes any length after the second
     healthy-spawn | audio | --num-workers 2 --clip-seconds 0.3 --start-method spawn | spawned, long epochs
     healthy-ddp | ddp | | two equal ranks
 """

@@ -1,0 +1,88 @@
+"""Adds up where the compute of a run goes: its parts by the timed steps, and what ``torch.compile`` compiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from telemetry.hooks.compute import TIMED_PARTS
+from telemetry.records import COMPILE, COMPUTE_PARTS
+from telemetry.sources.compiles import CompilationReader
+from telemetry.totals import CompileTotals
+
+if TYPE_CHECKING:
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.totals import Totals
+
+_STEPS_AT_A_TICK: Final = 8
+"""So many steps in a row are timed. A step costs about 10 us on a host, and 40 us on an accelerator."""
+
+_SHORTEST_SECONDS: Final = 0.001
+"""Shorter steps are not timed: the hooks around the backward pass and the optimizer would cost 0.1 % of them."""
+
+
+class ComputeSplit:
+    """Splits the compute of a run.
+
+    The compute between two readings takes the shares of the steps that were timed in it. What was compiled is a part of
+    its own. Then the timed steps do not count, because their passes contain it, and the shares before it stay.
+
+    Attributes:
+        seconds: seconds by part, of the compute that has been split; None before the first timed step.
+        compiles: what was compiled. ``reason``: why the newest one of a function that had code already was necessary.
+    """
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
+        self._reader = CompilationReader()
+        self.seconds: dict[str, float] | None = None
+        self.compiles = CompileTotals()
+        self.reason: str | None = None
+        self._compute = 0.0  # the run's compute at the last call
+        self._pending = 0.0  # compute that has not been split
+        self._compiled = 0.0  # compilations that have not been split from it
+        self._seen = [0, 0, 0, 0]
+        self._shares: list[float] = []  # of the newest timed steps
+
+    def update(self, compute_seconds: float) -> None:
+        """Split the compute since the last call. ``compute_seconds``: that of the run so far."""
+        self._pending += max(0.0, compute_seconds - self._compute)
+        self._compute = compute_seconds
+        compiled = self._read_compilations()
+        ns = [now - before for now, before in zip(self._tracker.compute.ns, self._seen, strict=True)]
+        self._seen = [before + new for before, new in zip(self._seen, ns, strict=True)]
+        if sum(ns) and not compiled:
+            self._shares = [part / sum(ns) for part in ns]
+        elif not compiled:
+            return  # until a step has been timed
+        compile_seconds = min(self._compiled, self._pending)
+        self._compiled, self._pending = 0.0, self._pending - compile_seconds
+        parts = self.seconds or dict.fromkeys(COMPUTE_PARTS, 0.0)
+        added = {COMPILE: compile_seconds}
+        if self._shares:
+            added |= {part: self._pending * share for part, share in zip(TIMED_PARTS, self._shares, strict=True)}
+            self._pending = 0.0
+        self.seconds = {part: parts[part] + added.get(part, 0.0) for part in COMPUTE_PARTS}
+
+    def _read_compilations(self) -> bool:
+        """Read what was compiled since the last call. Returns whether there was anything."""
+        new = self._reader.take()
+        for one in new:
+            self._compiled += one.seconds
+            again = dict(self.compiles.again_seconds)
+            if one.again:
+                again[one.function] = again.get(one.function, 0.0) + one.seconds
+                self.reason = one.reason or self.reason
+            before = self.compiles
+            self.compiles = CompileTotals(
+                before.count + 1, before.seconds + one.seconds, before.again + one.again, again
+            )
+        return bool(new)
+
+    def ask(self, totals: Totals, before: Totals) -> None:
+        """Time the next steps, if those between two totals were long enough."""
+        tracker, steps = self._tracker, totals.steps - before.steps
+        timer, on_host = tracker.compute, tracker.accelerator is None
+        usable = not timer.failed and (on_host or (timer.events is not None and tracker.gpu is not None))
+        if usable and steps and totals.compute_seconds - before.compute_seconds >= _SHORTEST_SECONDS * steps:
+            timer.wanted = _STEPS_AT_A_TICK
+            tracker.slow_path()
