@@ -216,11 +216,12 @@ def test_on_a_device_the_parts_are_those_of_its_time(host):
         plain(host)
         host.timer.end()
         assert host.timer.steps == 0  # the device has not reached the end of the step
+    made = device.made
     host.ns = device.busy_until
     host.timer.begin(host.ns)
     assert host.parts["backward"] == pytest.approx(300, rel=0.05)
     assert host.parts["optimizer"] == pytest.approx(100, rel=0.05)
-    assert device.made == 6  # they are used again
+    assert device.made == made >= 6  # they are used again
     device.place = DeviceStream(0, 7)
     plain(host)
     host.timer.end()

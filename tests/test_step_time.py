@@ -299,8 +299,10 @@ def test_the_line_of_a_thread_is_not_the_one_in_which_it_sleeps():
     sampler = sampled(*MODEL)
     sampler.threads[7] = thread
     assert "train.py:20" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
-    for _ in range(20):
+    for _ in range(60):
         thread.resting.add((LOOP,), 1_000_000, 1_000_000)
+    for _ in range(10):  # it has just got the GIL, and does not run yet
+        thread.resting.add((HELPER,), 1_000_000, 1_000_000)
     assert "metrics.py:5" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
 
 

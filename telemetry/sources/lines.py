@@ -371,7 +371,7 @@ _BUSY_THREAD: Final = 0.1
 _LOOK_NS: Final = 20_000
 """So long this thread keeps the GIL, to see whether another thread runs without it."""
 
-_RESTS: Final = 0.2
+_RESTS: Final = 0.6
 """A thread rests in a line if it is seen there while the GIL is free this often, relative to its other samples."""
 
 _MAX_LOOKED_AT: Final = 64
