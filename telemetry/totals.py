@@ -49,6 +49,7 @@ def _combined(operation: Callable[[Any, Any], Any], one: Any, other: Any) -> Any
     if type(one) in _NUMBERS:
         return operation(one, other)
     if isinstance(one, dict):
+        other = other or {}  # 0.0 stands for what had not been measured when `StallDetector.skip` was called
         keys = one if operation is sub else one | other
         return {key: operation(one.get(key, 0), other.get(key, 0)) for key in keys}
     if isinstance(one, tuple):

@@ -17,13 +17,14 @@ from telemetry.cli import main
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.causes import CAUSES, advise, shares_of
 from telemetry.diagnosis.costs import costs
-from telemetry.diagnosis.stalls import DetectedStall
+from telemetry.diagnosis.stalls import DetectedStall, StallDetector
 from telemetry.diagnosis.stragglers import held_up_by
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import Advice, Deliveries, ProcessSample, RankPace
 from telemetry.report.logs import load
-from telemetry.totals import together
+from telemetry.totals import Tick, Totals, together
+from telemetry.util.processes import identify
 from tests.monitored_rank import Run
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
@@ -294,6 +295,15 @@ def test_more_of_a_cause_s_evidence_never_turns_the_verdict_away_from_it(cause, 
         then = (*seen, more) if isinstance(seen, tuple) else (seen or 0.0) + more
         grown = costs(with_part(evidence, part, **{figure: then}))
         assert max(grown.values()) == grown[cause]
+
+
+def test_what_is_first_measured_after_skipped_time_is_counted():
+    """As the energy of a GPU, and the parts of the compute."""
+    detector = StallDetector(10, 0.2, 0.1, identify("r", None, {}))
+    detector.skip(Tick(Totals(wall_seconds=5.0)))
+    known = Totals(wall_seconds=6.0, gpu_energy_joules={"compute": 9.0}, compute_parts={"forward": 0.5})
+    detector.update(Tick(known))
+    assert detector._without_skipped(Tick(known)).totals.gpu_energy_joules == {"compute": 9.0}
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.0, 0.5))
