@@ -22,7 +22,7 @@ NOT_SHIPPED = {"__pycache__"}
 WANTED_FIELDS = (
     "Summary", "Author", "Requires-Python", "License-Expression", "License-File", "Keywords", "Classifier",
 )  # fmt: skip
-EXTRAS = {"demo", "html", "top", "dev"}
+EXTRAS = {"amd", "demo", "html", "top", "dev"}
 
 
 def main() -> int:
