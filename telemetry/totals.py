@@ -125,15 +125,8 @@ class SamplerTotals:
 
 @dataclass(frozen=True, slots=True)
 class CompileTotals:
-    """Compilations of ``torch.compile``.
+    """Compilations by ``torch.compile`` of functions that had been compiled already. ``again_seconds``: by function."""
 
-    Attributes:
-        count, seconds: all of them. ``again``: those of functions that had been compiled already.
-        again_seconds: their time, by function.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
     again: int = 0
     again_seconds: dict[str, float] = field(default_factory=dict)
 

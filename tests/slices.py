@@ -159,9 +159,7 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         garbage=GarbageTotals(
             part.garbage, part.garbage_wait, part.boundary_garbage, part.collections, part.younger_collections,
         ),
-        compiles=CompileTotals(
-            part.recompilations, sum(part.recompile_seconds.values()), part.recompilations, part.recompile_seconds
-        ),
+        compiles=CompileTotals(part.recompilations, part.recompile_seconds),
         own=OwnTotals(
             part.timed_fetch, part.timed_fetch_cpu, part.releases, part.release, part.samples, part.in_sync,
         ),

@@ -28,7 +28,7 @@ class ComputeSplit:
 
     Attributes:
         seconds: seconds by part, of the compute that has been split; None before the first timed step.
-        compiles: what was compiled. ``reason``: why the newest one of a function that had code already was necessary.
+        compiles: what was compiled again. ``reason``: the check that failed in the newest one.
     """
 
     def __init__(self, tracker: StepTracker) -> None:
@@ -72,10 +72,7 @@ class ComputeSplit:
             if one.again:
                 again[one.function] = again.get(one.function, 0.0) + one.seconds
                 self.reason = one.reason or self.reason
-            before = self.compiles
-            self.compiles = CompileTotals(
-                before.count + 1, before.seconds + one.seconds, before.again + one.again, again
-            )
+            self.compiles = CompileTotals(self.compiles.again + one.again, again)
         return bool(new)
 
     def ask(self, totals: Totals, before: Totals) -> None:
