@@ -4,8 +4,11 @@
 
 Segments with and without the agent alternate in one process, in a new order for each pair, and each begins a new
 iteration of the loader. A pair gives one ratio of step times, one of the CPU times of the training thread, which other
-programs of the machine disturb less, and the CPU time of the agent's threads, too, as a share of the step. The last
-column is what the agent itself reports for a step: its hooks, and its threads.
+programs of the machine disturb less, and the CPU time of the agent's threads, too, as a share of the step. Where the
+allocator puts the tensors changes a segment by several per cent, with or without the agent. So these need many pairs.
+
+The last column is what the agent itself reports for a step of the measured part: its hooks (also as a share of the
+step), and its threads.
 
 With ``--stalled``, the window of a stall is so short that one is open in most of the segment: waits for such batches
 are long. Then the agent also samples the training thread.
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 TENSORS: Final = 500
 _STEP_SECONDS: Final = 0.001
-_SETTLE_SECONDS: Final = 1.5
+_SETTLE_SECONDS: Final = 3.0
 _SKIPPED: Final = 50
 
 
@@ -78,46 +81,49 @@ class Loop:
         self.optimizer.zero_grad()
         return batch
 
-    def run(self, settle: float, seconds: float) -> Costs:
-        """Run steps, of which those after ``settle`` seconds are measured."""
+    def run(self, settle: float, seconds: float, running: Any = None) -> Costs:
+        """Run steps, of which those after ``settle`` seconds are measured. ``running``: the agent, if there is one."""
         iterator, kept = iter(self.loader), None
         until = time.perf_counter() + settle
         while time.perf_counter() < until:
             kept = self._step(iterator)
-        steps, before = 0, _clocks()
-        until = before[0] + seconds
+        steps, before = 0, Costs.of(running)
+        until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             kept = self._step(iterator)  # the batch is freed when the next one replaces it, as in a ``for`` loop
             steps += 1
         del kept
-        return Costs(*((now - then) / steps for now, then in zip(_clocks(), before, strict=True)))
-
-
-def _clocks() -> tuple[float, float, float]:
-    """The wall clock, the CPU time of this thread and that of all other threads."""
-    own = time.thread_time()
-    return time.perf_counter(), own, time.process_time() - own
+        return Costs(*((now - then) / steps for now, then in zip(Costs.of(running), before, strict=True)))
 
 
 class Costs(NamedTuple):
-    """Seconds of a step: on the wall clock, CPU seconds of the training thread, and of all other threads."""
+    """Seconds of a step, or up to now.
+
+    Attributes:
+        wall: on the wall clock.
+        thread: CPU seconds of the training thread. ``others``: of all other threads.
+        hooks: seconds that the agent reports for its hooks. ``agent``: for its own threads.
+    """
 
     wall: float
     thread: float
     others: float
+    hooks: float
+    agent: float
+
+    @classmethod
+    def of(cls, running: Any) -> Costs:
+        """The costs up to now."""
+        own = time.thread_time()
+        reported = {"training": 0.0, "agent": 0.0} if running is None else running.overhead.seconds()
+        others = time.process_time() - own
+        return cls(time.perf_counter(), own, others, reported["training"], reported["agent"])
 
 
-class Segment(NamedTuple):
-    """A step of a segment, and the seconds that the agent reports for it by thread."""
-
-    costs: Costs
-    reported: dict[str, float]
-
-
-def segment(loop: Loop, seconds: float, *, agent: bool, window: float = 30.0) -> Segment:
+def segment(loop: Loop, seconds: float, *, agent: bool, window: float = 30.0) -> Costs:
     """Run one segment."""
     if not agent:
-        return Segment(loop.run(_SETTLE_SECONDS, seconds), {})
+        return loop.run(_SETTLE_SECONDS, seconds)
     import telemetry
 
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
@@ -125,14 +131,12 @@ def segment(loop: Loop, seconds: float, *, agent: bool, window: float = 30.0) ->
             run_dir, port="off", start_line=False, end_line=False, max_snapshots=0, stall_window_seconds=window
         )
         try:
-            costs = loop.run(_SETTLE_SECONDS, seconds)
-            steps = running.accounting.stats.steps
-            return Segment(costs, {name: spent / steps for name, spent in running.overhead.seconds().items()})
+            return loop.run(_SETTLE_SECONDS, seconds, running)
         finally:
             telemetry.stop()
 
 
-def compare(loop: Loop, pairs: int, seconds: float, window: float) -> list[tuple[Segment, Segment]]:
+def compare(loop: Loop, pairs: int, seconds: float, window: float) -> list[tuple[Costs, Costs]]:
     """Pairs of segments without and with the agent."""
     found = []
     for _ in range(pairs):
@@ -160,17 +164,17 @@ def main() -> None:
             print(_row("mapping" if mapping else "list", workers, pairs), flush=True)
 
 
-def _row(kind: str, workers: int, pairs: list[tuple[Segment, Segment]]) -> str:
-    both = [(bare.costs, agent.costs) for bare, agent in pairs]
+def _row(kind: str, workers: int, both: list[tuple[Costs, Costs]]) -> str:
     more = (
         [100 * (agent.wall / bare.wall - 1) for bare, agent in both],
         [100 * (agent.thread / bare.thread - 1) for bare, agent in both],
         [100 * (agent.thread + agent.others - bare.thread - bare.others) / bare.wall for bare, agent in both],
     )
     spreads = (f"{statistics.median(of):.2f} % ({percentile(of, 0.1):.2f} to {percentile(of, 0.9):.2f})" for of in more)
-    reported = [1e6 * statistics.median(agent.reported[name] for _, agent in pairs) for name in ("training", "agent")]
-    step = f"{1e6 * statistics.median(bare.wall for bare, _ in both):.0f}"
-    return " | ".join([f"| {kind}", str(workers), step, *spreads, "{:.1f} + {:.1f} |".format(*reported)])
+    step = statistics.median(bare.wall for bare, _ in both)
+    hooks, own = (statistics.median(of) for of in zip(*((agent.hooks, agent.agent) for _, agent in both), strict=True))
+    reported = f"{1e6 * hooks:.1f} ({100 * hooks / step:.2f} %) + {1e6 * own:.1f} |"
+    return " | ".join([f"| {kind}", str(workers), f"{1e6 * step:.0f}", *spreads, reported])
 
 
 if __name__ == "__main__":

@@ -162,6 +162,21 @@ def test_a_collection_in_a_step_is_counted(observed):
     assert observed.garbage.ns > 0
 
 
+def test_what_the_callback_costs_is_counted_once(observed):
+    cost = observed.garbage.cost_ns
+    gc.disable()
+    try:
+        start = time.perf_counter_ns()
+        for _ in range(20):
+            gc.collect()
+        took = time.perf_counter_ns() - start
+        counted = observed.garbage.cost_ns - cost
+        assert 0 < counted < took
+        assert observed.garbage.cost_ns - cost == counted
+    finally:
+        gc.enable()
+
+
 def collect_until(done: threading.Event) -> None:
     while True:
         gc.collect()
