@@ -21,12 +21,12 @@ from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.memory import MemoryGrowth
-from telemetry.hooks.worker_block import FETCH_BUCKETS
 from telemetry.node.board import RankHead, RankState
 from telemetry.node.metrics import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
     COMPUTE_PARTS,
+    FETCH_BUCKETS,
     MEMORY_PARTS,
     CollectorHealth,
     Deliveries,

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from telemetry.diagnosis.hangs import Collective, HangState, decide, with_sentence
+from telemetry.diagnosis.hangs import HangState, decide, with_sentence
 from telemetry.node import peers
 from telemetry.node.peers import JobExchange, NodeReport, candidates, of_node
-from telemetry.records import RankPace
+from telemetry.records import Collective, RankPace
 from telemetry.util.files import read_small, replace_file
 
 if TYPE_CHECKING:

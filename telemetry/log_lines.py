@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_args
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from telemetry.diagnosis.findings import FindingKind
-from telemetry.diagnosis.growth import StepTrend
-from telemetry.records import COMPUTE, DATA_WAIT, Advice, Epochs, HotLine, OtherCause
+from telemetry.records import COMPUTE, DATA_WAIT, Advice, Epochs, FindingKind, HotLine, OtherCause, StepTrend
 from telemetry.util.clock import iso_time
 from telemetry.util.files import read_small
 

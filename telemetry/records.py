@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
+
+from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,6 +110,20 @@ SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
 """Why a run takes no more snapshots: the values of the ``reason`` label. ``slower``: steps stayed slower after one."""
 
 
+FindingKind = Literal[
+    "threads_oversubscribed",
+    "gil_held",
+    "host_work",
+    "reader_thread",
+    "own_gc_collect",
+    "iterator_per_step",
+    "empty_workers",
+    "duplicate_samples",
+    "step_growth",
+    "evaluation_loader",
+]
+
+
 # -- distributions -----------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +134,11 @@ class Histogram:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+
+FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
+"""Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
+highest bit of the nanoseconds."""
 
 
 # -- the results of reading the ring: steps, phases and checkpoints ----------------------------------------------------
@@ -595,7 +616,26 @@ class LoaderTraits(msgspec.Struct, frozen=True):
     code: tuple[str, int, str] | None = msgspec.field(name="sample_code", default=None)
 
 
-# -- what the log and the reports contain: advice, lines of code, stalls ----------------------------------------------
+# -- the newest collective of a rank, as its flight recorder has it ---------------------------------------------------
+
+
+class Collective(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The newest collective of a rank.
+
+    Attributes:
+        name: its name, such as ``all_reduce``; empty if only its number is known.
+        sequence: its number in its process group; None if nothing counts them.
+        group: name of the process group; empty if unknown.
+        shapes: shapes and types of its tensors, as text; empty if unknown.
+    """
+
+    name: str
+    sequence: int | None = None
+    group: str = ""
+    shapes: str = ""
+
+
+# -- what the log and the reports contain: advice, lines of code, stalls, the trend of a short run ---------------------
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -764,3 +804,26 @@ class StallRecord(msgspec.Struct, kw_only=True):
         """Its fields in the log and for the user's callback, all plain. What has not happened is absent."""
         fields = msgspec.to_builtins(self, enc_hook=repr)
         return {name: value for name, value in fields.items() if name == "exposed_wait_ratio" or value is not None}
+
+
+STEADY: Final = "steady"
+GROWS: Final = "grows"
+FASTER: Final = "faster"
+UNCLEAR: Final = "unclear"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrend:
+    """How the steps of a short run have changed from its begin to its end.
+
+    Attributes:
+        kind: `STEADY`; `GROWS`: slower all the time; `SLOWER` and `FASTER`: in another way, as by a single jump;
+            `UNCLEAR`: they scatter too much to tell.
+        before_seconds, after_seconds: duration of a step at both ends, without the first steps.
+        loop_seconds: seconds of the training loop between them.
+    """
+
+    kind: str
+    before_seconds: float
+    after_seconds: float
+    loop_seconds: float

@@ -7,8 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from telemetry.diagnosis.causes import CAUSES, advise
-from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import Histogram, RankPace, WorkersSample
+from telemetry.records import FETCH_BUCKETS, Histogram, RankPace, WorkersSample
 from tests.slices import Slice, evidence_over
 
 IDLE = WorkersSample(

@@ -9,8 +9,7 @@ from msgspec import structs
 
 from telemetry.agent.stuck import StuckRank
 from telemetry.diagnosis.causes import advise
-from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import Histogram
+from telemetry.records import FETCH_BUCKETS, Histogram
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, with_workers
 from tests.slices import evidence_over, with_part
 

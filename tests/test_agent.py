@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.config import Config, SettingError
 from telemetry.hooks.loaders import LoaderRegistry
-from telemetry.hooks.worker_block import FETCH_BUCKETS, WorkerCounters
-from telemetry.records import GpuSample, StallRecord
+from telemetry.hooks.worker_block import WorkerCounters
+from telemetry.records import FETCH_BUCKETS, GpuSample, StallRecord
 from telemetry.report.logs import load
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError

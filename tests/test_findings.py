@@ -11,8 +11,8 @@ from msgspec import structs
 
 import telemetry
 from telemetry.cli import main
-from telemetry.diagnosis.findings import FINDINGS, Finding, FindingKind, by_weight
-from telemetry.records import Advice, HotLine
+from telemetry.diagnosis.findings import FINDINGS, Finding, by_weight
+from telemetry.records import Advice, FindingKind, HotLine
 from telemetry.report.logs import load
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
 from tests.running_agent import log_lines

@@ -11,9 +11,10 @@ import pytest
 from benchmarks.change_series import STEADY
 from benchmarks.step_series import Loop, ticks
 from telemetry.agent.findings import ChangeMonitor
-from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, UNCLEAR, GrowthDetector, growth_finding
 from telemetry.diagnosis.growth import STEADY as STEADY_TREND
+from telemetry.diagnosis.growth import GrowthDetector, growth_finding
 from telemetry.diagnosis.lines import LineShare
+from telemetry.records import FASTER, GROWS, SLOWER, UNCLEAR
 from telemetry.util.profiles import StackProfile
 from telemetry.util.stacks import Spot
 

@@ -20,8 +20,9 @@ from telemetry.agent.stuck import (
     stuck_cause,
 )
 from telemetry.diagnosis.causes import CAUSES
-from telemetry.diagnosis.hangs import ENDED, GONE, LEFT, STOPPED, Collective, HangState, decide, with_sentence
+from telemetry.diagnosis.hangs import ENDED, GONE, LEFT, STOPPED, HangState, decide, with_sentence
 from telemetry.log_lines import Suspect, WaitingRanges
+from telemetry.records import Collective
 from telemetry.util.text import named, ranges
 from tests.slice_cases import STARVED, a_slice
 from tests.slices import Detector

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from telemetry.diagnosis.hangs import Collective, HangState
+from telemetry.diagnosis.hangs import HangState
 from telemetry.node import peers
 from telemetry.node.board import Board, Numbers
 from telemetry.node.peers import JobExchange, JobLink, NodeReport, candidates, read_report
-from telemetry.records import RankPace
+from telemetry.records import Collective, RankPace
 from telemetry.util import threads
 from telemetry.util.clock import NS
 from telemetry.util.errors import ErrorLog

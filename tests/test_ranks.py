@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from telemetry.agent.job_hang import JobHang
-from telemetry.diagnosis.hangs import Collective, HangState
+from telemetry.diagnosis.hangs import HangState
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
 from telemetry.hooks.ring import Ring
@@ -19,7 +19,7 @@ from telemetry.hooks.tracker import StepTracker
 from telemetry.log_lines import fields_of
 from telemetry.node.board import Board
 from telemetry.node.peers import candidates, of_node
-from telemetry.records import CHECKPOINT, HostSample, ProcessSample, RankPace
+from telemetry.records import CHECKPOINT, Collective, HostSample, ProcessSample, RankPace
 from telemetry.sources.lines import ThreadSamples
 from telemetry.util.clock import NS, WallClock
 from telemetry.util.processes import Identity

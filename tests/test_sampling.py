@@ -15,18 +15,20 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.ticks import BetweenTicks
 from telemetry.diagnosis.lines import line_shares
+from telemetry.hooks import worker_lines
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.hooks.worker import WorkerProbe
 from telemetry.hooks.worker_block import WorkerBlock
-from telemetry.sources import lines as sampling
+from telemetry.hooks.worker_lines import SampleBursts, WorkerSampler
 from telemetry.sources.lines import LineSampler, StepSampler, ThreadSampler
 from telemetry.sources.proc import is_running
-from telemetry.util import gil, threads
+from telemetry.util import gil, sample_times, threads
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import ErrorLog
 from telemetry.util.gil import SWITCH_SECONDS, GilTurns, restore_switch_interval, shorten_switch_interval, thread_waits
 from telemetry.util.profiles import FETCH, LATE_WAITS, STEP, WAIT, AttributedSamples, StackProfile
+from telemetry.util.sample_times import SampleTimes
 from telemetry.util.stacks import Spot
 from tests.running_agent import at_work, wait_for
 
@@ -164,7 +166,7 @@ def test_a_forked_child_has_the_usual_interval(interval):
 
 
 def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
-    times = sampling.SampleTimes(0.01)
+    times = SampleTimes(0.01)
     at_once, late = times.weight_ns(5 * NS, 5 * NS), times.weight_ns(5 * NS, 5 * NS + NS // 4)
     assert at_once == NS // 100
     assert late == at_once + NS // 4
@@ -174,8 +176,8 @@ def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
 def test_a_worker_with_many_fetches_per_second_is_sampled_in_bursts():
     """The rest makes up for the part of the time: fetches that are sampled are about as many as with few per second."""
     for rate, part in ((5, 1.0), (12.5, 1.0), (25, 0.5), (125, 0.1), (1000, 0.1)):
-        times = sampling.SampleTimes(0.01)
-        bursts = sampling.SampleBursts(times, 0, 7)
+        times = SampleTimes(0.01)
+        bursts = SampleBursts(times, 0, 7)
         usual, share = times.weight_ns(0, 0), times.max_share
         assert bursts.rest(NS // 100) is None
         assert bursts.rest(NS // 5) == 0, "the rate is not known yet"
@@ -195,7 +197,7 @@ def test_a_worker_with_many_fetches_per_second_is_sampled_in_bursts():
 
 
 def test_gaps_are_random_and_their_mean_is_the_weight():
-    times = sampling.SampleTimes(0.01)
+    times = SampleTimes(0.01)
     gaps = [times.gap() for _ in range(20_000)]
     assert sum(gaps) / len(gaps) == pytest.approx(0.01, rel=0.05)
     assert len(set(gaps)) > 19_000
@@ -204,8 +206,8 @@ def test_gaps_are_random_and_their_mean_is_the_weight():
 def test_gaps_grow_until_samples_cost_less_than_1_percent(monkeypatch):
     """Samples of 1 ms of CPU, and then of 0.01 ms."""
     spent = iter([*range(0, 101_000_000, 1_000_000), *range(100_010_000, 2_000_000_000, 10_000)])
-    monkeypatch.setattr(sampling, "thread_time_ns", lambda: next(spent))
-    times = sampling.SampleTimes(0.01)
+    monkeypatch.setattr(sample_times, "thread_time_ns", lambda: next(spent))
+    times = SampleTimes(0.01)
     for _ in range(100):
         times.taken()
     mean = times.weight_ns(0, 0) / NS
@@ -409,12 +411,12 @@ def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
             waited.append(waits)
             fetches.add(fetch)
 
-    monkeypatch.setattr(sampling, "AttributedSamples", Recording)
-    monkeypatch.setattr(sampling, "fetch_part", lambda stack: stack)
+    monkeypatch.setattr(worker_lines, "AttributedSamples", Recording)
+    monkeypatch.setattr(worker_lines, "fetch_part", lambda stack: stack)
     block = WorkerBlock(1)
     block.ask_samples(1, now_ns() + 600 * NS)
     block.counters(0).fetching_since_ns = 1
-    sampling.WorkerSampler(block, 0).ask()
+    WorkerSampler(block, 0).ask()
     (thread,) = [each for each in threads._running.values() if each.name == "telemetry-lines"]
     try:
         wait_for(lambda: sorted(numbers) and max(waited, default=0) >= LATE_WAITS, 60)

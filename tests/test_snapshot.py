@@ -15,12 +15,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
+from telemetry.agent import snapshots
+from telemetry.agent.snapshots import StepWatch
 from telemetry.config import Config
 from telemetry.records import RECORDED
-from telemetry.snapshot import agree, command, control
+from telemetry.snapshot import agree, command
 from telemetry.snapshot.agree import Agreement, Answer, InvalidMessageError, Plan, Request, Result, Trigger
 from telemetry.snapshot.command import snapshot
-from telemetry.snapshot.control import StepWatch
 from telemetry.util import files
 from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
@@ -444,7 +445,7 @@ def test_a_whole_run_with_the_fetches_of_its_workers(agent, capfd):
 
 
 def test_a_trace_without_a_kernel_is_told_where_a_gpu_trains(agent, monkeypatch):
-    monkeypatch.setattr(control, "on_gpu", lambda: True)
+    monkeypatch.setattr(snapshots, "on_gpu", lambda: True)
     recorded(agent, DataLoader(Numbers(100_000, seconds=0.02), num_workers=1), 3)
     (told,) = [line for line in log_lines(agent) if line["event"] == "error" and line["source"] == "snapshot"]
     assert "has no kernel of the GPU" in told["message"]
@@ -454,7 +455,7 @@ def test_a_trace_without_a_kernel_is_told_where_a_gpu_trains(agent, monkeypatch)
     ("setting", "gpu", "asked"), [("auto", False, 1), ("auto", True, 0), ("on", True, 1), ("off", False, 0)]
 )
 def test_a_stall_asks_for_none_on_a_gpu_unless_it_is_told_to(tmp_path, monkeypatch, setting, gpu, asked):
-    monkeypatch.setattr(control, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(snapshots, "on_gpu", lambda: gpu)
     quiet = {"port": "off", "interval_seconds": 30, "start_line": False}
     agent = telemetry.start(tmp_path, snapshot_settle_seconds=0, snapshot_on_stall=setting, **quiet)
     agent.snapshots.tick(SimpleNamespace(active_cause="uneven_batches", open_record=lambda: None))

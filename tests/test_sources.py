@@ -12,8 +12,7 @@ import psutil
 import pytest
 import torch
 
-from telemetry.diagnosis.hangs import Collective
-from telemetry.records import TorchMemorySample
+from telemetry.records import Collective, TorchMemorySample
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
 from telemetry.sources.flight_recorder import FlightRecorder

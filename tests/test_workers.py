@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from telemetry.hooks.loaders import Arrival
 from telemetry.hooks.worker import WorkerProbe
-from telemetry.hooks.worker_block import FETCH_BUCKETS, RECENT, WorkerBlock, WorkerCounters
+from telemetry.hooks.worker_block import RECENT, WorkerBlock, WorkerCounters
+from telemetry.records import FETCH_BUCKETS
 from telemetry.sources.proc import read_schedule
 from telemetry.sources.workers import Fetches, WorkersSource
 from telemetry.util.clock import now_ns

@@ -23,6 +23,7 @@ from telemetry.agent.findings import ChangeMonitor, FindingLog, StepMonitor, cha
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
+from telemetry.agent.snapshots import SnapshotControl
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.ticks import BetweenTicks, TickPace
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
@@ -38,7 +39,6 @@ from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
 from telemetry.records import LOADER_TIMEOUT
-from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.proc import planned_threads
 from telemetry.util.clock import NS, WallClock, now_ns

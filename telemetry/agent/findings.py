@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from telemetry.agent.log import EventLog
     from telemetry.diagnosis.changes import StepChange
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.diagnosis.findings import Finding, FindingKind
-    from telemetry.diagnosis.growth import StepGrowth, StepTrend
+    from telemetry.diagnosis.findings import Finding
+    from telemetry.diagnosis.growth import StepGrowth
     from telemetry.diagnosis.lines import LineShare
     from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import HotLine
+    from telemetry.records import FindingKind, HotLine, StepTrend
     from telemetry.sources.proc import ThreadLoad
     from telemetry.totals import Tick, Totals
 

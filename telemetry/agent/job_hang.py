@@ -13,12 +13,11 @@ from telemetry.diagnosis.hangs import (
     LEFT,
     SILENT,
     STOPPED,
-    Collective,
     HangState,
     decide,
     with_sentence,
 )
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, Collective
 from telemetry.sources.flight_recorder import FlightRecorder
 from telemetry.sources.proc import thread_state
 from telemetry.sources.stacks import (

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from telemetry.agent.collectors import CollectorPoller
     from telemetry.agent.totals import StallCounts, TotalsBuilder
     from telemetry.config import Config
-    from telemetry.diagnosis.growth import StepTrend
     from telemetry.diagnosis.memory import MemoryWatch
     from telemetry.log_lines import Line, RunStartLine
     from telemetry.node.endpoint import NodeService
+    from telemetry.records import StepTrend
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity

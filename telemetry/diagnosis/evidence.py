@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import Struct, field, to_builtins
 
-from telemetry.hooks.worker_block import FETCH_BUCKETS
-from telemetry.records import CHECKPOINT, EVALUATION, OTHER, LoaderSettings, LoaderTraits, RankPace, WindowPace
+from telemetry.records import (
+    CHECKPOINT,
+    EVALUATION,
+    FETCH_BUCKETS,
+    OTHER,
+    LoaderSettings,
+    LoaderTraits,
+    RankPace,
+    WindowPace,
+)
 from telemetry.totals import ROUNDING_SECONDS, Totals
 
 if TYPE_CHECKING:

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from telemetry.records import Advice, HotLine
+from telemetry.records import Advice, FindingKind, HotLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-FindingKind = Literal[
-    "threads_oversubscribed",
-    "gil_held",
-    "host_work",
-    "reader_thread",
-    "own_gc_collect",
-    "iterator_per_step",
-    "empty_workers",
-    "duplicate_samples",
-    "step_growth",
-    "evaluation_loader",
-]
 
 FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
     {

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.changes import FIRST_SECONDS, BlockBuilder, LoopBlock, clearness, part_levels
 from telemetry.diagnosis.findings import Finding
-from telemetry.records import COMPUTE, CUDA, DATA_WAIT, TRAINING, Advice
+from telemetry.records import (
+    COMPUTE,
+    CUDA,
+    DATA_WAIT,
+    FASTER,
+    GROWS,
+    SLOWER,
+    STEADY,
+    TRAINING,
+    UNCLEAR,
+    Advice,
+    StepTrend,
+)
 from telemetry.util.text import byte_size, duration, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
@@ -311,29 +323,6 @@ SHORT_RUN_SECONDS: Final = 900.0
 """A run with less time in its training loop gets a verdict on its trend. `ChangeDetector` judges longer ones."""
 
 _MIN_TREND: Final = 1.05
-
-STEADY: Final = "steady"
-GROWS: Final = "grows"
-SLOWER: Final = "slower"
-FASTER: Final = "faster"
-UNCLEAR: Final = "unclear"
-
-
-@dataclass(frozen=True, slots=True)
-class StepTrend:
-    """How the steps of a short run have changed from its begin to its end.
-
-    Attributes:
-        kind: `STEADY`; `GROWS`: slower all the time; `SLOWER` and `FASTER`: in another way, as by a single jump;
-            `UNCLEAR`: they scatter too much to tell.
-        before_seconds, after_seconds: duration of a step at both ends, without the first steps.
-        loop_seconds: seconds of the training loop between them.
-    """
-
-    kind: str
-    before_seconds: float
-    after_seconds: float
-    loop_seconds: float
 
 
 class GrowthDetector:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from telemetry.log_lines import ABSENT, HangLine, Suspect, WaitingRanges
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Collective
 from telemetry.util.text import named, ranges
 
 if TYPE_CHECKING:
@@ -44,22 +44,6 @@ UNKNOWN_HANG: Final = "unknown"
 
 HANG_KINDS: Final = (RANK_GONE, RANK_STOPPED, RANK_LEFT, FETCH, IN_COMPUTE, PHASE, MISMATCH, UNKNOWN_HANG)
 """Why a job hangs: the values of the ``kind`` label."""
-
-
-class Collective(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The newest collective of a rank.
-
-    Attributes:
-        name: its name, such as ``all_reduce``; empty if only its number is known.
-        sequence: its number in its process group; None if nothing counts them.
-        group: name of the process group; empty if unknown.
-        shapes: shapes and types of its tensors, as text; empty if unknown.
-    """
-
-    name: str
-    sequence: int | None = None
-    group: str = ""
-    shapes: str = ""
 
 
 class HangState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

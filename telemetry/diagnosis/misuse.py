@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.diagnosis.findings import FindingKind
+    from telemetry.records import FindingKind
 
 SPLIT: Final = "divide the data set's items among the workers: use get_worker_info() in its __iter__"
 

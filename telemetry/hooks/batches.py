@@ -21,8 +21,8 @@ from telemetry.hooks import loaders
 from telemetry.hooks.loaders import ON_THREAD, Arrival, BatchSource, LoaderHandle, own_value
 from telemetry.hooks.patching import WeakMap, forget_frame, unseen
 from telemetry.hooks.ring import BATCH, BEGINS, CLOSES, GAP, JOINS, OPENS, S_DATA_WAIT, STEP
-from telemetry.hooks.worker_block import FETCH_BUCKETS, RAISED, UNKNOWN_COUNT
-from telemetry.records import Histogram
+from telemetry.hooks.worker_block import RAISED, UNKNOWN_COUNT
+from telemetry.records import FETCH_BUCKETS, Histogram
 from telemetry.util.clock import NS
 from telemetry.util.errors import let_pass
 

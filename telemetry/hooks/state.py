@@ -128,6 +128,11 @@ class StepState(HotState):
         return self.category == r.S_COMPUTE
 
     @property
+    def evaluating(self) -> bool:
+        """Whether the training thread evaluates."""
+        return self.category == r.S_EVALUATION
+
+    @property
     def checkpointing(self) -> bool:
         """Whether a checkpoint is in progress on the training thread."""
         return self.in_phase and self.category == r.S_CHECKPOINT

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.batches import BatchCounter, fingerprint
 from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
-from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, RECENT, STACK_REQUEST, SharedArea, WorkerBlock
-from telemetry.sources.lines import WorkerSampler
+from telemetry.hooks.worker_block import EPOCHS, RECENT, STACK_REQUEST, SharedArea, WorkerBlock
+from telemetry.hooks.worker_lines import WorkerSampler
+from telemetry.records import FETCH_BUCKETS
 from telemetry.util import threads as fork_warning
 from telemetry.util.clock import now_ns
 from telemetry.util.errors import let_pass

@@ -11,12 +11,9 @@ import struct
 from ctypes import Array, Structure, c_int64, sizeof
 from typing import ClassVar, Final, NamedTuple
 
-from telemetry.util.clock import NS, now_ns
+from telemetry.records import FETCH_BUCKETS
+from telemetry.util.clock import now_ns
 from telemetry.util.files import LOWEST, identity_of, raised
-
-FETCH_BUCKETS: Final = tuple((1 << 20 + power) / NS for power in range(17))
-"""Upper bounds of the fetch histogram, seconds: 1.05 ms, doubling up to 68.7 s. So a worker finds the bucket from the
-highest bit of the nanoseconds."""
 
 EPOCHS: Final = 24
 """For this many epochs, the number of the first fetch is kept."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.growth import StepTrend
 from telemetry.log_lines import ChangedFigure, Number, Suspect
-from telemetry.records import Advice, Epochs, HotLine, StallRecord
+from telemetry.records import Advice, Epochs, HotLine, StallRecord, StepTrend
 from telemetry.trace.records import FlopsUsage, Suggestion
 
 

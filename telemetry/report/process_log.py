@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import structs
 
-from telemetry.diagnosis.findings import Finding, FindingKind, by_weight
+from telemetry.diagnosis.findings import Finding, by_weight
 from telemetry.log_lines import (
     ChangeLine,
     ErrorLine,
@@ -34,7 +34,7 @@ from telemetry.log_lines import (
     TotalsLine,
     WindowLine,
 )
-from telemetry.records import COMPUTE, DATA_WAIT, HotLine, StallRecord
+from telemetry.records import COMPUTE, DATA_WAIT, FindingKind, HotLine, StallRecord
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.hooks.worker_block import EPOCHS, FETCH_BUCKETS, WorkerCounters
-from telemetry.records import Deliveries, EpochOpenings, Histogram, WorkersSample
+from telemetry.hooks.worker_block import EPOCHS, WorkerCounters
+from telemetry.records import FETCH_BUCKETS, Deliveries, EpochOpenings, Histogram, WorkersSample
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
 from telemetry.totals import together
 from telemetry.util.clock import NS, now_ns

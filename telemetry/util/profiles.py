@@ -2,7 +2,8 @@
 
 A sample is one look at a thread's stack, and the time that it stands for. `StackProfile` has the time spent in each
 stack. A worker sends one, and the agent stores it. `AttributedSamples` makes one from samples of a worker's fetches,
-and gives late samples back to the call that made them late. `sources.lines` takes the samples.
+and gives late samples back to the call that made them late. `sources.lines` and `hooks.worker_lines` take
+the samples.
 """
 
 from __future__ import annotations

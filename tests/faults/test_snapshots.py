@@ -43,8 +43,8 @@ def test_many_snapshots_leave_nothing_behind_but_their_files(tmp_path):
         tmp_path,
         """
         from tests.faults.inside import own_threads
-        from telemetry.snapshot import control
-        control._MIN_STEPS = 1 << 30  # a busy machine may have slower steps afterwards
+        from telemetry.agent import snapshots
+        snapshots._MIN_STEPS = 1 << 30  # a busy machine may have slower steps afterwards
         before = dict(os.environ)
         layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
         start(interval_seconds=0.1, max_snapshots=1000, snapshot_disk_bytes=1 << 18)
