@@ -21,7 +21,7 @@ import msgspec
 
 from telemetry.diagnosis.changes import correlation
 from telemetry.log_lines import Scalar
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT
+from telemetry.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import Point, lost_by_cause, not_replaced, point_at, unix
 from telemetry.util.text import complain, duration, listed, percent, show, show_json, table
@@ -200,7 +200,8 @@ class Run:
         windows: windows after its first steps in which the training loop ran. ``steps``: steps in all of them.
         per_step_seconds: seconds of a rank for each of these steps, by category of the ledger.
         without_core_ratio: the share of the training loop that waited for a CPU core; None if that is not known.
-        causes: seconds lost in stalls for each step of the whole run, by cause.
+        causes: seconds lost in stalls for each step of the whole run, by cause. ``compute_seconds``: seconds of the
+            compute for each step of the whole run, by part; empty if it was not split.
         facts: known size, settings and environment by name; different values of the ranks are in one text.
         torn_lines: number of lines in its logs that could not be read.
         ended: whether all of its processes ended by themselves.
@@ -213,6 +214,7 @@ class Run:
     per_step_seconds: dict[str, float]
     without_core_ratio: float | None
     causes: dict[str, float]
+    compute_seconds: dict[str, float]
     facts: dict[str, Scalar]
     processes: Sequence[ProcessLog]
     torn_lines: int
@@ -250,11 +252,17 @@ class Run:
             },
             without_core_ratio=None if math.isnan(delay) else delay,
             causes={cause: s / all_steps for cause, s in lost_by_cause(processes).items()} if all_steps else {},
+            compute_seconds={part: s / all_steps for part, s in _by_part(processes).items()} if all_steps else {},
             facts=facts_of(processes),
             processes=processes,
             torn_lines=sum(process.torn_lines for process in logs),
             ended=all(process.ended for process in logs),
         )
+
+
+def _by_part(processes: Sequence[ProcessLog]) -> dict[str, float]:
+    split = [process.totals.compute_total_seconds for process in processes if process.totals.compute_total_seconds]
+    return {part: sum(each.get(part, 0.0) for each in split) for part in COMPUTE_PARTS} if split else {}
 
 
 def _points(processes: Sequence[ProcessLog]) -> list[list[Point]]:
@@ -365,7 +373,8 @@ class PairRatio(msgspec.Struct, frozen=True):
 class Comparison(msgspec.Struct, frozen=True):
     """B against A: the output of ``compare --json``. Unknown values are None.
 
-    docs/compare.md explains each field. ``notes``: what a reader must know about the logs and the runs.
+    docs/compare.md explains each field. ``compute_seconds``: empty unless the compute of all runs was split. ``notes``:
+    what a reader must know about the logs and the runs.
     """
 
     a: str
@@ -382,6 +391,7 @@ class Comparison(msgspec.Struct, frozen=True):
     differences: list[Fact]
     per_step_seconds: dict[str, Difference]
     causes: dict[str, Sides]
+    compute_seconds: dict[str, Sides]
     notes: list[str]
 
 
@@ -398,6 +408,7 @@ def compare_runs(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     found = mean_ratio(known, turns) if known else None
     low, high = found.interval if found else (1.0, 1.0)
     verdict = FASTER if low > 1 else SLOWER if high < 1 else NO_DIFFERENCE
+    split = all(run.compute_seconds for runs in sides for run in runs)
     delay = Sides(*(_mean(run.without_core_ratio for run in runs) for runs in sides))
     return Comparison(
         ", ".join(run.name for run in sides[0]),
@@ -416,7 +427,8 @@ def compare_runs(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
         steps=Sides(*(round(sum(run.steps for run in runs)) for runs in sides)),
         differences=_differences(*sides),
         per_step_seconds=_per_step(*sides),
-        causes=_causes(*sides),
+        causes=_by_name(*([run.causes for run in runs] for runs in sides)),
+        compute_seconds=_by_name(*([run.compute_seconds for run in runs] for runs in sides)) if split else {},
         notes=[*_notes(pairs, turns)],
     )
 
@@ -486,14 +498,15 @@ def _per_step(a: Sequence[Run], b: Sequence[Run]) -> dict[str, Difference]:
     return found
 
 
-def _causes(a: Sequence[Run], b: Sequence[Run]) -> dict[str, Sides]:
-    lost: dict[str, list[float]] = {}
+def _by_name(a: Sequence[Mapping[str, float]], b: Sequence[Mapping[str, float]]) -> dict[str, Sides]:
+    """The means of the runs of each side, the largest first."""
+    means: dict[str, list[float]] = {}
     for side, runs in enumerate((a, b)):
         for run in runs:
-            for cause, seconds in run.causes.items():
-                lost.setdefault(cause, [0.0, 0.0])[side] += seconds / len(runs)
-    order = sorted(sorted(lost), key=lambda cause: -max(lost[cause]))
-    return {cause: Sides(*(round(seconds, 9) for seconds in lost[cause])) for cause in order}
+            for name, seconds in run.items():
+                means.setdefault(name, [0.0, 0.0])[side] += seconds / len(runs)
+    order = sorted(sorted(means), key=lambda name: -max(means[name]))
+    return {name: Sides(*(round(seconds, 9) for seconds in means[name])) for name in order}
 
 
 def _notes(pairs: Sequence[tuple[Run, Run]], turns: int) -> Iterable[str]:
@@ -581,6 +594,7 @@ def render(found: Comparison) -> str:
         ]
         lines += ["", *table(["pair", "ratio", "95 % interval"], rows, names_first=True)]
     lines += _table("seconds for each step", found.per_step_seconds)
+    lines += _table("compute, for each step", found.compute_seconds)
     lines += _table("lost in stalls, for each step", found.causes)
     return "\n".join(lines) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 
 import telemetry
 from benchmarks.change_series import CHANGES, STEADY, changes_in
-from benchmarks.step_series import Loop
+from benchmarks.step_series import Loop, ticks
 from telemetry.cli import main
 from telemetry.diagnosis import changes as module
 from tests.running_agent import log_lines, scrape, wait_for
@@ -49,6 +50,26 @@ def test_a_lower_clock_of_the_gpu_is_named():
     _, change = only(changes_in(CHANGES["GPU clock 1980 to 1410 MHz"], 2 * HOUR, 3))
     clock = next(each for each in change["with"] if each["what"] == "gpu_clock_hertz")
     assert (round(clock["before"] / 1e6), round(clock["after"] / 1e6)) == (1980, 1410)
+
+
+def test_the_part_of_the_compute_that_takes_longer_is_named():
+    """All that a step takes longer is the optimizer's."""
+    detector, found, before, compute = module.ChangeDetector(), [], None, 0.0
+    for totals, _ in ticks(CHANGES["compute 12 % longer"], 2 * HOUR, random.Random(1)):
+        compute = totals.ledger_seconds["compute"]
+        before = compute if totals.wall_seconds < CHANGED else before
+        usual = before + (compute - before) / 1.12
+        parts = {
+            "forward": 0.3 * usual,
+            "backward": 0.5 * usual,
+            "optimizer": compute - 0.9 * usual,
+            "other": 0.1 * usual,
+        }
+        found.append(detector.tick(replace(totals, compute_parts=parts | {"compile": 0.0}), {}))
+    change = only([change for change in found if change is not None])
+    assert [each.what for each in change.companions] == ["compute_seconds", "optimizer_seconds"]
+    grown = [each.after - each.before for each in change.companions]
+    assert grown[1] == pytest.approx(grown[0], rel=0.1)
 
 
 def test_a_drift_over_hours_is_found():

@@ -281,6 +281,22 @@ def test_the_tables_are_means_of_all_runs(tmp_path, compared):
     assert result["causes"] == {"workers_cpu_bound": {"a": 0, "b": pytest.approx(80.0 / 8000 / 2, rel=0.02)}}
 
 
+def test_the_parts_of_the_compute_are_compared_if_all_runs_have_them(tmp_path, compared):
+    pairs = pairs_of(tmp_path, 1.0)
+    for run, backward in zip(pairs[0], (40.0, 48.0), strict=True):
+        parts = {"compute_total_seconds": {"forward": 16.0, "backward": backward, "optimizer": 0.0, "compile": 0.0}}
+        _, before, _ = compared(*pairs)
+        assert before["compute_seconds"] == {}
+        rewritten(run, lambda _, each, parts=parts: each.update(parts if each["event"] == "run_end" else {}))
+    _, result, text = compared(*pairs)
+    steps = result["steps"]["a"]
+    seconds = result["compute_seconds"]
+    assert list(seconds)[:2] == ["backward", "forward"]
+    assert seconds["backward"]["b"] / seconds["backward"]["a"] == pytest.approx(1.2)
+    assert seconds["backward"]["a"] == pytest.approx(40.0 / steps, rel=0.2)
+    assert "compute, for each step" in text
+
+
 def test_settings_of_all_runs_are_compared_and_notes_name_the_pair(tmp_path, compared):
     pairs = pairs_of(tmp_path, 1.0, python_version="3.12.1")
     pairs += pairs_of(tmp_path / "new", 1.0, python_version="3.13.0")

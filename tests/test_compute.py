@@ -228,19 +228,32 @@ def test_on_a_device_the_parts_are_those_of_its_time(host):
     assert host.timer.steps == 1, "a step on two streams"
 
 
-def test_a_device_that_fails_is_not_used_again(host):
+@pytest.mark.parametrize("call", ["first", "inside", "last", "read"])
+def test_a_device_that_fails_is_not_used_again(host, call):
     class Failing(Stream):
+        recorded = 0
+
         def record(self, event) -> None:
-            if self.made > 2:
+            self.recorded += 1
+            if self.recorded == {"first": 1, "inside": 3, "last": 6}.get(call):
                 raise RuntimeError("CUDA error")
             super().record(event)
 
+        def event(self):
+            event = super().event()
+            if call == "read":
+                event.elapsed_time = lambda _: 1 / 0
+            return event
+
     host.timer.events = Failing(host)
-    host.timer.begin(host.ns)
-    plain(host)
-    host.timer.end()
+    host.timer.wanted = 3
+    for _ in range(3):
+        if host.timer.wanted:
+            host.timer.begin(host.ns)
+        plain(host)
+        host.timer.end()
     assert host.timer.failed
-    assert (host.state.errors, host.timer.wanted) == (1, 0)
+    assert (host.state.errors, host.timer.wanted, host.timer.steps) == (1, 0, 0)
     host.state.errors = 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from top_screens import FRAME
 
 from telemetry.top.endpoints import Endpoints, ScrapeError, fetch
 from telemetry.top.view import State
@@ -18,6 +19,7 @@ def exposition(seconds: float, *, wait: float = 0.0, cause: str = "", rank: int 
         f"training_steps_total{{{labels}}} {10 * seconds}",
         f'training_time_seconds_total{{{labels},category="data_wait"}} {wait}',
         f'training_time_seconds_total{{{labels},category="compute"}} {seconds - wait}',
+        f'training_compute_seconds_total{{{labels},part="backward"}} {0.6 * (seconds - wait)}',
         f"training_exposed_wait_seconds_total{{{labels}}} {wait}",
         f'training_gpu_utilization_ratio{{{labels},gpu="0",uuid="u"}} 0.42',
         f'training_stall_active{{{labels},cause="gc_pause"}} {int(cause == "gc_pause")}',
@@ -39,6 +41,9 @@ def test_a_rank_between_two_expositions():
     assert row.wait_ratio == pytest.approx(0.6)
     assert row.per_second("steps") == pytest.approx(10)
     assert row.gpu.utilization_ratio == 0.42
+    assert "compute: backward 60 %, not split 40 %" in "".join(
+        text for line in FRAME.rank_lines(row, 80, 0.0) for text, _ in line
+    )
     assert view.headline.text.startswith("Starved: rank 0 spent 60 % of its training loop waiting for data")
     assert view.notes == ("nothing is known of rank 1: the job has 2 ranks",)
 

@@ -218,6 +218,14 @@ def with_screen(test, *rows, snapshots=True, size=(80, 24), **more):
     return app.return_code, requests
 
 
+def test_a_rank_shows_where_its_compute_goes():
+    parts = {"forward": 0.9, "backward": 1.5, "optimizer": 0.3, "compile": 0.0, "other": 0.3}
+    shown = replace(row(1), totals=TotalsLine(ledger_total_seconds=LEDGER, compute_total_seconds=parts))
+    text = text_of(FRAME.rank_lines(shown, 80, NOW))
+    assert "compute: forward 30 %, backward 50 %, optimizer 10 %, other 10 %" in text
+    assert "compute:" not in text_of(FRAME.rank_lines(row(1), 80, NOW))
+
+
 def test_keys_open_a_rank_and_go_back():
     async def test(screen):
         assert "> " in await screen.press("down")

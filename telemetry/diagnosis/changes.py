@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION
+from telemetry.records import CHECKPOINT, COMPUTE, COMPUTE_PARTS, DATA_WAIT, EVALUATION
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -146,6 +146,7 @@ class BlockBuilder:
         }
         signals = {name: total / count for name, (total, count) in self._signals.items()}
         signals |= {name: value for name, value in known.items() if value is not None}
+        signals |= {f"{part}_seconds": spent / added.steps for part, spent in (added.compute_parts or {}).items()}
         self._start, self._signals = totals, {}
         wait = max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds)
         ended = max(0.0, wait + added.compute_seconds - added.open_step_seconds)  # long steps fit in no block exactly
@@ -202,6 +203,9 @@ MAX_COMPANIONS: Final = 5
 _MIN_COMPANION_RATIO: Final = 1.05
 _MIN_COMPANION_SHARE: Final = 0.05
 """A share of the time has changed with the steps if it differs by this much; any other figure by that factor."""
+
+_PARTS: Final = tuple(f"{part}_seconds" for part in COMPUTE_PARTS)
+"""Seconds of a step by part of the compute. Only the part that has changed most is told."""
 
 _COMPANION_MINIMA: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
 """Least differences of these figures in addition to the factor."""
@@ -426,7 +430,9 @@ def _companions(before: Sequence[LoopBlock], after: Sequence[LoopBlock]) -> list
         if enough and outside and high - low >= _COMPANION_MINIMA.get(name, 0.0):
             found.append((size, companion))
     found.sort(key=lambda each: -each[0])
-    return [companion for _, companion in found[:MAX_COMPANIONS]]
+    companions = [companion for _, companion in found]
+    parts = sorted((each for each in companions if each.what in _PARTS), key=lambda each: abs(each.after - each.before))
+    return [each for each in companions if each not in parts[:-1]][:MAX_COMPANIONS]
 
 
 def part_levels(blocks: Sequence[LoopBlock]) -> tuple[float, float]:

@@ -118,8 +118,8 @@ class ComputeTimer:
             patches, self._patches = self._patches, None
             self._place(patches)
         self._collect()
-        if self._pending:
-            return  # the device is behind
+        if self._pending or self.failed:
+            return  # the device is behind, or has failed
         self.wanted -= 1
         self._marks, self._inside, self._stream = [], [], None
         self.running = True
@@ -198,6 +198,8 @@ class ComputeTimer:
             event = self._free.pop()
             events.record(event)
             self._marks.append(_Mark(part, at, event))
+        except Exception as error:
+            self.fail(error)
         finally:
             events.end()
             self._state.overhead_ns += now_ns() - began
@@ -211,6 +213,9 @@ class ComputeTimer:
             if events.begin() is None or not marks[-1].event.query():
                 return
             took = [(mark.part, int(mark.event.elapsed_time(later.event) * 1e6)) for mark, later in pairwise(marks)]
+        except Exception as error:
+            self.fail(error)
+            return
         finally:
             events.end()
         self._pending = []

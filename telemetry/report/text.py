@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.growth import FASTER, GROWS, SLOWER, STEADY, UNCLEAR
 from telemetry.diagnosis.verdict import growth_text, trace_text
-from telemetry.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT
+from telemetry.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT, FASTER, GROWS, SLOWER, STEADY, UNCLEAR
 from telemetry.report.attempts import ASSUMED
 from telemetry.report.process_log import unix
 from telemetry.util.files import open_regular
@@ -25,7 +24,7 @@ from telemetry.util.text import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
     from telemetry.log_lines import ChangedFigure
@@ -240,6 +239,11 @@ _TAKES: Final = {
     "data_wait_seconds": "waiting for data takes",
     "compute_seconds": "compute takes",
     "fetch_seconds": "fetches take",
+    "forward_seconds": "the forward pass takes",
+    "backward_seconds": "the backward pass takes",
+    "optimizer_seconds": "the optimizer takes",
+    "compile_seconds": "compilation takes",
+    "other_seconds": "the rest of the compute takes",
 }
 _NAMES: Final = {
     "gpu_clock_hertz": "GPU clock",
@@ -348,10 +352,17 @@ def _compute(ranks: Sequence[Rank]) -> str:
     """Where the compute went, over all ranks; empty if no step was timed."""
     split = [rank for rank in ranks if sum(rank.compute_seconds.values()) > 0]
     parts = {part: sum(rank.compute_seconds.get(part, 0.0) for rank in split) for part in COMPUTE_PARTS}
-    total = sum(rank.ledger[COMPUTE] for rank in split)
-    parts["not split"] = total - sum(parts.values())
-    shares = [f"{part} {rounded_percent(each / total)}" for part, each in parts.items() if each > _LEAST_PART * total]
-    return f"compute: {', '.join(shares)}; an estimate from timed steps" if split else ""
+    if not split:
+        return ""
+    return f"{compute_shares(parts, sum(rank.ledger[COMPUTE] for rank in split))}; an estimate from timed steps"
+
+
+def compute_shares(parts: Mapping[str, float], total: float) -> str:
+    """The shares of the parts, in seconds, of the compute. ``total``: its seconds."""
+    split = [(part, parts.get(part, 0.0)) for part in COMPUTE_PARTS]
+    split.append(("not split", total - sum(seconds for _, seconds in split)))
+    shares = [f"{part} {rounded_percent(each / total)}" for part, each in split if each > _LEAST_PART * total]
+    return f"compute: {', '.join(shares)}"
 
 
 def _epochs(ranks: Sequence[Rank]) -> str:

@@ -50,6 +50,7 @@ _SAMPLES: Final = "training_samples_total"
 _TOKENS: Final = "training_tokens_total"
 _BY_LABEL: Final = {
     "training_time_seconds_total": "category",
+    "training_compute_seconds_total": "part",
     "training_stall_lost_seconds_total": "cause",
     "training_stall_active": "cause",
     "training_hang_active": "kind",
@@ -241,6 +242,7 @@ class Endpoints:
         totals = TotalsLine(
             ledger_total_seconds=ledger,
             wall_seconds=sum(ledger.values()),
+            compute_total_seconds=dict(scraped.by_label.get("training_compute_seconds_total", {})),
             stall_lost_total_seconds=scraped.by_label.get("training_stall_lost_seconds_total", {}),
             steps_total=scraped.whole(_STEPS),
             samples_total=scraped.whole(_SAMPLES),

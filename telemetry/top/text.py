@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from telemetry.diagnosis.verdict import BAD, GOOD
 from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 from telemetry.report.process_log import unix
-from telemetry.report.text import advice_lines, stall_section
+from telemetry.report.text import advice_lines, compute_shares, stall_section
 from telemetry.top.view import STATES, Choice, State, clock
 from telemetry.util.text import binary_size, byte_size, duration, one_line, percent, plain_number, rough_duration
 
@@ -321,6 +321,9 @@ class Frame:
             size = round(max(0, min(30, width - 46)) * now_in / recent) if recent else 0
             figures = f"{SHORT[category]:<12}   {shares[0]:>12}{shares[1]:>14}   "
             lines.append(((figures, ""), *(self._bar({category: now_in}, size) if size else ())))
+        parts, compute = row.totals.compute_total_seconds, row.totals.ledger_total_seconds.get(COMPUTE, 0.0)
+        if parts and compute:
+            lines.append(((self._cell(compute_shares(parts, compute), width), ""),))
         for stall in reversed(row.stalls[-_MAX_STALLS:]):
             lines.append(())
             for text in stall_section(stall):
