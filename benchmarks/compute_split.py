@@ -122,7 +122,7 @@ def measured(kind: str, seconds: float) -> tuple[dict[str, float], dict[str, flo
             ns = list(running.tracker.compute.ns)
         finally:
             telemetry.stop()
-    return tuple(_shares(each) for each in (loop.timers.seconds, dict(zip(_PARTS, ns, strict=True))))
+    return _shares(loop.timers.seconds), _shares(dict(zip(_PARTS, ns, strict=True)))
 
 
 def _shares(seconds: dict[str, float]) -> dict[str, float]:
