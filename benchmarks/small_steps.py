@@ -21,11 +21,13 @@ import random
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks import machine
 from benchmarks.spread import percentile
 
 if TYPE_CHECKING:
@@ -152,16 +154,34 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each segment")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
     parser.add_argument("--stalled", action="store_true")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="write the table there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
-    print("| batch | workers | us of a step | longer by | CPU of the training thread | of all threads | reported, us |")
-    print("|---|---|---|---|---|---|---|")
+    about = machine.describe()
+    lines = [
+        "# Short steps with hundreds of small tensors",
+        "",
+        (
+            f"Measured by `python -m benchmarks.small_steps` on {about['cpu']}, {about['cores']} cores shared with "
+            f"other work; Python {about['python']}, torch {about['torch']}. Medians of {options.pairs} pairs of "
+            f"{options.seconds:.0f} s, with the 10th to the 90th percentile."
+        ),
+        "",
+        "| batch | workers | us of a step | longer by | CPU of the training thread | of all threads | reported, us |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines))
     for workers in options.workers:
         for mapping in (False, True):
             loader = DataLoader(Batches(mapping=mapping), batch_size=None, num_workers=workers)
             pairs = compare(Loop(loader), options.pairs, options.seconds, 2.0 if options.stalled else 30.0)
-            print(_row("mapping" if mapping else "list", workers, pairs), flush=True)
+            lines.append(_row("mapping" if mapping else "list", workers, pairs))
+            print(lines[-1], flush=True)
+    if options.results is not None:
+        path = options.results / f"small-steps-{machine.slug(about)}.md"
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        print(f"written: {path}")
 
 
 def _row(kind: str, workers: int, both: list[tuple[Costs, Costs]]) -> str:
