@@ -309,10 +309,11 @@ def device(monkeypatch):
     return made
 
 
-def train(parameter, steps: int = 30) -> None:
-    optimizer = torch.optim.SGD([parameter], lr=0.1, foreach=False)
+def train(*parameters, steps: int = 30) -> None:
+    optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
     for _ in DataLoader(Numbers(steps, seconds=0.01), batch_size=1):
-        parameter.grad = torch.ones_like(parameter)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
 
 
@@ -347,6 +348,21 @@ def test_the_device_of_the_parameters_is_used_and_no_other(agent, device):
     train(OnXpu(torch.ones(1)))
     assert agent.tracker.device == 1
     assert agent.tracker.gpu.pairs > 0  # after a call to the other device there would be no clock any more
+
+
+def test_parameters_on_several_devices_are_told_once(agent, device):
+    """Layers of one model on several devices. The log says for which of them the figures are."""
+    wait_until(agent, "xpu_events")
+    second, on_host = OnXpu(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    third = type("OnThird", (torch.nn.Parameter,), {"device": property(lambda _: torch.device("xpu", 2))})
+    device.stream = SimpleNamespace(device_index=1, stream_id=0)
+    train(second, third(torch.ones(1)), on_host)
+    assert agent.tracker.device == 1
+    telemetry.stop()
+    told = [line["message"] for line in log_lines(agent) if line["event"] == "error" and line["source"] == "gpu"]
+    assert told == [
+        "the parameters are on xpu:1 and on xpu:2; the exposed wait and the figures of the GPU are those of xpu:1 alone"
+    ]
 
 
 def test_a_rank_is_on_an_accelerator_without_a_reading_of_it(agent, device):
@@ -385,7 +401,7 @@ def test_a_device_of_an_extension_is_known(agent, monkeypatch):
 
 
 def test_the_parameters_of_the_optimizer_name_the_device(agent, monkeypatch):
-    monkeypatch.setattr("telemetry.hooks.optimizer._device_of", lambda optimizer: torch.device("xla", 0))
+    monkeypatch.setattr("telemetry.hooks.optimizer._devices_of", lambda optimizer: [torch.device("xla", 0)])
     train(torch.nn.Parameter(torch.ones(1)), steps=3)
     wait_until(agent, None)
     assert "(xla)" in agent.accounting.exposed_absent

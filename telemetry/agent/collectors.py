@@ -15,6 +15,7 @@ from telemetry.sources.nvml import NvmlSource
 from telemetry.sources.proc import HostSource, ProcessSource
 from telemetry.sources.workers import WorkersSource
 from telemetry.util.clock import sleep
+from telemetry.util.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -99,6 +100,7 @@ class CollectorPoller:
         self._pollers |= {source.name: Poller(source) for source in sources}
         self.samples = Samples()
         self._been_up: set[str] = set()
+        self._other_devices_told = False
         self._gathered: dict[str, list[Any]] = {name: [] for name in self._pollers}
 
     def poll(self) -> Iterator[str]:
@@ -108,6 +110,7 @@ class CollectorPoller:
             self._earlier_cpu_seconds = self._gpu.cpu_seconds()
             self._gpu = self._gpu_source()
             self._pollers[_GPU] = Poller(self._gpu)
+        self._tell_other_devices()
         for field, poller in self._pollers.items():
             name, sample = poller.source.name, poller.poll()
             if sample is not None:
@@ -163,6 +166,14 @@ class CollectorPoller:
         for poller in self._pollers.values():
             poller.newest = None
         self.samples = Samples()
+
+    def _tell_other_devices(self) -> None:
+        """Tell once for which device the figures are, if the parameters are on several."""
+        first, *others = [str(device) for device in self._tracker.devices] or [""]
+        if others and not self._other_devices_told:
+            self._other_devices_told = True
+            where = f"the parameters are on {first} and on {listed(others)}"
+            self._errors.tell(_GPU, f"{where}; the exposed wait and the figures of the GPU are those of {first} alone")
 
     def _gpu_source(self) -> GpuSource:
         if is_rocm():

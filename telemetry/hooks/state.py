@@ -13,6 +13,8 @@ from telemetry.util.errors import kind_of, let_pass
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from telemetry.records import PhaseSpan
 
 NO_THREAD: Final = -1
@@ -67,6 +69,7 @@ class StepState(HotState):
             parameters are on the host, or no optimizer steps, it is the current device some steps later.
         accelerator: type of the asynchronous device in use; None for none.
         trained_on: type of the device that holds the parameters of an optimizer that steps; None until known.
+            ``devices``: all devices of this type that hold them.
         recorder: gets every step boundary; None while no snapshot needs them.
         phases: named phases that have ended, for the log.
         requests_elsewhere: batches that other threads have requested.
@@ -76,9 +79,9 @@ class StepState(HotState):
     """
 
     __slots__ = (
-        "accelerator", "batch_seen", "batch_since_step", "batches_unseen", "category", "device", "errors", "explicit",
-        "grad_enabled", "in_phase", "iterator_gone", "iterator_id", "last_error", "native_thread", "overhead_ns",
-        "phases", "recorder", "requests_elsewhere", "ring", "step_iterators", "step_open", "trained_on",
+        "accelerator", "batch_seen", "batch_since_step", "batches_unseen", "category", "device", "devices", "errors",
+        "explicit", "grad_enabled", "in_phase", "iterator_gone", "iterator_id", "last_error", "native_thread",
+        "overhead_ns", "phases", "recorder", "requests_elsewhere", "ring", "step_iterators", "step_open", "trained_on",
         "unseen_steps",
     )  # fmt: skip
 
@@ -103,6 +106,7 @@ class StepState(HotState):
         self.device: int | None = None
         self.accelerator: str | None = None
         self.trained_on: str | None = None
+        self.devices: list[torch.device] = []
         self.recorder: Recorder | None = None
         self.phases: deque[PhaseSpan] = deque(maxlen=_MAX_PHASES)
         self.requests_elsewhere = 0
