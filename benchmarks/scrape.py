@@ -115,8 +115,8 @@ def _spawn(role: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 def _wait_for_ranks(url: str) -> None:
     end = time.monotonic() + _WAIT_SECONDS
-    wanted = f'rank="{RANKS - 1}"'.encode()
-    while wanted not in _get(url):
+    wanted = [f'rank="{rank}"'.encode() for rank in range(RANKS)]
+    while not all(map(_get(url).__contains__, wanted)):
         if time.monotonic() > end:
             raise TimeoutError("the other ranks' states did not appear on the board")
         time.sleep(0.1)
@@ -171,10 +171,10 @@ def publish_ranks(run: str, scope: str, node: str) -> None:
     from telemetry.node.board import Board
     from telemetry.node.prometheus import numbers_of
 
-    board = Board(run, scope, node)
+    boards = {rank: Board(run, scope, node) for rank in range(1, RANKS)}  # each has one rank
     while True:
         view = full_view()
-        for rank in range(1, RANKS):
+        for rank, board in boards.items():
             board.publish(rank, numbers_of(view))
         time.sleep(1.0)
 
