@@ -11,10 +11,10 @@ import pytest
 from benchmarks.change_series import STEADY
 from benchmarks.step_series import Loop, ticks
 from telemetry.agent.findings import ChangeMonitor
-from telemetry.diagnosis.growth import STEADY as STEADY_TREND
 from telemetry.diagnosis.growth import GrowthDetector, growth_finding
 from telemetry.diagnosis.lines import LineShare
 from telemetry.records import FASTER, GROWS, SLOWER, UNCLEAR
+from telemetry.records import STEADY as STEADY_TREND
 from telemetry.util.profiles import StackProfile
 from telemetry.util.stacks import Spot
 
@@ -216,6 +216,16 @@ def test_steps_that_scatter_too_much_did_not_keep_their_pace():
 def test_a_long_run_and_a_very_short_one_get_none():
     assert Run(Loop(), 1000).trend is None
     assert Run(Loop(), 12).trend is None
+
+
+def test_a_trend_of_any_length_is_told():
+    """Also of half a minute, of which each end has three blocks."""
+    kinds = set()
+    for seconds in range(12, 60):
+        for seed in range(20):
+            trend = Run(Loop(first=1.0, scatter=0.1, slower=computes(lambda now: 1 + now / 200)), seconds, seed=seed).trend
+            kinds.add(None if trend is None else trend.kind)
+    assert kinds >= {None, GROWS, SLOWER, UNCLEAR}
 
 
 def test_the_memory_of_a_long_run_is_bounded():

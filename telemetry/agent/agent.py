@@ -421,7 +421,7 @@ class Agent:
 
     def _finish(self) -> None:
         """End the run: write the rest of the log, and remove this rank from the board."""
-        logged = False
+        logged, trend = False, None
         with self.errors.contained("agent"):
             self._account()
         if self.trial is not None:
@@ -445,6 +445,8 @@ class Agent:
         with self.errors.contained("attempts"):
             self._run_so_far.tick()
             self._run_so_far.end(finished=self.attempt.end.settled.finished)
+        with self.errors.contained("diagnose"):
+            trend = self._changes.step_trend
         with self.errors.contained("jsonl"):
             # An exception follows the error of the GPU within milliseconds, so it may not have been read yet.
             failed = self.attempt.end.settled.failed
@@ -452,7 +454,7 @@ class Agent:
             self.event_log.write_errors()
             stuck = self._stuck_at_end()
             stuck_for = None if stuck is None else round(stuck.seconds, 3)
-            logged = self.event_log.end(stuck_for, self._changes.step_trend)
+            logged = self.event_log.end(stuck_for, trend)
         with self.errors.contained("end_line"):
             self._last_words = self._end_line(logged=logged)
         self._wait_for_others()

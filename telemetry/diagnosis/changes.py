@@ -197,6 +197,8 @@ _UNDONE: Final = 0.4
 
 _MIN_SCATTER: Final = 0.01
 _MAX_CORRELATION: Final = 0.97
+_FEW: Final = 6
+_ROUNDING: Final = 1e-9
 
 MAX_COMPANIONS: Final = 5
 
@@ -387,7 +389,12 @@ def correlation(sides: Sequence[Sequence[float]], *, at_most: float, caution: fl
     count = sum(map(len, sides))
     squares = sum(value * value for side in sides for value in side)
     products = sum(one * next_ for side in sides for one, next_ in pairwise(side))
-    found = (products / squares + 2 / count) / (1 - 6 / count) if squares > 0 else 0.0
+    if squares <= 0:
+        return 0.0
+    found = products / squares + 2 / count
+    if count <= _FEW:  # so few do not tell how large it is
+        return at_most if found > _ROUNDING else 0.0
+    found /= 1 - _FEW / count
     return min(at_most, max(0.0, found + caution / math.sqrt(count)))
 
 
