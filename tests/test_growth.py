@@ -223,7 +223,9 @@ def test_a_trend_of_any_length_is_told():
     kinds = set()
     for seconds in range(12, 60):
         for seed in range(20):
-            trend = Run(Loop(first=1.0, scatter=0.1, slower=computes(lambda now: 1 + now / 200)), seconds, seed=seed).trend
+            trend = Run(
+                Loop(first=1.0, scatter=0.1, slower=computes(lambda now: 1 + now / 200)), seconds, seed=seed
+            ).trend
             kinds.add(None if trend is None else trend.kind)
     assert kinds >= {None, GROWS, SLOWER, UNCLEAR}
 
