@@ -198,6 +198,8 @@ _UNDONE: Final = 0.4
 _MIN_SCATTER: Final = 0.01
 _MAX_CORRELATION: Final = 0.97
 _FEW: Final = 6
+"""The correction of the correlation's bias is not defined for so few values. A trend of half a minute has six."""
+
 _ROUNDING: Final = 1e-9
 
 MAX_COMPANIONS: Final = 5

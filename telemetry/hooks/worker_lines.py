@@ -29,7 +29,7 @@ _WRITE_NS: Final = NS
 """The profile is written after 0.1 s, and then at intervals that double up to 1 s: a worker may live for only one
 short epoch."""
 
-BURST_SECONDS: Final = 0.1
+_BURST_SECONDS: Final = 0.1
 """Length of a burst, which ends with the next sample."""
 
 _SECONDS_PER_FETCH: Final = 0.0004
@@ -162,7 +162,7 @@ class SampleBursts:
     def rest(self, now: int) -> float | None:
         """Seconds to rest at this stamp; None if the burst goes on. They are random, for an equal chance."""
         passed = (now - self._began_ns) / NS
-        if passed < BURST_SECONDS:
+        if passed < _BURST_SECONDS:
             return None
         return min(_MAX_REST_SECONDS, passed * (1 / self._times.part - 1) * (0.5 + self._random.random()))
 
