@@ -96,7 +96,10 @@ class ComputeTimer:
                 timer.fail(error)
 
         begins._torchdynamo_disable = True  # type: ignore[attr-defined]  # as in `OptimizerSteps.patch`
-        patches.on_undo(optimizers.register_optimizer_step_pre_hook(begins).remove)
+        register = optimizers.register_optimizer_step_pre_hook
+        if "torch._dynamo" in sys.modules:  # in a loop that is compiled, Dynamo would compile this function of torch's
+            register = sys.modules["torch"].compiler.disable(register)
+        patches.on_undo(register(begins).remove)
 
     def _backward_begins(self, *_: object, **__: object) -> bool:
         return self.enter(_BACKWARD)

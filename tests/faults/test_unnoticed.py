@@ -260,6 +260,14 @@ def test_compiled_loops_are_compiled_as_before_while_their_parts_are_timed(tmp_p
                 (gradient,) = torch.autograd.grad(loss, [model.weight])
                 return gradient.square().sum()
 
+            @torch.compile(backend="eager")
+            def epoch():  # the loader, and so our hooks, are called inside a compiled frame
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    model(x).sum().backward()
+                    optimizer.step()
+
+            epoch()
             for (x,) in loader:
                 step(x)
                 penalty(x)
