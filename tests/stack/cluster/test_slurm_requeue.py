@@ -28,7 +28,7 @@ class RequeuedJob:
             "sbatch", "--parsable", "--requeue", "--open-mode=append", "--gpus-per-node=1", "--cpus-per-task=1",
             f"--output={self.out}", "--chdir", shared, shipped.DEPLOY / "slurm" / "train.sbatch", SCRIPT,
             self.folder, SHARED_DIR=str(shared), TELEMETRY_INTERVAL_SECONDS="0.1", OMP_NUM_THREADS="1",
-            TELEMETRY_LOG_INTERVAL_SECONDS="1",  # attempts of some seconds: between windows, steps are taken as equal
+            TELEMETRY_LOG_INTERVAL_SECONDS="0.5",  # attempts of seconds: between windows, steps are taken as equal
             PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         ).strip()  # fmt: skip
         self.run = f"slurm-{self.number}"
