@@ -1,4 +1,4 @@
-"""CPU time of the threads that an agent adds: one tick a second, eight DataLoader workers, one scrape a second.
+"""CPU time of the threads that an agent adds to a loop with DataLoader workers, in its first minute and later.
 
 The same loop runs with telemetry and, in its own environment, with TraceML. It trains a tiny model, so that an
 optimizer steps as in any training. All Python threads of the training process count, except the training thread and
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,23 +24,24 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import child
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 SLICE_SECONDS: Final = 5.0
 """Length of one reading. It is long enough that the log's window, written every ten seconds, evens out over a few."""
 
 _SETTLE_SECONDS: Final = 25.0
-"""After this, what is said of runs of hours holds: telemetry samples less often, and nothing is imported any more."""
+"""After this, nothing is imported any more, and telemetry skips most ticks."""
+
 _STEP_SECONDS: Final = 0.01
 _LOADER_THREADS: Final = ("QueueFeederThread", "Thread-")
 BESIDE: Final = "its other processes"
 
-SCRAPER: Final = """
+_SCRAPER: Final = """
 import sys, time, urllib.request
 while True:
     began = time.monotonic()
     urllib.request.urlopen(sys.argv[1], timeout=5).read()
-    time.sleep(max(0.0, 1.0 - (time.monotonic() - began)))
+    time.sleep(max(0.0, float(sys.argv[2]) - (time.monotonic() - began)))
 """
 
 
@@ -59,7 +60,7 @@ Step = AbstractContextManager[Any]
 
 
 def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS, sinks: str = "") -> dict[str, Any]:
-    """Shares of a core, by thread, in each slice of a loop with workers that the agent observes.
+    """Shares of a core, by thread, in each slice of a loop with workers, with one scrape a second.
 
     Under ``training_us`` it has what the agent adds to a step on the training thread, as it measures itself.
     """
@@ -67,26 +68,67 @@ def measure(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS, 
 
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
         agent: Any = telemetry.start(run_dir, port=0, start_line=False, sinks=sinks)
-        scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, agent.metrics_url])
-        try:
-            found = shares(slices, workers, slice_seconds)
-            figures = telemetry.metrics()
-            step_us = 1e6 * figures["overhead_training_seconds_total"] / max(1.0, figures["steps_total"])
-            return found | {"training_us": step_us, "errors": agent.errors.counts.get("sinks", 0)}
-        finally:
-            scraper.kill()
-            scraper.wait()
-            telemetry.stop()
+        with scraping(agent.metrics_url, 1.0):
+            training = Training(workers)
+            training.settle(slice_seconds)
+            found = {"slices": training.readings(slices, slice_seconds), "steps": training.steps}
+        figures = telemetry.metrics()
+        telemetry.stop()
+    step_us = 1e6 * figures["overhead_training_seconds_total"] / max(1.0, figures["steps_total"])
+    return found | {"training_us": step_us, "errors": agent.errors.counts.get("sinks", 0)}
 
 
-def measure_traceml(*, slices: int, workers: int, slice_seconds: float = SLICE_SECONDS) -> dict[str, Any]:
-    """The same with TraceML. Its launcher and its collector process count separately. Runs in its environment."""
+def measure_life(*, slices: int, workers: int, first: float, settle: float, scrape_seconds: float) -> dict[str, Any]:
+    """Shares of a core in the first minute, and when the run is calm.
+
+    Args:
+        slices: number of readings when it is calm. Each is as long as the time between two scrapes.
+        workers: of the loader.
+        first: how long the first reading takes, s.
+        settle: how long the run is then let alone, s.
+        scrape_seconds: time between two scrapes.
+
+    Returns:
+        ``first``, the reading of the first minute; ``slices``, those when it is calm; ``often``, those after them, with
+        one scrape a second.
+    """
+    import telemetry
+
+    with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
+        agent: Any = telemetry.start(run_dir, port=0, start_line=False)
+        with scraping(agent.metrics_url, scrape_seconds):
+            training = Training(workers)
+            young = training.readings(1, first)
+            training.run(settle)
+            calm = training.readings(slices, scrape_seconds)
+        with scraping(agent.metrics_url, 1.0):
+            often = training.readings(slices, min(SLICE_SECONDS, scrape_seconds))
+        telemetry.stop()
+    return {"first": young[0], "slices": calm, "often": often}
+
+
+def measure_traceml(*, slices: int, workers: int, first: float, scrape_seconds: float) -> dict[str, Any]:
+    """The first two readings with TraceML. It has no metrics to scrape, and does not grow calm.
+
+    Its launcher and its collector process count separately. Runs in its environment.
+    """
     import traceml_ai  # type: ignore[import-not-found,unused-ignore]
 
     config = traceml_ai.init(mode="auto")
-    return shares(slices, workers, slice_seconds, traceml_ai.trace_step, _launched_beside()) | {
-        "running": not config.disabled
-    }
+    training = Training(workers, traceml_ai.trace_step, _launched_beside())
+    young = training.readings(1, first)
+    return {"first": young[0], "slices": training.readings(slices, scrape_seconds), "running": not config.disabled}
+
+
+@contextmanager
+def scraping(url: str | None, seconds: float) -> Iterator[None]:
+    """Scrape from another process, once in so many seconds, until the block ends."""
+    scraper = subprocess.Popen([sys.executable, "-c", _SCRAPER, str(url), str(seconds)])
+    try:
+        yield
+    finally:
+        scraper.kill()
+        scraper.wait()
 
 
 def _launched_beside() -> list[int]:
@@ -114,34 +156,26 @@ def _command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
-def shares(
-    slices: int,
-    workers: int,
-    slice_seconds: float,
-    step: Callable[[torch.nn.Module], Step] = nullcontext,
-    beside: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Train, and read the CPU time of the other threads, and of processes ``beside``, after each slice."""
-    training = Training(workers, step)
-    training.run(_SETTLE_SECONDS if slice_seconds > 1.0 else 0.0)
-    readings: list[dict[str, float]] = []
-    steps, before, began = 0, cpu_seconds(beside), time.perf_counter()
-    for _ in range(slices):
-        steps += training.run(slice_seconds)
-        after, ended = cpu_seconds(beside), time.perf_counter()
-        readings.append({name: (used - before.get(name, 0.0)) / (ended - began) for name, used in after.items()})
-        before, began = after, ended
-    del training
-    return {"slices": readings, "steps": steps}
-
-
 class Training:
-    """A training loop with workers. Its steps wait more than they compute, like the steps of a GPU."""
+    """A training loop with workers. Its steps wait more than they compute, like the steps of a GPU.
 
-    def __init__(self, workers: int, step: Callable[[torch.nn.Module], Step] = nullcontext) -> None:
+    Args:
+        workers: of the loader.
+        step: wraps each step.
+        beside: processes whose CPU time counts, too.
+
+    Attributes:
+        steps: that were read.
+    """
+
+    def __init__(
+        self, workers: int, step: Callable[[torch.nn.Module], Step] = nullcontext, beside: Sequence[int] = ()
+    ) -> None:
         torch.set_num_threads(1)
         self._batches = iter(DataLoader(Samples(), batch_size=4, num_workers=workers))
         self._step = step
+        self._beside = beside
+        self.steps = 0
         self._model = torch.nn.Linear(1, 1)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
 
@@ -158,6 +192,21 @@ class Training:
                 time.sleep(_STEP_SECONDS)
             steps += 1
         return steps
+
+    def settle(self, slice_seconds: float) -> None:
+        """Train until nothing is imported any more. Not before readings that are as short as in a test."""
+        self.run(_SETTLE_SECONDS if slice_seconds > 1.0 else 0.0)
+
+    def readings(self, slices: int, seconds: float) -> list[dict[str, float]]:
+        """Train. Returns the shares of a core of the threads and processes that were added, in each slice."""
+        found: list[dict[str, float]] = []
+        before, began = cpu_seconds(self._beside), time.perf_counter()
+        for _ in range(slices):
+            self.steps += self.run(seconds)
+            after, ended = cpu_seconds(self._beside), time.perf_counter()
+            found.append({name: (used - before.get(name, 0.0)) / (ended - began) for name, used in after.items()})
+            before, began = after, ended
+        return found
 
 
 def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:
@@ -221,20 +270,18 @@ def measure_rank(*, run_dir: str, slices: int, workers: int, slice_seconds: floa
     import telemetry
 
     agent: Any = telemetry.start(run_dir, run="node", port=0, start_line=False)
-    scraper = None
-    if agent.identity.rank == 0:
-        scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, agent.metrics_url])
-    try:
-        return shares(slices, workers, slice_seconds)
-    finally:
-        if scraper is not None:
-            scraper.kill()
-            scraper.wait()
-        telemetry.stop()
+    with scraping(agent.metrics_url, 1.0) if agent.identity.rank == 0 else nullcontext():
+        training = Training(workers)
+        training.settle(slice_seconds)
+        readings = training.readings(slices, slice_seconds)
+    telemetry.stop()
+    return {"slices": readings}
 
 
 if __name__ == "__main__":
-    roles: dict[str, Callable[..., dict[str, Any]]] = {"rank": measure_rank, "node": measure_node}
+    roles: dict[str, Callable[..., dict[str, Any]]] = {
+        "rank": measure_rank, "node": measure_node, "life": measure_life,
+    }  # fmt: skip
     if len(sys.argv) == 1:  # by hand
         for reading in measure(slices=5, workers=8)["slices"]:
             print(", ".join(f"{name} {100 * share:.2f} % of a core" for name, share in reading.items()))

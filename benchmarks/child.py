@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS: Final = 300.0
+TIMEOUT_SECONDS: Final = 900.0
 
 
 class ChildError(RuntimeError):

@@ -22,7 +22,14 @@ MS: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured."""
+    """How much is measured.
+
+    Attributes:
+        life_processes: in how many processes the first minute and the calm state are read.
+        first_seconds, calm_seconds: how long a run is young, and how long it is then let alone. After five minutes
+            telemetry samples the steps as seldom as in runs of days.
+        scrape_seconds: time between two scrapes when it is calm. Many have 15 s in Prometheus.
+    """
 
     name: str
     processes: int
@@ -32,6 +39,10 @@ class Effort:
     cold_steps: int
     cpu_processes: int
     cpu_slices: int
+    life_processes: int
+    first_seconds: float
+    calm_seconds: float
+    scrape_seconds: float
     tail_pairs: int
     memory_pairs: int
     growth_warm_up: int
@@ -55,6 +66,10 @@ FULL: Final = Effort(
     cold_steps=12,
     cpu_processes=3,
     cpu_slices=5,
+    life_processes=2,
+    first_seconds=60.0,
+    calm_seconds=250.0,
+    scrape_seconds=15.0,
     tail_pairs=8,
     memory_pairs=3,
     growth_warm_up=100_000,
@@ -74,6 +89,10 @@ QUICK: Final = Effort(
     cold_steps=6,
     cpu_processes=1,
     cpu_slices=2,
+    life_processes=1,
+    first_seconds=2.0,
+    calm_seconds=0.0,
+    scrape_seconds=2.0,
     tail_pairs=1,
     memory_pairs=1,
     growth_warm_up=20_000,

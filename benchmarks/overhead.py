@@ -252,42 +252,64 @@ def _longer(answer: dict[str, Any], reduce: Callable[[Sequence[float]], float]) 
 
 
 def agent_threads(effort: Effort) -> list[Row]:
-    """CPU of the agent's threads and of TraceML's. Processes with each take turns."""
+    """CPU of the agent's threads and of TraceML's, in the first minute and later. Processes with each take turns."""
     ours, theirs = Pool(), Pool()
     try:
         interpreter = traceml.ENVIRONMENT.python(install=effort.install_traceml)
     except ToolError as error:
         interpreter, theirs.missing = None, str(error)
-    parameters: dict[str, Any] = {"slices": effort.cpu_slices, "workers": _WORKERS}
-    for _ in range(effort.cpu_processes):
+    parameters: dict[str, Any] = {
+        "slices": effort.cpu_slices, "workers": _WORKERS, "first": effort.first_seconds,
+        "scrape_seconds": effort.scrape_seconds,
+    }  # fmt: skip
+    for _ in range(effort.life_processes):
         for pool in random.sample((ours, theirs), 2):
             if pool is ours:
-                pool.add(lambda: child.run("benchmarks.agent_cpu", parameters))
+                life = parameters | {"settle": effort.calm_seconds}
+                pool.add(functools.partial(child.run, "benchmarks.agent_cpu", life, "life"))
             elif interpreter is not None:
-                there = functools.partial(traceml.run, interpreter, parameters, "agent_cpu.measure_traceml")
-                pool.add(there)
-    name, target = f"CPU at 1 Hz with {_WORKERS} DataLoader workers, one scrape a second", Target(AT_MOST, 0.25)
-    mine, other = _shares(ours), _shares(theirs)
-    rows = [Row(_THREADS, name, _UNIT, spread(mine) if mine else None, target, ours.missing or _by_thread(ours))]
-    traceml_name, note = f"TraceML {traceml.VERSION}: the same, ", theirs.missing or _by_thread(theirs)
-    threads_name = f"{traceml_name}its threads in the training process"
-    rows.append(Row(_THREADS, threads_name, _UNIT, spread(other) if other else None, note=note))
-    everything = _shares(theirs, but=())
-    note = "with its launcher and the process that collects"
-    rows.append(Row(_THREADS, f"{traceml_name}all of it", _UNIT, spread(everything) if everything else None, note=note))
+                pool.add(functools.partial(traceml.run, interpreter, parameters, "agent_cpu.measure_traceml"))
+    rare, target = f"one scrape in {effort.scrape_seconds:.0f} s", Target(AT_MOST, 0.25)
+    name = f"CPU with {_WORKERS} DataLoader workers, {rare}, calm (after 5 minutes)"
+    traceml_name = f"TraceML {traceml.VERSION}: "
+    return [
+        _threads_row(name, ours, "slices", target),
+        _threads_row("the same with one scrape a second", ours, "often"),
+        _threads_row(f"in the first minute, {rare}", ours, "first"),
+        _threads_row(f"{traceml_name}its threads in the training process", theirs, "slices"),
+        _threads_row(f"{traceml_name}the same in the first minute", theirs, "first"),
+        _threads_row(f"{traceml_name}with its launcher and the process that collects", theirs, "slices", but=()),
+        _threads_ratio(f"telemetry / TraceML {traceml.VERSION}, calm", ours, theirs, (BESIDE,)),
+        _threads_ratio(f"telemetry / TraceML {traceml.VERSION}, calm, all processes", ours, theirs, ()),
+    ]
+
+
+def _threads_row(
+    name: str, pool: Pool, when: str, target: Target | None = None, but: Collection[str] = (BESIDE,)
+) -> Row:
+    shares = _shares(pool, when, but)
+    note = pool.missing or _by_thread(pool, when)
+    return Row(_THREADS, name, _UNIT, spread(shares) if shares else None, target, note)
+
+
+def _threads_ratio(name: str, ours: Pool, theirs: Pool, but: Collection[str]) -> Row:
+    mine, other = _shares(ours, "slices", but), _shares(theirs, "slices", but)
     ratio = ratio_of_medians(mine, other) if mine and other else None
-    rows.append(Row(_THREADS, f"telemetry / TraceML {traceml.VERSION}", "x", ratio, Target(BELOW, 1.0), theirs.missing))
-    return rows
+    return Row(_THREADS, name, "x", ratio, Target(BELOW, 1.0), theirs.missing)
 
 
-def _shares(pool: Pool, but: Collection[str] = (BESIDE,)) -> list[float]:
-    """Percent of a core in each slice."""
-    readings = [reading for answer in pool.answers for reading in answer["slices"]]
-    return [100 * sum(used for name, used in reading.items() if name not in but) for reading in readings]
+def _readings(pool: Pool, when: str) -> list[dict[str, float]]:
+    found = [answer[when] for answer in pool.answers]
+    return [reading for each in found for reading in (each if isinstance(each, list) else [each])]
 
 
-def _by_thread(pool: Pool) -> str:
-    readings = [reading for answer in pool.answers for reading in answer["slices"]]
+def _shares(pool: Pool, when: str, but: Collection[str] = (BESIDE,)) -> list[float]:
+    """Percent of a core in each reading."""
+    return [100 * sum(used for name, used in each.items() if name not in but) for each in _readings(pool, when)]
+
+
+def _by_thread(pool: Pool, when: str) -> str:
+    readings = _readings(pool, when)
     names = sorted({name for reading in readings for name in reading})
     medians = {name: 100 * statistics.median(reading.get(name, 0.0) for reading in readings) for name in names}
     return ", ".join(f"{name} {median:.2f} %" for name, median in medians.items())

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -120,13 +118,11 @@ def _segment(short: _Short, seconds: float, *, agent: bool) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory(prefix="telemetry-bench-") as run_dir:
         running: Any = telemetry.start(run_dir, port=0, start_line=False)
-        scraper = subprocess.Popen([sys.executable, "-c", agent_cpu.SCRAPER, running.metrics_url])
         try:
-            short.run(_SETTLE_SECONDS)
-            return summary(*short.run(seconds), seconds)
+            with agent_cpu.scraping(running.metrics_url, 1.0):
+                short.run(_SETTLE_SECONDS)
+                return summary(*short.run(seconds), seconds)
         finally:
-            scraper.kill()
-            scraper.wait()
             telemetry.stop()
 
 

@@ -58,6 +58,8 @@ def test_the_agents_threads():
     assert [set(reading) for reading in answer["slices"]] == [{"telemetry-agent", "telemetry-endpoint"}] * 2
     assert all(share >= 0 for reading in answer["slices"] for share in reading.values())
     assert answer["training_us"] >= 0
+    answer = agent_cpu.measure_life(slices=2, workers=1, first=0.3, settle=0.0, scrape_seconds=0.3)
+    assert [len(answer["slices"]), len(answer["often"]), len(answer["first"])] == [2, 2, 2]
     answer = agent_cpu.measure_node(ranks=2, workers=1, slices=1, slice_seconds=0.3)
     assert [len(reading) for reading in answer["slices"]] == [2]
 

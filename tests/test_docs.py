@@ -192,7 +192,7 @@ def overhead():
 
     hot, cold = (median(f"Per step on the training thread, {how}", "telemetry adds") for how in ("hot", "cold"))
     yield "README.md", f"takes {hot:.2f} µs longer in a tight loop, and {cold:.1f} µs inside a real training step"
-    yield "README.md", f"threads take {median('The agent', 'CPU at 1 Hz'):.2f} % of a core"
+    yield "README.md", f"threads take {median('The agent', 'CPU with 8'):.2f} % of a core"
     ((*_, note),) = rows("overhead-amd-epyc-2-cores", "| GET /metrics |")
     yield "docs/production.md", f"{int(note.split()[0]):,} series for 8 ranks"
 

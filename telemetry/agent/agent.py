@@ -346,7 +346,7 @@ class Agent:
         with self.errors.contained("snapshot"):  # the other ranks need it in each interval
             self.snapshots.tick(None)
         with self.errors.contained("diagnose"):
-            self._changes.skipped(self._builder.current())
+            self._changes.skipped(self._builder)
 
     def _tick(self) -> None:
         with self.errors.contained("clock"):

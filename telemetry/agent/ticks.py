@@ -33,7 +33,7 @@ _MAX_SKIPPED: Final = 4
 _LONG_CALM: Final = 20
 """After this many calm ticks, this many in a row are skipped; before, one. Prometheus scrapes every 15 s or less often.
 The log has a line every 10 s: with four it comes with every second tick. `make bench` measures the CPU time with it:
-"CPU at 1 Hz" in `benchmarks/results/overhead-*.md`."""
+"The agent's own threads" in `benchmarks/results/overhead-*.md`."""
 
 _MAX_GAP_SECONDS: Final = 2.0
 """After a longer gap the machine was suspended, or the agent did not run. Such a tick must not be skipped."""
