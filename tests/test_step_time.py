@@ -24,7 +24,7 @@ from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.sources import lines
 from telemetry.sources.lines import BusyThread, StepSampler
-from telemetry.sources.proc import ThreadLoad, ThreadLoads
+from telemetry.sources.proc import Schedule, ThreadLoad, ThreadLoads
 from telemetry.totals import GarbageTotals
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import STEP
@@ -391,6 +391,21 @@ def test_a_burst_that_waits_for_a_long_call_counts_for_it():
     sampler.end()
     first, second = (time.wall_ns for time in sampler.steps.times.values())
     assert second < first
+
+
+@pytest.mark.parametrize(("without_core", "samples"), [(0, 1), (NS // 10, 0)])
+def test_the_line_after_a_collection_that_ended_while_the_sampling_thread_had_no_core_gets_none_of_it(
+    monkeypatch, without_core, samples
+):
+    tracker, due, queued = StepTracker(Ring()), now_ns() + NS, itertools.count(0, without_core)
+    tracker.category, tracker.native_thread = S_COMPUTE, 0
+    sampler = StepSampler(tracker)
+    monkeypatch.setattr(lines, "read_schedule", lambda _, thread: Schedule(1, next(queued) if thread else 0))
+    sampler._next_ns = 0
+    sampler.sample(now_ns(), 0)  # begins a burst
+    tracker.garbage._stamps.append((False, due + NS // 10, 0, 0, (), False))
+    sampler.sample(due, 9)
+    assert sampler.collecting.samples == sampler.steps.samples == samples
 
 
 def test_outside_of_the_training_loop_no_sample_is_taken():

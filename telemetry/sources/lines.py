@@ -11,6 +11,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from threading import get_native_id
 from typing import TYPE_CHECKING, Final
 
 from telemetry.sources.proc import is_running, read_schedule
@@ -207,6 +208,7 @@ class StepSampler:
         self._next_ns = now_ns() + _NOT_YET_NS
         self._left = 0  # samples of the burst in progress
         self._before: tuple[int, int] | None = None  # stamp, and time that the training thread was not blocked
+        self._queued_ns = -1  # time that the agent thread has waited for a core; below 0 before it is known
         self._first_ns = 0
         self._ran: dict[int, int] = {}  # time on a core by native id
         self._looked_ns = 0
@@ -244,12 +246,15 @@ class StepSampler:
             wall = self._times.weight_ns(due_ns, due_ns + min(delay, _LATE_BURST_NS))
             self._take(stack, waits, wall, collected_ns, _COLLECTED_NS)
             self._left -= 1
-        elif self._begin(now) and delay >= _LATE_BURST_NS:
-            # The burst was due during the call, and all its samples will come after it. So they count for the call.
-            self._before = None  # the call had a core
-            wall = _BURST_SAMPLES * self._times.weight_ns(now, now)
-            self._take(stack, waits, wall, collected_ns, _LATE_BURST_NS)
-            self._left = 0
+        elif self._begin(now):
+            if delay < _LATE_BURST_NS:
+                self._queued()  # counts from here on
+            else:
+                # The burst was due during the call, and all its samples will come after it. So they count for the call.
+                self._before = None  # the call had a core
+                wall = _BURST_SAMPLES * self._times.weight_ns(now, now)
+                self._take(stack, waits, wall, collected_ns, _LATE_BURST_NS)
+                self._left = 0
         if not self._left:
             self.end()
 
@@ -304,7 +309,8 @@ class StepSampler:
         waiting = tracker.waiting_since > 0
         self._take_busy_threads(waits, wall)  # before a file is read
         not_blocked = self._not_blocked(now_ns())
-        collected = waits > 1 and collected_ns >= sure_ns
+        # Without a core, this thread may have missed the end of the collection.
+        collected = waits > 1 and collected_ns >= sure_ns + self._queued()
         if waits > 0 and collected_ns > 0 and not collected:
             return
         stack = () if waiting and not collected else stack
@@ -342,6 +348,12 @@ class StepSampler:
         if schedule is None or before is None:
             return 1.0
         return min(1.0, (wanted - before[1]) / max(1, now - before[0]))
+
+    def _queued(self) -> int:
+        """The time that this thread has waited for a core since the last call, ns. What is not known counts 0."""
+        schedule, before = read_schedule("self", get_native_id()), self._queued_ns
+        self._queued_ns = -1 if schedule is None else schedule.runnable_ns
+        return max(0, self._queued_ns - before) if before >= 0 else 0
 
     def _look_for_busy_threads(self, now: int) -> None:
         before, passed = self._ran, now - self._looked_ns
