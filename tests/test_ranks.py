@@ -457,6 +457,13 @@ def board(tmp_path) -> Board:
     return Board("r", "x", "n1", root=tmp_path / "boards")
 
 
+@pytest.mark.parametrize("size", [10, 1 << 16, 200_001])
+def test_a_file_of_the_board_is_read_whole(board, size):
+    content = os.urandom(size)
+    board.put("large", content)
+    assert board.get("large") == content
+
+
 def test_on_a_calm_run_nothing_is_read_and_nothing_written(board):
     rank = Rank(board, WAITS)
     for _ in range(50):

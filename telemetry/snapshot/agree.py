@@ -31,7 +31,7 @@ from msgspec import Meta
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.records import StallRecord
 from telemetry.util.clock import NS, now_ns, unix_time
-from telemetry.util.files import caches_folders, opened, remove_file, replace_file
+from telemetry.util.files import caches_folders, read_small, remove_file, replace_file
 from telemetry.util.processes import MAX_RANK
 
 if TYPE_CHECKING:
@@ -259,11 +259,7 @@ class RequestFolder:
 
     def read(self, id_: str, name: str, kind: type[_Message]) -> _Message:
         """Read a message. Raises `InvalidMessageError` if it is not a valid one of this kind."""
-        file = opened(self._file(id_, name), os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            content = os.read(file, _MAX_FILE_BYTES)
-        finally:
-            os.close(file)
+        content = read_small(self._file(id_, name), _MAX_FILE_BYTES)
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, RecursionError) as error:
