@@ -43,7 +43,7 @@ WRITER = Spot(f"{SITE}torch/utils/tensorboard/writer.py", 505, "add_histogram", 
 NUMPY = Spot(f"{SITE}numpy/lib/histograms.py", 792, "histogram", "numpy.lib.histograms")
 JSON = Spot(f"{STANDARD_LIBRARY}json/encoder.py", 200, "encode", "json.encoder")
 TENSOR_TEXT = Spot(f"{SITE}torch/_tensor_str.py", 700, "_str", "torch._tensor_str")
-QUEUE = Spot(f"{STANDARD_LIBRARY}queue.py", 171, "get", "queue")
+QUEUE = Spot(f"{STANDARD_LIBRARY}queue.py", [*queue.Queue.get.__code__.co_lines()][-1][2], "get", "queue")
 LOCK = Spot(f"{STANDARD_LIBRARY}threading.py", 327, "wait", "threading")
 
 COMPUTE = evidence_over([a_slice(steps=100, wait=0.5, compute=9.5, seconds=10.0)])
