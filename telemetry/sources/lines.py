@@ -40,6 +40,11 @@ _LATE_NS: Final = NS // 1000
 _MAX_SHARE: Final = 0.003
 """The samples, with what it takes to wake the agent thread for them, take at most this share of a core."""
 
+_FIRST_SAMPLES: Final = 200
+_FIRST_MAX_SHARE: Final = 0.02
+"""The first samples of a stall may take more. They name its line, and their number decides how exact the shares are.
+While collections of 0.15 s hold the GIL, a sample takes 3 ms: the agent thread wakes at each switch interval."""
+
 
 class LineSampler:
     """Profiles of the threads of this process, by what the training thread was doing.
@@ -59,7 +64,7 @@ class LineSampler:
         self._kinds = kinds
         if kinds and self._times is None:
             shorten_switch_interval(_LINES)
-            self._times = SampleTimes(_GAP_SECONDS, _MAX_SHARE)
+            self._times = SampleTimes(_GAP_SECONDS, _FIRST_MAX_SHARE)
         elif not kinds and self._times is not None:
             restore_switch_interval(_LINES)
             self._times = None
@@ -100,6 +105,8 @@ class LineSampler:
             for thread in python_threads():
                 if thread.ident != tracker.thread:
                     self._add(FETCH, fetch_part(thread.stack), wall, samples)
+        if sum(profile.samples for profile in self.profiles.values()) >= _FIRST_SAMPLES:
+            times.max_share = _MAX_SHARE
         times.taken(samples)
 
     def _add(self, kind: str, stack: Stack, wall_ns: int, samples: int) -> None:
