@@ -7,15 +7,18 @@ import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
+from telemetry.agent.accounting import Accounting
 from telemetry.agent.ticks import BetweenTicks
+from telemetry.config import Config
 from telemetry.diagnosis.lines import line_shares
-from telemetry.hooks import worker_lines
+from telemetry.hooks import ring, worker_lines
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.hooks.worker import WorkerProbe
@@ -479,7 +482,8 @@ def test_the_end_of_a_wait_may_be_late_as_well(alone):
 
     ends = now_ns() + NS // 5
     steps = StepSampler(StepTracker(Ring()))
-    BetweenTicks(1.0, Often(), Threads(), lines, steps=steps, errors=errors).wait_until(ends, alone=alone)
+    between = BetweenTicks(1.0, Often(), Threads(), lines, steps=steps, errors=errors, turns=GilTurns())
+    between.wait_until(ends, alone=alone)
     assert errors.counts == {}
     assert ends - 3 * MS < lines.due[-1] < ends + 10 * NS, "the next wake-up would be due at most 3 ms later"
     assert (len(lines.due) > 1) is not alone
@@ -614,6 +618,24 @@ def test_a_sleep_is_not_counted(thread):
     thread.waits += 500
     thread.turns.check()
     assert not thread.short
+
+
+def test_it_is_looked_at_while_spans_are_counted(thread, monkeypatch):
+    """Until then each chunk takes 0.2 s, in which the thread wakes 20 times: one update took minutes in some loops."""
+    tracker = StepTracker(Ring())
+    for number in range(500):
+        tracker.ring.push(number, number + 1, ring.STEP)
+
+    def turn(_):
+        thread.now += 0 if thread.short else NS // 5
+        thread.waits += 20
+
+    monkeypatch.setattr("telemetry.agent.accounting.sleep", turn)
+    accounting = Accounting(tracker, SimpleNamespace(clock=None), Config(), ErrorLog(), now_ns())
+    thread.turns = accounting.turns
+    thread.turns.begin()
+    accounting.update()
+    assert thread.short
 
 
 def test_the_agent_says_how_late_its_thread_is(tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from telemetry.records import (
     Step,
 )
 from telemetry.util.clock import NS, now_ns, sleep
+from telemetry.util.gil import GilTurns
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -563,6 +564,7 @@ class Accounting:
         updated_ns: everything before this stamp is counted.
         exposed_source: what measures the exposed wait: ``host``, ``cuda_events`` or another device's events. None: it
             cannot be measured, and ``exposed_absent`` is the reason.
+        turns: sees to it that the agent thread gets the GIL.
     """
 
     def __init__(
@@ -571,6 +573,7 @@ class Accounting:
         self._tracker = tracker
         self._attachment = attachment
         self._errors = errors
+        self.turns = GilTurns()
         self.ledger = Ledger(start_ns)
         self.stats = StepStats(config.step_buckets)
         self.exposed = ExposedWait()
@@ -605,6 +608,7 @@ class Accounting:
                 self.batches.fold(taken)
                 if len(taken) == _CHUNK:
                     sleep(0)
+                    self.turns.check(goes_on=True)  # beside some loops each chunk would take half a second
             self.batches.forget(ended)
             if lost is not None:
                 self.ledger.fold((lost,))

@@ -164,7 +164,7 @@ class Agent:
         self._tick_pace = TickPace(config, accounting)
         self._between_ticks = BetweenTicks(
             config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler,
-            steps=self._step_monitor.sampler, errors=errors,
+            steps=self._step_monitor.sampler, errors=errors, turns=accounting.turns,
         )  # fmt: skip
         self._rank_due_ns = 0
         self._published = self._skipped = False  # whether the newest tick published, and was skipped

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.gil import GilTurns, thread_waits
+from telemetry.util.gil import thread_waits
 from telemetry.util.threads import Wake
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from telemetry.config import Config
     from telemetry.sources.lines import LineSampler, StepSampler, ThreadSampler
     from telemetry.util.errors import ErrorLog
+    from telemetry.util.gil import GilTurns
 
 
 # -- skips ticks while nothing changes ---------------------------------------------------------------------------------
@@ -115,8 +116,6 @@ class BetweenTicks:
         lines: samples it while a stall is open.
         steps: samples it now and then in any run.
         errors: counts samples that failed.
-
-    Attributes:
         turns: counts how late the agent thread wakes.
     """
 
@@ -129,6 +128,7 @@ class BetweenTicks:
         *,
         steps: StepSampler,
         errors: ErrorLog,
+        turns: GilTurns,
     ) -> None:
         self._interval_seconds = interval_seconds
         self._stalls = stalls
@@ -136,7 +136,7 @@ class BetweenTicks:
         self._lines = lines
         self._steps = steps
         self._errors = errors
-        self.turns = GilTurns()
+        self.turns = turns
         self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
         self._wake = Wake()
 

@@ -101,12 +101,16 @@ class GilTurns:
         self._since = now_ns() if due_ns is None else due_ns
         self._waits = thread_waits()
 
-    def check(self) -> None:
-        """Shorten the interval if this thread has waited long for the GIL since `begin` or the last call."""
+    def check(self, *, goes_on: bool = False) -> None:
+        """Shorten the interval if this thread has waited long for the GIL since `begin` or the last call.
+
+        ``goes_on``: the work since then goes on, and its waits count together.
+        """
         now, waits = now_ns(), thread_waits()
         self._since = self._since or now
         late = now - self._since > _LATE_NS and waits - self._waits >= _MIN_WAITS
-        self._since, self._waits = now, waits
+        if late or not goes_on:
+            self._since, self._waits = now, waits
         if self._short and late:
             self._restore(now + _MAX_NS)  # it does not help
         elif self._short and now >= self._until:
