@@ -59,7 +59,7 @@ def save(state, step: int, how: str) -> None:
     Path("loss.txt").write_text(f"{step}\n")
     if how == "slow-save":
         Path("state.json.tmp").write_text(f'{{"step": {step}}}')
-        time.sleep(0.3)
+        time.sleep(0.1)
         os.replace("state.json.tmp", "state.json")
     if how == "buffers":
         torch.save(state, f=(kept := io.BytesIO()))
