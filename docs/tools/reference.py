@@ -351,7 +351,10 @@ STEPS: Final = {
 """Rows of the first table, and how the measured ones begin: hot and cold."""
 
 ELSEWHERE: Final = {
-    "the agent's threads, 8 DataLoader workers, one scrape in 15 s": ("The agent's own threads", "CPU with 8"),
+    "the agent's threads after five minutes, 8 DataLoader workers, one scrape in 15 s": (
+        "The agent's own threads",
+        "CPU with 8",
+    ),
     "the same with one scrape a second": ("The agent's own threads", "the same with one scrape a second"),
     "the same in the first minute of a run": ("The agent's own threads", "in the first minute"),
     "a node of 8 ranks with 2 workers each, all agents together": ("The agent's own threads", "a node with 8 ranks"),
