@@ -621,7 +621,7 @@ def test_a_sleep_is_not_counted(thread):
 
 
 def test_it_is_looked_at_while_spans_are_counted(thread, monkeypatch):
-    """Until then each chunk takes 0.2 s, in which the thread wakes 20 times: one update took minutes in some loops."""
+    """Until then each chunk takes 0.2 s, in which the thread wakes 20 times."""
     tracker = StepTracker(Ring())
     for number in range(500):
         tracker.ring.push(number, number + 1, ring.STEP)
