@@ -31,7 +31,7 @@ from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import ErrorLog
 from telemetry.util.gil import SWITCH_SECONDS, GilTurns, restore_switch_interval, shorten_switch_interval, thread_waits
 from telemetry.util.profiles import FETCH, LATE_WAITS, STEP, WAIT, AttributedSamples, StackProfile
-from telemetry.util.sample_times import SampleTimes
+from telemetry.util.sample_times import FIRST_SAMPLES, MAX_SHARE, SampleTimes
 from telemetry.util.stacks import Spot
 from tests.running_agent import at_work, wait_for
 
@@ -181,6 +181,10 @@ def test_a_worker_with_many_fetches_per_second_is_sampled_in_bursts():
     for rate, part in ((5, 1.0), (12.5, 1.0), (25, 0.5), (125, 0.1), (1000, 0.1)):
         times = SampleTimes(0.01)
         bursts = SampleBursts(times, 0, 7)
+        bursts.begin(2 * NS, 7 + 2 * rate)
+        assert times.max_share == MAX_SHARE, "unless these are its first samples"
+        times.samples, times.part = FIRST_SAMPLES, 1.0
+        bursts = SampleBursts(times, 0, 7)
         usual, share = times.weight_ns(0, 0), times.max_share
         assert bursts.rest(NS // 100) is None
         assert bursts.rest(NS // 5) == 0, "the rate is not known yet"
@@ -314,6 +318,24 @@ LATE = {
 @pytest.mark.parametrize(("lines", "expected"), LATE.values(), ids=LATE)
 def test_late_samples_count_for_the_call_that_held_the_gil(lines, expected):
     assert sampled(*lines) == expected
+
+
+def test_the_line_behind_a_call_of_another_function_gets_none_of_its_time():
+    """The call takes 24 ms. Where its samples are seen does not depend on how late they are."""
+    call = Spot("train.py", 9, "decode", "m"), Spot("train.py", 3, "item", "m")
+    behind, waits = (Spot("train.py", 4, "item", "m"),), (Spot("train.py", 5, "item", "m"),)
+    samples = AttributedSamples()
+    for seen, rounds in ((call, 12), (behind, 3), (waits, 5)):
+        for delay in range(2, 24, 2):
+            for _ in range(rounds):
+                wall = (GAP_MS + delay) * MS
+                samples.add(seen, wall, wall, delay_ns=delay * MS, waits=2 * delay, fetch=1)
+    for _ in range(100):
+        samples.add(waits, GAP_MS * MS, 0, delay_ns=0, waits=0, fetch=1)
+    times = {seen: time.wall_ns // MS for seen, time in samples.profile().times.items()}
+    assert times[waits] == pytest.approx(100 * GAP_MS, rel=0.02)
+    assert times[behind] < GAP_MS
+    assert times[call] == pytest.approx(20 * sum(GAP_MS + delay for delay in range(2, 24, 2)), rel=0.01)
 
 
 @pytest.mark.parametrize("lines", [((1, 100, 20, 5), (2, 90, 50, 13)), ((1, 100, 0, 0), (2, 90, 2, 13))])
@@ -453,6 +475,29 @@ def test_what_holds_up_another_wake_up_counts_as_well():
         sampler.want(frozenset())
     assert sys._getframe().f_code.co_name in {spot.function for spot in seen}
     assert NS <= wall < 2 * NS
+
+
+def test_what_other_wake_ups_cost_makes_samples_no_rarer(monkeypatch):
+    spent = SimpleNamespace(ns=0)
+    monkeypatch.setattr(sample_times, "thread_time_ns", lambda: spent.ns)
+    sampler = LineSampler(at_work())
+    sampler.want(frozenset({STEP}))
+    try:
+        usual = sampler._times.weight_ns(0, 0)
+        for _ in range(10):
+            sampler.gap()
+            spent.ns += 50 * MS
+            sampler.late(now_ns() - NS)
+        sampler.gap()
+        spent.ns += MS // 10
+        sampler.sample(now_ns())
+        assert sampler._times.weight_ns(0, 0) == usual
+        sampler.gap()
+        spent.ns += 50 * MS
+        sampler.sample(now_ns())
+        assert sampler._times.weight_ns(0, 0) > usual
+    finally:
+        sampler.want(frozenset())
 
 
 class NeverDue(LineSampler):

@@ -12,7 +12,7 @@ from telemetry.util.clock import NS, clock_gettime_ns, now_ns, pthread_getcpuclo
 from telemetry.util.errors import let_pass
 from telemetry.util.gil import restore_switch_interval, shorten_switch_interval, thread_waits
 from telemetry.util.profiles import AttributedSamples
-from telemetry.util.sample_times import MAX_SHARE, SampleTimes
+from telemetry.util.sample_times import FIRST_MAX_SHARE, FIRST_SAMPLES, MAX_SHARE, SampleTimes
 from telemetry.util.stacks import fetch_part, stack_of
 from telemetry.util.threads import OwnThread, rest, work
 
@@ -36,7 +36,7 @@ _SECONDS_PER_FETCH: Final = 0.0004
 _MAX_SHARE_OF_WORKER: Final = 0.009
 _MAX_SHARE_OF_FETCHES: Final = 0.005
 """For a sampled worker: extra CPU seconds per fetch for the short switch interval; its largest share of a core in all;
-and the largest share for the fetches. The samples take the rest. The target is 1 %."""
+and the largest share for the fetches. The samples take the rest. The target is 1 %, after the first samples."""
 
 _MIN_PART: Final = 0.1
 _MAX_REST_SECONDS: Final = 2.0
@@ -89,7 +89,7 @@ class WorkerSampler:
             self._running = False
 
     def _sample(self) -> None:
-        times = SampleTimes(_GAP_SECONDS)
+        times = SampleTimes(_GAP_SECONDS, FIRST_MAX_SHARE)
         cpu_clock = pthread_getcpuclockid(self._fetcher)
         before_ns, cpu_before = now_ns(), clock_gettime_ns(cpu_clock)
         written_ns, write_after = before_ns, _FIRST_WRITE_NS
@@ -177,5 +177,6 @@ class SampleBursts:
         part = max(_MIN_PART, _MAX_SHARE_OF_FETCHES / max(share, _MAX_SHARE_OF_FETCHES))
         self._times.part = part
         most = _MAX_SHARE_OF_WORKER - min(part * share, _MAX_SHARE_OF_FETCHES)
-        self._times.max_share = min(MAX_SHARE, most)
+        if self._times.samples >= FIRST_SAMPLES:
+            self._times.max_share = min(MAX_SHARE, most)
         self._began_ns = now

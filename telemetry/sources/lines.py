@@ -19,7 +19,7 @@ from telemetry.sources.stacks import collective_in, in_backward
 from telemetry.util.clock import NS, clock_gettime_ns, now_ns, thread_clock
 from telemetry.util.gil import restore_switch_interval, shorten_switch_interval
 from telemetry.util.profiles import CHECKPOINT, FETCH, STEP, WAIT, StackProfile
-from telemetry.util.sample_times import SampleTimes
+from telemetry.util.sample_times import FIRST_MAX_SHARE, FIRST_SAMPLES, SampleTimes
 from telemetry.util.stacks import Stack, fetch_part, line_of, python_threads, stack_of, users_spot
 from telemetry.util.threads import named
 
@@ -40,11 +40,6 @@ _LATE_NS: Final = NS // 1000
 _MAX_SHARE: Final = 0.003
 """The samples, with what it takes to wake the agent thread for them, take at most this share of a core."""
 
-_FIRST_SAMPLES: Final = 200
-_FIRST_MAX_SHARE: Final = 0.02
-"""The first samples of a stall may take more. They name its line, and their number decides how exact the shares are.
-While collections of 0.15 s hold the GIL, a sample takes 3 ms: the agent thread wakes at each switch interval."""
-
 
 class LineSampler:
     """Profiles of the threads of this process, by what the training thread was doing.
@@ -64,7 +59,7 @@ class LineSampler:
         self._kinds = kinds
         if kinds and self._times is None:
             shorten_switch_interval(_LINES)
-            self._times = SampleTimes(_GAP_SECONDS, _FIRST_MAX_SHARE)
+            self._times = SampleTimes(_GAP_SECONDS, FIRST_MAX_SHARE)
         elif not kinds and self._times is not None:
             restore_switch_interval(_LINES)
             self._times = None
@@ -90,7 +85,9 @@ class LineSampler:
     def late(self, due_ns: int) -> None:
         """Count the time since a stamp at which other work of the agent thread was due, if a C call held it up.
 
-        No sample can become due in that time. So without it, code that holds the GIL would get too small a share.
+        No sample can become due in that time. So without it, code that holds the GIL would get too small a share. What
+        the wait has cost does not count, because the thread wakes for that work anyway: if it did, a slow rank, which
+        others wait for, would take 2 samples a second.
         """
         times = self._times
         if times is not None and (delay := times.delay_ns(due_ns, now_ns())) > _LATE_NS:
@@ -105,9 +102,10 @@ class LineSampler:
             for thread in python_threads():
                 if thread.ident != tracker.thread:
                     self._add(FETCH, fetch_part(thread.stack), wall, samples)
-        if sum(profile.samples for profile in self.profiles.values()) >= _FIRST_SAMPLES:
+        if sum(profile.samples for profile in self.profiles.values()) >= FIRST_SAMPLES:
             times.max_share = _MAX_SHARE
-        times.taken(samples)
+        if samples:
+            times.taken()
 
     def _add(self, kind: str, stack: Stack, wall_ns: int, samples: int) -> None:
         if stack:

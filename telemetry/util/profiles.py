@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.util.gil import SWITCH_SECONDS
 from telemetry.util.stacks import Spot, Stack
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 FETCH: Final = "fetch"
 SAMPLER: Final = "sampler"
@@ -180,6 +183,9 @@ class _Late(NamedTuple):
     def plus(self, other: _Late, sign: int = 1) -> _Late:
         return _Late(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
 
+    def times(self, part: float) -> _Late:
+        return _Late(*(int(part * mine) for mine in self))
+
     @property
     def mean_delay_ns(self) -> float:
         return self.delay_ns / max(self.samples, 1)
@@ -211,6 +217,18 @@ class _SamplesOfStack:
             if each.mean_delay_ns >= least_ns:
                 found = found.plus(each)
         return found
+
+    def behind(self, calls: Collection[_SamplesOfStack], least_ns: float) -> _Late:
+        """The late samples of this line that waited for one of these calls.
+
+        Those that are at least ``least_ns`` late, and of the others as many as the calls have themselves: a sample may
+        be due shortly before the end of a call.
+        """
+        late = self.late(least_ns)
+        less = self.late().plus(late, -1)
+        theirs = sum(call.late(least_ns).samples for call in calls)
+        shorter = sum(call.late().samples for call in calls) - theirs
+        return late.plus(less.times(min(1.0, late.samples * shorter / max(theirs * less.samples, 1))))
 
     @property
     def releases_the_gil(self) -> bool:
@@ -255,8 +273,8 @@ class AttributedSamples:
 
     All samples of a line show whether it holds the GIL. If a call holds it for 20 ms, nearly all of its samples are
     late. If most samples of a line are in time, the line does not hold the GIL. Its late samples then count for the
-    call, if they are about as late as the call's own. So do the few late samples of the line that follows the call
-    in the same function.
+    call, if they are about as late as the call's own. So do the few late samples of the line that follows the call,
+    in its function or in one that has called that.
 
     Python code holds the GIL as well, but gives it up after the switch interval. A sample that is due shortly before it
     calls something that releases the GIL, a read for example, is seen at that call. Samples of such a call need not
@@ -328,7 +346,8 @@ class AttributedSamples:
         if not held_ns:
             return
         least_ns = _AS_LATE * min(late.mean_delay_ns for late in held.values())
-        others = {stack: seen.late(least_ns) for stack, seen in self._seen.items() if stack not in held}
+        calls = [holders[stack] for stack in held]
+        others = {stack: seen.behind(calls, least_ns) for stack, seen in self._seen.items() if stack not in held}
         for stack, late in others.items():
             moved[stack] = moved[stack].plus(StackTime(-late.wall_ns, -late.cpu_ns))
         wall_ns = sum(late.wall_ns for late in others.values())
@@ -353,14 +372,20 @@ class AttributedSamples:
 
 
 def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _SamplesOfStack]) -> bool:
-    """Whether a line is seen only because it follows a call of the same function that holds the GIL."""
-    here = stack[0]
+    """Whether a line is seen only because it follows a call that holds the GIL."""
     for other, call in holders.items():
-        same_function = other[1:] == stack[1:] and (other[0].file, other[0].function) == (here.file, here.function)
-        if same_function and other[0].line < here.line:
+        if _follows(stack, other):
             held = call.late()
-            behind = seen.late(_AS_LATE * held.mean_delay_ns)
+            behind = seen.behind([call], _AS_LATE * held.mean_delay_ns)
             few = 0 < behind.wall_ns <= _PART * held.wall_ns
             if few and not seen.holds_the_gil(seen.late().plus(behind, -1)):
                 return True
+    return False
+
+
+def _follows(stack: Stack, call: Stack) -> bool:
+    """Whether a line comes after a call in the innermost function that both are in."""
+    for here, there in zip(reversed(stack), reversed(call), strict=False):
+        if here != there:
+            return (here.file, here.function) == (there.file, there.function) and there.line < here.line
     return False

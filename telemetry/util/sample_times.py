@@ -10,6 +10,11 @@ from telemetry.util.clock import NS, thread_time_ns
 MAX_SHARE: Final = 0.008
 """The gaps grow until the sampling thread takes at most this share of a core."""
 
+FIRST_SAMPLES: Final = 200
+FIRST_MAX_SHARE: Final = 0.02
+"""The first samples of a stall may take more. They name its line, and their number decides how exact the shares are.
+While C calls of 0.03 to 0.15 s hold the GIL, a sample takes 2 to 3 ms: its thread wakes at each switch interval."""
+
 _MAX_DELAY_NS: Final = 20 * NS
 """After a longer delay, the process was stopped: no C call takes so long."""
 
@@ -30,6 +35,7 @@ class SampleTimes:
 
     Attributes:
         max_share: the largest share of a core that samples take.
+        samples: how many were taken.
         part: samples are taken in this part of the time, in bursts. The weights make up for the rest.
     """
 
@@ -38,7 +44,7 @@ class SampleTimes:
         self.max_share = max_share
         self.part = 1.0
         self._random = random.Random()  # noqa: S311 - our own, so that the training's numbers stay the same
-        self._samples = 0
+        self.samples = 0
         self._cpu_ns = 0
         self._began_ns = thread_time_ns()
 
@@ -55,14 +61,11 @@ class SampleTimes:
         """The time by which a thread was late."""
         return min(max(0, taken_ns - due_ns), _MAX_DELAY_NS)
 
-    def taken(self, samples: int = 1) -> None:
-        """Count a sample that was taken now. If samples cost too much CPU time, the mean gap grows.
-
-        If it was not due after a gap, ``samples`` is 0, and only its cost counts.
-        """
-        self._samples += samples
+    def taken(self) -> None:
+        """Count a sample that was taken now. If samples cost too much CPU time, the mean gap grows."""
+        self.samples += 1
         self._cpu_ns = thread_time_ns() - self._began_ns
-        self._mean = max(self._least, self.part * self._cpu_ns / max(1, self._samples) / NS / self.max_share)
+        self._mean = max(self._least, self.part * self._cpu_ns / self.samples / NS / self.max_share)
 
     def starts(self) -> None:
         """Count the cost of samples from now on, without this thread's earlier work."""
