@@ -22,7 +22,7 @@ from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.memory import MemoryGrowth
 from telemetry.node.board import RankHead, RankState
-from telemetry.node.metrics import AttemptView, RunView, SnapshotsView, StallView
+from telemetry.node.metrics import AttemptView, EnergyView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
     COMPUTE_PARTS,
@@ -116,7 +116,6 @@ class SimulatedRank:
                 optimizer_steps=steps,
                 samples=32 * steps,
                 tokens=65536 * steps,
-                gpu_energy_joules={category: 500.0 * seconds for category, seconds in ledger.items()},
                 compute_parts=dict.fromkeys(COMPUTE_PARTS, (loop - waited) / len(COMPUTE_PARTS)),
                 own=OwnTotals(
                     stack_samples=int(loop - waited),
@@ -132,7 +131,7 @@ class SimulatedRank:
             snapshots=SnapshotsView({"recorded": int(self.cause is not None), "refused": 0, "failed": 0, "skipped": 0}),
             collectors=tuple(CollectorHealth(name, True, 0.001 * (1 + self._wave(now)), None) for name in _COLLECTORS),
             gpu=gpu or self._gpu(now),
-            energy_gpu=gpu or self._gpu(now),
+            energy=EnergyView(gpu or self._gpu(now), {category: 500.0 * s for category, s in ledger.items()}),
             gpu_hour_price=2.5,
             host=HostSample(0.3 + 0.2 * self._wave(now), CPUS, int((300 + 20 * self._wave(now)) * GIB), 1024 * GIB),
             process=ProcessSample(0.9 * age, int((9 + self._wave(now)) * GIB), 92),

@@ -117,7 +117,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
         samples_total, tokens_total: samples and tokens of the training; null if they are not known.
         epochs: whole epochs; absent before the end of the first.
         compute_total_seconds: seconds of the compute by part; absent before they are known.
-        gpu_energy_total_joules: energy of the whole GPU ``gpu_uuid``.
+        gpu_energy_total_joules: energy of the whole GPUs. ``gpu_uuid``: theirs, separated by spaces.
         cpu_total_seconds: CPU time in the training loop by user: ``used``, the process and its workers; ``others``, all
             others of the machine; ``known``, the wall clock over which these two were measured; ``thread`` and
             ``thread_delay``, the training thread's and its run-queue delay, over its whole life; ``worker`` and
@@ -276,7 +276,12 @@ class RunStartLine(SurroundingsLine, frozen=True, kw_only=True, tag_field="event
 
 
 class GpuLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu"):
-    """This rank's GPU. ``throttled``: reasons for reduced clocks."""
+    """A GPU of this rank.
+
+    Attributes:
+        throttled: reasons for reduced clocks.
+        wait_measured: whether the exposed wait is measured on it; None if it is the only one.
+    """
 
     name: str | None = None
     utilization_ratio: Number | None = None
@@ -287,6 +292,7 @@ class GpuLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu"):
     temperature_celsius: Number | None = None
     sm_clock_hertz: Number | None = None
     throttled: list[str] | None = None
+    wait_measured: bool | None = None
 
 
 class HostLine(Line, frozen=True, kw_only=True, tag_field="event", tag="host"):
@@ -475,7 +481,7 @@ class SnapshotLine(Line, frozen=True, kw_only=True, tag_field="event", tag="snap
 
 
 class GpuErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_error"):
-    """An Xid error that the driver reports of this rank's GPU. ``gpu``: its index. ``text``: what it means."""
+    """An Xid error that the driver reports of a GPU of this rank. ``gpu``: its index. ``text``: what it means."""
 
     gpu: Count | None = None
     uuid: str | None = None

@@ -213,7 +213,7 @@ SKIP: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "skip"})
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One reading of this rank's GPU.
+    """One reading of a GPU of this rank.
 
     Attributes:
         utilization_source: source of ``utilization_ratio``: ``nvml``, ``amdsmi``, ``gpm`` (hardware counters, for a MIG
@@ -269,7 +269,7 @@ class GpuSample:
 
 
 class GpuError(NamedTuple):
-    """An error that the driver reports of this rank's GPU. ``gpu``: its index."""
+    """An error that the driver reports of a GPU of this rank. ``gpu``: its index."""
 
     gpu: int
     uuid: str

@@ -228,7 +228,7 @@ class CpuTotals:
 
 @dataclass(frozen=True, slots=True)
 class GpuTotals:
-    """The GPU of this rank.
+    """The GPU of this rank, or all of them.
 
     Attributes:
         unused_ratio: share of the time that the GPU was unused while the loop ran. ``exposed_wait_seconds``,
@@ -292,7 +292,7 @@ class Totals:
         worker_fetches: fetches of all workers. ``worker_fetch_seconds``: their time. ``fetch_counts``: their
             number by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
-        gpu_energy_joules: energy of the whole GPU, by category of the ledger; None before its second reading.
+        gpu_energy_joules: energy of the whole GPUs, by category of the ledger; None before its second reading.
         compute_parts: seconds of the compute by part, see `ComputeSplit`; None before it is known.
         samples, tokens: numbers in batches that the training took, without those that a restart threw away.
     """

@@ -9,7 +9,7 @@ from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HangState, HangVerdict
 from telemetry.diagnosis.memory import MemoryGrowth
 from telemetry.node.board import Numbers, RankHead, RankState
-from telemetry.node.metrics import COLLECTOR, AttemptView, RunView, SnapshotsView, StallView
+from telemetry.node.metrics import COLLECTOR, AttemptView, EnergyView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
 from telemetry.records import (
     CATEGORIES,
@@ -108,7 +108,7 @@ def full_view():
         ),
         step_change_ratio=1.0,
     )  # fmt: skip
-    view = dataclasses.replace(view, energy_gpu=view.gpu)
+    view = dataclasses.replace(view, energy=EnergyView(view.gpu, dict.fromkeys(CATEGORIES, 9.5)))
     left_out = {
         f"{type(part).__name__}.{spec.name}"
         for part in (view, *(getattr(view, spec.name) for spec in dataclasses.fields(view)))

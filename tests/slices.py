@@ -129,9 +129,9 @@ def next_tick(before: Totals, part: Slice) -> Tick:
                 cgroup_cpu_limit=part.quota, cgroup_cpu_used=part.quota_used,
                 cgroup_throttled_ratio=part.throttled_ratio,
             ),
-            gpu=GpuSample(
+            gpus=(GpuSample(
                 0, "", "", utilization_ratio=part.gpu_utilization_ratio, throttled=part.gpu_throttled,
-            ),
+            ),),
         ),
     )  # fmt: skip
     spent = {

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telemetry.agent.accounting import ExposedWait, Ledger, StepStats, spans
-from telemetry.agent.totals import GpuEnergy
+from telemetry.agent.collectors import Samples
+from telemetry.agent.totals import GpuEnergy, Readings, integrated
 from telemetry.hooks import ring as r
 from telemetry.hooks.batches import BatchMark, TrainedBatches
 from telemetry.hooks.device import wait_class
@@ -445,24 +446,33 @@ def test_a_value_that_was_never_known_has_no_mean():
 
 
 @pytest.mark.parametrize(
-    ("joules", "uuid", "ledger", "expected"),
+    ("joules", "ledger", "expected"),
     [
-        (500, "GPU-1", {"compute": 8.0, "data_wait": 1.0}, {"compute": 300.0, "data_wait": 100.0}),  # by time
-        (50, "GPU-1", {"compute": 6.0}, None),  # its counter began anew
-        (1e9, "GPU-1", {"compute": 6.0}, None),  # impossible
-        (200, "GPU-1", {"compute": 5.0}, None),  # no time has passed
-        (200, "GPU-2", {"compute": 6.0}, None),  # another GPU
+        (500, {"compute": 8.0, "data_wait": 1.0}, {"compute": 300.0, "data_wait": 100.0}),  # by time
+        (50, {"compute": 6.0}, None),  # its counter began anew
+        (1e9, {"compute": 6.0}, None),  # impossible
+        (200, {"compute": 5.0}, None),  # no time has passed
     ],
 )
-def test_the_energy_is_split_by_time_and_its_sum_is_the_counters(joules, uuid, ledger, expected):
-    energy, sample = GpuEnergy(), GpuSample(0, uuid, "", energy_joules=joules)
+def test_the_energy_is_split_by_time_and_its_sum_is_the_counters(joules, ledger, expected):
+    energy, sample = GpuEnergy(), GpuSample(0, "GPU-1", "", energy_joules=joules)
     energy.add(GpuSample(0, "GPU-1", "", energy_joules=100.0), {"compute": 5.0})
     assert energy.joules is None
     for _ in range(2):  # the same sample again is no new reading
         energy.add(sample, ledger)
     assert energy.joules == expected
-    energy.add(GpuSample(0, uuid, "", energy_joules=joules + 30), ledger | {"compute": ledger["compute"] + 1.0})
+    energy.add(GpuSample(0, "GPU-1", "", energy_joules=joules + 30), ledger | {"compute": ledger["compute"] + 1.0})
     assert sum(energy.joules.values()) == pytest.approx(30 + sum((expected or {}).values()))
+
+
+@pytest.mark.parametrize(
+    ("shares", "unused"), [((0.5, 0.5), 0.0), ((0.3, 0.2), 0.5), ((0.9, 0.8), 0.0), ((0.5, None), None)]
+)
+def test_gpus_that_take_turns_are_not_idle(shares, unused):
+    """As those of a model whose layers are on several."""
+    gpus = tuple(GpuSample(i, str(i), "", utilization_ratio=share) for i, share in enumerate(shares))
+    readings = Readings(10.0, loop_seconds=10.0, exposed_wait_seconds=0.0, samples=Samples(gpus=gpus))
+    assert integrated(SampledTotals(), readings).gpu.unused_ratio.mean == unused
 
 
 BURN = "import time\nwhile time.process_time() < 0.2:\n    pass"

@@ -64,14 +64,15 @@ def until(met, seconds=20):
 
 def outcome(made):
     try:
-        return made.read()
+        (found,) = made.read()
+        return found
     except CollectorError as error:
         return str(error)
 
 
 @contextmanager
 def source(address=ADDRESS, environ=None, **settings):
-    made = AmdSource(lambda: address, interval_seconds=0.001, environ=environ or {}, **settings)
+    made = AmdSource(lambda: filter(None, [address]), interval_seconds=0.001, environ=environ or {}, **settings)
     try:
         yield made
     finally:
@@ -167,7 +168,7 @@ def test_the_agent_reads_the_gpu_of_a_rocm_build(library, monkeypatch):
         until(lambda: [*poller.poll()] and poller.samples.gpu)
         assert poller.samples.gpu.index == 1
         assert [health.up for health in poller.health() if health.name == "amdsmi"] == [True]
-        assert poller.take_log_fields()["gpu"]["utilization_source"] == "amdsmi"
+        assert dict(poller.take_log_fields())["gpu"]["utilization_source"] == "amdsmi"
     finally:
         poller.close()
 

@@ -351,7 +351,7 @@ def test_the_device_of_the_parameters_is_used_and_no_other(agent, device):
 
 
 def test_parameters_on_several_devices_are_told_once(agent, device):
-    """Layers of one model on several devices. The log says for which of them the figures are."""
+    """Layers of one model on several devices. The log says on which of them the wait is measured."""
     wait_until(agent, "xpu_events")
     second, on_host = OnXpu(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     third = type("OnThird", (torch.nn.Parameter,), {"device": property(lambda _: torch.device("xpu", 2))})
@@ -360,9 +360,7 @@ def test_parameters_on_several_devices_are_told_once(agent, device):
     assert agent.tracker.device == 1
     telemetry.stop()
     told = [line["message"] for line in log_lines(agent) if line["event"] == "error" and line["source"] == "gpu"]
-    assert told == [
-        "the parameters are on xpu:1 and on xpu:2; the exposed wait and the figures of the GPU are those of xpu:1 alone"
-    ]
+    assert told == ["the parameters are on xpu:1 and on xpu:2; the exposed wait is measured on xpu:1 alone"]
 
 
 def test_a_rank_is_on_an_accelerator_without_a_reading_of_it(agent, device):

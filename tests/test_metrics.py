@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.node.metrics import COLLECTOR, GROUPS, metrics
+from telemetry.node.metrics import COLLECTOR, GROUPS, EnergyView, metrics
 from telemetry.util.errors import ErrorLog
 from tests.full_views import OPENMETRICS, full_view, page
 
@@ -101,6 +101,17 @@ def test_ranks_of_a_node_share_families_and_the_machine_is_shown_once():
     found = shown(full_view(), full_view(), full_view(), first=0)
     assert {sample.labels["rank"] for sample in found["training_steps_total"]} == {"0", "1", "2"}
     assert [sample.labels for sample in found["training_host_cpu_ratio"]] == [{"run": "a run", "node": "n1"}]
+
+
+def test_each_gpu_of_a_rank_has_its_samples():
+    first = full_view()
+    second = dataclasses.replace(first.gpu, index=1, uuid="GPU-2", power_watts=None)
+    found = shown(changed(first, other_gpus=((second, EnergyView(second, {"compute": 7.0})), (None, None))))
+    place = {(s.labels["gpu"], s.labels["uuid"]) for s in found["training_gpu_utilization_ratio"]}
+    assert place == {("0", "GPU-1"), ("1", "GPU-2")}
+    assert len(found["training_gpu_power_watts"]) == len(found["training_steps_total"]) == 1
+    energy = found["training_gpu_energy_joules_total"]
+    assert {s.labels["gpu"]: s.value for s in energy if s.labels["category"] == "compute"} == {"0": 9.5, "1": 7.0}
 
 
 def test_values_are_exact():

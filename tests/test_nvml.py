@@ -9,17 +9,24 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from fakes import nvml as fake
 from fakes.nvml import Gpu, Mig, Process, State
 
+import telemetry
 from telemetry.records import THROTTLE_REASONS, GpuError, GpuSample
+from telemetry.report.logs import load
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.nvml import _FIELDS as FIELDS
 from telemetry.sources.nvml import _GPM_METRICS as GPM_METRICS
 from telemetry.sources.nvml import THROTTLE_BITS, GpuSummary, NvmlSource, device_summary
 from telemetry.util import threads
+from tests.full_views import page
+from tests.report_logs import summarize
+from tests.running_agent import log_lines
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
@@ -44,7 +51,8 @@ class Clock:
 @contextmanager
 def source(state, uuid=A, environ=None, **settings):
     settings = {"interval_seconds": 0.001, "clock": Clock(state)} | settings
-    made = NvmlSource(uuid if callable(uuid) else lambda: uuid, environ=environ or {}, **settings)
+    uuids = uuid if callable(uuid) else lambda: filter(None, [uuid])
+    made = NvmlSource(uuids, environ=environ or {}, **settings)
     try:
         yield made
     finally:
@@ -66,10 +74,16 @@ def until(met, seconds=20):
     return value
 
 
+def newest(made):
+    """The sample of the only GPU."""
+    (found,) = made.read()
+    return found
+
+
 def outcome(made):
     """The sample, or the reason why it is missing, as text."""
     try:
-        return made.read()
+        return newest(made)
     except CollectorError as error:
         return str(error)
 
@@ -253,7 +267,7 @@ def test_what_seldom_changes_is_read_every_ten_seconds(state):
         for function in ("nvmlDeviceGetFieldValues", "nvmlDeviceGetEnforcedPowerLimit"):
             assert 3 <= state.calls[function] - before[function] <= 5
         state.gpus[0].fields[4] = 1
-        until(lambda: made.read().ecc_uncorrected_errors_total == 1)
+        until(lambda: newest(made).ecc_uncorrected_errors_total == 1)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +348,7 @@ def test_with_a_choice_the_device_is_not_guessed(state, gpus, uuid, visible, tex
 def test_torch_overrules_the_environment_once_it_knows(state):
     state.gpus = [Gpu(uuid=A), Gpu(uuid=B)]
     known = {"uuid": None}
-    with source(state, uuid=lambda: known["uuid"], environ={"CUDA_VISIBLE_DEVICES": A}) as made:
+    with source(state, uuid=lambda: filter(None, [known["uuid"]]), environ={"CUDA_VISIBLE_DEVICES": A}) as made:
         assert sample(state, made).uuid == A
         known["uuid"] = B
         until(lambda: outcome(made).uuid == B)
@@ -416,10 +430,10 @@ def test_gpm_needs_two_samples_more_than_100_ms_apart(state):
     state.gpus = [Gpu(gpm=True, processes=[Process()])]
     with source(state, interval_seconds=3600) as made:
         until(lambda: not isinstance(outcome(made), str))
-        assert activity(made.read()) == (None, None), "neither invented nor of another source"
+        assert activity(newest(made)) == (None, None), "neither invented nor of another source"
     clock = Clock(state)
     with source(state, clock=lambda: clock() // 10) as made:  # 20 ms a tick
-        until(lambda: not isinstance(outcome(made), str) and made.read().sm_active_ratio == 0.625)
+        until(lambda: not isinstance(outcome(made), str) and newest(made).sm_active_ratio == 0.625)
         before = Counter(state.calls)
         ticks(state, 60)
         pairs = state.calls["nvmlGpmMetricsGet"] - before["nvmlGpmMetricsGet"]
@@ -453,14 +467,14 @@ def test_gpm_that_is_refused_gives_way_to_the_process_at_once_but_not_later(stat
     assert not state.gpm_buffers
     state.errors = {}
     with source(state) as made:
-        until(lambda: not isinstance(outcome(made), str) and made.read().sm_active_source == "gpm")
+        until(lambda: not isinstance(outcome(made), str) and newest(made).sm_active_source == "gpm")
         state.errors = {"nvmlGpmSampleGet": fake.NO_PERMISSION}
         assert activity(sample(state, made)) == (None, None)
         before = Counter(state.calls)
         ticks(state, 200)
         assert 2 <= state.calls["nvmlGpmSampleGet"] - before["nvmlGpmSampleGet"] <= 10, "it is tried again, seldom"
         state.errors = {}
-        until(lambda: made.read().sm_active_source == "gpm")
+        until(lambda: newest(made).sm_active_source == "gpm")
 
 
 def test_without_gpm_the_share_of_this_process(state):
@@ -492,15 +506,15 @@ def xids(made):
 def test_xid_errors_are_counted_and_told_once(state):
     state.gpus[0].xids = [(48, fake.NO_INSTANCE)]  # before the agent
     with source(state) as made:
-        assert (sample(state, made).xid, made.read().xid_errors_total, xids(made)) == (0, 0, [])
+        assert (sample(state, made).xid, newest(made).xid_errors_total, xids(made)) == (0, 0, [])
         state.gpus[0].xids += [(PAGE_FAULT, fake.NO_INSTANCE), (OFF_THE_BUS, fake.NO_INSTANCE)]
-        until(lambda: made.read().xid == OFF_THE_BUS)
-        assert (made.read().xid_errors_total, made.take_errors()) == (
+        until(lambda: newest(made).xid == OFF_THE_BUS)
+        assert (newest(made).xid_errors_total, made.take_errors()) == (
             2, [GpuError(0, A, PAGE_FAULT), GpuError(0, A, OFF_THE_BUS)],
         )  # fmt: skip
         state.gpus[0].xids += [(CLEANUP, fake.NO_INSTANCE)]
-        until(lambda: made.read().xid_errors_total == 3)
-        assert made.read().xid == OFF_THE_BUS, "a clean-up does not hide what it follows"
+        until(lambda: newest(made).xid_errors_total == 3)
+        assert newest(made).xid == OFF_THE_BUS, "a clean-up does not hide what it follows"
         assert (xids(made), xids(made)) == ([CLEANUP], [])
         assert state.arguments["nvmlEventSetWait_v2"][2].value == 0, "it never waits"
 
@@ -513,10 +527,56 @@ def test_an_error_that_takes_the_gpu_along_is_told(state):
         reason(made, "GPU is lost")
         assert xids(made) == [OFF_THE_BUS]
         state.errors = {}
-        assert (sample(state, made).xid, made.read().xid_errors_total) == (OFF_THE_BUS, 1)
+        assert (sample(state, made).xid, newest(made).xid_errors_total) == (OFF_THE_BUS, 1)
         assert len(state.event_sets) == 1
     until(lambda: not nvml_threads())
     assert not state.event_sets
+
+
+def test_each_gpu_of_several_has_its_own_readings_and_errors(state):
+    """Layers of one model on several GPUs."""
+    state.gpus = [Gpu(uuid=A, utilization=80), Gpu(uuid=B, utilization=11)]
+    known = [B]
+    with source(state, uuid=lambda: known) as made:
+        assert sample(state, made).index == 1
+        known.append(A)
+        until(lambda: len(made.read()) == 2)
+        assert [(gpu.uuid, gpu.utilization_ratio) for gpu in made.read()] == [(B, 0.11), (A, 0.80)]
+        state.gpus[0].xids += [(PAGE_FAULT, fake.NO_INSTANCE)]
+        until(lambda: made.read()[1].xid == PAGE_FAULT)
+        assert (made.read()[0].xid, made.take_errors()) == (0, [GpuError(0, A, PAGE_FAULT)])
+        state.errors = {"nvmlDeviceGetPowerUsage": fake.GPU_IS_LOST}
+        until(lambda: not state.event_sets)
+        state.errors = {}
+        until(lambda: [gpu.xid for gpu in made.read()] == [0, PAGE_FAULT] if len(state.event_sets) == 2 else False)
+
+
+def test_an_agent_shows_each_gpu_of_its_process(state, monkeypatch, request):
+    properties = [SimpleNamespace(uuid=uuid.removeprefix("GPU-")) for uuid in (A, B)]
+    cuda = SimpleNamespace(device_count=lambda: 2, get_device_properties=properties.__getitem__)
+    monkeypatch.setattr("telemetry.agent.collectors.cuda", lambda: cuda)
+    state.gpus = [Gpu(uuid=A), Gpu(uuid=B)]
+    agent = request.getfixturevalue("agent")
+    agent.tracker.device, agent.tracker.devices = 1, [torch.device("cuda", 1), torch.device("cuda", 0)]
+    until(lambda: [gpu.index for gpu in agent._collectors.samples.gpus or ()] == [1, 0])
+    until(lambda: {A, B} <= agent._builder.energies.keys())
+    state.gpus[0].energy += 30_000
+    state.gpus[1].energy += 7_000
+    until(lambda: all(sum((each.joules or {}).values()) for each in agent._builder.energies.values()))
+
+    joules = {}
+    for line in page(agent._view()).splitlines():
+        if line.startswith("training_gpu_energy_joules_total"):
+            uuid = B if B in line else A
+            joules[uuid] = joules.get(uuid, 0.0) + float(line.split()[-1])
+    assert joules == {A: pytest.approx(30), B: pytest.approx(7)}
+
+    telemetry.stop()
+    lines = [line for line in log_lines(agent) if line["event"] == "gpu"]
+    assert {(line["index"], line["wait_measured"]) for line in lines[-2:]} == {(1, True), (0, False)}
+    summary = summarize(load(agent.run_dir))
+    assert sum(summary["ranks"][0]["gpu_energy_joules"].values()) == pytest.approx(37)
+    assert log_lines(agent)[-1]["gpu_uuid"] == f"{B} {A}"
 
 
 def test_errors_of_another_mig_device_are_not_told(state):
@@ -524,7 +584,7 @@ def test_errors_of_another_mig_device_are_not_told(state):
     with source(state, uuid=M2) as made:
         assert sample(state, made).xid == 0
         state.gpus[0].xids += [(94, 7), (PAGE_FAULT, 8), (OFF_THE_BUS, fake.NO_INSTANCE)]
-        until(lambda: made.read().xid == OFF_THE_BUS)
+        until(lambda: newest(made).xid == OFF_THE_BUS)
         assert xids(made) == [PAGE_FAULT, OFF_THE_BUS]
 
 
@@ -595,7 +655,7 @@ def test_a_hang_blocks_neither_reading_nor_closing_nor_the_exit(tmp_path):
 import time
 from telemetry.sources.nvml import NvmlSource
 from telemetry.sources.collector import CollectorError
-source = NvmlSource(lambda: None, environ={}, deadline_seconds=0.05)
+source = NvmlSource(lambda: (), environ={}, deadline_seconds=0.05)
 end, reason = time.monotonic() + 60, ""
 while "has not returned" not in reason and time.monotonic() < end:
     try:
@@ -645,7 +705,7 @@ def test_a_failure_of_the_callable_is_contained(state):
     def uuid():
         if answers["fail"]:
             raise RuntimeError("boom")
-        return A
+        return [A]
 
     with source(state, uuid=uuid) as made:
         reason(made, "RuntimeError: boom")
@@ -656,7 +716,7 @@ def test_a_failure_of_the_callable_is_contained(state):
 def test_no_driver_leaves_no_thread_and_one_installed_later_is_found(state):
     """On most machines without a GPU there is not even the library."""
     with fake.no_driver():
-        made = NvmlSource(lambda: A, interval_seconds=0.001, environ={}, clock=Clock(state))
+        made = NvmlSource(lambda: [A], interval_seconds=0.001, environ={}, clock=Clock(state))
         used = [0.0]
         for _ in range(20):
             until(lambda: not nvml_threads())

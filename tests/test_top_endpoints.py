@@ -22,6 +22,7 @@ def exposition(seconds: float, *, wait: float = 0.0, cause: str = "", rank: int 
         f'training_compute_seconds_total{{{labels},part="backward"}} {0.6 * (seconds - wait)}',
         f"training_exposed_wait_seconds_total{{{labels}}} {wait}",
         f'training_gpu_utilization_ratio{{{labels},gpu="0",uuid="u"}} 0.42',
+        f'training_gpu_utilization_ratio{{{labels},gpu="1",uuid="v"}} 0.99',  # of several the first is shown
         f'training_stall_active{{{labels},cause="gc_pause"}} {int(cause == "gc_pause")}',
     ]
     return "\n".join([*lines, *(f"{name}{{{labels}}} {value}" for name, value in more.items())]) + "\n"

@@ -305,7 +305,8 @@ def test_nothing_is_written_to_the_run_folder(run):
 def test_the_memory_of_the_machine_is_not_that_of_the_gpu(run):
     run.add(
         start(NOW - 3),
-        log_line("gpu", NOW - 2, memory_used_bytes=1, memory_total_bytes=2),
+        log_line("gpu", NOW - 2, memory_used_bytes=1, memory_total_bytes=2, wait_measured=True),
+        log_line("gpu", NOW - 2, memory_used_bytes=7, memory_total_bytes=8, wait_measured=False),
         log_line("host", NOW - 1, memory_used_bytes=30, memory_total_bytes=40, process_resident_memory_bytes=5),
     )
     row = run.row()

@@ -566,6 +566,10 @@ class Agent:
     def _view(self) -> RunView:
         accounting, collectors, last = self.accounting, self._collectors, self.accounting.ledger.last_step_ns
         samples = collectors.samples
+        gpus = {gpu.uuid: gpu for gpu in samples.gpus or ()}
+        energies = {uuid: energy.view() for uuid, energy in self._builder.energies.items()}
+        pairs = [(gpus.get(uuid), energies.get(uuid)) for uuid in {**gpus, **energies}]
+        (gpu, energy), *others = pairs or [(None, None)]
         return RunView(
             info=self._info_labels(),
             started_unix_seconds=self._wall.unix_seconds(accounting.ledger.start_ns),
@@ -579,8 +583,9 @@ class Agent:
             hang=self.job_hang.verdict,
             snapshots=self.snapshots.view(),
             collectors=collectors.health(),
-            gpu=samples.gpu,
-            energy_gpu=self._builder.energy.sample,
+            gpu=gpu,
+            energy=energy,
+            other_gpus=tuple(others),
             host=samples.host,
             process=samples.process,
             workers=samples.workers,

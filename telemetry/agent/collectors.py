@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.device import CUDA
@@ -37,11 +39,12 @@ if TYPE_CHECKING:
     from telemetry.util.errors import ErrorLog
 
 
-_GPU: Final = "gpu"
+_GPUS: Final = "gpus"
+_GPU_EVENT: Final = "gpu"
 
 _LOGGED_AS: Final = {
-    _GPU: "gpu",
-    "torch_memory": "gpu",
+    _GPUS: _GPU_EVENT,
+    "torch_memory": _GPU_EVENT,
     "host": "host",
     "pressure": "host",
     "process": "host",
@@ -56,15 +59,23 @@ _OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The newest sample of each collector, by its name, but for ``gpu``; None while it is down."""
+    """The newest sample of each collector, by its name, but for ``gpus``; None while it is down.
 
-    gpu: GpuSample | None = None
+    ``gpus`` has a sample for each GPU of this rank, first the one on which the exposed wait is measured.
+    """
+
+    gpus: tuple[GpuSample, ...] | None = None
     host: HostSample | None = None
     process: ProcessSample | None = None
     workers: WorkersSample | None = None
     pressure: PressureSample | None = None
     torch_memory: TorchMemorySample | None = None
     memory: MemorySample | None = None
+
+    @property
+    def gpu(self) -> GpuSample | None:
+        """The sample of the GPU on which the exposed wait is measured."""
+        return self.gpus[0] if self.gpus else None
 
 
 class CollectorPoller:
@@ -96,7 +107,7 @@ class CollectorPoller:
                 lambda: [pid for loader in tracker.loaders.live() for pid in loader.pids], stat=self._workers.stat
             ),
         ]
-        self._pollers: dict[str, Poller[Any]] = {_GPU: Poller(self._gpu)}
+        self._pollers: dict[str, Poller[Any]] = {_GPUS: Poller(self._gpu)}
         self._pollers |= {source.name: Poller(source) for source in sources}
         self.samples = Samples()
         self._been_up: set[str] = set()
@@ -109,7 +120,7 @@ class CollectorPoller:
             self._gpu.close()
             self._earlier_cpu_seconds = self._gpu.cpu_seconds()
             self._gpu = self._gpu_source()
-            self._pollers[_GPU] = Poller(self._gpu)
+            self._pollers[_GPUS] = Poller(self._gpu)
         self._tell_other_devices()
         for field, poller in self._pollers.items():
             name, sample = poller.source.name, poller.poll()
@@ -133,24 +144,33 @@ class CollectorPoller:
             poller.health for poller in self._pollers.values() if not (poller.health.up and poller.newest is None)
         )
 
-    def take_log_fields(self) -> dict[str, dict[str, Any]]:
-        """The mean of the samples since the last call, by log event. An event without samples is left out."""
+    def take_log_fields(self) -> list[tuple[str, dict[str, Any]]]:
+        """The mean of the samples since the last call, as log events and their fields.
+
+        An event without samples is left out. There is one event for each GPU.
+        """
         events: dict[str, dict[str, Any]] = {}
-        for name, samples in self._gathered.items():
-            self._gathered[name] = []
+        others: list[tuple[str, dict[str, Any]]] = []
+        for name, gathered in self._gathered.items():
+            self._gathered[name], samples = [], gathered
+            if name == _GPUS:
+                samples, *more = [list(filter(None, of_one)) for of_one in zip_longest(*gathered)] or [[]]
+                if more:
+                    events[_GPU_EVENT] = {"wait_measured": True}
+                others = [(_GPU_EVENT, mean_of(of_one) | {"wait_measured": False}) for of_one in more]
             if not samples or (name == "workers" and not any(sample.workers for sample in samples)):
                 continue
             prefix = "process_" if name == "process" else ""
             merged = {f"{prefix}{key}": value for key, value in mean_of(samples).items()}
             events.setdefault(_LOGGED_AS[name], {}).update(merged)
-        return events
+        return [*events.items(), *others]
 
     def worker_fetches(self) -> Histogram | None:
         """The fetches of all workers so far, including ended ones; None before the first."""
         return self._workers.fetches
 
     def take_gpu_errors(self, *, wait_seconds: float = 0.0) -> list[GpuError]:
-        """The errors of this rank's GPU since the last call. ``wait_seconds``: look for new ones, at most this long."""
+        """The errors of its GPUs since the last call. ``wait_seconds``: look for new ones, at most this long."""
         if wait_seconds:
             self._gpu.look(wait_seconds)
         return self._gpu.take_errors()
@@ -173,12 +193,12 @@ class CollectorPoller:
         if others and not self._other_devices_told:
             self._other_devices_told = True
             where = f"the parameters are on {first} and on {listed(others)}"
-            self._errors.tell(_GPU, f"{where}; the exposed wait and the figures of the GPU are those of {first} alone")
+            self._errors.tell(_GPU_EVENT, f"{where}; the exposed wait is measured on {first} alone")
 
     def _gpu_source(self) -> GpuSource:
         if is_rocm():
-            return AmdSource(self._device_address, interval_seconds=self._interval_seconds)
-        return NvmlSource(self._device_uuid, interval_seconds=self._interval_seconds)
+            return AmdSource(partial(self._told_by_torch, pci_address), interval_seconds=self._interval_seconds)
+        return NvmlSource(partial(self._told_by_torch, _uuid), interval_seconds=self._interval_seconds)
 
     def _device(self) -> int:
         if self._tracker.accelerator not in {None, CUDA}:
@@ -191,22 +211,20 @@ class CollectorPoller:
             raise CollectorError("the training thread's device is not known before its first batch")
         return device
 
-    def _device_uuid(self) -> str | None:
-        """The UUID of the training thread's device; None before it is known."""
-        return self._told_by_torch(lambda properties: str(properties.uuid))
-
-    def _device_address(self) -> str | None:
-        """The PCI address of the training thread's device; None before it is known."""
-        return self._told_by_torch(pci_address)
-
-    def _told_by_torch(self, read: Callable[[Any], str]) -> str | None:
+    def _told_by_torch(self, read: Callable[[Any], str]) -> list[str]:
+        """What ``read`` gets from the properties of each device of the training; nothing before they are known."""
         module = cuda()
         if module is None:
-            return None
+            return []
         try:
-            return read(module.get_device_properties(self._device()))
+            devices = dict.fromkeys([self._device(), *(device.index for device in self._tracker.devices)])
+            return [read(module.get_device_properties(device)) for device in devices]
         except (CollectorError, AttributeError):
-            return None
+            return []
+
+
+def _uuid(properties: Any) -> str:
+    return str(properties.uuid)
 
 
 def mean_of(samples: Sequence[Any]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class EventLog:
         if self._window_is_over(self._builder.current().wall_seconds):
             self._seconds = min(2 * self._seconds, self._config.log_interval_seconds)
             self.window()
-            for event, values in self._collectors.take_log_fields().items():
+            for event, values in self._collectors.take_log_fields():
                 self.emit(event, values)
         self.write_errors()
 
@@ -318,7 +318,8 @@ class EventLog:
 
     def _totals(self) -> dict[str, Any]:
         """The fields of a `TotalsLine`. Every window has them, so the newest line alone shows the ledger."""
-        totals, energy_of = self._builder.current(), self._builder.energy.sample
+        totals = self._builder.current()
+        counted = [uuid for uuid, energy in self._builder.energies.items() if energy.joules is not None]
         kills, memory, resumption = self._attempt.oom.count(), self._memory.line_field(), self._attempt.resumption()
         epochs = self._accounting.epochs()
         return {
@@ -338,7 +339,7 @@ class EventLog:
             "epochs": ABSENT if epochs is None else epochs,
             "compute_total_seconds": ABSENT if totals.compute_parts is None else totals.compute_parts,
             "gpu_energy_total_joules": totals.gpu_energy_joules,
-            "gpu_uuid": energy_of.uuid if totals.gpu_energy_joules and energy_of is not None else None,
+            "gpu_uuid": " ".join(counted) or None,
             "cpu_total_seconds": _cpu_seconds(totals),
             "memory": ABSENT if memory == MemoryForecast() else memory,
             "optimizer_steps_total": totals.optimizer_steps,

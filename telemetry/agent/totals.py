@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.agent.collectors import Samples
@@ -12,6 +13,7 @@ from telemetry.agent.compute import ComputeSplit
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.hooks.loaders import LoaderHandle
+from telemetry.node.metrics import EnergyView
 from telemetry.records import COMPUTE
 from telemetry.totals import (
     Conditions,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from telemetry.sources.lines import ThreadSampler, ThreadSamples
 
 
-# -- the energy of the GPU ---------------------------------------------------------------------------------------------
+# -- the energy of a GPU -----------------------------------------------------------------------------------------------
 
 _MAX_WATTS: Final = 20e3
 """No GPU draws so much. After a larger difference the counter has begun anew, or the driver is wrong."""
@@ -49,7 +51,7 @@ _MARGIN_SECONDS: Final = 1.0
 
 
 class GpuEnergy:
-    """Splits the energy of the GPU over the categories of the ledger.
+    """Splits the energy of one GPU over the categories of the ledger.
 
     The GPU counts its energy itself, so the sum is exact. The split is an estimate: between two readings, each category
     gets its share of the time. A waiting GPU draws less than a computing one, so waits that are short against an
@@ -65,18 +67,22 @@ class GpuEnergy:
         self.sample: GpuSample | None = None
         self._ledger_seconds: Mapping[str, float] = {}  # at the newest sample
 
-    def add(self, gpu: GpuSample | None, ledger_seconds: Mapping[str, float]) -> None:
+    def view(self) -> EnergyView | None:
+        """The energy so far; None before the second reading."""
+        return None if self.joules is None or self.sample is None else EnergyView(self.sample, self.joules)
+
+    def add(self, gpu: GpuSample, ledger_seconds: Mapping[str, float]) -> None:
         """Add the energy since the last reading. The same sample again is no new reading, and an unusable one adds 0.
 
         Args:
             gpu: the newest sample. Its counter began with the driver.
             ledger_seconds: the run's seconds so far, by category.
         """
-        if gpu is None or gpu is self.sample or gpu.energy_joules is None:
+        if gpu is self.sample or gpu.energy_joules is None:
             return
         before, self.sample, earlier = self.sample, gpu, self._ledger_seconds
         self._ledger_seconds = ledger_seconds
-        if before is None or before.energy_joules is None or before.uuid != gpu.uuid:
+        if before is None or before.energy_joules is None:
             return
         spent = {name: max(0.0, seconds - earlier.get(name, 0.0)) for name, seconds in ledger_seconds.items()}
         seconds, joules = sum(spent.values()), gpu.energy_joules - before.energy_joules
@@ -209,7 +215,9 @@ def _by_children(used: float, own: float, host_used: float, host_cores: int) -> 
 
 def _gpu(tick: Readings) -> GpuTotals:
     gpu, clock, exposed = tick.samples.gpu, tick.gpu_clock_ratio, tick.exposed_wait_seconds
-    used = None if gpu is None else gpu.utilization_ratio
+    # Layers on several GPUs take turns, so the loop leaves them idle only where their shares of time add up to less.
+    shares = [each.utilization_ratio for each in tick.samples.gpus or ()]
+    used = min(1.0, sum(share or 0.0 for share in shares)) if shares and None not in shares else None
     only_loop = used is not None and exposed is not None and tick.loop_seconds >= _ONLY_LOOP * tick.seconds
     slowed = None if clock is None else max(0.0, 1.0 - clock) * _is_held_back(gpu)
     return GpuTotals(
@@ -286,7 +294,7 @@ class TotalsBuilder:
 
     Attributes:
         totals: the newest totals.
-        energy: the energy of the GPU.
+        energies: the energy of each GPU, by its UUID.
     """
 
     def __init__(
@@ -304,7 +312,7 @@ class TotalsBuilder:
         self._overhead = overhead
         self.totals = Totals()
         self._loader: LoaderSettings = {}
-        self.energy = GpuEnergy()
+        self.energies: dict[str, GpuEnergy] = {}
         self._compute = ComputeSplit(tracker)
         self._integrated = self.totals  # the totals when samples were last integrated
         self._process_cpu_seconds = 0.0  # at that time. The first tick adds everything from before
@@ -500,8 +508,15 @@ class TotalsBuilder:
             fetch_busy_seconds=None if busy is None else busy * seconds,
             gpu_clock_ratio=self._clock_ratio(samples.gpu),
         )
-        self.energy.add(samples.gpu, counted.ledger_seconds)
-        return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=self.energy.joules)
+        joules = self._energy(samples.gpus or (), counted.ledger_seconds)
+        return replace(counted, sampled=integrated(before.sampled, readings), gpu_energy_joules=joules)
+
+    def _energy(self, gpus: Sequence[GpuSample], ledger_seconds: Mapping[str, float]) -> dict[str, float] | None:
+        """Add the energy that these samples show. Returns the sum over all GPUs so far, by category of the ledger."""
+        for gpu in gpus:
+            self.energies.setdefault(gpu.uuid, GpuEnergy()).add(gpu, ledger_seconds)
+        known = [energy.joules for energy in self.energies.values() if energy.joules is not None]
+        return reduce(together, known) if known else None
 
     def _after_first(self, exposed: float | None, first_wait: float, steps: int) -> float | None:
         """The exposed wait without the wait for the first batch.

@@ -221,7 +221,7 @@ class Cpu(Struct, frozen=True):
 
 
 class Gpu(Struct, frozen=True):
-    """The GPU of this rank.
+    """The GPU of this rank, or all of them.
 
     Attributes:
         idle_seconds: time in the loop without a kernel and without waiting for a batch.

@@ -59,12 +59,14 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
         values: a number, or for a metric with a label a number for each of its values.
         labels: the labels that all metrics of a group carry, by the name of the group.
         started: Unix time from which the counters count.
+        others: the readings of further GPUs of the rank.
     """
 
     values: dict[str, float | dict[str, float]] = {}
     histograms: dict[str, Histogram] = {}
     labels: dict[str, dict[str, str]] = {}
     started: float = 0.0
+    others: tuple[Numbers, ...] = ()
 
 
 class RankHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -70,12 +70,20 @@ class AttemptView:
 
 
 @dataclass(frozen=True, slots=True)
+class EnergyView:
+    """The energy that a GPU has used so far, by category of the ledger. ``gpu``: its newest sample."""
+
+    gpu: GpuSample
+    joules: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RunView:
     """Everything that the endpoint shows of one rank at one moment. None: not measured.
 
     ``own_fetches`` are durations of the training thread's own fetches, without workers. ``worker_fetches`` are those of
-    all workers so far, and ``energy_gpu`` is the newest sample of the GPU whose energy is counted; both are there even
-    if ``workers`` or ``gpu`` could not be read this time. See `ChangeDetector` for ``step_change_ratio``.
+    all workers so far, and ``energy`` is that of ``gpu``; both are there even if ``workers`` or ``gpu`` could not be
+    read this time. ``other_gpus``: the same two of each further GPU. See `ChangeDetector` for ``step_change_ratio``.
     ``samples_before`` and ``tokens_before`` are the rank's counts in earlier attempts of the run.
     """
 
@@ -92,7 +100,8 @@ class RunView:
     snapshots: SnapshotsView | None = None
     collectors: tuple[CollectorHealth, ...] = ()
     gpu: GpuSample | None = None
-    energy_gpu: GpuSample | None = None
+    energy: EnergyView | None = None
+    other_gpus: tuple[tuple[GpuSample | None, EnergyView | None], ...] = ()
     host: HostSample | None = None
     process: ProcessSample | None = None
     workers: WorkersSample | None = None
@@ -224,8 +233,8 @@ def _samples(own: OwnTotals) -> Reading:
     return {"own": own.stack_samples - own.in_sync_samples, "in_sync": own.in_sync_samples}
 
 
-def _place(gpu: GpuSample | None) -> dict[str, str]:
-    return {} if gpu is None else {"gpu": str(gpu.index), "uuid": gpu.uuid}
+def _place(gpu: GpuSample) -> dict[str, str]:
+    return {"gpu": str(gpu.index), "uuid": gpu.uuid}
 
 
 def _fetches(view: RunView) -> Histogram | None:
@@ -400,7 +409,7 @@ GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
         "name": gpu.name, "sm_active_source": gpu.sm_active_source or "none",
         "utilization_source": gpu.utilization_source or "none",
     }, metrics=(
-    gauge("training_gpu_info", "Always 1. The GPU of this rank and the sources of its figures.", lambda _: 1.0,
+    gauge("training_gpu_info", "Always 1. A GPU of this rank and the sources of its figures.", lambda _: 1.0,
           details="`utilization_source` is the source of `training_gpu_utilization_ratio`: `nvml`, `amdsmi`, `gpm` "
           "(hardware counters, for a MIG device) or `none`. `sm_active_source` is the source of "
           "`training_gpu_sm_active_ratio`: `gpm`, `process` (share of time in which this process ran a kernel) or "
@@ -475,13 +484,12 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     counter("training_gpu_xid_errors_total", "Xid errors of the GPU since the agent started.",
             lambda gpu: gpu.xid_errors_total),
 ))
-GPU_ENERGY: Final[MetricGroup[RunView]] = MetricGroup(
-    record=lambda view: None if view.energy_gpu is None or view.totals.gpu_energy_joules is None else view,
-    labels=("gpu", "uuid"), label_values=lambda view: _place(view.energy_gpu),
+GPU_ENERGY: Final[MetricGroup[EnergyView]] = MetricGroup(
+    record=lambda view: view.energy, labels=("gpu", "uuid"), label_values=lambda energy: _place(energy.gpu),
     absent=f"{_NO_DEVICE}; on GPUs older than Volta and MIG devices, which have no counter", metrics=(
     counter("training_gpu_energy_joules_total",
             "Energy that the whole GPU has used since the agent's first reading, by category of the ledger.",
-            lambda view: view.totals.gpu_energy_joules, label=MetricLabel("category", CATEGORIES),
+            lambda energy: energy.joules, label=MetricLabel("category", CATEGORIES),
             details="The sum is the GPU's own counter, of all processes on it: ranks that share a GPU each show "
             "all of it. The split is an estimate: between two readings each category gets its share of the time. "
             "While the GPU cannot be read the value stays; the next reading adds what was used meanwhile."),
@@ -642,12 +650,15 @@ SECTIONS: Final[dict[str, tuple[MetricGroup[Any], ...]]] = {
     "Compute": (COMPUTE_SPLIT,),
     "Stalls, changes and snapshots": (STALLS, HANG, CHANGES, SNAPSHOTS),
     "Attempts of the run": (ATTEMPTS,),
-    "The GPU of this rank": (GPU_INFO, GPU, GPU_ENERGY, GPU_PRICE, TORCH_MEMORY),
+    "The GPUs of this rank": (GPU_INFO, GPU, GPU_ENERGY, GPU_PRICE, TORCH_MEMORY),
     "The DataLoader and its workers": (WORKERS, FETCHES),
     "The process and the machine": (PROCESS, HOST, PRESSURE, MEMORY_GROWTH),
     "The agent itself": (AGENT,),
 }
 """All metrics, in the order of docs/METRICS.md and of the exposition."""
+
+GPU_GROUPS: Final[tuple[MetricGroup[Any], ...]] = (GPU_INFO, GPU, GPU_ENERGY)
+"""The groups that each GPU of a rank has."""
 
 GROUPS: Final[tuple[MetricGroup[Any], ...]] = tuple(group for groups in SECTIONS.values() for group in groups)
 

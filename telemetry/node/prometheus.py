@@ -11,12 +11,15 @@ import os
 import zlib
 from _thread import allocate_lock
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from msgspec import structs
+
 from telemetry.node.board import Numbers
-from telemetry.node.metrics import GROUPS, metrics
+from telemetry.node.metrics import GPU_GROUPS, GROUPS, metrics
 from telemetry.records import Histogram
 from telemetry.util.clock import sleep
 from telemetry.util.files import read_small, replace_file
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric, Sample
 
     from telemetry.node.board import Board, RankState
-    from telemetry.node.metrics import RunView
+    from telemetry.node.metrics import MetricGroup, RunView
 
 _SAMPLES_AT_A_TIME: Final = 32
 """After so many samples, in 0.3 ms, the training thread gets its turn."""
@@ -45,11 +48,19 @@ _FORK_SECONDS: Final = 1.0
 
 def numbers_of(view: RunView, *, of_node: bool = False) -> Numbers:
     """The readings of all metrics of a rank, or of its machine. What was not measured is absent."""
+    others = [replace(view, gpu=gpu, energy=energy) for gpu, energy in view.other_gpus]
+    return structs.replace(
+        _numbers(view, (group for group in GROUPS if group.of_node == of_node)),
+        others=() if of_node else tuple(_numbers(other, GPU_GROUPS) for other in others),
+    )
+
+
+def _numbers(view: RunView, groups: Iterable[MetricGroup[Any]]) -> Numbers:
     values: dict[str, float | dict[str, float]] = {}
     histograms: dict[str, Histogram] = {}
     labels: dict[str, dict[str, str]] = {}
-    for group in GROUPS:
-        record = group.record(view) if group.of_node == of_node else None
+    for group in groups:
+        record = group.record(view)
         if record is None:
             continue
         if group.labels:
@@ -122,7 +133,11 @@ def rendered(  # noqa: PLR0917 - what is shown, its two names, and two headers
     """Render the metrics of a node as OpenMetrics or as Prometheus's older text, whichever a scraper accepts."""
     library = _library()
     render, content_type = library.encoder(accept)
-    ranks = [({"run": run, "rank": str(state.head.rank)}, state.numbers) for state in states]
+    ranks = [
+        ({"run": run, "rank": str(state.head.rank)}, numbers)
+        for state in states
+        for numbers in (state.numbers, *state.numbers.others)
+    ]
     openmetrics = content_type.startswith("application/")
     body = render(_Families(library, ranks, [({"run": run, "node": node}, machine)], with_created=openmetrics))
     if not library.gzip_accepted(accept_encoding):

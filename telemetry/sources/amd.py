@@ -1,4 +1,4 @@
-"""Samples this rank's GPU through AMD SMI, if torch is a ROCm build. `NvmlSource` does it for all others."""
+"""Samples this rank's GPUs through AMD SMI, if torch is a ROCm build. `NvmlSource` does it for all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from telemetry.sources.gpu import DriverError, GpuSource, NoGpuError
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 Handle = Any
 """An opaque ``amdsmi_processor_handle``."""
@@ -109,7 +109,7 @@ class AmdDriver:
             self.running = None
 
 
-# -- finds the GPU of this rank by its PCI address ---------------------------------------------------------------------
+# -- finds a GPU of this rank by its PCI address ---------------------------------------------------------------------
 
 
 def pci_address(properties: Any) -> str:
@@ -122,7 +122,7 @@ def pci_address(properties: Any) -> str:
 
 
 def find_device(driver: AmdDriver, address: str | None, environ: Mapping[str, str]) -> tuple[int, Handle]:
-    """Find this rank's GPU, and its index on the machine.
+    """Find a GPU of this rank, and its index on the machine.
 
     Args:
         driver: an initialised AMD SMI.
@@ -216,6 +216,9 @@ class AmdReader:
             raise self._failures[0]
         return sample
 
+    def close(self) -> None:
+        """It holds nothing."""
+
     def _seldom(self) -> dict[str, Any]:
         """The fields of the sample that are read seldom."""
         binding = self._driver.binding
@@ -265,10 +268,10 @@ def _count(value: Any, most: float = _MAX_COUNT) -> int | None:
 
 
 class AmdSource(GpuSource):
-    """The newest sample of this rank's GPU.
+    """The newest samples of this rank's GPUs.
 
     Args:
-        address: returns the `pci_address`; see `GpuSource`, also for the other arguments.
+        addresses: returns each `pci_address`; see `GpuSource`, also for the other arguments.
         environ: has the variables that hide GPUs, for the time before the address is known.
     """
 
@@ -278,7 +281,7 @@ class AmdSource(GpuSource):
 
     def __init__(
         self,
-        address: Callable[[], str | None],
+        addresses: Callable[[], Sequence[str]],
         *,
         interval_seconds: float = 1.0,
         deadline_seconds: float = 5.0,
@@ -286,22 +289,14 @@ class AmdSource(GpuSource):
         clock: Callable[[], int] = now_ns,
     ) -> None:
         self._environ = environ
-        self._reader: AmdReader | None = None  # only the source's thread uses this and the next one
-        self._address: str | None = None
-        driver = AmdDriver(clock)
         super().__init__(
-            driver, address, interval_seconds=interval_seconds, deadline_seconds=deadline_seconds, clock=clock
+            AmdDriver(clock),
+            addresses,
+            interval_seconds=interval_seconds,
+            deadline_seconds=deadline_seconds,
+            clock=clock,
         )
 
-    def _sample(self) -> GpuSample:
-        address = self._device() or self._address
-        if address != self._address:
-            self._forget_device()
-        if self._reader is None:
-            index, gpu = find_device(self._driver, address, self._environ)
-            self._reader = AmdReader(self._driver, index, gpu, self._clock)
-            self._address = address
-        return self._reader.sample()
-
-    def _forget_device(self) -> None:
-        self._reader = None
+    def _reader(self, device: str | None) -> AmdReader:
+        index, gpu = find_device(self._driver, device, self._environ)
+        return AmdReader(self._driver, index, gpu, self._clock)

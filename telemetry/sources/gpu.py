@@ -1,4 +1,4 @@
-"""The thread that samples this rank's GPU. What it asks the GPU is in `telemetry.sources.nvml` and `.amd`.
+"""The thread that samples this rank's GPUs. What it asks them is in `telemetry.sources.nvml` and `.amd`.
 
 A wedged driver can block a call forever, so no other thread may make one. The thread stores its newest sample, and
 ``read`` returns it. The two threads share a few attributes, each replaced as a whole. There is no lock that could be
@@ -16,7 +16,7 @@ from telemetry.util.clock import NS, thread_time
 from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from telemetry.records import GpuError, GpuSample
 
@@ -55,21 +55,32 @@ class Driver(Protocol):
         """Undo ``open``."""
 
 
-class _Outcome(NamedTuple):
-    """The result of a tick: a sample, or the reason why it is missing. ``at_ns``: the start of the tick."""
+class Reader(Protocol):
+    """Reads one device once per tick."""
 
-    sample: GpuSample | None
+    def sample(self) -> GpuSample:
+        """Read everything that is available now. Raises `DriverError` if nothing is."""
+
+    def close(self) -> None:
+        """Free what the reader holds."""
+
+
+class _Outcome(NamedTuple):
+    """The result of a tick: samples, or the reason why there are none. ``at_ns``: the start of the tick."""
+
+    samples: tuple[GpuSample, ...]
     reason: str
     at_ns: int
 
 
 class GpuSource(ABC):
-    """The newest sample of this rank's GPU.
+    """The newest samples of this rank's GPUs.
 
     Args:
         driver: the library that is asked.
-        device: returns what torch reports to identify the training thread's device; None before it is known. The
-            thread calls it once per tick. It must be quick and must not initialise CUDA.
+        devices: returns what torch reports to identify each device of the training, first the one on which the exposed
+            wait is measured; nothing before they are known. The thread calls it once per tick. It must be quick and
+            must not initialise CUDA.
         interval_seconds: time from the end of one tick to the next.
         deadline_seconds: a call that takes longer counts as hung.
         clock: monotonic nanoseconds.
@@ -87,14 +98,16 @@ class GpuSource(ABC):
     def __init__(
         self,
         driver: Driver,
-        device: Callable[[], str | None],
+        devices: Callable[[], Sequence[str]],
         *,
         interval_seconds: float,
         deadline_seconds: float,
         clock: Callable[[], int],
     ) -> None:
         self._driver = driver
-        self._device = device
+        self._devices = devices
+        self._readers: list[Reader] = []  # only the source's thread uses this and the next one
+        self._read_devices: tuple[str, ...] = ()
         self._interval = interval_seconds
         self._deadline_seconds = deadline_seconds
         self._clock = clock
@@ -102,7 +115,7 @@ class GpuSource(ABC):
         self._closed = False
         self._wake = Wake()  # ends the wait for the next tick
         self._ticked = Wake()
-        self._outcome = _Outcome(None, f"{self.library} has given no reading yet", 0)
+        self._outcome = _Outcome((), f"{self.library} has given no reading yet", 0)
         self._errors: deque[GpuError] = deque(maxlen=MAX_ERRORS)
         self._cpu_seconds = 0.0
         self._thread: OwnThread | None = None
@@ -111,11 +124,11 @@ class GpuSource(ABC):
         except CollectorError:
             pass  # the first read reports it
 
-    def read(self) -> GpuSample:
-        """The newest sample. Never blocks.
+    def read(self) -> tuple[GpuSample, ...]:
+        """The newest sample of each GPU. Never blocks.
 
         Raises:
-            CollectorError: no driver, no GPU, this rank's GPU is not known yet, a call hangs, or the GPU is lost.
+            CollectorError: no driver, no GPU, this rank's GPU is not known yet, a call hangs, or a GPU is lost.
         """
         if self._closed:
             raise CollectorError(f"the {self.library} source is closed")
@@ -126,15 +139,15 @@ class GpuSource(ABC):
             late = f"has not returned for over {self._deadline_seconds:g} s ({call[0]})"
             raise CollectorError(f"an {self.library} call {late}")
         self._ensure_thread()
-        sample, reason, at_ns = self._outcome
-        if sample is None:
+        samples, reason, at_ns = self._outcome
+        if not samples:
             raise CollectorError(reason)
         if now - at_ns > self._fresh_seconds * NS:
             raise CollectorError(f"the newest {self.library} reading is over {self._fresh_seconds:g} s old")
-        return sample
+        return samples
 
     def take_errors(self) -> list[GpuError]:
-        """The errors of the GPU since the last call."""
+        """The errors of the GPUs since the last call."""
         return [self._errors.popleft() for _ in range(len(self._errors))]
 
     def look(self, seconds: float) -> None:
@@ -166,11 +179,23 @@ class GpuSource(ABC):
     # -- on the thread
 
     @abstractmethod
-    def _sample(self) -> GpuSample:
-        """Sample this rank's device. Find the device first if it is unknown or has changed."""
+    def _reader(self, device: str | None) -> Reader:
+        """Find a device. None: torch has not told it yet, so there must be only one that it can be."""
 
-    @abstractmethod
-    def _forget_device(self) -> None: ...
+    def _sample(self) -> tuple[GpuSample, ...]:
+        """Sample this rank's devices. Find them first if they are unknown or have changed."""
+        devices = tuple(self._devices()) or self._read_devices
+        if devices != self._read_devices:
+            self._forget_devices()
+        if not self._readers:
+            for device in devices or (None,):
+                self._readers.append(self._reader(device))
+            self._read_devices = devices
+        return tuple(reader.sample() for reader in self._readers)
+
+    def _forget_devices(self) -> None:
+        while self._readers:
+            self._readers.pop().close()
 
     def _run(self) -> None:
         cpu_before = self._cpu_seconds
@@ -195,7 +220,7 @@ class GpuSource(ABC):
         started = self._clock()
         try:
             self._driver.open()
-            sample = self._sample()
+            samples = self._sample()
         except NoGpuError as error:
             self._failed(str(error))
             return None
@@ -207,12 +232,12 @@ class GpuSource(ABC):
             self._shut_down()
             return max(self._interval, min(2 * max(waited, self._interval), _MAX_RETRY_SECONDS))
         # Stamp the start: after a call that hung for a minute, the first readings are a minute old.
-        self._outcome = _Outcome(sample, "", started)
+        self._outcome = _Outcome(samples, "", started)
         return self._interval
 
     def _shut_down(self) -> None:
-        self._forget_device()
+        self._forget_devices()
         self._driver.close()
 
     def _failed(self, reason: str) -> None:
-        self._outcome = _Outcome(None, reason, self._clock())
+        self._outcome = _Outcome((), reason, self._clock())

@@ -1,10 +1,10 @@
-"""Samples this rank's GPU through NVML, on its own thread."""
+"""Samples this rank's GPUs through NVML, on their own thread."""
 
 from __future__ import annotations
 
 import codecs
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -16,7 +16,8 @@ from telemetry.util.clock import NS, now_ns, sleep, unix_ns
 from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections import deque
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import ModuleType
 
 Handle = Any
@@ -148,15 +149,15 @@ def _binding() -> ModuleType | ImportError:
     return pynvml  # type: ignore[no-any-return]
 
 
-# -- finds the GPU of this rank by UUID, never by a guessed index ------------------------------------------------------
-# NVML sees every GPU of the machine or container. The rank computes on one of them, or on a MIG device of one. Torch
-# tells the UUID after CUDA is initialised. Before that, only a machine with one GPU, or a single UUID in
+# -- finds a GPU of this rank by UUID, never by a guessed index ------------------------------------------------------
+# NVML sees every GPU of the machine or container. The rank mostly computes on one of them, or on a MIG device of one.
+# Torch tells the UUID after CUDA is initialised. Before that, only a machine with one GPU, or a single UUID in
 # ``CUDA_VISIBLE_DEVICES``, leaves no choice. An index there is not NVML's: by default CUDA puts the fastest GPU first.
 
 
 @dataclass(frozen=True, slots=True)
 class GpuDevice:
-    """The device that this rank computes on.
+    """A device that this rank computes on.
 
     Attributes:
         handle: the GPU, or the MIG device; memory is read from it.
@@ -174,7 +175,7 @@ class GpuDevice:
 
 
 def find_device(driver: NvmlDriver, uuid: str | None, environ: Mapping[str, str]) -> GpuDevice:
-    """Find this rank's device.
+    """Find a device of this rank.
 
     Args:
         driver: an initialised NVML.
@@ -423,6 +424,22 @@ _NO_INSTANCE: Final = 0xFFFFFFFF
 """The GPU instance of an error of the whole GPU."""
 
 
+@dataclass(slots=True)
+class XidErrors:
+    """The errors of one device since the agent started. ``unread``: gets each one. ``newest``: 0 without one."""
+
+    unread: deque[GpuError]
+    newest: int = 0
+    total: int = 0
+
+    def add(self, error: GpuError) -> None:
+        """Count an error."""
+        self.unread.append(error)
+        self.total += 1
+        if error.xid != CLEANED_UP or not self.newest:  # it must not hide the error that it follows
+            self.newest = error.xid
+
+
 class XidReader:
     """Reads the Xid errors of one device. The driver keeps them for this reader until they are read.
 
@@ -546,16 +563,17 @@ class DeviceReader:
     Args:
         driver: an initialised NVML.
         device: the device to read.
+        errors: gets the errors that the driver reports of it.
         clock: monotonic nanoseconds.
         window_ns: hardware counters that are averaged over a longer time do not count as current.
-
-    Attributes:
-        xids: the errors that the driver reports of the device.
     """
 
-    def __init__(self, driver: NvmlDriver, device: GpuDevice, *, clock: Callable[[], int], window_ns: int) -> None:
+    def __init__(
+        self, driver: NvmlDriver, device: GpuDevice, errors: XidErrors, *, clock: Callable[[], int], window_ns: int
+    ) -> None:
         self.device = device
         self._driver = driver
+        self._errors = errors
         self._failures: list[NvmlError] = []
         self._gpm: GpmReader | None = None
         if _gpm_supported(driver, device.parent):
@@ -565,7 +583,7 @@ class DeviceReader:
         self._gpm_pause = 1
         self._process_seen = False
         self._clock = clock
-        self.xids = XidReader(driver, device)
+        self._xids = XidReader(driver, device)
         self._utilization_source: str | None = None
         self._clock_max: float | None = None
         self._slow: dict[str, Any] = {}
@@ -579,6 +597,8 @@ class DeviceReader:
         """
         self._failures.clear()
         device, binding = self.device, self._driver.binding
+        for error in self._xids.read():  # first: what it has read is kept if a later call fails
+            self._errors.add(error)
         gpm = self._counters()
         active, source = gpm.sm_active, "gpm"
         if self._gpm is None:
@@ -617,6 +637,8 @@ class DeviceReader:
             sm_clock_hertz=self._number("nvmlDeviceGetClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_SM),
             sm_clock_max_hertz=self._clock_max,
             throttled=self._throttled(),
+            xid=self._errors.newest if self._xids.is_offered else None,
+            xid_errors_total=self._errors.total if self._xids.is_offered else None,
             **self._slow,
         )
         measured = (
@@ -631,7 +653,7 @@ class DeviceReader:
     def close(self) -> None:
         """Free the GPM buffers and the event set."""
         self._end_counters()
-        self.xids.close()
+        self._xids.close()
 
     def _end_counters(self) -> None:
         if self._gpm is not None:
@@ -767,10 +789,10 @@ def _plausible(reading: str, value: float, most: float) -> float:
 
 
 class NvmlSource(GpuSource):
-    """The newest sample of this rank's GPU.
+    """The newest samples of this rank's GPUs.
 
     Args:
-        device_uuid: returns the UUID that torch reports; see `GpuSource`, also for the other arguments.
+        uuids: returns the UUIDs that torch reports; see `GpuSource`, also for the other arguments.
         environ: has ``CUDA_VISIBLE_DEVICES``, for the time before CUDA is initialised.
     """
 
@@ -780,7 +802,7 @@ class NvmlSource(GpuSource):
 
     def __init__(
         self,
-        device_uuid: Callable[[], str | None],
+        uuids: Callable[[], Sequence[str]],
         *,
         interval_seconds: float = 1.0,
         deadline_seconds: float = 5.0,
@@ -788,35 +810,15 @@ class NvmlSource(GpuSource):
         clock: Callable[[], int] = now_ns,
     ) -> None:
         self._environ = environ
-        self._reader: DeviceReader | None = None  # only the source's thread uses this and the next two
-        self._uuid: str | None = None
-        self._xid = self._xids_total = 0
-        driver = NvmlDriver(clock)
+        self._xids: dict[str, XidErrors] = {}  # by UUID; only the source's thread uses it
         super().__init__(
-            driver, device_uuid, interval_seconds=interval_seconds, deadline_seconds=deadline_seconds, clock=clock
+            NvmlDriver(clock), uuids, interval_seconds=interval_seconds, deadline_seconds=deadline_seconds, clock=clock
         )
 
-    def _sample(self) -> GpuSample:
-        uuid = self._device() or self._uuid
-        if uuid != self._uuid:
-            self._forget_device()
-        if self._reader is None:
-            device, window_ns = find_device(self._driver, uuid, self._environ), int(self._fresh_seconds * NS)
-            self._reader = DeviceReader(self._driver, device, clock=self._clock, window_ns=window_ns)
-            self._uuid = uuid
-        xids = self._reader.xids
-        for error in xids.read():  # first: what it has read is kept if a later call fails
-            self._errors.append(error)
-            self._xids_total += 1
-            if error.xid != CLEANED_UP or not self._xid:  # it must not hide the error that it follows
-                self._xid = error.xid
-        sample = self._reader.sample()
-        return replace(sample, xid=self._xid, xid_errors_total=self._xids_total) if xids.is_offered else sample
-
-    def _forget_device(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+    def _reader(self, device: str | None) -> DeviceReader:
+        found, window_ns = find_device(self._driver, device, self._environ), int(self._fresh_seconds * NS)
+        errors = self._xids.setdefault(found.uuid, XidErrors(self._errors))
+        return DeviceReader(self._driver, found, errors, clock=self._clock, window_ns=window_ns)
 
 
 # -- what NVML reports about each GPU of the machine, for ``telemetry doctor`` -----------------------------------------

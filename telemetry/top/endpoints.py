@@ -157,9 +157,9 @@ def _by_rank(text: str) -> list[_Scraped]:
         elif name == "training_run_info":
             scraped.info = labels
         elif name == "training_gpu_info":
-            scraped.gpu = labels.get("name", "")
+            scraped.gpu = scraped.gpu or labels.get("name", "")
         else:
-            scraped.values[name] = value
+            scraped.values.setdefault(name, value)  # of several GPUs the first
     return list(found.values())
 
 

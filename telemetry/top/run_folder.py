@@ -295,7 +295,7 @@ class RunFolder:
             extras.note_spent(extras.recent.newest().ledger_total_seconds)
             if isinstance(line, WindowLine) and line.step_seconds:
                 extras.row = replace(extras.row, step_seconds=line.step_seconds)
-        elif isinstance(line, GpuLine):
+        elif isinstance(line, GpuLine) and line.wait_measured is not False:
             extras.row = replace(extras.row, gpu=line)
         elif isinstance(line, HostLine):
             extras.row = replace(extras.row, resident_memory_bytes=line.process_resident_memory_bytes)

@@ -53,7 +53,7 @@ def read_gpus():
     samples = []
     with nvml.installed(nvml.State(gpus=gpus)):
         for gpu in gpus:
-            source = NvmlSource(lambda gpu=gpu: gpu.uuid, interval_seconds=0.15)
+            source = NvmlSource(lambda gpu=gpu: [gpu.uuid], interval_seconds=0.15)
             with contextlib.closing(source):
                 samples.append(wait_for(f"a reading of {gpu.uuid}", lambda source=source: whole(source)))
     return samples
@@ -62,7 +62,7 @@ def read_gpus():
 def whole(source):
     """A sample with SM activity, which needs two readings."""
     try:
-        sample = source.read()
+        (sample,) = source.read()
     except CollectorError:
         return None
     return sample if sample.sm_active_ratio is not None else None
