@@ -10,7 +10,7 @@ from telemetry.util.clock import NS, thread_time_ns
 MAX_SHARE: Final = 0.008
 """The gaps grow until the sampling thread takes at most this share of a core."""
 
-FIRST_SAMPLES: Final = 200
+FIRST_SAMPLES: Final = 400
 FIRST_MAX_SHARE: Final = 0.02
 """The first samples of a stall may take more. They name its line, and their number decides how exact the shares are.
 While C calls of 0.03 to 0.15 s hold the GIL, a sample takes 2 to 3 ms: its thread wakes at each switch interval."""
