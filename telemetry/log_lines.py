@@ -471,13 +471,29 @@ class HangLine(Line, frozen=True, kw_only=True, tag_field="event", tag="hang"):
 
 
 class SnapshotLine(Line, frozen=True, kw_only=True, tag_field="event", tag="snapshot"):
-    """A snapshot that has ended. ``path``: path of its trace in the run folder; null without one, then with ``why``."""
+    """A snapshot that has ended.
 
-    path: str | None = None
+    Attributes:
+        why: why there is no trace. ``asked_by``: who asked for it, in words.
+        path: path of its trace in the run folder; null without one.
+        pause_seconds: how long the training thread was held up, by what held it up.
+        size_bytes, trace_bytes: of the trace, compressed and before. ``held_seconds``: how long saving it held the GIL.
+    """
+
+    result: str | None = None
+    why: str | None = None
+    id: str | None = None
     reason: str | None = None
+    asked_by: str | None = None
     first_step: Count | None = None
     last_step: Count | None = None
-    breakdown: dict[str, Number] = {}
+    path: str | None = None
+    pause_seconds: dict[str, Number] = {}
+    started: str | None = None
+    ended: str | None = None
+    size_bytes: Count | None = None
+    trace_bytes: Count | None = None
+    held_seconds: dict[str, Number] = {}
 
 
 class GpuErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_error"):

@@ -259,7 +259,7 @@ def test_the_energy_of_the_gpu_stays_counted_while_nvml_is_down(agent, monkeypat
         if not reading.is_set():
             raise CollectorError("the driver is gone")
         joules[0] += 1.0
-        return GpuSample(3, "GPU-1", "a GPU", energy_joules=joules[0])
+        return (GpuSample(3, "GPU-1", "a GPU", energy_joules=joules[0]),)
 
     def counted():
         found = scrape(agent)

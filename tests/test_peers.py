@@ -388,12 +388,12 @@ def test_a_folder_that_is_not_shared_is_told_once(node, monkeypatch):
 
     def told():
         first.tick()
-        lines.extend(first.errors.take_lines())
+        lines.extend(first.errors.take_notes())
         return lines
 
     (line,) = until("a line in the log", told)
-    assert line["source"] == "job"
-    assert "put run_dir on a file system that all nodes share" in line["message"]
+    assert line.source == "job"
+    assert "put run_dir on a file system that all nodes share" in line.message
     for _ in range(200):
         told()
     assert len(lines) == 1
@@ -413,11 +413,11 @@ def test_what_was_learned_is_dropped_when_nothing_new_comes(node):
 def test_files_that_cannot_be_written_are_told_once_and_hurt_nobody(node, tmp_path):
     (tmp_path / "run").write_text("a file where the folder should be")
     first = node("n1", 0)
-    lines = until("a line in the log", lambda: (first.tick(), first.errors.take_lines())[1])
-    assert "the other nodes cannot be told" in lines[0]["message"]
+    lines = until("a line in the log", lambda: (first.tick(), first.errors.take_notes())[1])
+    assert "the other nodes cannot be told" in lines[0].message
     for _ in range(50):
         first.tick()
-        lines += first.errors.take_lines()
+        lines += first.errors.take_notes()
         time.sleep(0.002)  # cycles of the exchange, each of which fails
     assert len(lines) == 1
 

@@ -402,7 +402,7 @@ def test_a_wait_for_a_rank_without_a_core_is_told_and_no_stall(run, busy, told, 
     monkeypatch.setattr(StallDetector, "evidence", window)
     run.tick(1)
     run.tick(2)
-    said = [line["message"] for line in run.errors.take_lines()]
+    said = [note.message for note in run.errors.take_notes()]
     expected = (
         "no straggler is named: rank 1 on n2 waits for a core, and all cores of its machine are busy; run less on that "
         "machine, or give it more cores"

@@ -15,7 +15,7 @@ from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.growth import GrowthDetector, growth_finding
 from telemetry.diagnosis.lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
-from telemetry.log_lines import ChangedFigure, ChangeLine
+from telemetry.log_lines import ChangedFigure, ChangeLine, FindingLine, StepCodeLine
 from telemetry.sources.lines import StepSampler
 from telemetry.sources.proc import ThreadLoads
 from telemetry.util.profiles import STEP, StackProfile
@@ -70,7 +70,10 @@ class FindingLog:
 
     def _write(self, kind: FindingKind) -> None:
         self._logged[kind] = self._newest[kind]
-        self._event_log.emit("finding", structs.asdict(self._newest[kind]))
+        finding = self._newest[kind]
+        lines, advice = [*finding.lines], [*finding.advice]
+        share = finding.share_ratio
+        self._event_log.write(FindingLine(kind=kind, share_ratio=share, text=finding.text, lines=lines, advice=advice))
 
 
 def _has_changed(before: Finding, now: Finding) -> bool:
@@ -157,7 +160,7 @@ class StepMonitor:
         lines = self.lines()
         if lines:
             self._logged = self.sampler.steps.samples
-            self._event_log.emit("step_lines", {"lines": lines, "samples": self._logged})
+            self._event_log.write(StepCodeLine(lines=lines, samples=self._logged))
 
     def _thread_loads(self, *, itself: bool) -> tuple[ThreadLoad | None, list[ThreadLoad]]:
         """The threads of this process, if it may have too many, and of its workers, since the last time.

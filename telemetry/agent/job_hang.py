@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from telemetry.agent.stalls import StallMonitor
     from telemetry.diagnosis.hangs import HangVerdict
     from telemetry.hooks.tracker import StepTracker
+    from telemetry.log_lines import HangLine
     from telemetry.node.board import Board, RankHead
     from telemetry.node.peers import JobLink
     from telemetry.util.clock import WallClock
@@ -174,7 +175,7 @@ class JobHang:
         self._since = ""
         self._steps = 0
         self.state: HangState | None = None
-        self._over: dict[str, Any] | None = None
+        self._over: HangLine | None = None
         self.verdict: HangVerdict | None = None
 
     def tick(self) -> None:
@@ -253,11 +254,11 @@ class JobHang:
             if self._job is not None:
                 self._job.local = ()
             if self.verdict is not None:
-                self._over = {"since": self._since, "kind": self.verdict.kind, "over": True}
+                self._over = self.verdict.over(self._since)
             self._began_ns = self.state = self._written = self.verdict = None
             self._lines, self._since = 0, ""
         if self._over is not None and self._own.steps > self._steps:
-            self._event_log.emit("hang", self._over)
+            self._event_log.write(self._over)
             self._over = None
 
 

@@ -16,6 +16,7 @@ from telemetry.diagnosis.lines import (
     verdict_part,
     with_measured_collation,
 )
+from telemetry.log_lines import StragglerCodeLine
 from telemetry.sources.lines import LineSampler
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import remove_file, replace_file
@@ -204,9 +205,7 @@ class LineMonitor:
         if profile is not None and lines:
             self._write(profile, STEP, "straggler")
             text = f"{verdict_part(lines[0], STEP)} of rank {self._event_log.identity.rank} is {lines[0].named}"
-            self._event_log.emit(
-                "straggler_lines", {"evidence": StallLines(lines, STEP, profile.samples, text).evidence()}
-            )
+            self._event_log.write(StragglerCodeLine(evidence=StallLines(lines, STEP, profile.samples, text).evidence()))
 
     def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
         with self._errors.contained("profiles"):

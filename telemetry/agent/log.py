@@ -16,7 +16,7 @@ from msgspec import structs
 from telemetry._version import __version__
 from telemetry.agent.log_file import LogFile, json_logger
 from telemetry.diagnosis.verdict import FAULT_SECONDS, GpuFault
-from telemetry.log_lines import ABSENT, GpuErrorLine, MemoryForecast, Resumption, WindowLine, fields_of
+from telemetry.log_lines import ABSENT, ErrorLine, GpuErrorLine, MemoryForecast, Resumption, WindowLine, fields_of
 from telemetry.records import CLEANED_UP, XIDS
 from telemetry.sources import proc
 from telemetry.totals import Totals
@@ -212,8 +212,8 @@ class EventLog:
 
     def write_errors(self) -> None:
         """Write the errors that the log does not have yet."""
-        for line in self._errors.take_lines():
-            self.emit("error", line)
+        for source, message, errors_total in self._errors.take_notes():
+            self.write(ErrorLine(source=source, message=message, errors_total=errors_total))
 
     # -- what they have ------------------------------------------------------------------------------------------
 

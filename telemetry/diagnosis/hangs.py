@@ -136,6 +136,11 @@ class HangVerdict:
             recorder=recorder or ABSENT,
         )
 
+    def over(self, since: str) -> HangLine:
+        """The line in the log that the job goes on."""
+        own = ("verdict", "suspects", "suspects_total", "waiting", "silent_ranks", "recorder")
+        return HangLine(since=since, kind=self.kind, over=True, **dict.fromkeys(own, ABSENT))
+
 
 _SAME_SHAPES: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 """Collectives whose tensors have the same shape on all ranks."""

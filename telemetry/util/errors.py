@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from inspect import CO_VARARGS
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.threads import named
@@ -31,6 +31,14 @@ _OUR_MODULES: Final = sys.stdlib_module_names | {
 _MAX_KINDS: Final = 4
 
 
+class ErrorNote(NamedTuple):
+    """A failure, or news, for the log. ``errors_total``: failures of this source so far."""
+
+    source: str
+    message: str
+    errors_total: int
+
+
 class ErrorLog:
     """Counts failures and keeps log lines of them.
 
@@ -40,7 +48,7 @@ class ErrorLog:
 
     def __init__(self, mono_ns: Callable[[], int] = now_ns) -> None:
         self.counts: dict[str, int] = {}
-        self._lines: deque[dict[str, Any]] = deque(maxlen=100)
+        self._notes: deque[ErrorNote] = deque(maxlen=100)
         self._told: dict[tuple[str, str], int] = {}
         self._now = mono_ns
 
@@ -65,14 +73,14 @@ class ErrorLog:
         if len(self._told) > 1000:
             self._told.clear()
         self._told[key] = now
-        self._lines.append({"source": source, "message": text, "errors_total": self.counts.get(source, 0)})
+        self._notes.append(ErrorNote(source, text, self.counts.get(source, 0)))
 
-    def take_lines(self) -> list[dict[str, Any]]:
-        """The log lines since the last call."""
-        lines = []
-        while self._lines:
-            lines.append(self._lines.popleft())
-        return lines
+    def take_notes(self) -> list[ErrorNote]:
+        """What to log since the last call."""
+        notes = []
+        while self._notes:
+            notes.append(self._notes.popleft())
+        return notes
 
     @contextmanager
     def contained(self, source: str, kind: type[BaseException] = Exception) -> Iterator[None]:

@@ -371,7 +371,7 @@ class Service:
 
     def told(self) -> list[str]:
         """The messages for the user since the last call."""
-        return [line["message"] for line in self.errors.take_lines()]
+        return [note.message for note in self.errors.take_notes()]
 
     def tick(self, seconds: float = 1.0) -> str:
         """Call it once. Returns what it raised, as text."""

@@ -236,7 +236,7 @@ def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, m
 
 AGENT_SEAMS = {
     "attempt._replay.add": "ledger",
-    "_collectors._pollers.gpu.source.read": "nvml",
+    "_collectors._pollers.gpus.source.read": "nvml",
     "_wall.resync": "clock",
     "tracker.ring.drain": "ledger",
     "accounting.ledger.fold": "ledger",
