@@ -338,6 +338,25 @@ def test_the_line_behind_a_call_of_another_function_gets_none_of_its_time():
     assert times[call] == pytest.approx(20 * sum(GAP_MS + delay for delay in range(2, 24, 2)), rel=0.01)
 
 
+def test_a_call_that_is_not_on_the_next_line_keeps_its_time():
+    """Every third item is packed, too, in a call as long as the first."""
+    call = Spot("train.py", 9, "decode", "m"), Spot("train.py", 3, "item", "m")
+    behind, rarer = (Spot("train.py", 4, "item", "m"),), (Spot("train.py", 8, "item", "m"),)
+    samples = AttributedSamples()
+    for seen, rounds in ((call, 12), (behind, 2), (rarer, 4)):
+        for delay in range(2, 24, 2):
+            for _ in range(rounds):
+                wall = (GAP_MS + delay) * MS
+                samples.add(seen, wall, wall, delay_ns=delay * MS, waits=2 * delay, fetch=1)
+    once = sum(GAP_MS + delay for delay in range(2, 24, 2))
+    times = {seen: time.wall_ns / MS / once for seen, time in samples.profile().times.items()}
+    assert times == {
+        call: pytest.approx(13.5, rel=0.01),
+        behind: pytest.approx(0, abs=0.1),
+        rarer: pytest.approx(4.5, rel=0.01),
+    }
+
+
 @pytest.mark.parametrize("lines", [((1, 100, 20, 5), (2, 90, 50, 13)), ((1, 100, 0, 0), (2, 90, 2, 13))])
 def test_without_a_call_that_holds_it_each_line_keeps_its_samples(lines):
     assert sampled(*lines) == {line: in_time * 10 + late * (10 + delay) for line, in_time, late, delay in lines}

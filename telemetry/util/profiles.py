@@ -273,8 +273,8 @@ class AttributedSamples:
 
     All samples of a line show whether it holds the GIL. If a call holds it for 20 ms, nearly all of its samples are
     late. If most samples of a line are in time, the line does not hold the GIL. Its late samples then count for the
-    call, if they are about as late as the call's own. So do the few late samples of the line that follows the call,
-    in its function or in one that has called that.
+    call, if they are about as late as the call's own. So do the few late samples of the next line that is seen after
+    the call, in its function or in one that has called that.
 
     Python code holds the GIL as well, but gives it up after the switch interval. A sample that is due shortly before it
     calls something that releases the GIL, a read for example, is seen at that call. Samples of such a call need not
@@ -341,7 +341,7 @@ class AttributedSamples:
     def _count_late(self, moved: dict[Stack, StackTime]) -> None:
         """Give late samples back to calls that hold the GIL."""
         holders = {stack: seen for stack, seen in self._seen.items() if seen.holds_the_gil(seen.late())}
-        held = {stack: seen.late() for stack, seen in holders.items() if not _is_behind(stack, seen, holders)}
+        held = {stack: seen.late() for stack, seen in holders.items() if not self._is_behind(stack, seen, holders)}
         held_ns = sum(late.wall_ns for late in held.values())
         if not held_ns:
             return
@@ -355,6 +355,22 @@ class AttributedSamples:
         for stack, late in held.items():
             more = StackTime(wall_ns * late.wall_ns // held_ns, cpu_ns * late.wall_ns // held_ns)
             moved[stack] = moved[stack].plus(more)
+
+    def _is_behind(self, stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _SamplesOfStack]) -> bool:
+        """Whether a line is seen only because it follows a call that holds the GIL."""
+        for other, call in holders.items():
+            depth = _function_of_both(stack, other)
+            if depth is None or other[-1 - depth].line >= stack[-1 - depth].line:
+                continue
+            held = call.late()
+            behind = seen.behind([call], _AS_LATE * held.mean_delay_ns)
+            few = 0 < behind.wall_ns <= _PART * held.wall_ns
+            if few and not seen.holds_the_gil(seen.late().plus(behind, -1)):
+                between = range(other[-1 - depth].line + 1, stack[-1 - depth].line)
+                same = (each for each in self._seen if _function_of_both(each, stack) == depth)
+                if not any(each[-1 - depth].line in between for each in same):
+                    return True
+        return False
 
     def _count_turns(self, moved: dict[Stack, StackTime]) -> None:
         """Give samples that waited at lines that release the GIL back to the code that they waited for."""
@@ -371,21 +387,9 @@ class AttributedSamples:
             moved[stack] = moved[stack].plus(StackTime(-(back * ns // waited)))
 
 
-def _is_behind(stack: Stack, seen: _SamplesOfStack, holders: dict[Stack, _SamplesOfStack]) -> bool:
-    """Whether a line is seen only because it follows a call that holds the GIL."""
-    for other, call in holders.items():
-        if _follows(stack, other):
-            held = call.late()
-            behind = seen.behind([call], _AS_LATE * held.mean_delay_ns)
-            few = 0 < behind.wall_ns <= _PART * held.wall_ns
-            if few and not seen.holds_the_gil(seen.late().plus(behind, -1)):
-                return True
-    return False
-
-
-def _follows(stack: Stack, call: Stack) -> bool:
-    """Whether a line comes after a call in the innermost function that both are in."""
-    for here, there in zip(reversed(stack), reversed(call), strict=False):
+def _function_of_both(stack: Stack, other: Stack) -> int | None:
+    """How many callers the innermost function has that two stacks have in common; None if they are the same in it."""
+    for depth, (here, there) in enumerate(zip(reversed(stack), reversed(other), strict=False)):
         if here != there:
-            return (here.file, here.function) == (there.file, there.function) and there.line < here.line
-    return False
+            return depth if (here.file, here.function) == (there.file, there.function) else None
+    return None
