@@ -180,11 +180,11 @@ def publish_ranks(run: str, scope: str, node: str) -> None:
 
 
 def full_view() -> RunView:
-    """A view in which everything is measured, of a job that does not hang. No rank publishes more for long."""
+    """A view in which everything is measured, of a rank with one GPU. No rank that does not hang publishes more."""
     from telemetry.node.metrics import RunView
 
     view: RunView = _filled(RunView, "view")
-    return dataclasses.replace(view, hang=None)
+    return dataclasses.replace(view, hang=None, other_gpus=())
 
 
 def _filled(hint: Any, name: str) -> Any:

@@ -476,6 +476,7 @@ class SnapshotLine(Line, frozen=True, kw_only=True, tag_field="event", tag="snap
     Attributes:
         why: why there is no trace. ``asked_by``: who asked for it, in words.
         path: path of its trace in the run folder; null without one.
+        breakdown: shares of its average step, for a report without the trace. The agent does not write it.
         pause_seconds: how long the training thread was held up, by what held it up.
         size_bytes, trace_bytes: of the trace, compressed and before. ``held_seconds``: how long saving it held the GIL.
     """
@@ -488,6 +489,7 @@ class SnapshotLine(Line, frozen=True, kw_only=True, tag_field="event", tag="snap
     first_step: Count | None = None
     last_step: Count | None = None
     path: str | None = None
+    breakdown: dict[str, Number] = {}
     pause_seconds: dict[str, Number] = {}
     started: str | None = None
     ended: str | None = None

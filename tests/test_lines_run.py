@@ -19,6 +19,7 @@ from telemetry.diagnosis.stalls import DetectedStall
 from telemetry.hooks.ring import S_COMPUTE, Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.hooks.worker_block import WorkerBlock
+from telemetry.log_lines import StragglerCodeLine
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.errors import ErrorLog
 from telemetry.util.profiles import STEP, StackProfile
@@ -169,7 +170,7 @@ def test_a_run_without_a_stall_takes_no_sample(tmp_path):
 
 def logging(rank: int, logged: list):
     """As much of `EventLog` as is used."""
-    return SimpleNamespace(emit=lambda *line: logged.append(line), identity=SimpleNamespace(rank=rank, pid=1))
+    return SimpleNamespace(write=logged.append, identity=SimpleNamespace(rank=rank, pid=1))
 
 
 def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
@@ -187,10 +188,10 @@ def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(tmp_path):
         monitor.tick(None, holds_others_up=True)
     finally:
         monitor.close()
-    ((event, fields),) = logged
-    assert event == "straggler_lines"
-    assert fields["evidence"]["lines_of"] == "step"
-    assert "of each step of rank 3 is" in fields["evidence"]["line_verdict"]
+    (line,) = logged
+    assert isinstance(line, StragglerCodeLine)
+    assert line.evidence["lines_of"] == "step"
+    assert "of each step of rank 3 is" in line.evidence["line_verdict"]
     assert not monitor.sampler.sampling
 
 

@@ -422,12 +422,12 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(run, cpu):
 def test_a_clock_is_low_by_what_it_is_in_this_run(run):
     """At its power cap a GPU never has its highest clock: heat costs what it takes from there."""
     capped = SimpleNamespace(
-        utilization_ratio=1.0, sm_clock_max_hertz=2.0e9, energy_joules=None, sm_clock_hertz=1.4e9,
+        uuid="GPU-1", utilization_ratio=1.0, sm_clock_max_hertz=2.0e9, energy_joules=None, sm_clock_hertz=1.4e9,
         throttled=("sw_power_cap",),
     )  # fmt: skip
     hot = SimpleNamespace(**vars(capped) | dict(sm_clock_hertz=0.7e9, throttled=("hw_thermal",)))
     for second in range(1, 28):
-        run.samples["gpu"] = hot if second > 12 else capped
+        run.samples["gpus"] = (hot if second > 12 else capped,)
         ten_steps(run, second)
         run.tick(second + 0.95)
     assert opened_stall(run)["cause"] == "gpu_throttled"

@@ -389,6 +389,7 @@ class SnapshotControl:
                 first_step=result.first_step if recorded else None,
                 last_step=result.last_step if recorded else None,
                 path=path,
+                breakdown=ABSENT,
                 pause_seconds=outcome.pauses,
                 started=ABSENT if stored is None else self._wall.iso(outcome.started_ns),
                 ended=ABSENT if stored is None else self._wall.iso(outcome.ended_ns),

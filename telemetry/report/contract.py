@@ -101,7 +101,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     last_step: int | None
     path: str
     reason: str | None
-    breakdown: dict[str, float] = {}
+    breakdown: dict[str, float]
     flops: FlopsUsage | msgspec.UnsetType = msgspec.UNSET
     advice: list[Suggestion] | msgspec.UnsetType = msgspec.UNSET
 

@@ -188,6 +188,7 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
                 last_step=line.last_step,
                 path=line.path,
                 reason=line.reason,
+                breakdown=line.breakdown,
             )
             snapshots.append(snapshot)
             path = PurePosixPath(snapshot.path)
