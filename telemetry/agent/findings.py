@@ -69,11 +69,11 @@ class FindingLog:
         return sorted(self._newest.values(), key=by_weight)
 
     def _write(self, kind: FindingKind) -> None:
-        self._logged[kind] = self._newest[kind]
-        finding = self._newest[kind]
+        finding = self._logged[kind] = self._newest[kind]
         lines, advice = [*finding.lines], [*finding.advice]
-        share = finding.share_ratio
-        self._event_log.write(FindingLine(kind=kind, share_ratio=share, text=finding.text, lines=lines, advice=advice))
+        self._event_log.write(
+            FindingLine(kind=kind, share_ratio=finding.share_ratio, text=finding.text, lines=lines, advice=advice)
+        )
 
 
 def _has_changed(before: Finding, now: Finding) -> bool:

@@ -13,6 +13,8 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal
 
+from msgspec import structs
+
 from telemetry.log_lines import ABSENT, SnapshotLine
 from telemetry.node.metrics import SnapshotsView
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
@@ -377,27 +379,30 @@ class SnapshotControl:
         )
         self.counts[result.result] += 1
         recorded = result.result == RECORDED
-        if stored is not None and on_gpu() and not stored.kernels:
-            self._errors.tell("snapshot", f"{path} {_NO_KERNEL}")
-        self._event_log.write(
-            SnapshotLine(
-                result=result.result,
-                why=result.why,
-                id=plan.request.id,
-                reason=plan.request.reason,
-                asked_by=plan.request.asked_by,
-                first_step=result.first_step if recorded else None,
-                last_step=result.last_step if recorded else None,
-                path=path,
-                breakdown=ABSENT,
-                pause_seconds=outcome.pauses,
-                started=ABSENT if stored is None else self._wall.iso(outcome.started_ns),
-                ended=ABSENT if stored is None else self._wall.iso(outcome.ended_ns),
-                size_bytes=ABSENT if stored is None else stored.size,
-                trace_bytes=ABSENT if stored is None else stored.raw_bytes,
-                held_seconds=ABSENT if stored is None else stored.held,
-            )
+        line = SnapshotLine(
+            result=result.result,
+            why=result.why,
+            id=plan.request.id,
+            reason=plan.request.reason,
+            asked_by=plan.request.asked_by,
+            first_step=result.first_step if recorded else None,
+            last_step=result.last_step if recorded else None,
+            path=path,
+            pause_seconds=outcome.pauses,
+            **dict.fromkeys(("breakdown", "started", "ended", "size_bytes", "trace_bytes", "held_seconds"), ABSENT),
         )
+        if stored is not None:
+            line = structs.replace(
+                line,
+                started=self._wall.iso(outcome.started_ns),
+                ended=self._wall.iso(outcome.ended_ns),
+                size_bytes=stored.size,
+                trace_bytes=stored.raw_bytes,
+                held_seconds=stored.held,
+            )
+            if on_gpu() and not stored.kernels:
+                self._errors.tell("snapshot", f"{path} {_NO_KERNEL}")
+        self._event_log.write(line)
         self._agreement.report(plan, result)
 
     # -- the export thread -------------------------------------------------------------------------------------
