@@ -80,10 +80,10 @@ def newest(made):
     return found
 
 
-def outcome(made):
+def outcome(made, read=newest):
     """The sample, or the reason why it is missing, as text."""
     try:
-        return newest(made)
+        return read(made)
     except CollectorError as error:
         return str(error)
 
@@ -103,7 +103,7 @@ def sample(state, made):
 
 def reason(made, part):
     """Wait until ``read`` gives this reason."""
-    return until(lambda: text if isinstance(text := outcome(made), str) and part in text else None)
+    return until(lambda: text if isinstance(text := outcome(made, NvmlSource.read), str) and part in text else None)
 
 
 def read_one(state, **settings):
@@ -548,7 +548,24 @@ def test_each_gpu_of_several_has_its_own_readings_and_errors(state):
         state.errors = {"nvmlDeviceGetPowerUsage": fake.GPU_IS_LOST}
         until(lambda: not state.event_sets)
         state.errors = {}
-        until(lambda: [gpu.xid for gpu in made.read()] == [0, PAGE_FAULT] if len(state.event_sets) == 2 else False)
+        until(lambda: not isinstance(outcome(made, NvmlSource.read), str))
+        assert [gpu.xid for gpu in made.read()] == [0, PAGE_FAULT], "the count goes on"
+
+
+def test_a_gpu_of_several_that_is_not_found_for_a_while(state):
+    both = state.gpus = [Gpu(uuid=A), Gpu(uuid=B)]
+    with source(state, uuid=lambda: [B, A]) as made:
+        until(lambda: not isinstance(outcome(made, NvmlSource.read), str))
+        state.errors = {TICKED: fake.GPU_IS_LOST}
+        reason(made, "GPU is lost")
+        state.gpus, state.errors = both[1:], {}
+        missing = reason(made, f"knows no device with the UUID {A}")
+        asked = state.calls["nvmlDeviceGetHandleByUUID"]
+        until(lambda: state.calls["nvmlDeviceGetHandleByUUID"] > asked + 9)
+        assert outcome(made, NvmlSource.read) == missing, "not the reading of one alone"
+        state.gpus = both
+        until(lambda: not isinstance(outcome(made, NvmlSource.read), str))
+        assert [gpu.uuid for gpu in made.read()] == [B, A]
 
 
 def test_an_agent_shows_each_gpu_of_its_process(state, monkeypatch, request):
@@ -577,6 +594,19 @@ def test_an_agent_shows_each_gpu_of_its_process(state, monkeypatch, request):
     summary = summarize(load(agent.run_dir))
     assert sum(summary["ranks"][0]["gpu_energy_joules"].values()) == pytest.approx(37)
     assert log_lines(agent)[-1]["gpu_uuid"] == f"{B} {A}"
+
+
+def test_an_error_in_the_middle_of_a_reading_is_told(state):
+    """The call that fails because of it is the last one of this reader."""
+    with source(state) as made:
+        sample(state, made)
+        release = state.hang_in(TICKED)
+        until(lambda: TICKED in state.hanging)
+        state.gpus[0].xids += [(OFF_THE_BUS, fake.NO_INSTANCE)]
+        state.errors = {TICKED: fake.GPU_IS_LOST}
+        release.set()
+        reason(made, "GPU is lost")
+        assert xids(made) == [OFF_THE_BUS]
 
 
 def test_errors_of_another_mig_device_are_not_told(state):

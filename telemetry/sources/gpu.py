@@ -185,7 +185,7 @@ class GpuSource(ABC):
     def _sample(self) -> tuple[GpuSample, ...]:
         """Sample this rank's devices. Find them first if they are unknown or have changed."""
         devices = tuple(self._devices()) or self._read_devices
-        if devices != self._read_devices:
+        if devices != self._read_devices or len(self._readers) < len(devices):  # one was not found the last time
             self._forget_devices()
         if not self._readers:
             for device in devices or (None,):

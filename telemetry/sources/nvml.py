@@ -597,8 +597,7 @@ class DeviceReader:
         """
         self._failures.clear()
         device, binding = self.device, self._driver.binding
-        for error in self._xids.read():  # first: what it has read is kept if a later call fails
-            self._errors.add(error)
+        self._read_errors()
         gpm = self._counters()
         active, source = gpm.sm_active, "gpm"
         if self._gpm is None:
@@ -651,9 +650,17 @@ class DeviceReader:
         return sample
 
     def close(self) -> None:
-        """Free the GPM buffers and the event set."""
+        """Free the GPM buffers and the event set. The error that has taken the GPU along may be in it."""
+        try:
+            self._read_errors()
+        except NvmlError:
+            pass  # the driver is gone
         self._end_counters()
         self._xids.close()
+
+    def _read_errors(self) -> None:
+        for error in self._xids.read():
+            self._errors.add(error)
 
     def _end_counters(self) -> None:
         if self._gpm is not None:
