@@ -472,8 +472,8 @@ def test_a_run_without_a_stall_says_what_its_steps_do(tmp_path, kind):
                 break
     finally:
         telemetry.stop()
-    told = [(finding.kind, finding.lines[0].line) for finding in agent.findings.newest]
-    assert told == [(found, line)], agent.findings.newest
+    told = [(finding.kind, [hot.line for hot in finding.lines[:1]]) for finding in agent.findings.newest]
+    assert told == [(found, [line])], agent.findings.newest
     assert len(heap)
 
 
