@@ -109,7 +109,7 @@ class AmdDriver:
             self.running = None
 
 
-# -- finds a GPU of this rank by its PCI address ---------------------------------------------------------------------
+# -- finds a GPU of this rank by its PCI address -----------------------------------------------------------------------
 
 
 def pci_address(properties: Any) -> str:

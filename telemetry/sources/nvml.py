@@ -149,7 +149,7 @@ def _binding() -> ModuleType | ImportError:
     return pynvml  # type: ignore[no-any-return]
 
 
-# -- finds a GPU of this rank by UUID, never by a guessed index ------------------------------------------------------
+# -- finds a GPU of this rank by UUID, never by a guessed index --------------------------------------------------------
 # NVML sees every GPU of the machine or container. The rank mostly computes on one of them, or on a MIG device of one.
 # Torch tells the UUID after CUDA is initialised. Before that, only a machine with one GPU, or a single UUID in
 # ``CUDA_VISIBLE_DEVICES``, leaves no choice. An index there is not NVML's: by default CUDA puts the fastest GPU first.
@@ -597,7 +597,7 @@ class DeviceReader:
         """
         self._failures.clear()
         device, binding = self.device, self._driver.binding
-        self._read_errors()
+        self._read_errors()  # first: what it has read is kept if a later call fails
         gpm = self._counters()
         active, source = gpm.sm_active, "gpm"
         if self._gpm is None:
