@@ -19,6 +19,7 @@ CATEGORIES: Final = palette.CATEGORIES
 """Colours of the ledger's categories, from the bottom of the stack upwards."""
 
 COMPUTE_PARTS: Final = {
+    "copy": palette.ORANGE,
     "forward": palette.BLUE,
     "backward": palette.GREEN,
     "optimizer": palette.PURPLE,

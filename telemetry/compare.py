@@ -262,7 +262,8 @@ class Run:
 
 def _by_part(processes: Sequence[ProcessLog]) -> dict[str, float]:
     split = [process.totals.compute_total_seconds for process in processes if process.totals.compute_total_seconds]
-    return {part: sum(each.get(part, 0.0) for each in split) for part in COMPUTE_PARTS} if split else {}
+    seen = [part for part in COMPUTE_PARTS if any(part in each for each in split)]
+    return {part: sum(each.get(part, 0.0) for each in split) for part in seen}
 
 
 def _points(processes: Sequence[ProcessLog]) -> list[list[Point]]:

@@ -31,10 +31,11 @@ CATEGORIES: Final = (STARTUP, DATA_WAIT, COMPUTE, EVALUATION, CHECKPOINT, OTHER)
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 OPTIMIZER: Final = "optimizer"
+COPY: Final = "copy"
 COMPILE: Final = "compile"
 
-COMPUTE_PARTS: Final = (FORWARD, BACKWARD, OPTIMIZER, COMPILE, OTHER)
-"""The parts of the compute."""
+COMPUTE_PARTS: Final = (COPY, FORWARD, BACKWARD, OPTIMIZER, COMPILE, OTHER)
+"""The parts of the compute. ``copy`` (of batches to the device) is absent if nothing shows it: then it is in forward."""
 
 _STUCK_IN: Final = {
     DATA_WAIT: "waiting for a batch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from telemetry.hooks.compute import TIMED_PARTS
-from telemetry.records import COMPILE, COMPUTE_PARTS
+from telemetry.records import COMPILE, COMPUTE_PARTS, COPY
 from telemetry.sources.compiles import CompilationReader
 from telemetry.totals import CompileTotals
 
@@ -27,7 +27,8 @@ class ComputeSplit:
     its own. Then the timed steps do not count, because their passes contain it, and the shares before it stay.
 
     Attributes:
-        seconds: seconds by part, of the compute that has been split; None before the first timed step.
+        seconds: seconds by part, of the compute that has been split; None before the first timed step. Without ``copy``
+            if no copy was seen.
         compiles: what was compiled again. ``reason``: the check that failed in the newest one.
     """
 
@@ -40,7 +41,7 @@ class ComputeSplit:
         self._compute = 0.0  # the run's compute at the last call
         self._pending = 0.0  # compute that has not been split
         self._compiled = 0.0  # compilations that have not been split from it
-        self._seen = [0, 0, 0, 0]
+        self._seen = [0] * len(TIMED_PARTS)
         self._shares: list[float] = []  # of the newest timed steps
 
     def update(self, compute_seconds: float) -> None:
@@ -56,12 +57,13 @@ class ComputeSplit:
             return  # until a step has been timed
         compile_seconds = min(self._compiled, self._pending)
         self._compiled, self._pending = 0.0, self._pending - compile_seconds
-        parts = self.seconds or dict.fromkeys(COMPUTE_PARTS, 0.0)
+        parts = self.seconds or {part: 0.0 for part in COMPUTE_PARTS if part != COPY}
         added = {COMPILE: compile_seconds}
         if self._shares:
             added |= {part: self._pending * share for part, share in zip(TIMED_PARTS, self._shares, strict=True)}
             self._pending = 0.0
-        self.seconds = {part: parts[part] + added.get(part, 0.0) for part in COMPUTE_PARTS}
+        seen = [part for part in COMPUTE_PARTS if part in parts or added.get(part)]
+        self.seconds = {part: parts.get(part, 0.0) + added.get(part, 0.0) for part in seen}
 
     def _read_compilations(self) -> bool:
         """Read what was compiled since the last call. Returns whether there was anything."""

@@ -366,7 +366,9 @@ COMPUTE_SPLIT: Final[MetricGroup[RunView]] = MetricGroup(
             details="An estimate from a few timed steps at each tick; the newest compute is added when one has been "
             "timed. `forward` is what comes before a backward pass, `optimizer` the `step()` of optimizers, "
             "`compile` the work of `torch.compile`, and `other` the rest. On an accelerator the parts are those of "
-            "its time. Waiting in collectives is in the part that waits: with DistributedDataParallel in `backward`."),
+            "its time. `copy`: copies of batches to it, in loops of accelerate, transformers, Lightning, fastai and "
+            "ignite; absent in other loops, which have them in `forward`. Waiting in collectives is in the part that "
+            "waits: with DistributedDataParallel in `backward`."),
 ))
 CHANGES: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     gauge("training_step_change_ratio",

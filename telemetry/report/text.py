@@ -239,6 +239,7 @@ _TAKES: Final = {
     "data_wait_seconds": "waiting for data takes",
     "compute_seconds": "compute takes",
     "fetch_seconds": "fetches take",
+    "copy_seconds": "copies to the device take",
     "forward_seconds": "the forward pass takes",
     "backward_seconds": "the backward pass takes",
     "optimizer_seconds": "the optimizer takes",
