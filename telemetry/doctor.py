@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry._version import __version__
 from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, Config, SettingError, disabled, unknown_variables
+from telemetry.records import GPM
 from telemetry.util.processes import runs_without_gil
 from telemetry.util.text import binary_size, ranges, show
 
@@ -182,7 +183,7 @@ _CUDA_SECONDS: Final = 60.0
 """A wedged driver hangs. But importing torch from a slow disk can take half a minute, too."""
 
 _SM_SOURCES: Final = {
-    "gpm": "SM activity is read from hardware counters",
+    GPM: "SM activity is read from hardware counters",
     "process": "SM activity is estimated by the driver (hardware counters need Hopper or newer, and permission)",
     None: "SM activity is not available, only utilization",
 }

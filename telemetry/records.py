@@ -35,7 +35,7 @@ COPY: Final = "copy"
 COMPILE: Final = "compile"
 
 COMPUTE_PARTS: Final = (COPY, FORWARD, BACKWARD, OPTIMIZER, COMPILE, OTHER)
-"""The parts of the compute. ``copy`` (of batches to the device) is absent if nothing shows it: then it is in forward."""
+"""The parts of the compute. ``copy``, of batches to the device, is absent if nothing shows it: then forward has it."""
 
 _STUCK_IN: Final = {
     DATA_WAIT: "waiting for a batch",
@@ -210,6 +210,10 @@ SKIP: Final[Mapping[str, str]] = MappingProxyType({LOG_KIND: "skip"})
 
 
 # -- one reading of each polled source ---------------------------------------------------------------------------------
+
+
+GPM: Final = "gpm"
+"""The hardware counters of NVIDIA's GPUs, as the source of a figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,6 +542,9 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         node: name of its node, for a rank on another node; None for a rank of this node.
         node_ranks: number of ranks on that node; 0 for a rank of this node. ``node_fastest``: whether it is one of the
             fastest of them. If the others wait even for these, they wait for all ranks of that node.
+        backward_seconds: the part of the compute in backward passes, on the GPU's clock; None on a host, or if the
+            window was not split, or has compilations. ``sm_active_ratio``, ``sm_clock_hertz``: means of the GPU's
+            figures in the window; None if unknown.
     """
 
     rank: int
@@ -562,6 +569,9 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     node_ranks: int = 0
     node_fastest: bool = False
     last_step: int = 0
+    backward_seconds: float | None = msgspec.field(name="backward", default=None)
+    sm_active_ratio: float | None = msgspec.field(name="sm_active", default=None)
+    sm_clock_hertz: float | None = msgspec.field(name="sm_clock", default=None)
 
     @property
     def in_sync_ratio(self) -> float:

@@ -235,6 +235,7 @@ class GpuTotals:
             ``garbage_seconds``: over the same time. The driver and the events do not measure at the same moments, so
             only sums are compared.
         slowed_ratio: share of the compute that was lost because the GPU's clock was throttled.
+        sm_active_ratio: of the first GPU, if hardware counters give it. ``sm_clock_hertz``: of the first GPU.
     """
 
     utilization_ratio: Sampled = Sampled()
@@ -242,6 +243,8 @@ class GpuTotals:
     exposed_wait_seconds: float = 0.0
     garbage_seconds: float = 0.0
     slowed_ratio: Sampled = Sampled()
+    sm_active_ratio: Sampled = Sampled()
+    sm_clock_hertz: Sampled = Sampled()
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,13 @@ class Slice:
     gpu_utilization_ratio: float | None = None
     gpu_clock_ratio: float | None = None
     gpu_throttled: tuple[str, ...] = ()
+    sm_active_ratio: float | None = None
+    sm_active_source: str | None = None
+    sm_clock_hertz: float | None = None
+    parts: dict[str, float] | None = None
+
+
+_START = Totals(compute_parts={})
 
 
 def next_tick(before: Totals, part: Slice) -> Tick:
@@ -131,6 +138,8 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             ),
             gpus=(GpuSample(
                 0, "", "", utilization_ratio=part.gpu_utilization_ratio, throttled=part.gpu_throttled,
+                sm_active_ratio=part.sm_active_ratio, sm_active_source=part.sm_active_source,
+                sm_clock_hertz=part.sm_clock_hertz,
             ),),
         ),
     )  # fmt: skip
@@ -167,7 +176,11 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         worker_fetches=part.worker_fetches, worker_fetch_seconds=part.worker_fetch,
         sampled=integrated(SampledTotals(), readings),
     )  # fmt: skip
-    totals = replace(together(before, added), fetch_counts=histogram.counts if histogram else before.fetch_counts)
+    totals = replace(
+        together(before, added),
+        fetch_counts=histogram.counts if histogram else before.fetch_counts,
+        compute_parts=None if part.parts is None else together(before.compute_parts or {}, part.parts),
+    )
     conditions = Conditions(
         source=part.source, settings=part.settings, traits=part.traits, read_by_thread=part.read_by_thread,
         iterated_at=part.iterated_at, empty_workers=part.empty_workers, same_batches=part.same_batches,
@@ -188,7 +201,7 @@ def with_part(evidence: Evidence, part: str, **changes: Any) -> Evidence:
 
 def evidence_over(slices, *, rank=0, cause=None, **recurring: float) -> Evidence:
     """The evidence of slices that follow each other from the start of a run."""
-    ticks = [Tick()]
+    ticks = [Tick(_START)]
     for part in slices:
         ticks.append(next_tick(ticks[-1].totals, part))
     return aggregate(ticks, rank=rank, cause=cause, recurring=RecurringCosts(**recurring))
@@ -199,7 +212,7 @@ class Detector:
 
     def __init__(self, window: float = 10, enter: float = 0.2, leave: float = 0.1) -> None:
         self._detector = StallDetector(window, enter, leave, identify("r", None, {}))
-        self._totals = Totals()
+        self._totals = _START
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._detector, name)

@@ -21,13 +21,13 @@ from telemetry.diagnosis.stalls import DetectedStall, StallDetector
 from telemetry.diagnosis.stragglers import held_up_by
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.records import Advice, Deliveries, ProcessSample, RankPace
+from telemetry.records import Advice, Deliveries, GpuSample, ProcessSample, RankPace
 from telemetry.report.logs import load
 from telemetry.totals import Tick, Totals, together
 from telemetry.util.processes import identify
 from tests.monitored_rank import Run
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
-from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
+from tests.slice_cases import CASES, STARVED, a_slice, first, on_gpu, pace, slices, with_workers
 from tests.slices import Detector, evidence_over, with_part
 from tests.zoo.test_replay import RECORDED, evidence_of
 
@@ -74,6 +74,8 @@ QUIET = {
         host_cores=8,
         host_cpu_ratio=7.7 / 8,
     ),  # fmt: skip
+    "SMs that are known by the time with a kernel": on_gpu(source="process"),
+    "parts of a step that compiles": on_gpu(compiled=0.02),
     "a GPU that is waited for": a_slice(gpu_utilization_ratio=0.95),
     "a GPU idle in an evaluation": a_slice(compute=0.5, evaluation=0.5, gpu_utilization_ratio=0.5),
     "a GPU at its power cap": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.7, gpu_throttled=("sw_power_cap",)),
@@ -421,11 +423,16 @@ def test_time_in_which_the_process_was_stopped_is_no_wait(run, cpu):
 
 def test_a_clock_is_low_by_what_it_is_in_this_run(run):
     """At its power cap a GPU never has its highest clock: heat costs what it takes from there."""
-    capped = SimpleNamespace(
-        uuid="GPU-1", utilization_ratio=1.0, sm_clock_max_hertz=2.0e9, energy_joules=None, sm_clock_hertz=1.4e9,
+    capped = GpuSample(
+        0,
+        "GPU-1",
+        "",
+        utilization_ratio=1.0,
+        sm_clock_max_hertz=2.0e9,
+        sm_clock_hertz=1.4e9,
         throttled=("sw_power_cap",),
-    )  # fmt: skip
-    hot = SimpleNamespace(**vars(capped) | dict(sm_clock_hertz=0.7e9, throttled=("hw_thermal",)))
+    )
+    hot = dataclasses.replace(capped, sm_clock_hertz=0.7e9, throttled=("hw_thermal",))
     for second in range(1, 28):
         run.samples["gpus"] = (hot if second > 12 else capped,)
         ten_steps(run, second)

@@ -243,6 +243,9 @@ PACE: Final = {
     "node": "its node, if it is another one",
     "node_ranks": "number of ranks on that node",
     "node_fastest": "whether it is one of the fastest of them",
+    "backward": "seconds of the compute in backward passes, on the GPU's clock",
+    "sm_active": "share of its GPU's SMs that were active",
+    "sm_clock": "clock frequency of its GPU's SMs, Hz",
 }
 """What each field of an entry of ``paces`` is."""
 

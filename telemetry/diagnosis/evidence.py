@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import Struct, field, to_builtins
 
 from telemetry.records import (
+    BACKWARD,
     CHECKPOINT,
+    COMPILE,
     EVALUATION,
     FETCH_BUCKETS,
     OTHER,
@@ -767,9 +769,19 @@ def _pace(added: Totals, conditions: Sequence[Conditions], rank: int, cause: str
         away_in=max(away, key=lambda name: away[name], default=None),
         core_wait_seconds=added.run_queue_delay_seconds,
         cores_busy_ratio=added.sampled.cpu.host_ratio.mean,
+        backward_seconds=_backward(added) if conditions[-1].on_gpu else None,
+        sm_active_ratio=added.sampled.gpu.sm_active_ratio.mean,
+        sm_clock_hertz=added.sampled.gpu.sm_clock_hertz.mean,
         cause=cause,
         where=places[0][0] if places else None,
     )
+
+
+def _backward(added: Totals) -> float | None:
+    parts = _positive(added.compute_parts or {})
+    if not parts or COMPILE in parts:  # what compiles is in no part, so the others are not those of usual steps
+        return None
+    return added.compute_seconds * parts.get(BACKWARD, 0.0) / sum(parts.values())
 
 
 def _positive(seconds: Mapping[Any, float]) -> dict[Any, float]:

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from telemetry.records import CLEANED_UP, GpuError, GpuSample
+from telemetry.records import CLEANED_UP, GPM, GpuError, GpuSample
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import MAX_ERRORS, DriverError, GpuSource, NoGpuError
 from telemetry.util.clock import NS, now_ns, sleep, unix_ns
@@ -599,7 +599,7 @@ class DeviceReader:
         device, binding = self.device, self._driver.binding
         self._read_errors()  # first: what it has read is kept if a later call fails
         gpm = self._counters()
-        active, source = gpm.sm_active, "gpm"
+        active, source = gpm.sm_active, GPM
         if self._gpm is None:
             active, source = self._optional(self._process), "process"
         used, total = self._optional(self._memory) or (None, None)
@@ -722,7 +722,7 @@ class DeviceReader:
         NVML does not offer it for a MIG device, but the hardware counters do. The source that has given the first value
         stays: a figure must not change its meaning in mid-run.
         """
-        if self._utilization_source != "gpm":
+        if self._utilization_source != GPM:
             before = len(self._failures)
             rates = self._optional(lambda: self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle))
             if rates is not None:
@@ -730,7 +730,7 @@ class DeviceReader:
                 return _ratio(rates.gpu)
             if self._utilization_source or self._failures[before].code not in _NOT_OFFERED or by_counters is None:
                 return None
-            self._utilization_source = "gpm"
+            self._utilization_source = GPM
         return by_counters
 
     def _seldom(self) -> dict[str, Any]:
@@ -889,7 +889,7 @@ def _summary(driver: NvmlDriver, index: int, version: str) -> GpuSummary:
         found.uuid, found.name = driver.call("nvmlDeviceGetUUID", gpu), driver.call("nvmlDeviceGetName", gpu)
         found.partitioned = _is_partitioned(driver, gpu)
         if _gpm_supported(driver, gpu) and (found.partitioned or _gpm_readable(driver, gpu)):
-            found.sm_source = "gpm"
+            found.sm_source = GPM
         elif driver.offered(lambda: _process_entries(driver, gpu)) is not None:
             found.sm_source = "process"
     except NvmlError as error:
