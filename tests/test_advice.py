@@ -124,6 +124,10 @@ ADVICE = {
     "an idle GPU wins so much at most": (
         "host_bound", a_slice(gpu_utilization_ratio=0.5), "", None, "2 times as fast at most",
     ),
+    "an idle GPU, most of the time in one part": (
+        "host_bound", a_slice(gpu_utilization_ratio=0.5, parts={"forward": 0.3, "backward": 0.6}), "", None,
+        "backward takes 67 % of compute",
+    ),
     "workers that start for each epoch": (
         STARTUP, changed(STARTUP), "persistent_workers=True", 1 / (0.45 + 2 * 0.12), "keep the workers",
     ),

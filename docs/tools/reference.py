@@ -170,6 +170,7 @@ EVIDENCE: Final = {
     "iterated_at": "file, line and function in which the newest iterator was made",
     "own_fetch_cpu_ratio": "share of the training thread's own fetches that ran on a core",
     "own_collate_ratio": "share of the training thread's own fetches that is collation",
+    "compute_parts": "the share of each part of the compute",
     "where": "the line of your code in most samples of the training thread",
     "outlier_wait_seconds": "wait in single steps that waited much longer than the steps around them",
     "fetch_wait_seconds": "fetch wait",

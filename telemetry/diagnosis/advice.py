@@ -25,6 +25,7 @@ from telemetry.diagnosis.model import (
 from telemetry.diagnosis.stragglers import straggler
 from telemetry.records import Advice
 from telemetry.util.text import milliseconds as ms
+from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
@@ -695,6 +696,9 @@ def host_bound(evidence: Evidence) -> list[Advice]:
     because = f"no kernel ran for {idle:.1f} s of {loop:.1f} s, although batches were ready"
     if evidence.pace.where is not None:
         because += f"; the training thread was mostly in {evidence.pace.where}"
+    if evidence.compute_parts is not None:
+        share, part = max((share, part) for part, share in evidence.compute_parts.items())
+        because += f"; {part} takes {rounded_percent(share)} of compute"
     bound = gain_over_window(evidence, loop - idle, now=loop)
     if bound is not None and bound < WORTH_IT:
         return []

@@ -247,6 +247,7 @@ class Evidence(Struct, frozen=True):
         iterated_at: file, line and function in which the newest iterator was made.
         own_fetch_cpu_ratio: share of the training thread's own fetches that ran on a core. ``own_collate_ratio``: share
             of them that is collation.
+        compute_parts: the share of each part of the compute, see `COMPUTE_PARTS`; None if the window was not split.
         pace: the pace of this rank. ``peers``: other ranks that it may wait for. ``earlier_paces``: paces of this rank
             at the time of those peers' paces that are older.
     """
@@ -266,6 +267,7 @@ class Evidence(Struct, frozen=True):
     iterated_at: tuple[str, int, str] | None = None
     own_fetch_cpu_ratio: float | None = None
     own_collate_ratio: float | None = None
+    compute_parts: dict[str, float] | None = None
     edges: Edges = Edges()
     checkpoints: Checkpoints = Checkpoints()
     garbage: Garbage = Garbage()
@@ -496,6 +498,7 @@ def aggregate(
         read_by_thread=any(c.read_by_thread for c in conditions),
         own_fetch_cpu_ratio=_share(added.own.fetch_cpu_seconds, added.own.fetch_seconds),
         own_collate_ratio=_share(added.own.collate_seconds, added.own.fetch_seconds),
+        compute_parts=_compute_parts(added),
         edges=_edges(added, recurring),
         checkpoints=_checkpoints(added, recurring),
         garbage=_garbage(added.garbage),
@@ -778,10 +781,16 @@ def _pace(added: Totals, conditions: Sequence[Conditions], rank: int, cause: str
 
 
 def _backward(added: Totals) -> float | None:
-    parts = _positive(added.compute_parts or {})
-    if not parts or COMPILE in parts:  # what compiles is in no part, so the others are not those of usual steps
+    parts = _compute_parts(added)
+    if parts is None or COMPILE in parts:  # the compiler waits for no other rank, and takes its time in any pass
         return None
-    return added.compute_seconds * parts.get(BACKWARD, 0.0) / sum(parts.values())
+    return added.compute_seconds * parts.get(BACKWARD, 0.0)
+
+
+def _compute_parts(added: Totals) -> dict[str, float] | None:
+    parts = _positive(added.compute_parts or {})
+    whole = sum(parts.values())
+    return {part: round(seconds / whole, 4) for part, seconds in parts.items()} or None
 
 
 def _positive(seconds: Mapping[Any, float]) -> dict[Any, float]:
