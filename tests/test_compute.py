@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -11,20 +12,22 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent.compute import ComputeSplit
-from telemetry.hooks import compute
+from telemetry.hooks import compute, device
 from telemetry.hooks.compute import TIMED_PARTS, ComputeTimer
-from telemetry.hooks.device import DeviceStream
-from telemetry.hooks.patching import Patches
+from telemetry.hooks.device import Captures, DeviceEvents, DeviceStream
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.state import StepState
+from telemetry.records import COMPUTE
 from telemetry.report.logs import load
 from telemetry.sources.compiles import Compilation, CompilationReader
+from telemetry.totals import Totals
 from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
 from tests.report_logs import summarize
 from tests.running_agent import scrape, wait_for
 
 MS = 1_000_000
+ENGINE = torch.autograd._engine_run_backward
 
 
 class Host:
@@ -55,11 +58,10 @@ class Host:
         self.model = Work.apply
         self.weight = torch.nn.Parameter(torch.ones(1))
         self.optimizer = Optimizer([self.weight], lr=0.1)
-        self.patches = Patches()
         self.state = StepState(Ring())
         self.timer = ComputeTimer(self.state)
-        self.timer.use(self.patches)
-        self.hook = register_optimizer_step_post_hook(lambda *_: self.timer.leave())
+        self.timer.follow(self.optimizer)
+        self.hook = register_optimizer_step_post_hook(lambda optimizer, *_: self.timer.stepped(optimizer))
 
     def work(self, milliseconds: int) -> None:
         self.ns += milliseconds * MS
@@ -78,8 +80,10 @@ class Host:
 def host(monkeypatch):
     made = Host(monkeypatch)
     yield made
-    made.patches.undo()
+    made.timer.drop()
     made.hook.remove()
+    assert torch.autograd._engine_run_backward is ENGINE
+    assert not made.optimizer._optimizer_step_pre_hooks
     assert made.state.errors == 0, made.state.last_error
 
 
@@ -188,6 +192,9 @@ class Stream:
 
     def end(self) -> None: ...
 
+    def take_blocked(self) -> int:
+        return 0
+
     def event(self):
         self.made += 1
         stream = self
@@ -202,6 +209,8 @@ class Stream:
         return Event()
 
     def record(self, event) -> None:
+        event.device = getattr(event, "device", self.place.device)
+        assert event.device == self.place.device, "torch raises this"
         event.at = max(self.busy_until, self.host.ns)
 
 
@@ -221,13 +230,46 @@ def test_on_a_device_the_parts_are_those_of_its_time(host):
     made = device.made
     host.ns = device.busy_until
     host.timer.begin(host.ns)
-    assert host.parts["backward"] == pytest.approx(300, rel=0.05)
-    assert host.parts["optimizer"] == pytest.approx(100, rel=0.05)
-    assert device.made == made >= 6  # they are used again
+    assert host.parts["backward"] == pytest.approx(2 * 300, rel=0.05)
+    assert host.parts["optimizer"] == pytest.approx(2 * 100, rel=0.05)
+    assert device.made == made >= 12  # they are used again
     device.place = DeviceStream(0, 7)
     plain(host)
     host.timer.end()
-    assert host.timer.steps == 1, "a step on two streams"
+    assert host.timer.steps == 2, "a step on two streams"
+
+
+def test_each_pass_of_accumulated_gradients_is_timed(host):
+    """The host runs ahead, and waits for the device after each step of the optimizer, as a gradient scaler does."""
+    device = Stream(host)
+    host.timer.events = device
+    host.work = lambda milliseconds: setattr(device, "busy_until", max(device.busy_until, host.ns) + milliseconds * MS)
+    host.timer.wanted = 100
+    for number in range(100):
+        host.ns += MS
+        host.timer.begin(host.ns)
+        host.loss().backward()
+        if number % 4 == 3:
+            host.optimizer.step()
+            host.ns = device.busy_until
+        host.timer.end()
+    host.ns = device.busy_until
+    host.timer.begin(host.ns)
+    assert host.timer.steps > 90
+    assert host.parts["optimizer"] / sum(host.parts.values()) == pytest.approx(10 / 210, rel=0.2)
+
+
+def test_events_of_one_device_are_not_recorded_on_another(host):
+    """The device of the parameters may become known after another one was taken for it."""
+    device = Stream(host)
+    host.timer.events = device
+    for index in (0, 3):
+        device.place = DeviceStream(index, 0)
+        for _ in range(3):
+            host.timer.begin(host.ns)
+            plain(host)
+            host.timer.end()
+    assert not host.timer.failed
 
 
 @pytest.mark.parametrize("call", ["first", "inside", "last", "read"])
@@ -257,6 +299,46 @@ def test_a_device_that_fails_is_not_used_again(host, call):
     assert host.timer.failed
     assert (host.state.errors, host.timer.wanted, host.timer.steps) == (1, 0, 0)
     host.state.errors = 0
+
+
+@pytest.mark.parametrize(("call_ns", "at_most"), [(1_000, 8), (100_000, 2)])
+def test_as_many_steps_are_timed_as_may_cost_a_thousandth(host, call_ns, at_most):
+    """A tick has 100 steps of 10 ms, and a timed one has seven events."""
+
+    class Slow(Stream):
+        def record(self, event) -> None:
+            super().record(event)
+            self.host.ns += call_ns
+
+    host.timer.events = Slow(host)
+    tracker = SimpleNamespace(compute=host.timer, accelerator="cuda", gpu=object(), slow_path=lambda: None)
+    split, passed = ComputeSplit(tracker), Totals()
+    timed = []
+    for _ in range(50):
+        later = dataclasses.replace(
+            passed, steps=passed.steps + 100, ledger_seconds={COMPUTE: passed.compute_seconds + 1.0}
+        )
+        split.ask(later, passed)
+        passed = later
+        timed.append(host.timer.wanted)
+        while host.timer.wanted:
+            host.timer.begin(host.ns)
+            plain(host)
+            host.timer.end()
+    assert max(timed) <= 8
+    assert max(timed[1:]) <= at_most
+    assert sum(timed[1:]) > 20
+    assert host.timer.spent_ns < 1.1e-3 * 51e9
+
+
+def test_a_call_that_waits_in_the_queue_of_launches_costs_nothing(monkeypatch):
+    clock = iter([0, 2_000, 10_000, 12_000, 20_000, 420_000])
+    monkeypatch.setattr(device, "now_ns", lambda: next(clock))
+    events = DeviceEvents(torch, "cuda", Captures(), StepState(Ring()))
+    for _ in range(3):
+        events.record(SimpleNamespace(record=lambda _stream: None))
+    assert events.take_blocked() == 400_000 - 8 * 2_000
+    assert events.take_blocked() == 0
 
 
 # -- in the loop ---------------------------------------------------------------------------------------------------------

@@ -66,6 +66,9 @@ class Gpu:
     def end(self) -> None:
         pass
 
+    def take_blocked(self) -> int:
+        return 0
+
     def record(self, event) -> None:
         event.record()
 
@@ -350,13 +353,67 @@ def test_the_device_of_the_parameters_is_used_and_no_other(agent, device):
     assert agent.tracker.gpu.pairs > 0  # after a call to the other device there would be no clock any more
 
 
+class OnThird(torch.nn.Parameter):
+    device = property(lambda self: torch.device("xpu", 2))
+
+
+def test_the_device_is_known_without_a_loader(agent, device):
+    wait_until(agent, "xpu_events")
+    device.stream = SimpleNamespace(device_index=1, stream_id=0)
+    optimizer = torch.optim.SGD([OnXpu(torch.ones(1))], lr=0.1, foreach=False)
+    optimizer.step()
+    assert (agent.tracker.trained_on, agent.tracker.device) == ("xpu", 1)
+
+
+def test_optimizers_on_several_devices_and_the_host(agent, device):
+    """The optimizer of an embedding that stays on the host, and those of two networks."""
+    device.stream = SimpleNamespace(device_index=1, stream_id=0)
+    for parameters in (
+        [torch.ones(1)],
+        [torch.ones(1), OnXpu(torch.ones(1))],
+        [OnThird(torch.ones(1))],
+        [torch.ones(1)],
+    ):
+        torch.optim.SGD(parameters, lr=0.1, foreach=False).step()
+    tracker = agent.tracker
+    assert (tracker.trained_on, tracker.device) == ("xpu", 1)
+    assert [str(each) for each in tracker.devices] == ["xpu:1", "xpu:2"]
+
+
+@pytest.mark.parametrize("has_context", [True, False, None])
+def test_a_current_device_that_nothing_has_used_is_not_the_training_s(observed, monkeypatch, has_context):
+    """With ``model.to("cuda:3")`` alone it stays device 0, and many batches may come before the optimizer steps."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    if has_context is not None:
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda _index: has_context, raising=False)
+    for _ in DataLoader(Numbers(40), batch_size=1):
+        observed.tracker.slow_path()
+    assert observed.tracker.device == (None if has_context is False else 0)
+
+
+def test_a_step_in_the_backward_pass_does_not_give_the_training_thread_away(observed, monkeypatch):
+    """A trial run before the first batch, with an optimizer that steps in the backward pass, on autograd's thread."""
+    optimizer = torch.optim.SGD([OnXpu(torch.ones(1))], lr=0.1, foreach=False)
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+    autograd = threading.Thread(target=optimizer.step)
+    autograd.start()
+    autograd.join()
+    assert observed.tracker.here
+    assert observed.tracker.device == 1, "the device is known all the same"
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
+    training = threading.Thread(target=optimizer.step)
+    training.start()
+    training.join()
+    assert not observed.tracker.here, "another thread of the script trains"
+
+
 def test_parameters_on_several_devices_are_told_once(agent, device):
     """Layers of one model on several devices. The log says on which of them the wait is measured."""
     wait_until(agent, "xpu_events")
-    second, on_host = OnXpu(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-    third = type("OnThird", (torch.nn.Parameter,), {"device": property(lambda _: torch.device("xpu", 2))})
+    second, third, on_host = OnXpu(torch.ones(1)), OnThird(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     device.stream = SimpleNamespace(device_index=1, stream_id=0)
-    train(second, third(torch.ones(1)), on_host)
+    train(on_host, second, third)
     assert agent.tracker.device == 1
     telemetry.stop()
     told = [line["message"] for line in log_lines(agent) if line["event"] == "error" and line["source"] == "gpu"]

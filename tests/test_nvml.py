@@ -596,6 +596,18 @@ def test_an_agent_shows_each_gpu_of_its_process(state, monkeypatch, request):
     assert log_lines(agent)[-1]["gpu_uuid"] == f"{B} {A}"
 
 
+def test_parameters_on_the_host_add_no_gpu(state, monkeypatch, request):
+    """With offloaded parameters each rank would show the current device of the agent's thread, GPU 0, as one of its own."""
+    properties = {1: SimpleNamespace(uuid=B.removeprefix("GPU-")), None: SimpleNamespace(uuid=A.removeprefix("GPU-"))}
+    cuda = SimpleNamespace(device_count=lambda: 2, get_device_properties=properties.__getitem__)
+    monkeypatch.setattr("telemetry.agent.collectors.cuda", lambda: cuda)
+    state.gpus = [Gpu(uuid=A), Gpu(uuid=B)]
+    agent = request.getfixturevalue("agent")
+    agent.tracker.device, agent.tracker.devices = 1, [torch.device("cpu")]
+    until(lambda: agent._collectors.samples.gpus)
+    assert [gpu.index for gpu in agent._collectors.samples.gpus] == [1]
+
+
 def test_an_error_in_the_middle_of_a_reading_is_told(state):
     """The call that fails because of it is the last one of this reader."""
     with source(state) as made:

@@ -217,8 +217,9 @@ class CollectorPoller:
         if module is None:
             return []
         try:
-            devices = dict.fromkeys([self._device(), *(device.index for device in self._tracker.devices)])
-            return [read(module.get_device_properties(device)) for device in devices]
+            # Parameters on the host (offloaded ones) have no index: torch would take that for the current device.
+            known = (device.index for device in self._tracker.devices if device.index is not None)
+            return [read(module.get_device_properties(device)) for device in dict.fromkeys((self._device(), *known))]
         except (CollectorError, AttributeError):
             return []
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from telemetry.hooks.compute import TIMED_PARTS
+from telemetry.hooks.device import BUDGET_RATIO
 from telemetry.records import COMPILE, COMPUTE_PARTS, COPY
 from telemetry.sources.compiles import CompilationReader
 from telemetry.totals import CompileTotals
+from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.totals import Totals
 
 _STEPS_AT_A_TICK: Final = 8
-"""So many steps in a row are timed. A step costs about 10 us on a host, and 40 us on an accelerator."""
+"""At most so many steps in a row are timed."""
+
+_FIRST_COST_NS: Final = 50_000.0
+"""What a timed step is assumed to cost until it is known."""
 
 _SHORTEST_SECONDS: Final = 0.001
-"""Shorter steps are not timed: the hooks around the backward pass and the optimizer would cost 0.1 % of them."""
+"""Shorter steps are not timed: the hooks would take too large a part of them."""
 
 
 class ComputeSplit:
@@ -43,6 +48,7 @@ class ComputeSplit:
         self._compiled = 0.0  # compilations that have not been split from it
         self._seen = [0] * len(TIMED_PARTS)
         self._shares: list[float] = []  # of the newest timed steps
+        self._may_cost_ns = 0.0  # what timed steps may cost, and have not cost yet
 
     def update(self, compute_seconds: float) -> None:
         """Split the compute since the last call. ``compute_seconds``: that of the run so far."""
@@ -82,6 +88,12 @@ class ComputeSplit:
         tracker, steps = self._tracker, totals.steps - before.steps
         timer, on_host = tracker.compute, tracker.accelerator is None
         usable = not timer.failed and (on_host or (timer.events is not None and tracker.gpu is not None))
-        if usable and steps and totals.compute_seconds - before.compute_seconds >= _SHORTEST_SECONDS * steps:
-            timer.wanted = _STEPS_AT_A_TICK
+        compute = totals.compute_seconds - before.compute_seconds
+        if not usable or not steps or compute < _SHORTEST_SECONDS * steps:
+            return
+        each = timer.spent_ns / timer.begun if timer.begun else _FIRST_COST_NS
+        self._may_cost_ns = min(self._may_cost_ns + BUDGET_RATIO * compute * NS, _STEPS_AT_A_TICK * each)
+        timer.wanted = int(self._may_cost_ns / each)
+        if timer.wanted:
+            self._may_cost_ns -= timer.wanted * each
             tracker.slow_path()

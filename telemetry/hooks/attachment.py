@@ -118,7 +118,6 @@ class Attachment:
             lambda: dataloader.patch_loader(loaders, tracker, patches),
             lambda: self.optimizer.patch(optimizers, patches),
             lambda: checkpoints.patch_optimizer(optimizers.Optimizer, tracker, patches),
-            lambda: tracker.compute.use(patches),
             lambda: self.profilers.patch(profiler, torch.autograd._profiler_enabled, patches),
             lambda: tracker.profiler_ranges.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
             lambda: self.optimizer.patch_graph(getattr(torch.cuda, "CUDAGraph", None), patches),

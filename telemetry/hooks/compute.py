@@ -1,8 +1,8 @@
 """Splits the compute of some steps into copies to the device, forward, backward, optimizer and the rest.
 
 The agent thread asks for a few steps at each tick. Their boundaries are stamped, on an accelerator by events in the
-stream of the work. The hooks are placed when the first such step begins: a run with very short steps, whose split
-would cost too much, never has them.
+stream of the work. The hooks are there only while such a step runs. Those of the backward pass and of the optimizers
+cost up to 15 us in a step that finds nothing in the caches.
 
 Torch shows where a backward pass and the step of an optimizer begin and end, and some frameworks where they move a
 batch. The rest is named by what follows: forward is what comes before a backward pass, and everything else (clipping,
@@ -13,19 +13,20 @@ torch's own would break subclasses of tensors, and a mode that sees every operat
 from __future__ import annotations
 
 import sys
+from collections import deque
+from functools import partial
 from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.hooks.patching import keep, release
+from telemetry.hooks.patching import Patches, WeakMap, around, keep, release
 from telemetry.records import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from telemetry.hooks.device import DeviceEvents, DeviceStream
-    from telemetry.hooks.patching import Patches
     from telemetry.hooks.state import StepState
 
 TIMED_PARTS: Final = (FORWARD, BACKWARD, OPTIMIZER, COPY, OTHER)
@@ -46,8 +47,13 @@ _MOVES: Final[Mapping[str, str]] = {
 _MAX_MARKS: Final = 256
 """A step with more boundaries is not split. It accumulates the gradients of over a hundred passes."""
 
-_MAX_EVENTS: Final = 24
-"""The same on an accelerator, where a boundary takes microseconds."""
+_MAX_PENDING: Final = 8
+"""So many timed steps wait until the device has reached their ends. If it were one, the first step after each wait of
+the host for the device would be timed, and no other: of accumulated gradients always the same pass."""
+
+_KEY: Final = -1
+"""The key of our hook among an optimizer's. Torch counts its own up from 0. With a new key each time, a step of the
+optimizer that is compiled would be compiled again each time."""
 
 
 class _Mark(NamedTuple):
@@ -65,47 +71,33 @@ class ComputeTimer:
         wanted: how many of the next steps to time. The agent thread sets it.
         running: whether a step is timed now. Only the training thread writes it.
         ns: sums of the timed steps by part, in the order of `TIMED_PARTS`. ``steps``: their number.
+        spent_ns: what it has cost to time steps. ``begun``: steps that were begun.
         events: makes events on the accelerator that the training uses; None on a host.
         failed: whether a call to the device raised. Then no step is timed any more.
     """
 
     __slots__ = (
-        "_free", "_inside", "_made", "_marks", "_patches", "_pending", "_state", "_stream", "events", "failed", "ns",
-        "running", "steps", "wanted",
+        "_free", "_inside", "_made", "_marks", "_optimizer_begins", "_optimizers", "_patches", "_pending", "_state",
+        "_stream", "_wrapped", "begun", "events", "failed", "ns", "running", "spent_ns", "steps", "wanted",
     )  # fmt: skip
 
     def __init__(self, state: StepState) -> None:
         self._state = state
-        self._patches: Patches | None = None
+        self._patches = Patches()
+        self._wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function, and the one that times it
+        self._optimizers: WeakMap[bool] = WeakMap()
         self.wanted = 0
         self.running = False
         self.ns = [0] * len(TIMED_PARTS)
-        self.steps = 0
+        self.steps = self.begun = self.spent_ns = 0
         self.events: DeviceEvents | None = None
         self.failed = False
         self._stream: DeviceStream | None = None
         self._marks: list[_Mark] = []
         self._inside: list[int] = []  # the parts that have begun and not ended
-        self._pending: list[_Mark] = []  # a step whose events the device has not reached
-        self._free: list[Any] = []
+        self._pending: deque[tuple[int, list[_Mark]]] = deque()  # the device and the marks of steps it has not reached
+        self._free: dict[int, list[Any]] = {}  # events by device: one belongs to the device that first records it
         self._made: list[Any] = []
-
-    # -- the hooks -----------------------------------------------------------------------------------------------------
-
-    def use(self, patches: Patches) -> None:
-        """Place the hooks with these patches, once a step is to be timed."""
-        self._patches = patches
-
-    def _place(self, patches: Patches) -> None:
-        autograd, optimizers = sys.modules["torch.autograd"], sys.modules["torch.optim.optimizer"]
-        # `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all call this name.
-        patches.around(
-            autograd, "_engine_run_backward", before=self._backward_begins, after=self._ended, on_error=self.fail
-        )
-        for name, function in _MOVES.items():
-            module = sys.modules.get(name)
-            if module is not None and function in vars(module):
-                patches.around(module, function, before=self._copy_begins, after=self._ended, on_error=self.fail)
 
         # A default value instead of a closure variable: see `hooks.dataloader.timed_next`.
         def begins(_optimizer: object, _args: object, _kwargs: object, timer: ComputeTimer = self) -> None:
@@ -115,40 +107,79 @@ class ComputeTimer:
                 timer.fail(error)
 
         begins._torchdynamo_disable = True  # type: ignore[attr-defined]  # as in `OptimizerSteps.patch`
-        register = optimizers.register_optimizer_step_pre_hook
-        if "torch._dynamo" in sys.modules:  # in a loop that is compiled, Dynamo would compile this function of torch's
-            register = sys.modules["torch"].compiler.disable(register)
-        patches.on_undo(register(begins).remove)
+        self._optimizer_begins = begins
 
-    def _backward_begins(self, *_: object, **__: object) -> bool:
-        return self.enter(_BACKWARD)
+    # -- the hooks -----------------------------------------------------------------------------------------------------
 
-    def _copy_begins(self, *_: object, **__: object) -> bool:
-        return self.events is not None and self.enter(_COPY)  # on a host, nothing is moved
+    def _place(self) -> None:
+        # `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all call this name.
+        self._patches.replace(sys.modules["torch.autograd"], "_engine_run_backward", partial(self._timed, _BACKWARD))
+        if self.events is not None:  # on a host, nothing is moved
+            for name, function in _MOVES.items():
+                module = sys.modules.get(name)
+                if module is not None and function in vars(module):
+                    self._patches.replace(module, function, partial(self._timed, _COPY))
+        for optimizer in self._optimizers.objects():
+            optimizer._optimizer_step_pre_hooks[_KEY] = self._optimizer_begins
+
+    def _remove(self) -> None:
+        self._patches.undo()
+        for optimizer in self._optimizers.objects():
+            optimizer._optimizer_step_pre_hooks.pop(_KEY, None)
+
+    def _timed(self, part: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = self._wrapped.get(original)
+        if wrapped is None:
+            wrapped = self._wrapped[original] = around(
+                original, before=partial(self._begins, part), after=self._ended, on_error=self.fail
+            )
+        return wrapped
+
+    def _begins(self, part: int, *_: object, **__: object) -> bool:
+        return self.enter(part)
 
     def _ended(self, entered: object, *_: object, **__: object) -> None:
         if entered is True:
             self.leave()
 
+    def stepped(self, optimizer: Any) -> None:
+        """Note the end of a step of an optimizer. A step with one that is new is not split."""
+        if self._inside and self._inside[-1] == _OPTIMIZER:
+            self.leave()
+        elif optimizer not in self._optimizers and get_ident() == self._state.thread:
+            self.drop()
+            self.follow(optimizer)
+
+    def follow(self, optimizer: Any) -> None:
+        """Place a hook in this optimizer, too, when the next step is timed."""
+        if "_optimizer_step_pre_hooks" in vars(optimizer):
+            self._optimizers[optimizer] = True
+
     def fail(self, error: BaseException) -> None:
         """Time no step any more, because a call to the device could fail in each."""
-        self.failed, self.running, self.wanted = True, False, 0
+        self.failed, self.wanted = True, 0
+        self.drop()
         self._state.note_error(error)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin(self, at: int) -> None:
         """Begin to time a step, whose batch came at this stamp (monotonic ns)."""
-        if self._patches is not None:
-            patches, self._patches = self._patches, None
-            self._place(patches)
+        began = now_ns()
         self._collect()
-        if self._pending or self.failed:
+        if len(self._pending) >= _MAX_PENDING or self.failed:
             return  # the device is behind, or has failed
         self.wanted -= 1
+        self.begun += 1
         self._marks, self._inside, self._stream = [], [], None
         self.running = True
-        self._mark(_UNNAMED, at)
+        try:
+            self._place()
+        except Exception as error:
+            self.fail(error)
+        self._spend(began)
+        if self.running:
+            self._mark(_UNNAMED, at)
 
     def wait(self) -> None:
         """Leave out what follows: a wait in the middle of the step, such as that for the batch of another loader."""
@@ -177,75 +208,86 @@ class ComputeTimer:
         if not self.running:
             return
         self._mark(_UNNAMED, now_ns())
-        marks = self._marks
+        began, marks = now_ns(), self._marks
         if self.running and any(mark.part == _BACKWARD for mark in marks):
             if self.events is None:
                 self._add([(mark.part, later.at - mark.at) for mark, later in pairwise(marks)])
-            else:
-                self._pending, self._marks = marks, []
+            elif self._stream is not None:
+                self._pending.append((self._stream.device, marks))
+                self._marks = []
         self.drop()
+        self._spend(began)
 
     def drop(self) -> None:
         """Stop timing the step, which is not like others."""
         self.running = False
-        self._free += [mark.event for mark in self._marks if mark.event is not None]
-        self._marks = []
+        self._remove()
+        marks, self._marks = self._marks, []
+        if self._stream is not None:
+            self._give_back(self._stream.device, marks)
 
     def release(self) -> None:
         """Release every event. Must not be called in a forked child."""
         self.drop()
-        made, self._made, self._free, self._pending = self._made, [], [], []
+        made, self._made, self._free, self._pending = self._made, [], {}, deque()
         for event in made:
             release(event)
 
     def _mark(self, part: int, at: int) -> None:
-        marks, events = self._marks, self.events
-        if len(marks) >= (_MAX_MARKS if events is None else _MAX_EVENTS):
+        began, events = now_ns(), self.events
+        if len(self._marks) >= _MAX_MARKS:
             self.drop()
         elif events is None:
-            marks.append(_Mark(part, at, None))
+            self._marks.append(_Mark(part, at, None))
         else:
             self._mark_on(events, part, at)
+        self._spend(began)
 
     def _mark_on(self, events: DeviceEvents, part: int, at: int) -> None:
-        began = now_ns()
         try:
             place = events.begin()
             if place is None or (self._stream is not None and place != self._stream):
                 self.drop()  # a graph is captured, or the step works on several streams
                 return
             self._stream = place
-            if not self._free:
+            free = self._free.setdefault(place.device, [])
+            if not free:
                 event = events.event()
                 keep(event)  # first, because a fork may come at any moment
                 self._made.append(event)
-                self._free.append(event)
-            event = self._free.pop()
+                free.append(event)
+            event = free.pop()
             events.record(event)
             self._marks.append(_Mark(part, at, event))
         except Exception as error:
             self.fail(error)
         finally:
             events.end()
-            self._state.overhead_ns += now_ns() - began
+
+    def _spend(self, since_ns: int) -> None:
+        took = now_ns() - since_ns - (self.events.take_blocked() if self.events is not None else 0)
+        self.spent_ns += max(0, took)
+        self._state.overhead_ns += max(0, took)
+
+    def _give_back(self, device: int, marks: Sequence[_Mark]) -> None:
+        self._free.setdefault(device, []).extend(mark.event for mark in marks)
 
     def _collect(self) -> None:
-        """Read the events of the newest step, if the device has reached them."""
-        marks, events = self._pending, self.events
-        if not marks or events is None:
+        """Read the events of the steps whose ends the device has reached."""
+        events = self.events
+        if not self._pending or events is None:
             return
         try:
-            if events.begin() is None or not marks[-1].event.query():
+            if events.begin() is None:
                 return
-            took = [(mark.part, int(mark.event.elapsed_time(later.event) * 1e6)) for mark, later in pairwise(marks)]
+            while self._pending and self._pending[0][1][-1].event.query():
+                device, marks = self._pending.popleft()
+                self._add([(a.part, int(a.event.elapsed_time(b.event) * 1e6)) for a, b in pairwise(marks)])
+                self._give_back(device, marks)
         except Exception as error:
             self.fail(error)
-            return
         finally:
             events.end()
-        self._pending = []
-        self._free += [mark.event for mark in marks]
-        self._add(took)
 
     def _add(self, took: list[tuple[int, int]]) -> None:
         """Add the parts of a step, in ns, in their order."""

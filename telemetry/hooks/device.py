@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CUDA: Final = "cuda"
 
-_HOST: Final = frozenset({"cpu", "meta"})
+HOST: Final = frozenset({"cpu", "meta"})
 _MODULES: Final = (CUDA, "xpu", "npu", "hpu", "mlu", "musa", "mtia", "maia")
 """Types of devices whose module in torch may report whether the device is initialised."""
 
@@ -37,7 +37,7 @@ def device_in_use(trained_on: str | None) -> str | None:
 
     ``trained_on``: the type of device that holds the optimizer's parameters; None until it is known.
     """
-    if trained_on is not None and trained_on not in _HOST:
+    if trained_on is not None and trained_on not in HOST:
         return trained_on
     torch = sys.modules.get("torch")
     if torch is None:
@@ -124,6 +124,10 @@ class DeviceStream(NamedTuple):
     stream: int
 
 
+_BLOCKED: Final = 8
+"""A call that takes so many times as long as the shortest one has waited in the queue of launches."""
+
+
 class DeviceEvents:
     """Timing events of one type of device. Used only on the training thread.
 
@@ -139,6 +143,8 @@ class DeviceEvents:
         self._captures = captures
         self._tracker = tracker
         self._stream: Any = None
+        self._usual_ns = 0  # of the shortest call of an event's ``record``
+        self._blocked_ns = 0
 
     def event(self) -> Any:
         """Make an event with timing. Raises what torch raises if the device has no events."""
@@ -166,7 +172,19 @@ class DeviceEvents:
 
     def record(self, event: Any) -> None:
         """Record an event in the stream that `begin` has returned."""
+        began = now_ns()
         event.record(self._stream)
+        took = now_ns() - began
+        self._usual_ns = min(self._usual_ns or took, took)
+        self._blocked_ns += max(0, took - _BLOCKED * self._usual_ns)
+
+    def take_blocked(self) -> int:
+        """Nanoseconds since the last call for which events waited in a full queue of launches.
+
+        They cost nothing: the script's next launch would have waited instead.
+        """
+        blocked, self._blocked_ns = self._blocked_ns, 0
+        return blocked
 
     def end(self) -> None:
         """Announce that the calls are over."""
@@ -359,7 +377,7 @@ class GpuClock:
             release(event)
 
     def _spend(self, since_ns: int) -> None:
-        took = now_ns() - since_ns
+        took = max(0, now_ns() - since_ns - self._device.take_blocked())
         self._spent_ns += took
         self._state.overhead_ns += took
 

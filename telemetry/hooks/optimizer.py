@@ -17,6 +17,7 @@ from threading import get_ident, get_native_id
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks import ring as r
+from telemetry.hooks.device import HOST
 from telemetry.hooks.patching import FAILED, WeakMap
 from telemetry.hooks.state import NO_THREAD
 from telemetry.util.clock import now_ns
@@ -38,8 +39,6 @@ _MAX_FRAMES: Final = 12
 _LOOKS: Final = 16
 """So many steps after a new optimizer are looked at: it may be in another one, or around one. A look takes 1 µs."""
 
-_MAX_OPTIMIZERS: Final = 64
-
 _MAX_PARAMETERS: Final = 4096
 """So many parameters are asked for their device, once for an optimizer. That takes 0.1 us for each."""
 
@@ -49,9 +48,9 @@ class OptimizerSteps:
 
     def __init__(self, tracker: StepTracker) -> None:
         self._tracker = tracker
-        self._known: set[int] = set()  # ids of optimizers that have stepped
+        self._known: WeakMap[bool] = WeakMap()  # optimizers that have stepped
         self._looks = 0  # how many of the next steps are looked at
-        self._device_read_from = 0  # id of the optimizer whose parameters gave the device
+        self._devices_read: WeakMap[bool] = WeakMap()  # optimizers whose parameters were asked for their devices
         self._optimizer_id = 0  # id of the optimizer whose steps count as training steps if no batch is requested
         # The optimizers whose steps a graph contains. They are not kept alive: one may have a reference to its graph.
         self._in_graph: WeakMap[list[weakref.ref[Any]]] = WeakMap()
@@ -93,10 +92,12 @@ class OptimizerSteps:
         """Handle a step of an optimizer that is not on the fast path."""
         tracker = self._tracker
         if tracker.compute.running:
-            tracker.compute.leave()
-        if id(optimizer) not in self._known:
-            self._known = {id(optimizer), *(self._known if len(self._known) < _MAX_OPTIMIZERS else ())}
+            tracker.compute.stepped(optimizer)
+        if optimizer not in self._known:
+            self._known[optimizer] = True
             self._looks = _LOOKS
+            if tracker.here:
+                tracker.compute.follow(optimizer)
         self._looks -= 1
         if (tracker.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(2)):
             tracker.nested_steps = True  # the fast path cannot see it
@@ -110,14 +111,14 @@ class OptimizerSteps:
         tracker.optimizer_steps += 1
         if tracker.resume.initializing:
             return
+        self._read_devices(optimizer)
         here = get_ident()
         if here != tracker.thread:
-            if tracker.thread == NO_THREAD or tracker.batch_seen or self._optimizer_id:
+            if tracker.thread == NO_THREAD or tracker.batch_seen or self._optimizer_id or _in_backward():
                 return
             # start() was called on another thread than the one that trains
             tracker.thread, tracker.native_thread = here, get_native_id()
             tracker.garbage.follow_thread()
-        self._read_device(optimizer)
         tracker.resume.stepped(optimizer, tracker.optimizer_steps)
         tracker.detector.signs.follow(optimizer)
         if tracker.gpu is not None:
@@ -144,16 +145,20 @@ class OptimizerSteps:
         elif tracker.category == r.S_EVALUATION:  # an evaluation loop was left with break
             tracker.switch(r.S_COMPUTE if tracker.step_open else r.S_OTHER)
 
-    def _read_device(self, optimizer: object) -> None:
-        """Find out which device holds the parameters, unless one with an accelerator has told."""
+    def _read_devices(self, optimizer: object) -> None:
+        """Find out which devices hold the parameters. Those on the host count only while no others are known."""
         tracker = self._tracker
-        if tracker.trained_on not in {None, "cpu"} or id(optimizer) == self._device_read_from:
+        if optimizer in self._devices_read:
             return
-        self._device_read_from = id(optimizer)
-        devices = _devices_of(optimizer)
-        if devices:
-            tracker.trained_on, tracker.device = devices[0].type, devices[0].index
-            tracker.devices = [device for device in devices if device.type == devices[0].type]
+        self._devices_read[optimizer] = True
+        found = _devices_of(optimizer)
+        devices = [device for device in found if device.type not in HOST] or found
+        if not devices:
+            return
+        if tracker.trained_on is None or (tracker.trained_on in HOST and devices[0].type not in HOST):
+            tracker.trained_on, tracker.device, tracker.devices = devices[0].type, devices[0].index, []
+        same = [device for device in devices if device.type == tracker.trained_on]
+        tracker.devices = [*dict.fromkeys((*tracker.devices, *same))]
 
     # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
@@ -185,6 +190,11 @@ class OptimizerSteps:
                 self._tracker.optimizer_steps += 1
             else:
                 self._count(optimizer)
+
+
+def _in_backward() -> bool:
+    """Whether this thread is one of autograd's own, which run the backward passes of GPUs and their hooks."""
+    return bool(sys.modules["torch"]._C._current_graph_task_id() != -1)
 
 
 def _is_nested(step: FrameType) -> bool:

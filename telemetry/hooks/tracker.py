@@ -497,10 +497,14 @@ class StepTracker(StepState):
         self.note_error(error)
 
     def _current_device(self) -> int | None:
-        module: Any = getattr(self._torch, self.accelerator or CUDA, None)
+        name = self.accelerator or CUDA
+        module: Any = getattr(self._torch, name, None)
         if module is None or not hasattr(module, "current_device") or not module.is_initialized():
             return None
-        return int(module.current_device())
+        index = int(module.current_device())
+        # A device without a context is not the training's. The first call to it would take about 500 MiB of its memory.
+        has_context = getattr(self._torch._C, "_cuda_hasPrimaryContext", None)
+        return index if name != CUDA or has_context is None or has_context(index) else None
 
     # -- requests of the agent thread ----------------------------------------------------------------------------------
 

@@ -119,7 +119,6 @@ def test_the_copies_of_a_framework_s_loop_are_a_part(observed, monkeypatch, loop
     loop(Training(host))
     timer.begin(host.ns)  # reads the newest one
     timer.drop()
-    host.patches.undo()
     host.hook.remove()
     assert timer.steps >= STEPS - 2
     parts = {part: ns / MS / timer.steps for part, ns in zip(TIMED_PARTS, timer.ns, strict=True)}
