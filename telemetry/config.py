@@ -313,6 +313,9 @@ class Config:
     snapshot_max_bytes: int = _snapshots(
         512 * MIB, whole_number(MIB, 1 << 40), "Maximum size of one trace, uncompressed."
     )
+    oom_snapshot: bool = _snapshots(
+        False, SWITCH, "Write PyTorch's memory snapshot into the run folder when an allocation on a GPU fails."
+    )
     snapshot_memory_bytes: int = _snapshots(
         256 * MIB, whole_number(MIB, 1 << 40), "Maximum memory that taking a trace needs."
     )

@@ -507,6 +507,22 @@ class GpuErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_
     text: str | None = None
 
 
+class GpuOutOfMemoryLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_out_of_memory"):
+    """An allocation on a GPU that failed, see `GpuOutOfMemory`. ``memory``: what grows, see `MemoryForecast`."""
+
+    gpu: Count | None = None
+    tried_bytes: Count = 0
+    total_bytes: Count = 0
+    free_bytes: Count = 0
+    allocated_bytes: Count = 0
+    reserved_bytes: Count = 0
+    largest_free_bytes: Count = 0
+    allocated_before_bytes: Count | None = None
+    failed_total: Count = 0
+    file: str | None = None
+    memory: MemoryForecast = MemoryForecast()
+
+
 class ErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="error"):
     """A failure of the agent's own parts, or news of them. ``errors_total``: count for this source; 0 for news."""
 
@@ -518,7 +534,7 @@ class ErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="error")
 AnyLine = (
     RunStartLine | WindowLine | GpuLine | HostLine | WorkersLine | PhaseLine | StallOpenLine | StallCodeLine
     | StallCloseLine | FindingLine | StragglerCodeLine | StepCodeLine | HangLine | ChangeLine | SnapshotLine
-    | GpuErrorLine | ErrorLine | RunEndLine
+    | GpuErrorLine | GpuOutOfMemoryLine | ErrorLine | RunEndLine
 )  # fmt: skip
 
 KINDS: Final[Mapping[str, type[Line]]] = MappingProxyType(

@@ -6,18 +6,21 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from telemetry.records import Collective, TorchMemorySample
+import telemetry
+from telemetry.records import Collective, GpuOutOfMemory, TorchMemorySample
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
 from telemetry.sources.flight_recorder import FlightRecorder
-from telemetry.sources.memory import MemorySource, TorchMemorySource, shared_bytes
+from telemetry.sources.memory import MemorySource, OutOfMemoryWatch, TorchMemorySource, shared_bytes
 from telemetry.sources.proc import HostSource
+from tests.running_agent import log_lines, wait_for
 
 # -- the machine -------------------------------------------------------------------------------------
 
@@ -388,8 +391,79 @@ def test_the_allocator_is_read_only_while_the_training_goes_on(monkeypatch):
     )
     monkeypatch.setattr(torch, "cuda", allocator)
     tracker = SimpleNamespace(progress=(1, 1, 0))
-    source = TorchMemorySource(tracker, lambda: 3)
+    source = TorchMemorySource(tracker, lambda: 3, OutOfMemoryWatch())
     assert [source.read(), source.read()] == [TorchMemorySample(1, 10)] * 2
     tracker.progress = (2, 1, 0)
     assert source.read() == TorchMemorySample(2, 20)
     assert calls == [3, 3]
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """CUDA's allocator on its fourth device. ``fail`` does what it does before it raises."""
+    observers = []
+
+    def dump(path: str) -> None:
+        if path.startswith("/proc/"):
+            raise OSError("no such folder")
+        Path(path).write_bytes(b"a snapshot")
+
+    blocks = [("active_allocated", 60), ("inactive", 3), ("inactive", 5), ("active_awaiting_free", 7)]
+    segments = [
+        {"device": 3, "blocks": [{"state": state, "size": size * GIB} for state, size in blocks]},
+        {"device": 0, "blocks": [{"state": "inactive", "size": 70 * GIB}]},
+    ]
+    found = SimpleNamespace(
+        is_initialized=lambda: True,
+        memory_allocated=lambda device: 60 * GIB,
+        memory_reserved=lambda device: 75 * GIB,
+        memory_snapshot=lambda: segments,
+        memory=SimpleNamespace(_dump_snapshot=dump),
+        current_device=lambda: 3,
+        device_count=lambda: 1,
+        fail=lambda gib: [observer(3, gib * GIB, 80 * GIB, 1 * GIB) for observer in observers],
+    )
+    monkeypatch.setattr(torch, "cuda", found)
+    monkeypatch.setattr(torch._C, "_cuda_attachOutOfMemoryObserver", observers.append, raising=False)
+    return found
+
+
+def test_an_allocation_that_fails_is_noted_at_that_moment(allocator, tmp_path):
+    watch = OutOfMemoryWatch(tmp_path / "memory.pickle")
+    source = TorchMemorySource(SimpleNamespace(progress=(1, 1, 0)), lambda: 3, watch)
+    source.read()
+    source.read()
+    allocator.memory_allocated = lambda device: 68 * GIB
+    for gib in (16, 8, 4):  # looks for a batch that fits
+        assert len(allocator.fail(gib)) == 1, "it is attached once"
+    (noted,) = watch.take()
+    assert noted == GpuOutOfMemory(
+        3, 16 * GIB, 80 * GIB, 1 * GIB, 68 * GIB, 75 * GIB, 5 * GIB, 60 * GIB, failed_total=1, file="memory.pickle"
+    )
+    assert (tmp_path / "memory.pickle").read_bytes() == b"a snapshot"
+    assert watch.take() == []
+
+
+def test_a_snapshot_of_the_memory_that_cannot_be_written_does_not_change_what_torch_raises(allocator):
+    watch = OutOfMemoryWatch(Path("/proc/1/memory.pickle"))
+    watch.attach()
+    allocator.fail(16)
+    assert [noted.file for noted in watch.take()] == [None]
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+def test_allocations_that_fail_are_in_the_log(allocator, monkeypatch, tmp_path, switch):
+    monkeypatch.setattr(memory, "_NOTED_EVERY_NS", 0)
+    agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False, oom_snapshot=switch)
+    try:
+        wait_for(lambda: allocator.fail(16))
+    finally:
+        telemetry.stop()
+    allocator.fail(2)
+    assert agent._collectors.take_failed_allocations() == [], "torch calls it for ever"
+    (line,) = [each for each in log_lines(agent) if each["event"] == "gpu_out_of_memory"]
+    assert (line["gpu"], line["tried_bytes"], line["largest_free_bytes"]) == (3, 16 * GIB, 5 * GIB)
+    assert [line["file"]] * (switch == "on") == [path.name for path in (tmp_path / "run").glob("gpu-memory-rank-0.*")]

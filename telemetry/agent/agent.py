@@ -124,7 +124,12 @@ class Agent:
         attach_failed = partial(errors.note, "attach")
         self.attachment = Attachment(tracker, attach_failed, gpu_events=config.gpu_events != "off", nvtx=config.nvtx)
         self.accounting = accounting = Accounting(tracker, self.attachment, config, errors, start_ns)
-        self._collectors = CollectorPoller(tracker, config.interval_seconds, errors)
+        self._collectors = CollectorPoller(
+            tracker,
+            config.interval_seconds,
+            errors,
+            run_dir / f"gpu-memory-rank-{identity.rank}.{identity.pid}.pickle" if config.oom_snapshot else None,
+        )
         self._thread_sampler = ThreadSampler(tracker)
         self.attempt = AttemptLog(run_dir, identity.pid, tracker, accounting, wall=wall, errors=errors)
         self._run_so_far = RunSoFar(run_dir / FOLDER, self.attempt, identity, errors)

@@ -84,7 +84,7 @@ _FAILURES: Final = (
     (LOADER_TIMEOUT, r"dataloader timed out after"),
     (WORKER_KILLED, r"dataloader worker \(pid.*killed by signal: killed"),
     (WORKER_ENDED, r"dataloader worker \(pid.*(exited unexpectedly|killed by signal)"),
-    (GPU_MEMORY_FULL, r"cuda out of memory"),
+    (GPU_MEMORY_FULL, r"\b(cuda|hip|xpu) out of memory"),
 )
 
 _SIZES: Final = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}

@@ -12,7 +12,7 @@ from telemetry.records import LOG_KIND
 from telemetry.sources.amd import AmdSource, is_rocm, pci_address
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
-from telemetry.sources.memory import MemorySource, TorchMemorySource, cuda
+from telemetry.sources.memory import MemorySource, OutOfMemoryWatch, TorchMemorySource, cuda
 from telemetry.sources.nvml import NvmlSource
 from telemetry.sources.proc import HostSource, ProcessSource
 from telemetry.sources.workers import WorkersSource
@@ -21,11 +21,13 @@ from telemetry.util.text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import (
         CollectorHealth,
         GpuError,
+        GpuOutOfMemory,
         GpuSample,
         Histogram,
         HostSample,
@@ -85,13 +87,17 @@ class CollectorPoller:
         tracker: gives the device and the workers of the training thread.
         interval_seconds: time between two samples.
         errors: reports a collector that goes down.
+        memory_file: where to write PyTorch's memory snapshot when an allocation on the GPU fails; None: nowhere.
 
     Attributes:
         samples: the newest samples.
     """
 
-    def __init__(self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog) -> None:
+    def __init__(
+        self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog, memory_file: Path | None = None
+    ) -> None:
         self._tracker = tracker
+        self._failed_allocations = OutOfMemoryWatch(memory_file)
         self._errors = errors
         self._interval_seconds = interval_seconds
         self._gpu = self._gpu_source()
@@ -102,7 +108,7 @@ class CollectorPoller:
             ProcessSource(lambda: tracker.native_thread),
             self._workers,
             PressureSource(),
-            TorchMemorySource(tracker, self._device),
+            TorchMemorySource(tracker, self._device, self._failed_allocations),
             MemorySource(
                 lambda: [pid for loader in tracker.loaders.live() for pid in loader.pids], stat=self._workers.stat
             ),
@@ -175,6 +181,10 @@ class CollectorPoller:
             self._gpu.look(wait_seconds)
         return self._gpu.take_errors()
 
+    def take_failed_allocations(self) -> list[GpuOutOfMemory]:
+        """The allocations on GPUs that have failed since the last call."""
+        return self._failed_allocations.take()
+
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds of the collectors' own threads."""
@@ -182,6 +192,7 @@ class CollectorPoller:
 
     def close(self) -> None:
         """End the collectors. From now on there is no newest sample."""
+        self._failed_allocations.stop()
         self._gpu.close()
         for poller in self._pollers.values():
             poller.newest = None

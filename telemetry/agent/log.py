@@ -16,7 +16,16 @@ from msgspec import structs
 from telemetry._version import __version__
 from telemetry.agent.log_file import LogFile, json_logger
 from telemetry.diagnosis.verdict import FAULT_SECONDS, GpuFault
-from telemetry.log_lines import ABSENT, ErrorLine, GpuErrorLine, MemoryForecast, Resumption, WindowLine, fields_of
+from telemetry.log_lines import (
+    ABSENT,
+    ErrorLine,
+    GpuErrorLine,
+    GpuOutOfMemoryLine,
+    MemoryForecast,
+    Resumption,
+    WindowLine,
+    fields_of,
+)
 from telemetry.records import CLEANED_UP, XIDS
 from telemetry.sources import proc
 from telemetry.totals import Totals
@@ -198,11 +207,16 @@ class EventLog:
             self.write(line)
 
     def write_gpu_errors(self, *, wait_seconds: float = 0.0) -> None:
-        """Write the errors of the GPU that the log does not have yet. ``wait_seconds``: as in `CollectorPoller`."""
+        """Write the errors of the GPU, and the allocations on it that failed, which the log does not have yet.
+
+        ``wait_seconds``: as in `CollectorPoller`.
+        """
         for gpu, uuid, xid in self._collectors.take_gpu_errors(wait_seconds=wait_seconds):
             self.write(GpuErrorLine(gpu=gpu, uuid=uuid, xid=xid, text=XIDS.get(xid)))
             if xid != CLEANED_UP:
                 self._gpu_faults.append((now_ns(), GpuFault(self.identity.rank, self.identity.node, gpu, xid)))
+        for failed in self._collectors.take_failed_allocations():
+            self.write(GpuOutOfMemoryLine(**asdict(failed), memory=self._memory_growth()))
 
     @property
     def gpu_fault(self) -> GpuFault | None:
@@ -316,11 +330,15 @@ class EventLog:
             )
         )
 
+    def _memory_growth(self) -> Any:
+        memory = self._memory.line_field()
+        return ABSENT if memory == MemoryForecast() else memory
+
     def _totals(self) -> dict[str, Any]:
         """The fields of a `TotalsLine`. Every window has them, so the newest line alone shows the ledger."""
         totals = self._builder.current()
         counted = [uuid for uuid, energy in self._builder.energies.items() if energy.joules is not None]
-        kills, memory, resumption = self._attempt.oom.count(), self._memory.line_field(), self._attempt.resumption()
+        kills, resumption = self._attempt.oom.count(), self._attempt.resumption()
         epochs = self._accounting.epochs()
         return {
             "steps_total": totals.steps,
@@ -341,7 +359,7 @@ class EventLog:
             "gpu_energy_total_joules": totals.gpu_energy_joules,
             "gpu_uuid": " ".join(counted) or None,
             "cpu_total_seconds": _cpu_seconds(totals),
-            "memory": ABSENT if memory == MemoryForecast() else memory,
+            "memory": self._memory_growth(),
             "optimizer_steps_total": totals.optimizer_steps,
             "oom_kills_total": ABSENT if kills is None else kills,
             "resumption": ABSENT if resumption == Resumption() else resumption,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import MemorySample, TorchMemorySample
+from telemetry.records import GpuOutOfMemory, MemorySample, TorchMemorySample
 from telemetry.sources.cgroup import MemoryLimits
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.proc import is_worker_of_ours, read_stat
 from telemetry.util.clock import NS, now_ns, thread_time_ns
+from telemetry.util.errors import let_pass
 from telemetry.util.files import read_small
 
 if TYPE_CHECKING:
@@ -193,13 +196,15 @@ class TorchMemorySource:
     Args:
         tracker: shows whether the training goes on.
         device: returns the index of the training thread's device; the agent thread has another current device.
+        failures: watches for allocations that fail, once CUDA is in use.
     """
 
     name = "torch_memory"
 
-    def __init__(self, tracker: StepState, device: Callable[[], int]) -> None:
+    def __init__(self, tracker: StepState, device: Callable[[], int], failures: OutOfMemoryWatch) -> None:
         self._tracker = tracker
         self._device = device
+        self._failures = failures
         self._progress: tuple[int, int, int] | None = None
         self._newest: TorchMemorySample | None = None
 
@@ -208,8 +213,89 @@ class TorchMemorySource:
         module = cuda()
         if module is None:
             return None
+        self._failures.attach()
         device, progress = self._device(), self._tracker.progress
         if progress != self._progress:
             self._newest = TorchMemorySample(module.memory_allocated(device), module.memory_reserved(device))
+            self._failures.allocated[device] = self._newest.allocated_bytes
             self._progress = progress
         return self._newest
+
+
+_MAX_NOTED: Final = 16
+_NOTED_EVERY_NS: Final = NS
+"""Of allocations that fail at once after another, as in a search for the batch size, the first of a second is noted."""
+
+
+class OutOfMemoryWatch:
+    """Notes allocations on the GPU that fail, also those whose exception the script catches.
+
+    Torch calls it on the allocating thread, before it raises, and has released the allocator's lock. Torch has no way
+    to take the function back: after `stop` it does nothing.
+
+    Args:
+        file: where PyTorch's memory snapshot is written when an allocation fails, the newest over the others; None: not
+            at all.
+
+    Attributes:
+        allocated: bytes in use at the newest reading, by device.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._attached = self._stopped = False
+        self._noted: deque[GpuOutOfMemory] = deque(maxlen=_MAX_NOTED)
+        self._failed_total = 0
+        self._due_ns = 0
+        self.allocated: dict[int, int] = {}
+
+    def attach(self) -> None:
+        """Begin to watch, if this has not been done. CUDA must be in use: torch would initialise it."""
+        if not self._attached:
+            self._attached = True
+            attach = getattr(sys.modules["torch"]._C, "_cuda_attachOutOfMemoryObserver", None)
+            if attach is not None:
+                attach(self._failed)
+
+    def take(self) -> list[GpuOutOfMemory]:
+        """What was noted since the last call."""
+        return [self._noted.popleft() for _ in range(len(self._noted))]
+
+    def stop(self) -> None:
+        """Note nothing more."""
+        self._stopped = True
+
+    def _failed(self, device: int, tried: int, total: int, free: int) -> None:
+        if self._stopped:
+            return
+        try:
+            self._failed_total += 1
+            if now_ns() >= self._due_ns:
+                # In a compiled frame Dynamo would compile the functions of torch that are called here.
+                note = self._note
+                if "torch._dynamo" in sys.modules:
+                    note = sys.modules["torch"].compiler.disable(note)
+                note(device, tried, total, free)
+                self._due_ns = now_ns() + _NOTED_EVERY_NS
+        except Exception as error:
+            let_pass(error)
+
+    def _note(self, device: int, tried: int, total: int, free: int) -> None:
+        cuda: Any = sys.modules["torch"].cuda
+        segments = [segment for segment in cuda.memory_snapshot() if segment["device"] == device]
+        blocks = [block["size"] for each in segments for block in each["blocks"] if block["state"] == "inactive"]
+        noted = GpuOutOfMemory(
+            gpu=device,
+            tried_bytes=tried,
+            total_bytes=total,
+            free_bytes=free,
+            allocated_bytes=cuda.memory_allocated(device),
+            reserved_bytes=cuda.memory_reserved(device),
+            largest_free_bytes=max(blocks, default=0),
+            allocated_before_bytes=self.allocated.get(device),
+            failed_total=self._failed_total,
+        )
+        self._noted.append(noted)
+        if self._file is not None:
+            cuda.memory._dump_snapshot(str(self._file))
+            self._noted[-1] = replace(noted, file=self._file.name)
