@@ -477,6 +477,20 @@ def test_gpm_that_is_refused_gives_way_to_the_process_at_once_but_not_later(stat
         until(lambda: newest(made).sm_active_source == "gpm")
 
 
+@pytest.mark.parametrize("counters", [True, False])
+def test_the_source_of_a_figure_stays_after_a_restart_of_the_driver(state, counters):
+    state.gpus = [Gpu(gpm=counters, processes=[Process(sm=30)])]
+    with source(state) as made:
+        until(lambda: not isinstance(outcome(made), str) and newest(made).sm_active_ratio is not None)
+        assert newest(made).sm_active_source == ("gpm" if counters else "process")
+        state.errors = {TICKED: fake.GPU_IS_LOST}
+        reason(made, "GPU is lost")
+        state.gpus, state.errors = [Gpu(gpm=not counters, processes=[Process(sm=30)])], {}
+        until(lambda: not isinstance(outcome(made), str))
+        ticks(state, 5)
+        assert activity(sample(state, made)) == ((None, None) if counters else (0.30, "process"))
+
+
 def test_without_gpm_the_share_of_this_process(state):
     state.gpus[0].processes = [Process(pid=1, sm=90), Process(sm=20, age_seconds=0.9), Process(sm=40)]
     with source(state) as made:
@@ -817,6 +831,16 @@ def test_the_doctor_takes_a_real_sample_of_the_counters(state):
     state.gpus = [Gpu(gpm=True)]
     state.errors = {"nvmlGpmSampleGet": fake.NO_PERMISSION}
     assert [gpu.sm_source for gpu in device_summary()] == ["process"]
+    assert not state.gpm_buffers
+
+
+@pytest.mark.parametrize("code", [fake.NO_PERMISSION, None])
+def test_the_doctor_takes_a_sample_of_a_mig_device(state, code):
+    state.gpus = [partitioned(gpm=True)]
+    state.errors = {"nvmlGpmMigSampleGet": code} if code else {}
+    (found,) = device_summary()
+    assert found.partitioned
+    assert (found.sm_source == "gpm") is (code is None)
     assert not state.gpm_buffers
 
 

@@ -505,6 +505,9 @@ THROTTLE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 """Every value of the ``reason`` label, with NVML's bit. An idle GPU's bit (0x001) is left out, because an idle GPU is
 not throttled. Bits that later drivers add are left out until they have a name here."""
 
+_PROCESS: Final = "process"
+"""The source of SM activity without hardware counters: the share of time in which this process ran a kernel."""
+
 _MAX_GPM_PAUSE: Final = 64
 """Counters that fail are tried again after 1, 2, 4, ... ticks, but after this many at the latest."""
 
@@ -557,6 +560,14 @@ _VALUE_TYPES: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "u
 """Where a field value is, by its type."""
 
 
+@dataclass(slots=True)
+class ChosenSources:
+    """The sources of a device's figures that have given a value. They stay: a figure must not change its meaning."""
+
+    sm_active: str | None = None
+    utilization: str | None = None
+
+
 class DeviceReader:
     """Reads one device once per tick. Holds GPM sample buffers and an event set, which ``close`` frees.
 
@@ -564,27 +575,34 @@ class DeviceReader:
         driver: an initialised NVML.
         device: the device to read.
         errors: gets the errors that the driver reports of it.
+        chosen: the sources that earlier readers of the device have found.
         clock: monotonic nanoseconds.
         window_ns: hardware counters that are averaged over a longer time do not count as current.
     """
 
     def __init__(
-        self, driver: NvmlDriver, device: GpuDevice, errors: XidErrors, *, clock: Callable[[], int], window_ns: int
+        self,
+        driver: NvmlDriver,
+        device: GpuDevice,
+        errors: XidErrors,
+        chosen: ChosenSources,
+        *,
+        clock: Callable[[], int],
+        window_ns: int,
     ) -> None:
         self.device = device
         self._driver = driver
         self._errors = errors
         self._failures: list[NvmlError] = []
         self._gpm: GpmReader | None = None
-        if _gpm_supported(driver, device.parent):
+        self._chosen = chosen
+        if chosen.sm_active != _PROCESS and _gpm_supported(driver, device.parent):
             self._gpm = GpmReader(driver, device.parent, device.gpu_instance, clock=clock, window_ns=window_ns)
-        self._gpm_given = False  # whether the counters have had a value
         self._gpm_rests = 0  # so many ticks without the counters are left
         self._gpm_pause = 1
         self._process_seen = False
         self._clock = clock
         self._xids = XidReader(driver, device)
-        self._utilization_source: str | None = None
         self._clock_max: float | None = None
         self._slow: dict[str, Any] = {}
         self._slow_due_ns = 0
@@ -600,8 +618,10 @@ class DeviceReader:
         self._read_errors()  # first: what it has read is kept if a later call fails
         gpm = self._counters()
         active, source = gpm.sm_active, GPM
-        if self._gpm is None:
-            active, source = self._optional(self._process), "process"
+        if self._gpm is None and self._chosen.sm_active != GPM:
+            active, source = self._optional(self._process), _PROCESS
+        if active is not None:
+            self._chosen.sm_active = source
         used, total = self._optional(self._memory) or (None, None)
         if self._clock_max is None:
             self._clock_max = self._number("nvmlDeviceGetMaxClockInfo", 1e6, _MAX_MEGAHERTZ, binding.NVML_CLOCK_SM)
@@ -618,7 +638,7 @@ class DeviceReader:
             uuid=device.uuid,
             name=device.name,
             utilization_ratio=utilization,
-            utilization_source=None if utilization is None else self._utilization_source,
+            utilization_source=None if utilization is None else self._chosen.utilization,
             sm_active_ratio=active,
             sm_active_source=None if active is None else source,
             sm_occupancy_ratio=gpm.sm_occupancy,
@@ -682,9 +702,8 @@ class DeviceReader:
         values = self._optional(self._gpm.read)
         if values is not None:
             self._gpm_pause = 1
-            self._gpm_given = self._gpm_given or values.sm_active is not None
             return values
-        if self._failures[-1].code in _NOT_OFFERED and not self._gpm_given:
+        if self._failures[-1].code in _NOT_OFFERED and self._chosen.sm_active != GPM:
             self._end_counters()
         else:
             self._gpm_rests, self._gpm_pause = self._gpm_pause, min(2 * self._gpm_pause, _MAX_GPM_PAUSE)
@@ -722,15 +741,15 @@ class DeviceReader:
         NVML does not offer it for a MIG device, but the hardware counters do. The source that has given the first value
         stays: a figure must not change its meaning in mid-run.
         """
-        if self._utilization_source != GPM:
+        if self._chosen.utilization != GPM:
             before = len(self._failures)
             rates = self._optional(lambda: self._driver.call("nvmlDeviceGetUtilizationRates", self.device.handle))
             if rates is not None:
-                self._utilization_source = "nvml"
+                self._chosen.utilization = "nvml"
                 return _ratio(rates.gpu)
-            if self._utilization_source or self._failures[before].code not in _NOT_OFFERED or by_counters is None:
+            if self._chosen.utilization or self._failures[before].code not in _NOT_OFFERED or by_counters is None:
                 return None
-            self._utilization_source = GPM
+            self._chosen.utilization = GPM
         return by_counters
 
     def _seldom(self) -> dict[str, Any]:
@@ -817,15 +836,15 @@ class NvmlSource(GpuSource):
         clock: Callable[[], int] = now_ns,
     ) -> None:
         self._environ = environ
-        self._xids: dict[str, XidErrors] = {}  # by UUID; only the source's thread uses it
+        self._known: dict[str, tuple[XidErrors, ChosenSources]] = {}  # by UUID; only the source's thread uses it
         super().__init__(
             NvmlDriver(clock), uuids, interval_seconds=interval_seconds, deadline_seconds=deadline_seconds, clock=clock
         )
 
     def _reader(self, device: str | None) -> DeviceReader:
         found, window_ns = find_device(self._driver, device, self._environ), int(self._fresh_seconds * NS)
-        errors = self._xids.setdefault(found.uuid, XidErrors(self._errors))
-        return DeviceReader(self._driver, found, errors, clock=self._clock, window_ns=window_ns)
+        known = self._known.setdefault(found.uuid, (XidErrors(self._errors), ChosenSources()))
+        return DeviceReader(self._driver, found, *known, clock=self._clock, window_ns=window_ns)
 
 
 # -- what NVML reports about each GPU of the machine, for ``telemetry doctor`` -----------------------------------------
@@ -888,18 +907,22 @@ def _summary(driver: NvmlDriver, index: int, version: str) -> GpuSummary:
         gpu = driver.call("nvmlDeviceGetHandleByIndex", index)
         found.uuid, found.name = driver.call("nvmlDeviceGetUUID", gpu), driver.call("nvmlDeviceGetName", gpu)
         found.partitioned = _is_partitioned(driver, gpu)
-        if _gpm_supported(driver, gpu) and (found.partitioned or _gpm_readable(driver, gpu)):
+        instance = None
+        if found.partitioned:  # one of its MIG devices stands for all
+            part = next(_mig_devices(driver, gpu), None)
+            instance = None if part is None else driver.call("nvmlDeviceGetGpuInstanceId", part)
+        if _gpm_supported(driver, gpu) and _gpm_readable(driver, gpu, instance):
             found.sm_source = GPM
         elif driver.offered(lambda: _process_entries(driver, gpu)) is not None:
-            found.sm_source = "process"
+            found.sm_source = _PROCESS
     except NvmlError as error:
         found.error = str(error)
     return found
 
 
-def _gpm_readable(driver: NvmlDriver, gpu: Handle) -> bool:
+def _gpm_readable(driver: NvmlDriver, gpu: Handle, instance: int | None) -> bool:
     """Whether this process may read the counters. Only a real reading, of two samples, shows it."""
-    reader = GpmReader(driver, gpu, clock=now_ns, window_ns=10 * NS)
+    reader = GpmReader(driver, gpu, instance, clock=now_ns, window_ns=10 * NS)
     try:
         driver.offered(reader.read)
         sleep(1.1 * _GPM_SHORTEST_NS / NS)
