@@ -329,3 +329,18 @@ def test_a_snapshot_that_cannot_be_read_is_listed_and_says_why(tmp_path, capsys,
     assert msgspec.json.decode(capsys.readouterr().out)["snapshots"][0]["breakdown"] == {}
     assert report(str(tmp_path), as_json=False) == 0
     assert why in capsys.readouterr().out
+
+
+def test_where_the_compute_goes_is_told(tmp_path):
+    """Of two ranks together, and in the change of their steps the part that changed most."""
+    figures = [
+        dict(what="compute_seconds", before=0.1, after=0.13),
+        dict(what="optimizer_seconds", before=0.01, after=0.04),
+    ]
+    changed = line("change", at="2026-01-01T00:00:08.000Z", first_step=5, ratio=1.3, part="compute")
+    for rank, parts in enumerate([{"copy": 1.0, "forward": 3.0, "backward": 6.0}, {"forward": 2.0, "backward": 7.0}]):
+        split = window(rank, wait=0.0, compute=10.0, steps=100) | dict(compute_total_seconds=parts)
+        write(tmp_path, rank, line("run_start", rank, **START), changed | {"rank": rank, "with": figures}, split)
+    text = text_of(load(tmp_path))
+    assert "compute: copy 5.0 %, forward 25 %, backward 65 %, not split 5.0 %" in text
+    assert "the optimizer takes 30.0 ms longer" in text

@@ -208,6 +208,19 @@ def test_a_trace_is_smaller_than_the_memory_that_its_budget_counts(tmp_path, wor
     assert (tmp_path / "trace.json").stat().st_size < events * budget.trace_bytes / budget.operators
 
 
+def test_an_accelerator_in_use_is_recorded(monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch.profiler.profiler._KinetoProfile", lambda **named: asked.append(named) or LowLevel())
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "is_initialized", lambda: True)
+        Session(plan(1, 2), ME)
+        monkeypatch.setattr(module, "is_initialized", lambda: False)
+    assert [named["activities"] for named in asked] == [
+        [ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        [ProfilerActivity.CPU, ProfilerActivity.XPU],
+    ]
+
+
 # -- beside the user's own profilers ------------------------------------------------------------------------------
 
 

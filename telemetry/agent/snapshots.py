@@ -67,8 +67,8 @@ _END_SECONDS: Final = 1.0
 """The end of the run waits at most this time for the training thread to end a recording."""
 
 _NO_KERNEL: Final = (
-    "has no kernel of the GPU, because CUPTI recorded nothing: another profiler (Nsight, DCGM) may use it, or the "
-    "container may lack the permission. Its host side is complete"
+    "has no kernel of the GPU: another profiler or monitor may use its counters, or the container may lack the "
+    "permission. Its host side is complete"
 )
 
 _LONG_SECONDS: Final = 3600.0

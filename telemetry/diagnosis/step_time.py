@@ -92,7 +92,7 @@ def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
     if (share - ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
         return None
     idle = evidence.gpu.idle_seconds / evidence.loop_seconds if evidence.gpu.idle_seconds is not None else None
-    if evidence.on_gpu and (idle is None or idle < _MIN_SHARE):
+    if evidence.pace.on_gpu and (idle is None or idle < _MIN_SHARE):
         return None
     low, gain, high = (
         _gain_without(evidence, min(each * in_steps, 1.0 if idle is None else idle))
