@@ -360,7 +360,8 @@ SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(record=lambda view: v
 
 COMPUTE_SPLIT: Final[MetricGroup[RunView]] = MetricGroup(
     record=lambda view: None if view.totals.compute_parts is None else view,
-    absent="before a step has been timed, with steps below 1 ms, and on accelerators without timing events", metrics=(
+    absent="before a step has been timed, with steps below 1 ms, on accelerators without timing events, and with "
+    "`gpu_events=off` on the others", metrics=(
     counter("training_compute_seconds_total", "Seconds of the compute, by part.",
             lambda view: view.totals.compute_parts, label=MetricLabel("part", COMPUTE_PARTS),
             details="An estimate from a few timed steps at each tick; the newest compute is added when one has been "
@@ -402,7 +403,8 @@ _NO_BANDWIDTH: Final = f"{_NO_DRIVER}; on GPUs of NVIDIA older than Hopper, whic
 _NO_GPM: Final = f"{_NO_BANDWIDTH}; on AMD's"
 _NO_TRAFFIC: Final = f"{_NO_GPM}; on MIG devices"
 _NO_ECC: Final = f"{_NO_DEVICE}; where the GPU has no ECC memory, or ECC is off"
-_NO_REMAPPING: Final = f"{_NO_DEVICE}; on GPUs older than Ampere, and on those that do not remap rows"
+_NO_REMAPPING: Final = f"{_NO_DEVICE}; on GPUs older than Ampere, on those that do not remap rows, and on AMD's"
+_NOT_AMD: Final = f"{_NO_READING}; on AMD's"
 _SELDOM: Final = "Read every ten seconds."
 
 GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
@@ -421,7 +423,8 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu, labels=("gpu", "uuid"), label_values=_place, absent=_NO_READING, metrics=(
     gauge("training_gpu_utilization_ratio", "Share of time in which any kernel ran: busy, not efficient.",
           lambda gpu: gpu.utilization_ratio, details="One small kernel after another reads 1."),
-    gauge("training_gpu_sm_active_ratio", "Share of the SMs that were active.", lambda gpu: gpu.sm_active_ratio),
+    gauge("training_gpu_sm_active_ratio", "Share of the SMs that were active.", lambda gpu: gpu.sm_active_ratio,
+          absent=_NOT_AMD),
     gauge("training_gpu_sm_occupancy_ratio", "Warps resident on the SMs, as a share of the maximum.",
           lambda gpu: gpu.sm_occupancy_ratio, absent=_NO_GPM),
     gauge("training_gpu_tensor_active_ratio", "Share of time in which the tensor cores were active.",
@@ -451,13 +454,13 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     gauge("training_gpu_memory_clock_hertz", "Clock frequency of the GPU's memory.",
           lambda gpu: gpu.memory_clock_hertz, details=_SELDOM),
     gauge("training_gpu_throttled", "1 for each reason that limits the clocks right now, 0 for the others.",
-          lambda gpu: gpu.throttled, label=MetricLabel("reason", THROTTLE_REASONS),
+          lambda gpu: gpu.throttled, label=MetricLabel("reason", THROTTLE_REASONS), absent=_NOT_AMD,
           details="A low clock on an idle GPU is not throttling."),
     counter("training_gpu_power_violation_seconds_total", "Time in which the power limit reduced the clocks.",
-            lambda gpu: gpu.power_violation_seconds, from_zero=False,
+            lambda gpu: gpu.power_violation_seconds, from_zero=False, absent=_NOT_AMD,
             details=f"Since the driver was loaded. {_SELDOM}"),
     counter("training_gpu_thermal_violation_seconds_total", "Time in which heat reduced the clocks.",
-            lambda gpu: gpu.thermal_violation_seconds, from_zero=False,
+            lambda gpu: gpu.thermal_violation_seconds, from_zero=False, absent=_NOT_AMD,
             details=f"Since the driver was loaded. {_SELDOM}"),
     counter("training_gpu_ecc_corrected_errors_total", "Errors of the GPU's memory that ECC has corrected.",
             lambda gpu: gpu.ecc_corrected_errors_total, from_zero=False, absent=_NO_ECC,
@@ -481,10 +484,10 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
             lambda gpu: gpu.pcie_replays_total, from_zero=False,
             details=f"Since the driver was loaded. {_SELDOM}"),
     gauge("training_gpu_xid", "Newest Xid error of the GPU since the agent started; 0 without one.",
-          lambda gpu: gpu.xid, details="An error 45, which follows others, does not replace one. The log has all of "
-          "them, in lines with `event` = `gpu_error`."),
+          lambda gpu: gpu.xid, absent=_NOT_AMD, details="An error 45, which follows others, does not replace one. The "
+          "log has all of them, in lines with `event` = `gpu_error`."),
     counter("training_gpu_xid_errors_total", "Xid errors of the GPU since the agent started.",
-            lambda gpu: gpu.xid_errors_total),
+            lambda gpu: gpu.xid_errors_total, absent=_NOT_AMD),
 ))
 GPU_ENERGY: Final[MetricGroup[EnergyView]] = MetricGroup(
     record=lambda view: view.energy, labels=("gpu", "uuid"), label_values=lambda energy: _place(energy.gpu),
