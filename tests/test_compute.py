@@ -140,7 +140,7 @@ def test_a_step_is_split_where_torch_shows_it(host, step, expected):
     for _ in range(3):
         host.timer.begin(host.ns)
         step(host)
-        host.timer.end()
+        host.timer.end(host.ns)
         step(host)  # not timed either
     assert host.parts == {part: 3 * ms for part, ms in expected.items()}
     assert host.timer.steps == 3
@@ -149,11 +149,11 @@ def test_a_step_is_split_where_torch_shows_it(host, step, expected):
 def test_a_wait_in_a_step_is_left_out(host):
     host.timer.begin(host.ns)
     loss = host.loss()
-    host.timer.wait()
+    host.timer.wait(host.ns)
     host.work(100)  # waits for the batch of another loader
     host.timer.go_on(host.ns)
     (loss + host.loss(4, 4)).backward()
-    host.timer.end()
+    host.timer.end(host.ns)
     assert host.parts == {"forward": 24, "backward": 34, "optimizer": 0, "other": 0}
 
 
@@ -169,7 +169,7 @@ def test_a_step_that_raises_or_has_no_backward_pass_does_not_count(host):
 
     host.timer.begin(host.ns)
     host.optimizer.step()
-    host.timer.end()
+    host.timer.end(host.ns)
     host.timer.begin(host.ns)
     with pytest.raises(KeyError, match="the script's own"):
         Broken.apply(host.weight).sum().backward()
@@ -177,7 +177,7 @@ def test_a_step_that_raises_or_has_no_backward_pass_does_not_count(host):
     assert (host.timer.steps, sum(host.timer.ns)) == (0, 0)
     host.timer.begin(host.ns)
     plain(host)
-    host.timer.end()
+    host.timer.end(host.ns)
     assert host.timer.steps == 1
 
 
@@ -225,7 +225,7 @@ def test_on_a_device_the_parts_are_those_of_its_time(host):
     for _ in range(2):
         host.timer.begin(host.ns)
         plain(host)
-        host.timer.end()
+        host.timer.end(host.ns)
         assert host.timer.steps == 0  # the device has not reached the end of the step
     made = device.made
     host.ns = device.busy_until
@@ -235,7 +235,7 @@ def test_on_a_device_the_parts_are_those_of_its_time(host):
     assert device.made == made >= 12  # they are used again
     device.place = DeviceStream(0, 7)
     plain(host)
-    host.timer.end()
+    host.timer.end(host.ns)
     assert host.timer.steps == 2, "a step on two streams"
 
 
@@ -252,7 +252,7 @@ def test_each_pass_of_accumulated_gradients_is_timed(host):
         if number % 4 == 3:
             host.optimizer.step()
             host.ns = device.busy_until
-        host.timer.end()
+        host.timer.end(host.ns)
     host.ns = device.busy_until
     host.timer.begin(host.ns)
     assert host.timer.steps > 90
@@ -268,7 +268,7 @@ def test_events_of_one_device_are_not_recorded_on_another(host):
         for _ in range(3):
             host.timer.begin(host.ns)
             plain(host)
-            host.timer.end()
+            host.timer.end(host.ns)
     assert not host.timer.failed
 
 
@@ -295,7 +295,7 @@ def test_a_device_that_fails_is_not_used_again(host, call):
         if host.timer.wanted:
             host.timer.begin(host.ns)
         plain(host)
-        host.timer.end()
+        host.timer.end(host.ns)
     assert host.timer.failed
     assert (host.state.errors, host.timer.wanted, host.timer.steps) == (1, 0, 0)
     host.state.errors = 0
@@ -324,7 +324,7 @@ def test_as_many_steps_are_timed_as_may_cost_a_thousandth(host, call_ns, at_most
         while host.timer.wanted:
             host.timer.begin(host.ns)
             plain(host)
-            host.timer.end()
+            host.timer.end(host.ns)
     assert max(timed) <= 8
     assert max(timed[1:]) <= at_most
     assert sum(timed[1:]) > 20

@@ -386,8 +386,9 @@ class Agent:
             self.event_log.write_what_is_due()
         with self.errors.contained("sinks"):
             self._write_figures()
-        with self.errors.contained("diagnose"):  # last: the parts of a batch would be timed while this thread works
+        with self.errors.contained("diagnose"):  # last: the parts would be timed while this thread works
             self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
+            self._builder.time_next_steps()
 
     def _diagnose(self) -> None:
         stalls = self._stall_monitor

@@ -326,6 +326,7 @@ class TotalsBuilder:
         self._requests_elsewhere = 0
         self._source_kind: str | None = None  # not the source, so that no loader's queue is kept alive
         self._where: str | None = None
+        self._since = Totals()  # the totals at the tick before
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
         self._exposed: float | None = 0.0  # as the clock measures it, which reads the first wait late
@@ -365,8 +366,12 @@ class TotalsBuilder:
                 worker_cores=workers.allowed_cores,
             )
         self._requests_elsewhere = elsewhere
-        self._compute.ask(totals, before)
+        self._since = before
         return Tick(totals, conditions)
+
+    def time_next_steps(self) -> None:
+        """Time the parts of the next steps, if those since the last tick were long enough. The last thing of a tick."""
+        self._compute.ask(self.totals, self._since)
 
     def loader_settings(self) -> LoaderSettings:
         """The settings of the loader of the newest batches, and its batch size; empty before the first batch."""

@@ -127,9 +127,10 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
                 forget_frame(error)
                 raise
         try:
+            requested = now_ns()
             entry = tracker.request(self)
             waits = entry & 7 == S_DATA_WAIT
-            tracker.boundary_ahead(entry)
+            tracker.boundary_ahead(entry, requested)
             if tracker.gpu is not None:
                 tracker.mark_request(self, entry)
             fetch = TimedFetch(self) if tracker.time_fetches and waits else None
@@ -222,12 +223,13 @@ def begin_boundary(tracker: StepTracker, subject: Any, *, leaves: bool = False) 
     """
     if get_ident() != tracker.thread or tracker.waiting_since:
         return None
+    requested = now_ns()
     entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
     if not leaves:
         tracker.loaders.note_caller(sys._getframe(1))
     if entry is None:
         return None
-    tracker.boundary_ahead(entry)
+    tracker.boundary_ahead(entry, requested)
     if tracker.gpu is not None:
         tracker.mark_request(None, entry)
     start = now_ns()

@@ -93,13 +93,19 @@ class OptimizerSteps:
         tracker = self._tracker
         if tracker.compute.running:
             tracker.compute.stepped(optimizer)
+        self._note(optimizer)
+        if tracker.compute.running:
+            tracker.compute.go_on_after_hook()
+
+    def _note(self, optimizer: object) -> None:
+        tracker = self._tracker
         if optimizer not in self._known:
             self._known[optimizer] = True
             self._looks = _LOOKS
             if tracker.here:
                 tracker.compute.follow(optimizer)
         self._looks -= 1
-        if (tracker.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(2)):
+        if (tracker.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(3)):
             tracker.nested_steps = True  # the fast path cannot see it
             tracker.resume.read_position(optimizer, tracker.optimizer_steps + 1)
         elif not self._only_captured(optimizer):
@@ -134,7 +140,7 @@ class OptimizerSteps:
         if not tracker.batch_seen:
             self._optimizer_id = self._optimizer_id or id(optimizer)
             if self._optimizer_id == id(optimizer):
-                tracker.compute.end()
+                tracker.compute.end(now_ns())
                 stamp = now_ns()
                 tracker.ring.push(stamp, stamp, _BOUNDARY)
                 tracker.unseen_steps += 1

@@ -175,21 +175,21 @@ class StepTracker(StepState):
 
     # -- step boundaries, for a snapshot that is armed or recording, and for NVTX ranges -------------------------------
 
-    def boundary_ahead(self, entry: int) -> None:
-        """Report the boundary of a span with this code, before its wait begins."""
+    def boundary_ahead(self, entry: int, at: int) -> None:
+        """Report the boundary of a span with this code, before its wait begins. ``at``: when it was requested."""
         if self.compute.running:
-            self._pause_compute(entry)
+            self._pause_compute(entry, at)
         if self.recorder is not None or self.profiler_ranges.nvtx:
             self.boundary_passed(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and self.ring.open)
 
-    def _pause_compute(self, entry: int) -> None:
+    def _pause_compute(self, entry: int, at: int) -> None:
         """End or interrupt the step whose parts are timed: a span with this code is about to begin."""
         if entry & r.LEAVES:
             self.compute.drop()
         elif entry & r.CLOSES or entry & 7 != r.S_DATA_WAIT:
-            self.compute.end()
+            self.compute.end(at)
         else:
-            self.compute.wait()
+            self.compute.wait(at)
 
     def boundary_passed(self, *, opens: bool = False, closing: bool = False) -> None:
         """Report a step that has ended or begins now. ``closing``: the ring has no entry yet that ends the step."""
@@ -282,7 +282,7 @@ class StepTracker(StepState):
         """End the user's step."""
         if not self.here or self.in_phase or not self.step_open:
             return
-        self.compute.end()
+        self.compute.end(now_ns())
         stamp = now_ns()
         self.unseen_steps += not self.batch_since_step
         self.step_open = self.batch_since_step = False
