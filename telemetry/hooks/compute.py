@@ -83,8 +83,8 @@ class ComputeTimer:
     """
 
     __slots__ = (
-        "_free", "_inside", "_made", "_marks", "_optimizer_begins", "_optimizers", "_patches", "_pending", "_state",
-        "_stream", "_wrapped", "begun", "events", "failed", "ns", "running", "spent_ns", "steps", "wanted",
+        "_free", "_inside", "_made", "_marks", "_on", "_optimizer_begins", "_optimizers", "_patches", "_pending",
+        "_state", "_stream", "_wrapped", "begun", "events", "failed", "ns", "running", "spent_ns", "steps", "wanted",
     )  # fmt: skip
 
     def __init__(self, state: StepState) -> None:
@@ -98,6 +98,7 @@ class ComputeTimer:
         self.steps = self.begun = self.spent_ns = 0
         self.events: DeviceEvents | None = None
         self.failed = False
+        self._on: DeviceEvents | None = None  # those of the step that is timed: the agent thread may set others
         self._stream: DeviceStream | None = None
         self._marks: list[_Mark] = []
         self._inside: list[int] = []  # the parts that have begun and not ended
@@ -122,7 +123,7 @@ class ComputeTimer:
         # `torch.autograd.grad` calls the second one alone.
         for name in ("backward", "_engine_run_backward"):
             self._patches.replace(sys.modules["torch.autograd"], name, partial(self._timed, _BACKWARD))
-        if self.events is not None:  # on a host, nothing is moved
+        if self._on is not None:  # on a host, nothing is moved
             for name, function in _MOVES.items():
                 module = sys.modules.get(name)
                 if module is not None and function in vars(module):
@@ -179,6 +180,7 @@ class ComputeTimer:
     def begin(self, at: int) -> None:
         """Begin to time a step, whose batch came at this stamp (monotonic ns)."""
         began = now_ns()
+        self._on = self.events
         self._collect()
         if len(self._pending) >= _MAX_PENDING or self.failed:
             return  # the device is behind, or has failed
@@ -226,7 +228,7 @@ class ComputeTimer:
         self._mark(_UNNAMED, at)
         began, marks = now_ns(), self._marks
         if self.running and any(mark.part == _BACKWARD for mark in marks):
-            if self.events is None:
+            if self._on is None:
                 self._add([(mark.part, later.at - mark.since) for mark, later in pairwise(marks)])
             elif self._stream is not None:
                 self._pending.append((self._stream.device, marks))
@@ -250,7 +252,7 @@ class ComputeTimer:
             release(event)
 
     def _mark(self, part: int, at: int) -> None:
-        began, events = now_ns(), self.events
+        began, events = now_ns(), self._on
         if len(self._marks) >= _MAX_MARKS:
             self.drop()
         elif events is None:
@@ -281,7 +283,7 @@ class ComputeTimer:
             events.end()
 
     def _spend(self, since_ns: int) -> None:
-        took = now_ns() - since_ns - (self.events.take_blocked() if self.events is not None else 0)
+        took = now_ns() - since_ns - (self._on.take_blocked() if self._on is not None else 0)
         self.spent_ns += max(0, took)
         self._state.overhead_ns += max(0, took)
 
@@ -290,7 +292,7 @@ class ComputeTimer:
 
     def _collect(self) -> None:
         """Read the events of the steps whose ends the device has reached."""
-        events = self.events
+        events = self._on
         if not self._pending or events is None:
             return
         try:
