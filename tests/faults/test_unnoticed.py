@@ -276,7 +276,7 @@ def test_compiled_loops_are_compiled_as_before_while_their_parts_are_timed(tmp_p
 
         graphs()  # Torch itself changes optimizers when it first compiles
         bare = graphs()
-        agent = telemetry.start("run", port="off", start_line=False, interval_seconds=60)  # no tick asks for other steps
+        agent = telemetry.start("run", port="off", start_line=False, interval_seconds=30)  # no tick asks for other steps
         hooked = graphs()
         timer = agent.tracker.compute
         timer.wanted = 1000
