@@ -447,6 +447,15 @@ def test_an_allocation_that_fails_is_noted_at_that_moment(allocator, tmp_path):
     assert watch.take() == []
 
 
+def test_an_allocator_that_tells_no_failures_is_read_all_the_same(allocator, monkeypatch):
+    def refuse(_observer: object) -> None:
+        raise RuntimeError("cudaMallocAsync does not support it")
+
+    monkeypatch.setattr(torch._C, "_cuda_attachOutOfMemoryObserver", refuse)
+    source = TorchMemorySource(SimpleNamespace(progress=(1, 1, 0)), lambda: 3, OutOfMemoryWatch())
+    assert source.read() == TorchMemorySample(60 * GIB, 75 * GIB)
+
+
 def test_a_snapshot_of_the_memory_that_cannot_be_written_does_not_change_what_torch_raises(allocator):
     watch = OutOfMemoryWatch(Path("/proc/1/memory.pickle"))
     watch.attach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -255,7 +256,8 @@ class OutOfMemoryWatch:
             self._attached = True
             attach = getattr(sys.modules["torch"]._C, "_cuda_attachOutOfMemoryObserver", None)
             if attach is not None:
-                attach(self._failed)
+                with suppress(RuntimeError):  # torch's other allocator (backend:cudaMallocAsync) calls no function
+                    attach(self._failed)
 
     def take(self) -> list[GpuOutOfMemory]:
         """What was noted since the last call."""
