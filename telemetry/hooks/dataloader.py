@@ -154,7 +154,11 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             raise
         finally:
             if ranges or timed is not None or fetch is not None:
-                _end_parts(tracker, self, ranges, timed, fetch, batch=end > 0)
+                try:
+                    _end_parts(tracker, self, ranges, timed, fetch, batch=end > 0)
+                except BaseException:  # of a signal handler; the batch is lost
+                    tracker.waiting_since = 0
+                    raise
         try:
             if fetch is not None:
                 tracker.fetch_timed(fetch, end - start)
