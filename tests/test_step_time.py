@@ -447,7 +447,16 @@ def compute():
 
 
 MATRIX = torch.randn(200, 200)
-RUNS = {"loop": (loop_in_python, "host_work", LOOP_LINE), "gc": (collect, "own_gc_collect", COLLECT_LINE)}
+RUNS = {
+    "loop": (loop_in_python, "host_work", LOOP_LINE),
+    "gc": (collect, "own_gc_collect", COLLECT_LINE),
+    "gc that others follow": (collect, "own_gc_collect", COLLECT_LINE),
+}
+
+
+def follow(phase: str, info: dict) -> None:
+    """Follows collections, as profilers do. Each late sample of a collection meets it, or what it calls."""
+    sum(number for number in range(2_000))
 
 
 @pytest.fixture
@@ -461,6 +470,7 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_without_a_stall_says_what_its_steps_do(tmp_path, kind):
     work, found, line = RUNS[kind]
+    before, gc.callbacks[:] = [*gc.callbacks], [follow] if kind == "gc that others follow" else []
     heap = [[number] for number in range(30_000)]
     agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
     until = now_ns() + 60 * NS
@@ -472,6 +482,7 @@ def test_a_run_without_a_stall_says_what_its_steps_do(tmp_path, kind):
                 break
     finally:
         telemetry.stop()
+        gc.callbacks[:] = before
     told = [(finding.kind, [hot.line for hot in finding.lines[:1]]) for finding in agent.findings.newest]
     assert told == [(found, [line])], agent.findings.newest
     assert len(heap)

@@ -143,22 +143,18 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             return original(self)
         end = 0
         try:
-            batch = original(self)
-            end = now_ns()
-        except BaseException as error:
             try:
+                batch = original(self)
+                end = now_ns()
+            except BaseException as error:
                 _failed(tracker, self, start, entry, error)
+                forget_frame(error)
+                raise
             finally:
-                tracker.waiting_since = 0
-            forget_frame(error)
+                _end_parts(tracker, self, ranges, timed, fetch, batch=end > 0)
+        except BaseException:  # also of a signal handler, in our own code
+            tracker.waiting_since = 0
             raise
-        finally:
-            if ranges or timed is not None or fetch is not None:
-                try:
-                    _end_parts(tracker, self, ranges, timed, fetch, batch=end > 0)
-                except BaseException:  # of a signal handler; the batch is lost
-                    tracker.waiting_since = 0
-                    raise
         try:
             if fetch is not None:
                 tracker.fetch_timed(fetch, end - start)
@@ -176,7 +172,7 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
 
 
 def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, error: BaseException) -> None:
-    """Note a failed request. The caller ends the wait, because a signal handler may raise before this runs."""
+    """Note a failed request. The caller ends the wait, because a signal handler may raise here."""
     try:
         tracker.failed(iterator, start, entry, error)
         if tracker.gpu is not None:
@@ -207,7 +203,8 @@ def _end_parts(
             fetch.end()
         if timed is not None:
             timed.end(iterator, batch=batch)
-        tracker.profiler_ranges.end(ranges)
+        if ranges:
+            tracker.profiler_ranges.end(ranges)
     except Exception as error:
         tracker.note_error(error)
 

@@ -7,6 +7,7 @@ themselves (`hooks.worker_lines`).
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections import Counter
@@ -187,6 +188,19 @@ class BusyThread:
         return max(0.0, self.cpu_ns / self.wall_ns - self.without_gil / max(1, self.free))
 
 
+def _caller_of_collection(stack: Stack) -> Stack | None:
+    """The stack below a function of `gc.callbacks`; None outside of one.
+
+    Python calls such a function at the end of a collection, before the collecting thread goes on. So each sample that
+    had to wait for the collection finds the thread in it. Those of the agent are C code, and are in no stack.
+    """
+    codes = [getattr(function, "__code__", None) for function in gc.callbacks]
+    names = {(code.co_filename, code.co_name) for code in codes if code is not None}
+    places = (depth for depth, spot in enumerate(stack) if (spot.file, spot.function) in names)
+    depth = next(places, None) if names else None
+    return None if depth is None else stack[depth + 1 :]
+
+
 class StepSampler:
     """Samples what the steps of a run spend their time in, with or without a stall.
 
@@ -316,6 +330,9 @@ class StepSampler:
         not_blocked = self._not_blocked(now_ns())
         # Without a core, this thread may have missed the end of the collection.
         collected = waits > 1 and collected_ns >= sure_ns + self._queued()
+        caller = _caller_of_collection(stack)
+        if caller is not None:
+            stack, collected = caller, True
         if waits > 0 and collected_ns > 0 and not collected:
             return
         stack = () if waiting and not collected else stack

@@ -276,6 +276,7 @@ def test_a_phase_and_a_wait_that_a_signal_handler_interrupts_are_over(start):
 
     assert interrupted_at_each_call(save, {"tracker.py"}) > 2
     assert not agent.tracker.in_phase
+
     def timed_epoch():
         agent.tracker.time_next_batch()
         epoch()
