@@ -155,7 +155,7 @@ class ComputeTimer:
         """Note the end of a step of an optimizer. A step with one that is new is not split."""
         if self._inside and self._inside[-1] == _OPTIMIZER:
             self.leave()
-        elif optimizer not in self._optimizers and get_ident() == self._state.thread:
+        elif optimizer not in self._optimizers:
             self.drop()
             self.follow(optimizer)
 

@@ -90,12 +90,12 @@ class OptimizerSteps:
 
     def stepped(self, optimizer: object) -> None:
         """Handle a step of an optimizer that is not on the fast path."""
-        tracker = self._tracker
-        if tracker.compute.running:
-            tracker.compute.stepped(optimizer)
+        compute = self._tracker.compute
+        if compute.running and self._tracker.here:  # else on a thread of autograd's
+            compute.stepped(optimizer)
         self._note(optimizer)
-        if tracker.compute.running:
-            tracker.compute.go_on_after_hook()
+        if compute.running and self._tracker.here:
+            compute.go_on_after_hook()
 
     def _note(self, optimizer: object) -> None:
         tracker = self._tracker
