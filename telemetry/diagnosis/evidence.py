@@ -782,7 +782,7 @@ def _pace(added: Totals, conditions: Sequence[Conditions], rank: int, cause: str
 
 def _backward(added: Totals) -> float | None:
     parts = _compute_parts(added)
-    if parts is None or COMPILE in parts:  # the compiler waits for no other rank, and takes its time in any pass
+    if parts is None or COMPILE in parts:  # a compilation makes any of the passes longer
         return None
     return added.compute_seconds * parts.get(BACKWARD, 0.0)
 
