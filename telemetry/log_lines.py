@@ -508,7 +508,18 @@ class GpuErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_
 
 
 class GpuOutOfMemoryLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_out_of_memory"):
-    """An allocation on a GPU that failed, see `GpuOutOfMemory`. ``memory``: what grows, see `MemoryForecast`."""
+    """An allocation on a GPU that failed, and torch's allocator at that moment.
+
+    Attributes:
+        gpu: torch's index of the GPU.
+        tried_bytes: size of the allocation. ``free_bytes``, of ``total_bytes``: what the GPU had left for this process.
+        allocated_bytes: in use by tensors. ``reserved_bytes``: these, and what torch keeps for later ones.
+        largest_free_bytes: the largest block that torch keeps and no tensor uses.
+        allocated_before_bytes: ``allocated_bytes`` at the last tick before; None without one.
+        failed_total: allocations that have failed so far, also while no line was written.
+        file: name of PyTorch's memory snapshot in the run folder, if one was written.
+        memory: what grows.
+    """
 
     gpu: Count | None = None
     tried_bytes: Count = 0

@@ -338,32 +338,6 @@ class TorchMemorySample:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuOutOfMemory:
-    """An allocation on a GPU that failed, and torch's allocator at that moment.
-
-    Attributes:
-        gpu: torch's index of the GPU.
-        tried_bytes: size of the allocation. ``free_bytes``, of ``total_bytes``: what the GPU had left for this process.
-        allocated_bytes: in use by tensors. ``reserved_bytes``: these, and what torch keeps for later ones.
-        largest_free_bytes: the largest block that torch keeps and no tensor uses.
-        allocated_before_bytes: ``allocated_bytes`` at the last tick before; None without one.
-        failed_total: allocations that have failed so far, also while no line was written.
-        file: name of PyTorch's memory snapshot in the run folder, if one was written.
-    """
-
-    gpu: int
-    tried_bytes: int
-    total_bytes: int
-    free_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    largest_free_bytes: int
-    allocated_before_bytes: int | None
-    failed_total: int
-    file: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CollectorHealth:
     """State of one collector. ``up`` is None before its first attempt."""
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import telemetry
-from telemetry.records import Collective, GpuOutOfMemory, TorchMemorySample
+from telemetry.log_lines import GpuOutOfMemoryLine
+from telemetry.records import Collective, TorchMemorySample
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
 from telemetry.sources.flight_recorder import FlightRecorder
@@ -440,9 +441,11 @@ def test_an_allocation_that_fails_is_noted_at_that_moment(allocator, tmp_path):
     for gib in (16, 8, 4):  # looks for a batch that fits
         assert len(allocator.fail(gib)) == 1, "it is attached once"
     (noted,) = watch.take()
-    assert noted == GpuOutOfMemory(
-        3, 16 * GIB, 80 * GIB, 1 * GIB, 68 * GIB, 75 * GIB, 5 * GIB, 60 * GIB, failed_total=1, file="memory.pickle"
-    )
+    assert noted == GpuOutOfMemoryLine(
+        gpu=3, tried_bytes=16 * GIB, total_bytes=80 * GIB, free_bytes=1 * GIB, allocated_bytes=68 * GIB,
+        reserved_bytes=75 * GIB, largest_free_bytes=5 * GIB, allocated_before_bytes=60 * GIB, failed_total=1,
+        file="memory.pickle",
+    )  # fmt: skip
     assert (tmp_path / "memory.pickle").read_bytes() == b"a snapshot"
     assert watch.take() == []
 

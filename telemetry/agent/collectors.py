@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.hooks.tracker import StepTracker
+    from telemetry.log_lines import GpuOutOfMemoryLine
     from telemetry.records import (
         CollectorHealth,
         GpuError,
-        GpuOutOfMemory,
         GpuSample,
         Histogram,
         HostSample,
@@ -181,7 +181,7 @@ class CollectorPoller:
             self._gpu.look(wait_seconds)
         return self._gpu.take_errors()
 
-    def take_failed_allocations(self) -> list[GpuOutOfMemory]:
+    def take_failed_allocations(self) -> list[GpuOutOfMemoryLine]:
         """The allocations on GPUs that have failed since the last call."""
         return self._failed_allocations.take()
 

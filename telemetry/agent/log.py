@@ -20,7 +20,6 @@ from telemetry.log_lines import (
     ABSENT,
     ErrorLine,
     GpuErrorLine,
-    GpuOutOfMemoryLine,
     MemoryForecast,
     Resumption,
     WindowLine,
@@ -216,7 +215,7 @@ class EventLog:
             if xid != CLEANED_UP:
                 self._gpu_faults.append((now_ns(), GpuFault(self.identity.rank, self.identity.node, gpu, xid)))
         for failed in self._collectors.take_failed_allocations():
-            self.write(GpuOutOfMemoryLine(**asdict(failed), memory=self._memory_growth()))
+            self.write(structs.replace(failed, memory=self._memory_growth()))
 
     @property
     def gpu_fault(self) -> GpuFault | None:

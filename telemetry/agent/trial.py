@@ -24,7 +24,7 @@ from msgspec import Struct, field
 
 from telemetry.diagnosis.evidence import Evidence, aggregate
 from telemetry.hooks.checkpoints import SAVING
-from telemetry.hooks.device import device_in_use
+from telemetry.hooks.device import HOST, device_in_use
 from telemetry.hooks.loaders import asks_for_its_worker, is_random
 from telemetry.hooks.patching import FAILED, ImportWatch, Patches, WeakMap, unseen
 from telemetry.hooks.ring import S_EVALUATION
@@ -162,7 +162,6 @@ _CALLERS: Final = 3
 _MEASURED_BATCHES: Final = 8
 _MAX_PARTS: Final = 64
 _MAX_DEPTH: Final = 3
-_HOST: Final = frozenset({"cpu", "meta"})
 _ON_A_DEVICE: Final = {
     "num_workers": "its batches are tensors on a device, which worker processes cannot make",
     "pin_memory": "its batches are on a device already, and only memory of the host can be pinned",
@@ -308,7 +307,7 @@ class TrialHooks:
             parts = list(_parts([batch]))
             facts.batch_bytes = max(facts.batch_bytes, sum(getattr(part, "nbytes", 0) for part in parts))
             devices = {getattr(getattr(part, "device", None), "type", "cpu") for part in parts}
-            if not facts.applied.get("num_workers") and not devices <= _HOST:
+            if not facts.applied.get("num_workers") and not devices <= HOST:
                 facts.refused |= _ON_A_DEVICE
                 facts.max_workers = 0
 

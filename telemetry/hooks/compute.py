@@ -1,8 +1,8 @@
 """Splits the compute of some steps into copies to the device, forward, backward, optimizer and the rest.
 
 The agent thread asks for a few steps at each tick. Their boundaries are stamped, on an accelerator by events in the
-stream of the work. The hooks are there only while such a step runs. Those of the backward pass and of the optimizers
-cost up to 15 us in a step that finds nothing in the caches.
+stream of the work. The hooks are there only while such a step runs: around a backward pass and in an optimizer they
+cost microseconds in every step.
 
 Torch shows where a backward pass and the step of an optimizer begin and end, and some frameworks where they move a
 batch. The rest is named by what follows: forward is what comes before a backward pass, and everything else (clipping,

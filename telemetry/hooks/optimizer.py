@@ -50,7 +50,6 @@ class OptimizerSteps:
         self._tracker = tracker
         self._known: WeakMap[bool] = WeakMap()  # optimizers that have stepped
         self._looks = 0  # how many of the next steps are looked at
-        self._devices_read: WeakMap[bool] = WeakMap()  # optimizers whose parameters were asked for their devices
         self._optimizer_id = 0  # id of the optimizer whose steps count as training steps if no batch is requested
         # The optimizers whose steps a graph contains. They are not kept alive: one may have a reference to its graph.
         self._in_graph: WeakMap[list[weakref.ref[Any]]] = WeakMap()
@@ -102,6 +101,7 @@ class OptimizerSteps:
         if optimizer not in self._known:
             self._known[optimizer] = True
             self._looks = _LOOKS
+            self._read_devices(optimizer)
             if tracker.here:
                 tracker.compute.follow(optimizer)
         self._looks -= 1
@@ -117,7 +117,6 @@ class OptimizerSteps:
         tracker.optimizer_steps += 1
         if tracker.resume.initializing:
             return
-        self._read_devices(optimizer)
         here = get_ident()
         if here != tracker.thread:
             if tracker.thread == NO_THREAD or tracker.batch_seen or self._optimizer_id or _in_backward():
@@ -154,9 +153,6 @@ class OptimizerSteps:
     def _read_devices(self, optimizer: object) -> None:
         """Find out which devices hold the parameters. Those on the host count only while no others are known."""
         tracker = self._tracker
-        if optimizer in self._devices_read:
-            return
-        self._devices_read[optimizer] = True
         found = _devices_of(optimizer)
         devices = [device for device in found if device.type not in HOST] or found
         if not devices:

@@ -6,11 +6,13 @@ import os
 import sys
 from collections import deque
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import GpuOutOfMemory, MemorySample, TorchMemorySample
+from msgspec import structs
+
+from telemetry.log_lines import GpuOutOfMemoryLine
+from telemetry.records import MemorySample, TorchMemorySample
 from telemetry.sources.cgroup import MemoryLimits
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.proc import is_worker_of_ours, read_stat
@@ -245,7 +247,7 @@ class OutOfMemoryWatch:
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
         self._attached = self._stopped = False
-        self._noted: deque[GpuOutOfMemory] = deque(maxlen=_MAX_NOTED)
+        self._noted: deque[GpuOutOfMemoryLine] = deque(maxlen=_MAX_NOTED)
         self._failed_total = 0
         self._due_ns = 0
         self.allocated: dict[int, int] = {}
@@ -259,7 +261,7 @@ class OutOfMemoryWatch:
                 with suppress(RuntimeError):  # torch's other allocator (backend:cudaMallocAsync) calls no function
                     attach(self._failed)
 
-    def take(self) -> list[GpuOutOfMemory]:
+    def take(self) -> list[GpuOutOfMemoryLine]:
         """What was noted since the last call."""
         return [self._noted.popleft() for _ in range(len(self._noted))]
 
@@ -286,7 +288,7 @@ class OutOfMemoryWatch:
         cuda: Any = sys.modules["torch"].cuda
         segments = [segment for segment in cuda.memory_snapshot() if segment["device"] == device]
         blocks = [block["size"] for each in segments for block in each["blocks"] if block["state"] == "inactive"]
-        noted = GpuOutOfMemory(
+        noted = GpuOutOfMemoryLine(
             gpu=device,
             tried_bytes=tried,
             total_bytes=total,
@@ -300,4 +302,4 @@ class OutOfMemoryWatch:
         self._noted.append(noted)
         if self._file is not None:
             cuda.memory._dump_snapshot(str(self._file))
-            self._noted[-1] = replace(noted, file=self._file.name)
+            self._noted[-1] = structs.replace(noted, file=self._file.name)
