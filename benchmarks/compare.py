@@ -24,7 +24,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import machine
-from telemetry.compare import MANY_WINDOWS, Ratio, Run, Window, mean_ratio, ratio_interval
+from telemetry.compare import Ratio, Run, Window, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ short ones scatter by 1.3 %, as recorded ones do."""
 WINDOW_SECONDS: Final = 10.0
 
 STRETCHED: Final = 1.05
-PAIRS: Final = (1, 3, 5)
+MIN_WINDOWS: Final = 8
 CALM: Final = 0.1
 """A recorded run is calm if others held up at most this share of its training loop, which older recordings tell."""
 
@@ -53,7 +53,7 @@ KINDS: Final = ("thread", "worker", "busy")
 
 @dataclass
 class Count:
-    """Of pairs or sets of pairs: how many there are, and what was said of them."""
+    """Of pairs of runs: how many there are, and what was said of them."""
 
     pairs: int = 0
     covered: int = 0
@@ -118,7 +118,7 @@ def runs_of(recordings: Iterable[dict[str, Any]], loader: str) -> list[list[list
     for recording in recordings:
         blocks = [r["blocks"] for r in recording["runs"] if (r["loader"], r["slower"]) == (loader, 1.0)]
         calm = [each for each in blocks if sum(_held_up(block) for block in each) <= CALM * sum(b[1] for b in each)]
-        found.append([[Window(*block[:2]) for block in each] for each in calm if len(each) >= MANY_WINDOWS])
+        found.append([[Window(*block[:2]) for block in each] for each in calm if len(each) >= MIN_WINDOWS])
     return found
 
 
@@ -126,21 +126,15 @@ def _held_up(block: Sequence[float | None]) -> float:
     return (block[3] if len(block) > 3 else None) or 0.0
 
 
-def recorded(recordings: Sequence[dict[str, Any]], pairs: int, *, longer: bool) -> dict[str, Count]:
-    """Sets of so many pairs of runs of one recording, by kind; all single pairs, and up to 500 sets of several."""
+def recorded(recordings: Sequence[dict[str, Any]], *, longer: bool) -> dict[str, Count]:
+    """All pairs of runs of one recording, by kind. ``longer``: each window of B is stretched."""
     found = {}
     for loader in KINDS:
-        counted, rng = Count(), random.Random(1)
+        found[loader] = counted = Count()
         for runs in runs_of(recordings, loader):
-            if pairs == 1:
-                sets = [list(pair) for pair in combinations(runs, 2)]
-            else:
-                sets = [rng.sample(runs, 2 * pairs) for _ in range(500)] if len(runs) >= 2 * pairs else []
-            for each in sets:
-                sides = zip(each[::2], each[1::2], strict=True)
-                ratios = [ratio_interval(a, stretched(b) if longer else b) for a, b in sides]
-                counted.add(mean_ratio(ratios, len(ratios)), 1 / STRETCHED if longer else 1.0)
-        found[loader] = counted
+            for a, b in combinations(runs, 2):
+                ratio = ratio_interval(a, stretched(b) if longer else b)
+                counted.add(ratio, 1 / STRETCHED if longer else 1.0)
     return found
 
 
@@ -189,13 +183,12 @@ def main() -> None:
     drawn_pairs = simulated(options.pairs)
     lines += [counted.row(correlation, count) for (correlation, count), counted in drawn_pairs.items()]
     lines += ["", "## Recorded runs on a calm machine", "", f"{place['cores']} cores of {place['cpu']}.", ""]
-    lines += [f"| kind | B | pairs in a set | {head}", "| --- " * 8 + "|"]
+    lines += [f"| kind | B | {head}", "| --- " * 7 + "|"]
     real = {}
     for longer, name in ((False, "equal"), (True, "5 % longer")):
-        for pairs in PAIRS:
-            for loader, counted in recorded(recordings, pairs, longer=longer).items():
-                real[f"{loader}; {name}; {pairs}"] = counted.as_json()
-                lines.append(counted.row(loader, name, pairs))
+        for loader, counted in recorded(recordings, longer=longer).items():
+            real[f"{loader}; {name}"] = counted.as_json()
+            lines.append(counted.row(loader, name))
     text = "\n".join(lines) + "\n"
     sys.stdout.write(text)
     if options.output:

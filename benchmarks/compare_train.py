@@ -1,10 +1,9 @@
 """A small training whose work per step is known. `benchmarks.compare` runs it.
 
-    python -m telemetry run benchmarks/compare_train.py [--seconds 20] [--slower 1.0] [--loader thread|worker|busy]
+    python -m telemetry run benchmarks/compare_train.py [--seconds 20] [--loader thread|worker|busy]
 
-A step needs the CPU for a part of its time. For the rest the training thread waits, as for a device. ``--slower`` makes
-both parts longer: of the compute, or with ``--loader worker`` of a batch's fetch. With ``--loader busy`` a step has no
-such wait: the training thread computes all the time.
+A step needs the CPU for a part of its time. For the rest the training thread waits, as for a device, or with ``--loader
+worker`` the worker does. With ``--loader busy`` a step has no such wait: the training thread computes all the time.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _BUSY_MULTIPLICATIONS: Final = 120
 _PAUSE_SECONDS: Final = 0.010
 
 
-def work(slower: float, share: float = 1.0) -> torch.Tensor:
+def work(share: float = 1.0) -> torch.Tensor:
     """Multiply small matrices, about 2 ms in all, and wait for 10 ms."""
-    values = multiplied(round(_MULTIPLICATIONS * slower * share))
-    time.sleep(_PAUSE_SECONDS * slower * share)
+    values = multiplied(round(_MULTIPLICATIONS * share))
+    time.sleep(_PAUSE_SECONDS * share)
     return values
 
 
@@ -41,37 +40,35 @@ def multiplied(times: int) -> torch.Tensor:
 class Parts:
     """A data set of which each sample is a part of a batch."""
 
-    def __init__(self, slower: float | None) -> None:
-        self.slower = slower
+    def __init__(self, *, starved: bool) -> None:
+        self.starved = starved
 
     def __len__(self) -> int:
         return 1 << 30
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(_SIZE) if self.slower is None else work(self.slower, 1 / _BATCH)[0]
+        return work(1 / _BATCH)[0] if self.starved else torch.ones(_SIZE)
 
 
 def main() -> None:
     """Train for a while."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--slower", type=float, default=1.0)
     parser.add_argument("--loader", choices=("thread", "worker", "busy"), default="thread")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     starved = options.loader == "worker"
-    data = Parts(options.slower if starved else None)
     model = torch.nn.Linear(_SIZE, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     began = time.perf_counter()
-    for batch in DataLoader(data, batch_size=_BATCH, num_workers=1 if starved else 0):
+    for batch in DataLoader(Parts(starved=starved), batch_size=_BATCH, num_workers=1 if starved else 0):
         if time.perf_counter() - began > options.seconds:
             break
         if options.loader == "busy":
-            multiplied(round(_BUSY_MULTIPLICATIONS * options.slower))
+            multiplied(_BUSY_MULTIPLICATIONS)
         elif not starved:
-            work(options.slower)
+            work()
         optimizer.zero_grad()
         model(batch).mean().backward()
         optimizer.step()

@@ -158,9 +158,6 @@ def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     compare.add_argument("run_a", metavar="RUN_A", help="the run folder that the other one is compared with")
     compare.add_argument("run_b", metavar="RUN_B", help="the other run folder")
-    compare.add_argument("--again", nargs=2, metavar=("RUN_A", "RUN_B"), action="append", default=[],
-                         help="another pair of runs of the same two versions, A first whichever ran first, for a "
-                         "shorter interval; may be given several times")
     compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     compare.add_argument("--fail-over", metavar="PERCENT", type=_number(0, 99.9), default=None,
                          help="end with status 1 if B is slower by more than PERCENT: the whole 95%% interval must "
@@ -284,8 +281,7 @@ def _report(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from telemetry.compare import compare
 
-    pairs = [(options.run_a, options.run_b), *((a, b) for a, b in options.again)]
-    return compare(pairs, as_json=options.json, fail_over=options.fail_over)
+    return compare(options.run_a, options.run_b, as_json=options.json, fail_over=options.fail_over)
 
 
 def _tune(options: argparse.Namespace) -> int:
