@@ -60,9 +60,7 @@ def sm_activity(scope: Scope, advice: str) -> timeseries.Panel:
     return _by_gpu(
         scope,
         "SM activity",
-        "How much of each GPU worked, from hardware counters (the agent's, else DCGM exporter's). On older GPUs, the "
-        "share "
-        f"of time in which the process ran a kernel. {advice}",
+        f"How much of each GPU worked, from hardware counters (the agent's, else DCGM exporter's). {advice}",
         "percentunit",
         scope.each("run_rank_gpu:training_gpu_sm_active:ratio"),
         top=1,

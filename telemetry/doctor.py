@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry._version import __version__
 from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, Config, SettingError, disabled, unknown_variables
-from telemetry.records import GPM
 from telemetry.util.processes import runs_without_gil
 from telemetry.util.text import binary_size, ranges, show
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from telemetry.node.endpoint import Address
-    from telemetry.sources.nvml import GpuSummary
+    from telemetry.records import GpuSample
 
 OK: Final = "ok"
 ABSENT: Final = "--"
@@ -182,39 +182,52 @@ def _release(version: str) -> tuple[int, ...]:
 _CUDA_SECONDS: Final = 60.0
 """A wedged driver hangs. But importing torch from a slow disk can take half a minute, too."""
 
-_SM_SOURCES: Final = {
-    GPM: "SM activity is read from hardware counters",
-    "process": "SM activity is estimated by the driver (hardware counters need Hopper or newer, and permission)",
-    None: "SM activity is not available, only utilization",
-}
+_DRIVER_SECONDS: Final = 5.0
+_BETWEEN_SAMPLES_SECONDS: Final = 0.15
+"""Hardware counters give the difference of two samples, more than 100 ms apart."""
 
 
 def check_gpu(place: CheckContext) -> Results:
-    """The GPUs that NVML reports, of which identical ones share a line. Of AMD's only whether they can be read."""
+    """The GPUs that the agent's own reader finds, of which identical ones share a line. Of AMD's only its package."""
     from telemetry.sources.collector import CollectorError
-    from telemetry.sources.gpu import NoGpuError
-    from telemetry.sources.nvml import device_summary
+    from telemetry.sources.gpu import GpuSource, NoGpuError
+    from telemetry.sources.nvml import Nvml
 
     if _is_rocm():
         yield _amd()
         return
+    driver = Nvml()
+    source = GpuSource(driver, driver.survey, deadline_seconds=_DRIVER_SECONDS)
     try:
-        devices = device_summary()
-    except CollectorError as error:
-        if isinstance(error.__cause__, NoGpuError):
-            yield ABSENT, f"{error}: there are no GPU metrics"
-        else:
-            yield PROBLEM, f"{error}; run nvidia-smi, it should fail too"
+        for _ in range(2):
+            source.look(_DRIVER_SECONDS)
+            time.sleep(_BETWEEN_SAMPLES_SECONDS)
+        gpus = source.read()
+    except NoGpuError as error:
+        yield ABSENT, f"{error}: there are no GPU metrics"
         return
-    place.gpus = bool(devices)
+    except CollectorError as error:
+        yield PROBLEM, f"{error}; run nvidia-smi, it should fail too"
+        return
+    finally:
+        source.close()
+    place.gpus = True
     alike: dict[tuple[str, str], list[int]] = {}
-    for device in devices:
-        alike.setdefault(_about(device), []).append(device.index)
+    for gpu in gpus:
+        alike.setdefault(_about(gpu, driver.version), []).append(gpu.index)
+    for index, lost in driver.unreadable.items():
+        alike.setdefault((PROBLEM, f"{lost}; run nvidia-smi -q for details"), []).append(index)
     for (status, text), indexes in alike.items():
         shown = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges(indexes))
         yield status, f"{shown}: {text}"
-    if not devices:
-        yield ABSENT, "the NVIDIA driver works, but finds no GPU: there are no GPU metrics"
+
+
+def _about(gpu: GpuSample, version: str) -> tuple[str, str]:
+    """Status and text for one GPU or MIG device; the same for identical ones."""
+    text = f"{gpu.name}, driver {version}; SM activity is"
+    if gpu.sm_active_ratio is not None:
+        return OK, f"{text} read from hardware counters"
+    return ABSENT, f"{text} not available, only utilization (hardware counters need Hopper or newer, and permission)"
 
 
 def _is_rocm() -> bool:
@@ -229,15 +242,6 @@ def _amd() -> tuple[str, str]:
     if binding is None:
         return ABSENT, "amdsmi is missing: there are no GPU metrics; install ROCm's or torch-telemetry[amd]"
     return OK, f"torch is a ROCm build; AMD's GPUs are read through amdsmi {binding}"
-
-
-def _about(device: GpuSummary) -> tuple[str, str]:
-    """Status and text for one GPU; the same for identical GPUs."""
-    if device.error is not None:
-        return PROBLEM, f"{device.error}; run nvidia-smi -q for details"
-    partitioned = ", partitioned (MIG)" if device.partitioned else ""
-    text = f"{device.name}, driver {device.driver}{partitioned}; {_SM_SOURCES[device.sm_source]}"
-    return OK if device.sm_source else ABSENT, text
 
 
 def check_cuda_events(place: CheckContext) -> Results:

@@ -223,8 +223,7 @@ class GpuSample:
     Attributes:
         utilization_source: source of ``utilization_ratio``: ``nvml``, ``amdsmi``, ``gpm`` (hardware counters, for a MIG
             device) or None when there is no reading.
-        sm_active_source: source of ``sm_active_ratio``: ``gpm`` (hardware counters), ``process`` (the share of time
-            this process ran a kernel) or None when there is no reading.
+        sm_active_source: source of ``sm_active_ratio``: ``gpm`` or None when there is no reading.
         nvlink_…, pcie_…: traffic since the previous sample.
         power_limit_watts: the limit that holds now, of all that are set.
         energy_joules: energy of the whole GPU since its driver was loaded.

@@ -44,13 +44,12 @@ def pace(rank: int, *, steps=10, compute=1.0, exposed=0.0, away=0.0, **fields) -
     )  # fmt: skip
 
 
-def on_gpu(*, compiled=0.0, source="gpm") -> Slice:
+def on_gpu(*, compiled=0.0) -> Slice:
     """This rank waits in its backward pass for rank 1, whose GPU has busier SMs."""
     return a_slice(
         gpu_utilization_ratio=1.0,
         parts={"forward": 0.4, "backward": 0.6, "compile": compiled},
         sm_active_ratio=0.5,
-        sm_active_source=source,
         sm_clock_hertz=1.7e9,
         peers=(
             pace(1, on_gpu=True, gpu_busy_ratio=1.0, backward_seconds=0.45, sm_active_ratio=0.8, sm_clock_hertz=1.7e9),
@@ -150,7 +149,6 @@ slices = st.builds(
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
     fetch_wait=amount, transfer_wait=amount, head_of_line=amount, timed_fetch=amount, timed_fetch_cpu=amount, startup=amount,
     release=amount, releases=st.integers(0, 10**6), sm_active_ratio=ratio, sm_clock_hertz=st.none() | amount,
-    sm_active_source=st.sampled_from([None, "gpm", "process"]),
     parts=st.none() | st.dictionaries(st.sampled_from(["forward", "backward", "compile"]), amount),
     own_runnable=st.none() | amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), host_cpu_ratio=ratio,
     where=st.none() | st.just("f (train.py:1)"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,

@@ -115,7 +115,6 @@ class Slice:
     gpu_clock_ratio: float | None = None
     gpu_throttled: tuple[str, ...] = ()
     sm_active_ratio: float | None = None
-    sm_active_source: str | None = None
     sm_clock_hertz: float | None = None
     parts: dict[str, float] | None = None
 
@@ -138,8 +137,7 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             ),
             gpus=(GpuSample(
                 0, "", "", utilization_ratio=part.gpu_utilization_ratio, throttled=part.gpu_throttled,
-                sm_active_ratio=part.sm_active_ratio, sm_active_source=part.sm_active_source,
-                sm_clock_hertz=part.sm_clock_hertz,
+                sm_active_ratio=part.sm_active_ratio, sm_clock_hertz=part.sm_clock_hertz,
             ),),
         ),
     )  # fmt: skip

@@ -25,7 +25,7 @@ from telemetry.records import FETCH_BUCKETS, GpuSample, StallRecord
 from telemetry.report.logs import load
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError
-from telemetry.sources.nvml import NvmlSource
+from telemetry.sources.gpu import GpuSource
 from telemetry.sources.proc import HostSource
 from telemetry.sources.workers import WorkersSource
 from telemetry.util import threads
@@ -265,7 +265,7 @@ def test_the_energy_of_the_gpu_stays_counted_while_nvml_is_down(agent, monkeypat
         found = scrape(agent)
         return sum(value for key, value in found.items() if key[0] == ENERGY), found.get(NVML_UP)
 
-    monkeypatch.setattr(NvmlSource, "read", read)
+    monkeypatch.setattr(GpuSource, "read", read)
     wait_for(lambda: counted()[0] >= 2)
     reading.clear()
     wait_for(lambda: counted()[1] == 0)

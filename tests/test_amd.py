@@ -20,8 +20,9 @@ from telemetry.agent.collectors import CollectorPoller
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import GpuSample
-from telemetry.sources.amd import AmdSource
+from telemetry.sources.amd import Amd
 from telemetry.sources.collector import CollectorError
+from telemetry.sources.gpu import GpuSource
 from telemetry.util import threads
 from telemetry.util.errors import ErrorLog
 
@@ -72,7 +73,7 @@ def outcome(made):
 
 @contextmanager
 def source(address=ADDRESS, environ=None, **settings):
-    made = AmdSource(lambda: filter(None, [address]), interval_seconds=0.001, environ=environ or {}, **settings)
+    made = GpuSource(Amd(environ or {}), lambda: filter(None, [address]), interval_seconds=0.001, **settings)
     try:
         yield made
     finally:

@@ -9,12 +9,13 @@ import threading
 import pytest
 import torch
 from fakes import nvml as fake
-from fakes.nvml import Gpu, State
+from fakes.nvml import Gpu, Mig, State
 
 from telemetry import doctor as module
 from telemetry.config import Config
 from telemetry.doctor import ABSENT, OK, PROBLEM, WIDTH, CheckContext, Finding, doctor, examine, render
-from telemetry.sources.collector import CollectorError
+from telemetry.util import threads
+from tests.running_agent import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -125,29 +126,38 @@ def test_a_run_folder_that_cannot_be_used(tmp_path, monkeypatch):
     assert "1.0 MiB free" in finding.text
 
 
-def test_no_driver_and_one_that_hangs(monkeypatch):
-    from telemetry.sources.gpu import NoGpuError
-
-    def none():
-        raise CollectorError("no NVIDIA driver") from NoGpuError("no NVIDIA driver")
-
-    def hung():
-        raise CollectorError("NVML has not answered for 5 s")
-
-    monkeypatch.setattr("telemetry.sources.nvml.device_summary", none)
-    assert found("gpu") == Finding(ABSENT, "gpu", "no NVIDIA driver: there are no GPU metrics")
-    monkeypatch.setattr("telemetry.sources.nvml.device_summary", hung)
-    assert found("gpu").status == PROBLEM
-
-
-def test_identical_gpus_share_a_line():
+def test_gpus_are_read_by_the_reader_of_the_agent():
+    """Identical ones share a line; one that is lost hides no other."""
     pytest.importorskip("pynvml")
     hopper = [Gpu(uuid=f"GPU-{n}", name="Fake H100", gpm=True) for n in range(3)]
-    with fake.installed(State(gpus=[*hopper, Gpu(uuid="GPU-9", name="Fake V100", gpm=False)])):
-        first, second = (finding.text for finding in examine(None) if finding.name == "gpu")
-    assert first.startswith("0-2: Fake H100")
-    assert "hardware counters" in first
-    assert second.startswith("3: Fake V100")
+    parts = Gpu(uuid="GPU-8", mig_enabled=True, mig=[Mig(name="Fake H100 MIG 1g.10gb")])
+    old = Gpu(uuid="GPU-9", name="Fake V100")
+    with fake.installed(State(gpus=[*hopper, Gpu(lost=True), parts, old])) as state:
+        findings = [finding for finding in examine(None) if finding.name == "gpu"]
+        wait_for(lambda: "telemetry-nvml" not in threads.running())
+    assert (state.initialised, state.gpm_buffers, state.event_sets) == (0, {}, {})
+    lines = {finding.text.partition(",")[0]: (finding.status, finding.text) for finding in findings}
+    assert [(name, status) for name, (status, _) in lines.items()] == [
+        ("0-2: Fake H100", OK), ("4: Fake H100 MIG 1g.10gb", ABSENT), ("5: Fake V100", ABSENT),
+        ("3: nvmlDeviceGetHandleByIndex: GPU is lost; run nvidia-smi -q for details", PROBLEM),
+    ]  # fmt: skip
+    assert "driver 570.00; SM activity is read from hardware counters" in lines["0-2: Fake H100"][1]
+
+
+def test_no_driver_and_one_that_hangs(monkeypatch):
+    pytest.importorskip("pynvml")
+    with fake.no_driver():
+        missing = "no NVIDIA driver: libnvidia-ml.so.1 is missing: there are no GPU metrics"
+        assert found("gpu") == Finding(ABSENT, "gpu", missing)
+    monkeypatch.setattr(module, "_DRIVER_SECONDS", 0.05)
+    state = State()
+    with fake.installed(state):
+        release = state.hang_in("nvmlInitWithFlags")
+        finding = found("gpu")
+        release.set()
+        wait_for(lambda: "telemetry-nvml" not in threads.running())
+    assert finding.status == PROBLEM
+    assert "an NVML call has not returned for over 0.05 s (nvmlInit); run nvidia-smi" in finding.text
 
 
 def test_a_gpu_that_torch_cannot_use_and_cuda_that_hangs(monkeypatch):

@@ -4,8 +4,11 @@ import time
 
 import pytest
 
+from telemetry.config import Config
+from telemetry.doctor import PROBLEM, CheckContext, check_gpu
 from telemetry.sources.collector import CollectorError
-from telemetry.sources.nvml import THROTTLE_BITS, NvmlSource, device_summary
+from telemetry.sources.gpu import GpuSource
+from telemetry.sources.nvml import THROTTLE_BITS, Nvml
 
 torch = pytest.importorskip("torch")
 
@@ -47,7 +50,7 @@ def under_load(source, satisfied, seconds=60):
 @pytest.fixture
 def source():
     torch.cuda.init()
-    made = NvmlSource(lambda: [torch_uuid()], interval_seconds=0.5)
+    made = GpuSource(Nvml(), lambda: [torch_uuid()], interval_seconds=0.5)
     yield made
     made.close()
 
@@ -88,7 +91,6 @@ def test_the_sms_are_seen_at_work(source):
 
 def test_the_doctor_sees_it():
     torch.cuda.init()
-    summary = [gpu for gpu in device_summary(30) if gpu.uuid.lower().endswith(torch_uuid().lower())]
-    if summary:  # a MIG device is not in the list, its GPU is
-        assert summary[0].error is None
-        assert summary[0].name == torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name()
+    found = list(check_gpu(CheckContext(Config.load({}, environ={}))))
+    assert any(status != PROBLEM and name in text for status, text in found), found

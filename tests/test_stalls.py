@@ -77,7 +77,6 @@ QUIET = {
     "a peer whose host waits for an accelerator without utilisation": a_slice(
         samples=50, in_sync=40, peers=(pace(1, stack_samples=50, in_sync_samples=2, on_gpu=True),)
     ),
-    "SMs that are known by the time with a kernel": on_gpu(source="process"),
     "parts of a step that compiles": on_gpu(compiled=0.02),
     "a GPU that is waited for": a_slice(gpu_utilization_ratio=0.95),
     "a GPU idle in an evaluation": a_slice(compute=0.5, evaluation=0.5, gpu_utilization_ratio=0.5),

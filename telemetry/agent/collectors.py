@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.device import CUDA
 from telemetry.records import LOG_KIND
-from telemetry.sources.amd import AmdSource, is_rocm, pci_address
+from telemetry.sources.amd import Amd, is_rocm
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
+from telemetry.sources.gpu import Driver, GpuSource
 from telemetry.sources.memory import MemorySource, OutOfMemoryWatch, TorchMemorySource, cuda
-from telemetry.sources.nvml import NvmlSource
+from telemetry.sources.nvml import Nvml
 from telemetry.sources.proc import HostSource, ProcessSource
 from telemetry.sources.workers import WorkersSource
 from telemetry.util.clock import sleep
 from telemetry.util.text import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from telemetry.hooks.tracker import StepTracker
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         TorchMemorySample,
         WorkersSample,
     )
-    from telemetry.sources.gpu import GpuSource
     from telemetry.util.errors import ErrorLog
 
 
@@ -122,7 +122,7 @@ class CollectorPoller:
 
     def poll(self) -> Iterator[str]:
         """Read every collector that is due. Gives the name of each one after it, because any of them may take long."""
-        if self._gpu.name != AmdSource.name and is_rocm():  # torch may be imported after the agent has started
+        if self._gpu.name != Amd.name and is_rocm():  # torch may be imported after the agent has started
             self._gpu.close()
             self._earlier_cpu_seconds = self._gpu.cpu_seconds()
             self._gpu = self._gpu_source()
@@ -207,9 +207,8 @@ class CollectorPoller:
             self._errors.tell(_GPU_EVENT, f"{where}; the exposed wait is measured on {first} alone")
 
     def _gpu_source(self) -> GpuSource:
-        if is_rocm():
-            return AmdSource(partial(self._told_by_torch, pci_address), interval_seconds=self._interval_seconds)
-        return NvmlSource(partial(self._told_by_torch, _uuid), interval_seconds=self._interval_seconds)
+        driver: Driver = Amd() if is_rocm() else Nvml()
+        return GpuSource(driver, partial(self._told_by_torch, driver), interval_seconds=self._interval_seconds)
 
     def _device(self) -> int:
         if self._tracker.accelerator not in {None, CUDA}:
@@ -222,21 +221,18 @@ class CollectorPoller:
             raise CollectorError("the training thread's device is not known before its first batch")
         return device
 
-    def _told_by_torch(self, read: Callable[[Any], str]) -> list[str]:
-        """What ``read`` gets from the properties of each device of the training; nothing before they are known."""
+    def _told_by_torch(self, driver: Driver) -> list[str]:
+        """What identifies each device of the training; nothing before they are known."""
         module = cuda()
         if module is None:
             return []
         try:
             # Parameters on the host (offloaded ones) have no index: torch would take that for the current device.
             known = (device.index for device in self._tracker.devices if device.index is not None)
-            return [read(module.get_device_properties(device)) for device in dict.fromkeys((self._device(), *known))]
+            devices = dict.fromkeys((self._device(), *known))
+            return [driver.identify(module.get_device_properties(device)) for device in devices]
         except (CollectorError, AttributeError):
             return []
-
-
-def _uuid(properties: Any) -> str:
-    return str(properties.uuid)
 
 
 def mean_of(samples: Sequence[Any]) -> dict[str, Any]:

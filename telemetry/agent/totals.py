@@ -14,7 +14,7 @@ from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.hooks.loaders import LoaderHandle
 from telemetry.node.metrics import EnergyView
-from telemetry.records import COMPUTE, GPM
+from telemetry.records import COMPUTE
 from telemetry.totals import (
     Conditions,
     CpuTotals,
@@ -226,10 +226,7 @@ def _gpu(tick: Readings) -> GpuTotals:
         exposed_wait_seconds=(exposed or 0.0) * only_loop,
         garbage_seconds=tick.garbage_seconds * only_loop,
         slowed_ratio=Sampled.over(slowed, tick.compute_seconds),
-        # Without hardware counters it is the share of the time with a kernel, and NCCL waits inside of one.
-        sm_active_ratio=Sampled.over(
-            gpu.sm_active_ratio if gpu is not None and gpu.sm_active_source == GPM else None, tick.seconds
-        ),
+        sm_active_ratio=Sampled.over(None if gpu is None else gpu.sm_active_ratio, tick.seconds),
         sm_clock_hertz=Sampled.over(None if gpu is None else gpu.sm_clock_hertz, tick.seconds),
     )
 

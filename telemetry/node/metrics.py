@@ -416,15 +416,14 @@ GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
     gauge("training_gpu_info", "Always 1. A GPU of this rank and the sources of its figures.", lambda _: 1.0,
           details="`utilization_source` is the source of `training_gpu_utilization_ratio`: `nvml`, `amdsmi`, `gpm` "
           "(hardware counters, for a MIG device) or `none`. `sm_active_source` is the source of "
-          "`training_gpu_sm_active_ratio`: `gpm`, `process` (share of time in which this process ran a kernel) or "
-          "`none`."),
+          "`training_gpu_sm_active_ratio`: `gpm` or `none`."),
 ))
 GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu, labels=("gpu", "uuid"), label_values=_place, absent=_NO_READING, metrics=(
     gauge("training_gpu_utilization_ratio", "Share of time in which any kernel ran: busy, not efficient.",
           lambda gpu: gpu.utilization_ratio, details="One small kernel after another reads 1."),
     gauge("training_gpu_sm_active_ratio", "Share of the SMs that were active.", lambda gpu: gpu.sm_active_ratio,
-          absent=_NOT_AMD),
+          absent=_NO_GPM),
     gauge("training_gpu_sm_occupancy_ratio", "Warps resident on the SMs, as a share of the maximum.",
           lambda gpu: gpu.sm_occupancy_ratio, absent=_NO_GPM),
     gauge("training_gpu_tensor_active_ratio", "Share of time in which the tensor cores were active.",

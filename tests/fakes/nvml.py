@@ -33,7 +33,6 @@ INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 NOT_FOUND = 6
-INSUFFICIENT_SIZE = 7
 DRIVER_NOT_LOADED = 9
 TIMEOUT = 10
 FUNCTION_NOT_FOUND = 13
@@ -60,15 +59,6 @@ class Mig:
     gpu_instance: int = 7
     memory_total: int = 10 << 30
     memory_used: int = 1 << 30
-
-
-@dataclass
-class Process:
-    """A process that used the GPU since the last call. ``pid`` None: the process that has loaded the driver."""
-
-    pid: int | None = None
-    sm: int = 50
-    age_seconds: float = 0.2
 
 
 FIELDS = {
@@ -107,7 +97,6 @@ class Gpu:
     gpm: bool = False
     gpm_values: dict[int, float] = field(default_factory=lambda: {2: 62.5, 3: 25.0, 5: 12.5, 10: 40.0})
     gpm_returns: dict[int, int] = field(default_factory=dict)
-    processes: list[Process] = field(default_factory=list)
     mig_enabled: bool = False
     mig: list[Mig] = field(default_factory=list)
     lost: bool = False
@@ -227,17 +216,6 @@ class FakeLibrary:
         _alive(self.state.gpus[index.value])
         return _point(device, _GPU_HANDLE + index.value)
 
-    def _nvmlDeviceGetHandleByUUID(self, uuid, device):
-        wanted = uuid.value.decode()
-        for index, gpu in enumerate(self.state.gpus):
-            if gpu.uuid == wanted:
-                _alive(gpu)
-                return _point(device, _GPU_HANDLE + index)
-            for slot, mig in enumerate(gpu.mig):
-                if mig.uuid == wanted:
-                    return _point(device, _MIG_HANDLE + index * _MIG_PER_GPU + slot)
-        return NOT_FOUND
-
     def _nvmlDeviceGetUUID(self, handle, buffer, _size):
         gpu, mig = self._found(handle)
         buffer.value = (mig or gpu).uuid.encode()
@@ -245,9 +223,6 @@ class FakeLibrary:
     def _nvmlDeviceGetName(self, handle, buffer, _size):
         gpu, mig = self._found(handle)
         buffer.value = (mig or gpu).name.encode()
-
-    def _nvmlDeviceGetIndex(self, handle, index):
-        index._obj.value = self.state.gpus.index(self._gpu(handle))
 
     # --- MIG
 
@@ -259,10 +234,6 @@ class FakeLibrary:
         if slot.value >= len(gpu.mig):
             return NOT_FOUND
         return _point(device, _MIG_HANDLE + self.state.gpus.index(gpu) * _MIG_PER_GPU + slot.value)
-
-    def _nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle, device):
-        gpu, _mig = self._found(handle)
-        return _point(device, _GPU_HANDLE + self.state.gpus.index(gpu))
 
     def _nvmlDeviceGetGpuInstanceId(self, handle, number):
         number._obj.value = self._mig(handle).gpu_instance
@@ -288,23 +259,6 @@ class FakeLibrary:
 
     def _nvmlDeviceGetTemperatureV(self, handle, temperature):
         temperature._obj.temperature = self._gpu(handle).temperature
-
-    def _nvmlDeviceGetProcessUtilization(self, handle, samples, count, since):
-        gpu = self._gpu(handle)
-        if gpu.mig_enabled:
-            return NOT_SUPPORTED
-        now_us = time.time_ns() // 1000
-        stamped = [(now_us - int(process.age_seconds * 1e6), process) for process in gpu.processes]
-        recent = [(stamp, process) for stamp, process in stamped if stamp > since.value]
-        if not recent:
-            return NOT_FOUND
-        if samples is None:
-            count._obj.value = len(recent)
-            return INSUFFICIENT_SIZE
-        for entry, (stamp, process) in zip(samples, recent):
-            entry.pid = os.getpid() if process.pid is None else process.pid
-            entry.timeStamp = stamp
-            entry.smUtil = process.sm
 
     def _nvmlDeviceGetClockInfo(self, handle, kind, clock):
         gpu = self._gpu(handle)

@@ -17,7 +17,8 @@ from benchmarks.fleet_ranks import Node, SimulatedRank
 from stack.jobs import wait_for
 from telemetry.records import CollectorHealth
 from telemetry.sources.collector import CollectorError
-from telemetry.sources.nvml import NvmlSource
+from telemetry.sources.gpu import GpuSource
+from telemetry.sources.nvml import Nvml
 
 RUN, NODE = "recorded", "recorded-node"
 POWER_CAP = 4
@@ -48,24 +49,26 @@ def read_gpus():
     traffic = {60: 90_000.0, 61: 90_000.0, 20: 1_000.0, 21: 2_000.0}  # MiB per second of NVLink and PCIe
     gpus = [
         nvml.Gpu(uuid="GPU-recorded-0", gpm=True, gpm_values=nvml.Gpu().gpm_values | traffic, throttle=POWER_CAP),
-        nvml.Gpu(uuid="GPU-recorded-1", name="NVIDIA Fake A100", processes=[nvml.Process()]),
+        nvml.Gpu(uuid="GPU-recorded-1", name="NVIDIA Fake A100"),
     ]
     samples = []
     with nvml.installed(nvml.State(gpus=gpus)):
         for gpu in gpus:
-            source = NvmlSource(lambda gpu=gpu: [gpu.uuid], interval_seconds=0.15)
+            source = GpuSource(Nvml(), lambda gpu=gpu: [gpu.uuid], interval_seconds=0.15)
             with contextlib.closing(source):
-                samples.append(wait_for(f"a reading of {gpu.uuid}", lambda source=source: whole(source)))
+                samples.append(
+                    wait_for(f"a reading of {gpu.uuid}", lambda source=source, gpu=gpu: whole(source, gpu.gpm))
+                )
     return samples
 
 
-def whole(source):
-    """A sample with SM activity, which needs two readings."""
+def whole(source, counters):
+    """A sample with SM activity, if the GPU has counters: that needs two readings."""
     try:
         (sample,) = source.read()
     except CollectorError:
         return None
-    return sample if sample.sm_active_ratio is not None else None
+    return sample if sample.sm_active_ratio is not None or not counters else None
 
 
 class Recorded:
