@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--json", action="store_true",
                        help="print JSON instead of text: an object for a file, a list for a folder")
     trace.add_argument("--max-bytes", metavar="N", type=_size, default=None,
-                       help="maximum size of a file, uncompressed (default: 4 GiB)")
+                       help="maximum size of a file, uncompressed (default: 2 GiB)")
     trace.set_defaults(command=_trace)
 
     snapshot = commands.add_parser(

@@ -322,9 +322,6 @@ class Config:
     snapshot_pause_seconds: float = _snapshots(
         1.0, number(0.01, 600), "Maximum time that a trace takes from the training."
     )
-    snapshot_shapes: bool = _snapshots(
-        False, SWITCH, "Record the operators' input shapes, which FLOPs and MFU are counted from."
-    )
 
     interval_seconds: float = _measuring(
         1.0, number(0.1, 3600), "Time between samples; up to 4 times that if nothing changes."

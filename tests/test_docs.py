@@ -266,8 +266,6 @@ def snapshots():
     cost = f"took {taken} each instead of {without}, {memory[1:]} more memory and pauses of {pauses}"
     yield "docs/snapshots.md", cost
     yield "docs/snapshots.md", f"of 60,000 operators, {longer} ("
-    ((_, _, recorded, shapes),) = rows("snapshot-shapes-amd-epyc-2-cores", "| a step")
-    yield "docs/snapshots.md", f"takes {shapes.split()[0]} instead of {recorded.split(' (')[0]}"
 
 
 def html_report():

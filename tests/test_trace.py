@@ -1,22 +1,65 @@
-"""The figures and the advice of traces: small ones by hand, any one by its sums, real ones against other tools."""
+"""``telemetry trace``: small traces by hand, any one by its sums, real ones against other tools, and any bytes within bounds."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.data import DataLoader, Dataset
 
+from telemetry.cli import main
+from telemetry.trace import events as reading
+from telemetry.trace.events import NoTraceError, TraceError
 from telemetry.trace.reader import read_trace
-from telemetry.trace.steps import difference, intersection, length, split, union, within
-from tests.trace_files import kernel, launch, step, write, x
+from telemetry.trace.steps import difference, intersection, length, merged, split, union, within
 
+ROOT = Path(__file__).parents[1]
 TRACES = Path(__file__).parent / "traces"
 RIVALS = json.loads((TRACES / "rivals.json").read_text())
 REAL = sorted(name for name in RIVALS if name.endswith(".gz"))
+WORKERS0 = TRACES / "v100_resnet50_workers0.json.gz"
+WHOLE = WORKERS0.read_bytes()
 CATEGORIES = ["Kernel", "Memcpy", "Memset", "Communication", "Runtime", "DataLoader", "CPU Exec", "Other"]
+Done = namedtuple("Done", "returncode stdout stderr")
+
+
+def x(cat, name, ts, dur, tid=1, **args):
+    keys = {"external": "External id", "blocks": "blocks per SM", "occupancy": "est. achieved occupancy %"}
+    args = {keys.get(key, key.replace("_", " ") if key.startswith("Input") else key): v for key, v in args.items()}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def step(number, ts, dur):
+    return x("user_annotation", f"ProfilerStep#{number}", ts, dur)
+
+
+def launch(ts, correlation, dur=2, name="cudaLaunchKernel", external=-1, tid=1):
+    return x("cuda_runtime", name, ts, dur, tid, correlation=correlation, external=external)
+
+
+def kernel(ts, dur, correlation, stream=7, name="k", cat="kernel", external=-1, device=0, **args):
+    return x(cat, name, ts, dur, 7, stream=stream, correlation=correlation, external=external, device=device, **args)
+
+
+def write(tmp_path, events, name="t.json", **head):
+    path = tmp_path / name
+    path.write_text(json.dumps({**head, "traceEvents": events}))
+    return path
+
+
+# -- figures, by hand
 
 
 def test_every_microsecond_is_in_the_first_category_that_covers_it(tmp_path):
@@ -63,7 +106,7 @@ def test_a_step_lasts_until_its_kernels_have_ended(tmp_path):
     ]
     trace = read_trace(write(tmp_path, events))
     assert [(s.step, round(1e6 * s.seconds)) for s in trace.steps] == [(1, 125), (2, 70)]
-    assert trace.notes == ("the last 1 step(s) are left out: the trace ends before their kernels do",)
+    assert trace.notes == ["the last 1 step(s) are left out: the trace ends before their kernels do"]
 
 
 def test_a_torn_last_step_is_left_out(tmp_path):
@@ -89,18 +132,20 @@ def test_operators_are_found_by_time_where_ids_do_not_match(tmp_path):
     events = [
         x("cpu_op", "aten::linear", 0, 30, external=1),
         x("cpu_op", "aten::addmm", 5, 20, external=2),
+        x("cpu_op", "aten::gemm", 5, 20, external=3),  # the later of two that look the same is the inner one
         launch(10, 901, external=901),
         kernel(50, 7, 901, external=901, name="ampere_sgemm_128x64_nn"),
         launch(10, 902, external=902, tid=2),  # another thread: within no operator
         kernel(60, 3, 902, external=902),
     ]
     trace = read_trace(write(tmp_path, events))
-    addmm, linear = trace.operators
-    assert (addmm.name, linear.name) == ("aten::addmm", "aten::linear")
-    assert addmm.device_seconds == pytest.approx(7e-6)
-    assert addmm.device_ratio == pytest.approx(0.7)
+    gemm, linear, addmm = trace.operators
+    assert (gemm.name, linear.name, addmm.name) == ("aten::gemm", "aten::linear", "aten::addmm")
+    assert gemm.device_seconds == pytest.approx(7e-6)
+    assert gemm.device_ratio == pytest.approx(0.7)
     assert linear.host_seconds == pytest.approx(10e-6)
-    assert addmm.tensor_core_ratio == 0
+    assert (addmm.host_seconds, addmm.calls) == (0, 1)
+    assert gemm.tensor_core_ratio == 0
 
 
 def test_amd_without_what_it_does_not_say(tmp_path):
@@ -121,9 +166,9 @@ def test_amd_without_what_it_does_not_say(tmp_path):
 def test_events_that_make_no_sense_are_counted_and_passed_over(tmp_path):
     good = [step(1, 0, 100), x("cpu_op", "aten::add", 10, 20)]
     bad = [
-        x("cpu_op", "a", "soon", 1), x("cpu_op", "a", 1, -5), x("cpu_op", "a", 1e300, 1), x("cpu_op", 7, 1, 1),
-        {"ph": "X", "cat": ["kernel"], "ts": 1, "dur": 1}, {"ph": "X", "cat": "kernel", "dur": 1}, 5, None, "x", [],
-        kernel(1, 1, "five"), kernel(1, 1, 2**70), x("cpu_op", "a", None, 1),
+        x("cpu_op", "a", "soon", 1), x("cpu_op", "a", 1, -5), x("cpu_op", 7, 1, 1), 5, None, "x", [],
+        {"ph": "X", "cat": ["kernel"], "ts": 1, "dur": 1}, {"ph": "X", "cat": "kernel", "dur": 1},
+        kernel(1, 1, "five"), x("cpu_op", "a", None, 1),
     ]  # fmt: skip
     mixed = [event for pair in zip(bad, good * 7, strict=False) for event in pair][: 2 * len(good)] + bad
     trace = read_trace(write(tmp_path, mixed))
@@ -199,7 +244,7 @@ def test_a_launch_bound_stretch(tmp_path):
     assert advice.share_ratio == pytest.approx(49 * 8 / 1000)
     for event in events:  # the same kernels, launched far ahead: nothing to win
         event["ts"] = 90 if event["cat"] == "cuda_runtime" else event["ts"]
-    assert read_trace(write(tmp_path, events)).launch_bound == ()
+    assert read_trace(write(tmp_path, events)).launch_bound == []
 
 
 # -- any trace
@@ -216,8 +261,8 @@ def test_interval_arithmetic_against_sets_of_moments(one, other, window):
     def moments(intervals):
         return {m for start, end in intervals for m in range(int(start), int(end))}
 
-    a, b = union(one), union(other)
-    assert moments(a) == moments(one)
+    a, b = union(one), merged(sorted(other))
+    assert (moments(a), moments(b)) == (moments(one), moments(other))
     assert all(x[1] < y[0] for x, y in zip(a, a[1:], strict=False))
     assert moments(intersection(a, b)) == moments(a) & moments(b)
     assert moments(difference(a, b)) == moments(a) - moments(b)
@@ -248,8 +293,7 @@ def test_whatever_is_in_a_trace_categories_sum_to_the_step(tmp_path_factory, fou
     path = write(tmp_path_factory.getbasetemp(), events)
     try:
         trace = read_trace(path)
-    except Exception as error:
-        assert type(error).__name__ == "NoTraceError"  # nothing in it lasts
+    except NoTraceError:  # nothing in it lasts
         return
     for each in trace.steps:
         assert sum(each.categories.values()) == pytest.approx(each.seconds, abs=1e-9)
@@ -289,3 +333,289 @@ def test_the_streams_are_those_of_holistic_trace_analysis(real):
         ratios = (each.host_wait_ratio, each.kernel_wait_ratio, each.other_ratio)
         shares = theirs["idle"][str(each.stream)]
         assert ratios == ((None,) * 3 if shares is None else pytest.approx([s / 100 for s in shares], abs=0.0051))
+
+
+# -- the command: the goldens have its text and its JSON
+
+
+@pytest.fixture
+def run(capsys):
+    def ran(*arguments):
+        try:
+            status = main(["trace", *map(str, arguments)])
+        except SystemExit as leaving:
+            status = leaving.code
+        return Done(status, *capsys.readouterr())
+
+    return ran
+
+
+@pytest.fixture
+def as_json(run):
+    def read(*arguments):
+        done = run(*arguments, "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    return read
+
+
+def process(*arguments, **variables):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, "-m", "telemetry", "trace", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, errors="replace")
+
+
+def test_the_figures_are_one_screen_and_then_come_the_tables(run):
+    screen, _, tables = run(WORKERS0).stdout.partition("\n\nstep ")
+    assert len(screen.splitlines()) <= 30
+    assert "DataLoader      34.6 %    62.5 ms  ##############" in screen
+    assert "HtoD     pageable      6" in tables
+
+
+def test_neither_torch_nor_numpy_is_needed(tmp_path):
+    for name in ("torch", "numpy", "pandas"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not needed')")
+    done = process(WORKERS0, "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_folder_is_a_list_by_rank_and_what_is_no_trace_is_passed_over(tmp_path, run, as_json):
+    (tmp_path / "b.json").write_text(json.dumps({"not": "a trace"}))
+    (tmp_path / "deep").mkdir()
+    for rank in (1, 0):
+        file = write(tmp_path, [x("cpu_op", "a", 1, 2)], f"deep/rank-{rank}.pt.trace.json.gz")
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    assert [trace["rank"] for trace in as_json(tmp_path)] == [0, 1]
+    assert run(tmp_path).stdout.splitlines()[0].split()[:2] == ["rank", "file"]
+
+
+def test_links_in_a_folder_are_not_followed(tmp_path, run, as_json):
+    (tmp_path / "outside").mkdir()
+    secret = tmp_path / "outside" / "secret.json"
+    secret.write_bytes(gzip.decompress(WHOLE))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.json").symlink_to(secret)
+    (folder / "b.json").symlink_to("../outside/secret.json")
+    (folder / "c").symlink_to(tmp_path / "outside")
+    (folder / "d.json").symlink_to("/dev/zero")
+    os.mkfifo(folder / "e.json")
+    os.link(secret, folder / "f.txt")
+    done = run(folder, "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no trace in" in done.stderr
+    assert as_json(folder / "a.json")["rank"] is None  # named by the user
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "not JSON after byte 0"),
+        (b"\x00\x01\x02", "not JSON after byte 0"),
+        (b'{"traceEvents": [{"ph": "X", "na', "damaged, cut off or not JSON after byte 17"),
+        (WHOLE[:5000], "cut off or damaged (Compressed file ended"),
+        (WHOLE[:5000] + b"\x55" * 3000 + WHOLE[8000:], "cut off or damaged"),
+        (b'{"traceEvents": [{"ph": "X" "cat": 1}]}', "after byte 17"),
+        (b'{"traceEvents" [', "after byte 0"),
+        (b'{"traceEvents": 5}', "is not a trace of torch.profiler"),
+        (b'{"other": 5}', "it has no traceEvents"),
+        (b'{"traceEvents": []}', "no operator, runtime call or kernel"),
+        (b"[" * 100_000, "after byte 1"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path, content, says, run):
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    alone = run(file, "--json")
+    assert (alone.returncode, alone.stdout) == (1, "")
+    assert alone.stderr.startswith(f"telemetry: {file} ")
+    assert says in alone.stderr
+    (tmp_path / "good.json.gz").write_bytes(WHOLE)
+    folder = run(tmp_path, "--json")
+    assert len(json.loads(folder.stdout)) == 1
+    assert folder.returncode == ("is not a trace" not in alone.stderr)
+    assert (says in folder.stderr) == bool(folder.returncode)
+
+
+def test_what_is_no_file_is_a_clear_error(tmp_path, run):
+    os.mkfifo(tmp_path / "fifo")
+    for path, says in (
+        (tmp_path / "none", "cannot be read: No such file or directory"),
+        ("/dev/zero", "is not a regular file"),
+        ("/proc/self/mem", "cannot be read: Input/output error"),
+        (tmp_path / "fifo", "is not a regular file"),
+        (tmp_path, "there is no trace in"),
+    ):
+        done = run(path)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert says in done.stderr
+    assert run(WORKERS0, "--max-bytes", "1000").stderr.count("larger than 1000 bytes uncompressed") == 1
+    assert run(WORKERS0, "--max-bytes", "-1").returncode == 2
+
+
+def test_names_cannot_command_the_terminal(tmp_path, as_json):
+    name = "evil\x1b]0;title\x07\x9b31m\u202e\n"
+    file = write(tmp_path, [x("cpu_op", name, 1, 2), kernel(1, 2, 1, name=name)], "a\x1bb.json")
+    for encoding in ("utf-8", "ascii"):
+        done = process(file, PYTHONIOENCODING=encoding)
+        assert done.returncode == 0
+        assert not {c for c in done.stdout if not c.isprintable()} - {"\n"}
+    assert as_json(file)["operators"][0]["name"] == name
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"'{sys.executable}' -m telemetry trace '{WORKERS0}' --json | head -c 10"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        end = time.perf_counter() + 0.004
+        while time.perf_counter() < end:
+            pass
+        return torch.randn(8), index % 2
+
+
+@pytest.mark.parametrize(("workers", "iterator"), [(0, "SingleProcess"), (2, "MultiProcessing")])
+def test_a_live_recording_of_this_torch_shows_the_data_loader(tmp_path, workers, iterator, as_json):
+    """In traces of newer torch the wait for a batch is an annotation, for which TensorBoard's tool shows 0."""
+    file, net, measured = tmp_path / "rank7.pt.trace.json.gz", nn.Linear(8, 2), []
+    plan = schedule(wait=0, warmup=1, active=4, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=plan, with_stack=workers > 0) as profiler:
+        loader = iter(DataLoader(Slow(), batch_size=4, num_workers=workers))
+        for _ in range(5):
+            start = time.perf_counter()
+            batch, labels = next(loader)
+            measured.append(time.perf_counter() - start)
+            nn.functional.cross_entropy(net(batch), labels).backward()
+            profiler.step()
+    profiler.export_chrome_trace(str(file))
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    waits = [e for e in events if e.get("name", "").startswith("enumerate(DataLoader)#")]
+    assert {e["cat"] for e in waits} == {"user_annotation"}
+    assert all(iterator in e["name"] for e in waits)
+    trace = as_json(file)
+    assert [step["step"] for step in trace["steps"]] == [1, 2, 3, 4]
+    assert (trace["rank"], trace["device"]) == (7, None)
+    assert {*trace["gpu"].values(), *trace["temporal"].values()} == {None}
+    for step in trace["steps"]:
+        assert sum(step["categories"].values()) == pytest.approx(step["seconds"])
+        assert step["categories"]["Kernel"] == 0
+    if workers:
+        return
+    for step in trace["steps"]:  # what the loop itself saw; its next() does a little more than the annotation
+        assert step["categories"]["DataLoader"] == pytest.approx(measured[step["step"]], rel=0.1)
+    assert trace["average"]["categories"]["DataLoader"] > 0.5
+    assert trace["advice"][0]["action"].startswith("load batches in worker processes")
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ['"', "\\", "}, {", '},\n {"', '"}]}', "\\u0022", "[{", "nan", "N/A"]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+layouts = st.sampled_from([{"indent": None}, {"indent": 2}, {"indent": 0}, {"separators": (",", ":")}])
+
+
+def operators(content: bytes, path: Path, chunk: int = 7):
+    """The calls of each operator in a file that is read in such pieces."""
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_CHUNK", chunk)
+        trace = read_trace(path)
+    return {operator.name: operator.calls for operator in trace.operators}, trace
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(texts, values), min_size=1, max_size=12), values, layouts, st.integers(1, 40), st.booleans())
+def test_any_json_cut_anywhere_is_read_as_a_whole_would_be(tmp_path_factory, named, other, layout, chunk, ascii_only):
+    events = [x("cpu_op", name, 1, 1, other=value) for name, value in named]
+    document = {"a": other, "traceEvents": events, "distributedInfo": {"rank": 3}, "b": [{}, {}]}
+    data = json.dumps(document, ensure_ascii=ascii_only, **layout).encode()
+    found, trace = operators(data, tmp_path_factory.getbasetemp() / "any.json", chunk)
+    assert found == Counter(name for name, _ in named if not name.startswith("[pl]"))
+    assert (trace.rank, len(trace.notes)) == (3, 1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(values, max_size=6), st.data(), st.binary(max_size=200))
+def test_a_file_that_is_cut_off_or_goes_on_with_any_bytes_is_an_error_and_nothing_else(
+    tmp_path_factory, events, data, more
+):
+    whole = json.dumps({"traceEvents": [x("cpu_op", "a", 1, 1), *events]}).encode()
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    path = tmp_path_factory.getbasetemp() / "cut.json"
+    with pytest.raises(TraceError, match="cut off"):
+        operators(cut, path)
+    try:
+        operators(cut + more, path)
+    except TraceError:
+        pass
+
+
+def test_what_is_not_json_but_can_be_read(tmp_path):
+    event = b'{"cat": "cpu_op", "ts": 1, "dur": 1, "name": '
+    found, trace = operators(
+        b'[%b"ok"}, %b"nan N/A", "args": {"bytes": nan, "a": -inf, "b": N/A, "c": NaN}}, %b"\xff\x01"}]'
+        % ((event,) * 3),
+        tmp_path / "words.json",
+    )
+    assert found == {"ok": 1, "nan N/A": 1, "\ufffd ": 1}
+    assert trace.notes[-1].startswith("text that is not JSON, such as nan")
+
+
+def test_gzip_of_several_members_with_padding_or_cut_off_anywhere(tmp_path):
+    plain = json.dumps({"traceEvents": [x("cpu_op", str(i), i, 1) for i in range(40)]}).encode()
+    members = gzip.compress(plain[:500]) + gzip.compress(b"") + gzip.compress(plain[500:])
+    assert len(operators(members + bytes(100), tmp_path / "members")[0]) == 40
+    for size in (2, 12, len(members) // 2, len(members) - 1):
+        with pytest.raises(TraceError, match="cut off"):
+            operators(members[:size], tmp_path / "cut.json.gz")
+
+
+BOMB_READER = """
+import resource, sys
+from telemetry.trace.reader import read_trace
+from telemetry.trace.events import TraceError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_trace(sys.argv[1])
+except TraceError as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b'{"traceEvents": [', b" " * 65536),
+        (b'{"traceEvents": [{"name": "', b"x" * 65536),
+        (b"[", b"[" * 65536),
+    ],
+)
+def test_a_gzip_bomb_is_refused_with_bounded_memory(tmp_path, head, body):
+    """A gigabyte from a megabyte: refused early, and never held."""
+    repeated = gzip.compress(body * 256)  # a file may have many members
+    with (tmp_path / "bomb.json.gz").open("wb") as file:
+        file.write(gzip.compress(head))
+        for _ in range((1 << 30) // len(body) // 256):
+            file.write(repeated)
+    command = [sys.executable, "-c", BOMB_READER, str(tmp_path / "bomb.json.gz")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    message, grown_kib = done.stdout.splitlines()
+    assert "bomb.json.gz" in message
+    assert int(grown_kib) < 120 * 1024

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.findings import Finding
     from telemetry.log_lines import GpuMemoryFull, MemoryForecast, RunEndLine
     from telemetry.records import Advice, HotLine, StallRecord
-    from telemetry.trace.records import Suggestion
+    from telemetry.trace.advice import Suggestion
 
 
 class VerdictKind(Enum):

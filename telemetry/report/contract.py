@@ -10,7 +10,7 @@ import msgspec
 from telemetry.diagnosis.findings import Finding
 from telemetry.log_lines import ChangedFigure, Number, Suspect
 from telemetry.records import Advice, Epochs, HotLine, StallRecord, StepTrend
-from telemetry.trace.records import FlopsUsage, Suggestion
+from telemetry.trace.advice import Suggestion
 
 
 class Durations(msgspec.Struct):
@@ -94,7 +94,7 @@ class Change(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """A recorded trace. ``breakdown``: shares of its average step; empty, as the later fields, if it was not read."""
+    """A recorded trace. ``breakdown``: shares of its average step; empty, as ``advice``, if it was not read."""
 
     rank: int
     first_step: int | None
@@ -102,7 +102,6 @@ class Snapshot(msgspec.Struct, kw_only=True):
     path: str
     reason: str | None
     breakdown: dict[str, float]
-    flops: FlopsUsage | msgspec.UnsetType = msgspec.UNSET
     advice: list[Suggestion] | msgspec.UnsetType = msgspec.UNSET
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
@@ -44,9 +44,9 @@ from telemetry.report.process_log import (
     take_lines_of_slow_ranks,
     unix,
 )
-from telemetry.trace.files import TraceError
+from telemetry.trace.advice import LoadingSuggestion
+from telemetry.trace.events import TraceError
 from telemetry.trace.reader import read_trace
-from telemetry.trace.records import LoadingSuggestion
 from telemetry.util.text import percent, plain_number, rounded_percent
 
 if TYPE_CHECKING:
@@ -191,17 +191,16 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
                 breakdown=line.breakdown,
             )
             snapshots.append(snapshot)
-            path = PurePosixPath(snapshot.path)
-            if path.is_absolute() or ".." in path.parts or path.parts[:1] != ("snapshots",):
-                problems.append(f"snapshot {path}: it lies outside of the run folder and was not read")
+            path = run_dir / snapshot.path
+            if not os.path.realpath(path).startswith(os.path.realpath(run_dir / "snapshots") + os.sep):
+                problems.append(f"snapshot {snapshot.path}: it lies outside of the run folder and was not read")
                 continue
             try:
-                trace = read_trace(run_dir / path, follow=False)
+                trace = read_trace(path)
             except TraceError as error:
                 problems.append(f"snapshot: {error}")
                 continue
             snapshot.breakdown = {name: round(ratio, 4) for name, ratio in trace.average.categories.items()}
-            snapshot.flops = trace.flops
             snapshot.advice = [each for each in trace.advice if not advised or not isinstance(each, LoadingSuggestion)]
     return snapshots, problems
 

@@ -222,11 +222,6 @@ def _snapshots(snapshots: Sequence[Snapshot]) -> list[str]:
         )
         texts = ((trace.rank, trace_text(trace.breakdown, trace.suggestions)) for trace in traces)
         lines += [f"  rank {rank}: {text}" for rank, text in texts if text]
-        flops: dict[str, list[str]] = {}
-        for trace in traces:
-            if trace.flops:
-                flops.setdefault(str(trace.flops), []).append(str(trace.rank))
-        lines += [f"  FLOPs of rank {', '.join(own)}: {text}" for text, own in flops.items()]
     return lines
 
 

@@ -43,9 +43,6 @@ _OPERATOR_SECONDS: Final = 15e-6
 _RECORDED_BYTES: Final = 200
 """Least memory of an operator that is recorded and not expanded. Measured: 210 to 290."""
 
-_TIMES_WITH_SHAPES: Final = 2.5
-"""Factor for an operator with the shapes of its inputs. Measured: it takes 4.4 kB."""
-
 _TIMES_ON_GPU: Final = 2.0
 """Factor for a GPU: traces of two trainings had as many launches and kernels together as operators."""
 
@@ -77,7 +74,7 @@ class Budget:
         memory_bytes: the most memory.
         operators: the most operators.
         trace_bytes: the most memory for so many operators. Their trace is several times smaller: in the file, an
-            operator has 250 bytes, a kernel with its launch 1,100, and the shapes of inputs 150 more.
+            operator has 250 bytes, and a kernel with its launch 1,100.
         limit: the setting or limit that more operators would exceed, in words.
         recorded_bytes: memory of one operator as long as it is not expanded.
     """
@@ -92,7 +89,7 @@ class Budget:
     def now(cls, config: Config, ranks: int) -> Budget:
         """The budget by the settings and the present free memory, for so many ranks of this node at once."""
         memory_bytes, pause_seconds = config.snapshot_memory_bytes, config.snapshot_pause_seconds
-        times = (_TIMES_WITH_SHAPES if config.snapshot_shapes else 1.0) * (_TIMES_ON_GPU if on_gpu() else 1.0)
+        times = _TIMES_ON_GPU if on_gpu() else 1.0
         limit = "(snapshot_memory_bytes)"
         free = free_memory()
         if free is not None and free // (_SHARE * ranks) < memory_bytes:

@@ -108,11 +108,9 @@ class Session:
     Args:
         plan: the steps to record, and the reason.
         identity: identity of this rank, which is written into the trace.
-        shapes: whether the shapes of the operators' inputs are recorded. Floating-point operations are counted from
-            them; torch's own count (``with_flops``) is not in the file that it exports.
     """
 
-    def __init__(self, plan: Plan, identity: Identity, *, shapes: bool = False) -> None:
+    def __init__(self, plan: Plan, identity: Identity) -> None:
         import torch
         from torch.profiler import ProfilerActivity
         from torch.profiler.profiler import _KinetoProfile
@@ -123,8 +121,7 @@ class Session:
         if torch.xpu.is_initialized():
             activities.append(ProfilerActivity.XPU)
         self._autograd: Any = sys.modules["torch.autograd.profiler"]
-        self._shapes = shapes
-        self._profiler = _KinetoProfile(activities=activities, record_shapes=shapes)
+        self._profiler = _KinetoProfile(activities=activities)
         self._start_imports_inductor = not hasattr(self._profiler, "has_cudagraphs")
         self._may_be_prepared = False  # and not started
         if self._profiler._get_distributed_info() is None:  # without a process group torch does not name the rank
@@ -140,9 +137,7 @@ class Session:
         inductor: Any = sys.modules.get("torch._inductor.config")
         profiler = self._profiler
         profiler.has_cudagraphs = bool(getattr(getattr(inductor, "triton", None), "cudagraphs", False))
-        profiler.profiler = self._autograd.profile(
-            use_cpu=True, use_device=profiler.use_device, use_kineto=True, record_shapes=self._shapes
-        )
+        profiler.profiler = self._autograd.profile(use_cpu=True, use_device=profiler.use_device, use_kineto=True)
         profiler.profiler._parse_kineto_results = _parse_nothing
         self._may_be_prepared = True
         profiler.profiler._prepare_trace()
@@ -248,7 +243,7 @@ class Capture:
     """
 
     def __init__(self, hooks: StepTracker, profilers: ProfilerWatch, config: Config, identity: Identity) -> None:
-        self._hooks, self._profilers, self._shapes = hooks, profilers, config.snapshot_shapes
+        self._hooks, self._profilers = hooks, profilers
         self._most_ns = int(config.snapshot_max_seconds * NS)
         self._identity = identity
         self._plan: Plan | None = None
@@ -382,7 +377,7 @@ class Capture:
             return
         with self._contained(plan, "prepare"):
             self._thread = threading.get_native_id()
-            session = self._session = Session(plan, self._identity, shapes=self._shapes)
+            session = self._session = Session(plan, self._identity)
             atexit.register(self._exit)
             with self._profilers.ours():
                 session.prepare()

@@ -6,29 +6,20 @@ A time is exposed while no kernel runs: only that can be saved.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from telemetry.trace.events import (
-    ELIGIBLE,
-    KERNEL,
-    LAYOUT,
-    LOADER,
-    MEMCPY,
-    MEMSET,
-    NOTHING,
-    TENSOR_CORE,
-    ZERO_GRAD,
-    copy_kind,
-)
-from telemetry.trace.records import LoadingSuggestion, Suggestion
+from msgspec import Struct
+
+from telemetry.trace import names
+from telemetry.trace.events import KERNEL, MEMCPY, MEMSET
 from telemetry.trace.steps import SECONDS_PER_US, difference, holds, intersection, length, union
 from telemetry.util.text import milliseconds, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from telemetry.trace.events import TraceEvents
-    from telemetry.trace.steps import Intervals, TimeRange, TraceSteps
+    from telemetry.trace.events import DeviceEvent, TraceEvents
+    from telemetry.trace.steps import Average, Intervals, LaunchBoundStretch, TimeRange, TraceSteps
     from telemetry.trace.tables import DeviceWait
 
 _MIN_SHARE: Final = 0.005
@@ -47,15 +38,18 @@ _MAX_MEMORY_USED: Final = 0.5
 _USABLE_MEMORY: Final = 0.9
 _MAX_BATCH_FACTOR: Final = 4.0
 _MAX_WORKER_LOAD: Final = 0.8
-_FLOATS: Final = ("['float'", "['double'")
 
 
-class Hardware(NamedTuple):
-    """The device that the trace is from. Figures that the trace does not contain are None."""
+class Suggestion(Struct, frozen=True):
+    """One suggested change. ``share_ratio``: the most that it alone could save, as a share of the average step."""
 
-    compute_major: int | None
-    memory_bytes: int | None
-    reserved_bytes: int | None
+    action: str
+    because: str
+    share_ratio: float
+
+
+class LoadingSuggestion(Suggestion, frozen=True):
+    """A suggestion about the DataLoader. A trace shows its waits, but not their cause; the advice of a stall does."""
 
 
 class Advisor:
@@ -65,61 +59,52 @@ class Advisor:
         events: the events of the trace.
         steps: its steps; their length is above 0.
         parts: the times of each category, which do not overlap.
-        average: shares of the average step by category.
-        hardware: the device of the trace.
+        average: the mean step.
     """
 
-    def __init__(
-        self,
-        events: TraceEvents,
-        steps: TraceSteps,
-        parts: Mapping[str, Intervals],
-        average: Mapping[str, float],
-        hardware: Hardware,
-    ) -> None:
+    def __init__(self, events: TraceEvents, steps: TraceSteps, parts: dict[str, Intervals], average: Average) -> None:
         self._events = events
         self._steps = steps
         self._all = steps.intervals
         self._whole = steps.length
+        self._count = len(steps.spans)
         self._parts = parts
-        self._average = average
-        self._hardware = hardware
+        self._average = average.categories
+        self._gpu = events.gpu
         self._free = difference(self._all, union([*parts["Kernel"], *parts["Communication"]]))
 
-    def advise(
-        self, owner: Sequence[int], waits: Sequence[DeviceWait], gaps: Sequence[Sequence[TimeRange]]
-    ) -> tuple[Suggestion, ...]:
+    def advise(self, waits: list[DeviceWait], stretches: list[LaunchBoundStretch]) -> list[Suggestion]:
         """All changes for which this trace has a reason, the change that saves most first.
 
         Args:
-            owner: number of the operator's name, for each device event.
             waits: calls that wait for the device.
-            gaps: times in which the device waited for a launch, by stretch.
+            stretches: those in which the device waits for launches.
         """
         found = [
             *self._loading(),
-            *self._copying(waits),
+            *self._copying([wait.call.span for wait in waits if wait.to_device]),
             *self._batch(),
-            *self._kernels(owner),
-            *self._launching(gaps),
+            *self._kernels(),
+            *self._launching(stretches),
             *self._gradients(),
             *self._waiting([wait for wait in waits if not wait.to_device]),
         ]
         worth = [each for each in found if each.share_ratio >= _MIN_SHARE]
-        return tuple(sorted(worth, key=lambda each: -each.share_ratio))
+        return sorted(worth, key=lambda each: -each.share_ratio)
 
     def _during(self, moments: Iterable[TimeRange], times: Intervals) -> float:
         return length(intersection(union(moments), times))
 
     def _a_step(self, microseconds: float) -> str:
-        return milliseconds(microseconds * SECONDS_PER_US / len(self._steps.spans))
+        return milliseconds(microseconds * SECONDS_PER_US / self._count)
 
     def _loading(self) -> Iterator[Suggestion]:
-        share, loaders = self._average["DataLoader"], self._events.named(LOADER)
+        share = self._average["DataLoader"]
+        loaders = {mark.name for mark in self._events.marks if names.is_loader(mark.name)}
         if share < _MIN_LOADING_SHARE or not loaders:
             return
         waits = f"{self._a_step(share * self._whole)} of every {self._a_step(self._whole)} are spent in next()"
-        if any("_SingleProcessDataLoaderIter" in self._events.names[loader] for loader in loaders):
+        if any("_SingleProcessDataLoaderIter" in loader for loader in loaders):
             workers = max(2, math.ceil(share / max(1e-3, 1 - share) / _MAX_WORKER_LOAD))
             action = f"load batches in worker processes: DataLoader(num_workers={workers})"
             yield LoadingSuggestion(action, f"the training thread loads each batch itself: {waits}", share)
@@ -129,56 +114,42 @@ class Advisor:
             )
             yield LoadingSuggestion(action, f"the workers do not keep up: {waits}", share)
 
-    def _copying(self, waits: Sequence[DeviceWait]) -> Iterator[Suggestion]:
-        events, count = self._events, len(self._steps.spans)
-        spans: dict[bool, list[TimeRange]] = {True: [], False: []}  # by whether the memory is pageable
-        sizes = {True: 0, False: 0}
-        floats = 0
-        made: dict[int, tuple[float, bool]] = {}
-        for work in events.work:
-            if work.kind != MEMCPY or not self._steps.hold(work.start):
-                continue
-            direction, of_pageable = copy_kind(events.names[work.name])
-            if direction == "HtoD":
-                made[work.correlation] = (work.start - work.took, bool(of_pageable))
-                size = max(0, int(work.first))
-                sizes[bool(of_pageable)] += size
-                floats += size if events.input_types.get(work.external, "").startswith(_FLOATS) else 0
-                spans[bool(of_pageable)].append(work.span)
-        made.pop(NOTHING, None)
-        # The calls stage pageable memory. Their time long before the copy does not count.
-        for start, took, correlation, _, _, _ in events.calls.plain():
-            if correlation in made:
-                (earliest, staged), end = made[correlation], start + took
-                spans[staged].append((min(max(start, earliest), end), end))
-        calls = [(wait.start, wait.end) for wait in waits if wait.to_device]
-        if sizes[True]:
-            pageable = self._during([*spans[True], *calls], self._free)
+    def _copying(self, waits: list[TimeRange]) -> Iterator[Suggestion]:
+        """Copies to the device. ``waits``: calls that wait for one."""
+        copies = [
+            work
+            for work in self._events.work
+            if work.kind == MEMCPY and names.copy_kind(work.name)[0] == "HtoD" and self._steps.hold(work.start)
+        ]
+        from_pageable = [work for work in copies if names.copy_kind(work.name)[1]]
+        if size := _bytes(from_pageable):
+            exposed = self._during([*_spans(from_pageable), *waits], self._free)
             because = (
-                f"{_megabytes(sizes[True] / count)} a step are copied to the GPU from pageable memory, and "
-                f"no kernel runs for {self._a_step(pageable)} of that"
+                f"{_megabytes(size / self._count)} a step are copied to the GPU from pageable memory, and "
+                f"no kernel runs for {self._a_step(exposed)} of that"
             )
             action = "pin batches and copy them with non_blocking=True: DataLoader(pin_memory=True)"
-            yield Suggestion(action, because, pageable / self._whole)
-        elif calls:
-            waited = self._during(calls, self._free)
+            yield Suggestion(action, because, exposed / self._whole)
+        elif waits:
+            exposed = self._during(waits, self._free)
             because = (
-                f"the host waits for the end of pinned copies {len(calls) / count:.1f} times a step, "
-                f"{self._a_step(waited)} of it with no kernel running"
+                f"the host waits for the end of pinned copies {len(waits) / self._count:.1f} times a step, "
+                f"{self._a_step(exposed)} of it with no kernel running"
             )
             action = "copy with .to(device, non_blocking=True): the batch is pinned already"
-            yield Suggestion(action, because, waited / self._whole)
-        if floats and floats > sum(sizes.values()) / 2:
-            copying = self._during([*spans[True], *spans[False]], self._free)
+            yield Suggestion(action, because, exposed / self._whole)
+        floats = _bytes([work for work in copies if work.external in self._events.float_copies])
+        if floats > _bytes(copies) / 2:
+            exposed = self._during(_spans(copies), self._free)
             because = (
-                f"{_megabytes(floats / count)} of floats a step are copied to the GPU, and no kernel runs "
-                f"for {self._a_step(copying)} of that; as uint8 they are a quarter"
+                f"{_megabytes(floats / self._count)} of floats a step are copied to the GPU, and no kernel runs "
+                f"for {self._a_step(exposed)} of that; as uint8 they are a quarter"
             )
             action = "send uint8 and convert on the GPU, if these are images"
-            yield Suggestion(action, because, _UINT8_SAVES * (copying / self._whole))
+            yield Suggestion(action, because, _UINT8_SAVES * (exposed / self._whole))
 
     def _batch(self) -> Iterator[Suggestion]:
-        memory, reserved = self._hardware.memory_bytes, self._hardware.reserved_bytes
+        memory, reserved = self._gpu.memory_bytes, self._events.reserved_bytes.get(self._gpu.id)
         if not memory or not reserved or reserved / memory > _MAX_MEMORY_USED:
             return
         factor = min(_MAX_BATCH_FACTOR, _USABLE_MEMORY * memory / reserved)
@@ -189,19 +160,17 @@ class Advisor:
         )
         yield Suggestion("use a larger batch", because, host * (1 - 1 / factor))
 
-    def _kernels(self, owner: Sequence[int]) -> Iterator[Suggestion]:
+    def _kernels(self) -> Iterator[Suggestion]:
         """Kernels that change layouts, and kernels that do not use tensor cores although they could."""
-        traits = self._events.traits
-        layout: list[TimeRange] = []
-        eligible: list[TimeRange] = []
-        for work, operator in zip(self._events.work, owner, strict=True):
-            if work.kind != KERNEL or not self._steps.hold(work.start):
-                continue
-            if traits[work.name] & LAYOUT:
-                layout.append(work.span)
-            elif operator != NOTHING and traits[operator] & ELIGIBLE and not traits[work.name] & TENSOR_CORE:
-                eligible.append(work.span)
-        capability = self._hardware.compute_major or 0
+        kernels = [work for work in self._events.work if work.kind == KERNEL and self._steps.hold(work.start)]
+        layout = [work.span for work in kernels if names.converts_layout(work.name)]
+        eligible = [
+            work.span
+            for work in kernels
+            if work.operator is not None and names.is_eligible(work.operator)
+            if not names.is_tensor_core(work.name) and not names.converts_layout(work.name)
+        ]
+        capability = 0 if self._events.is_amd else self._gpu.compute_major or 0
         slow = self._during(eligible, self._all)
         if slow and capability >= _FIRST_WITH_TENSOR_CORES:
             because = (
@@ -216,14 +185,14 @@ class Advisor:
         if layout:
             took = self._during(layout, self._all)
             because = (
-                f"{len(layout) / len(self._steps.spans):.0f} kernels a step do nothing but change the layout of "
+                f"{len(layout) / self._count:.0f} kernels a step do nothing but change the layout of "
                 f"tensors, {self._a_step(took)}"
             )
             action = "keep model and batch in channels_last: .to(memory_format=torch.channels_last)"
             yield Suggestion(action, because, took / self._whole)
 
-    def _launching(self, gaps: Sequence[Sequence[TimeRange]]) -> Iterator[Suggestion]:
-        idle = self._during((gap for stretch in gaps for gap in stretch), self._all)
+    def _launching(self, stretches: list[LaunchBoundStretch]) -> Iterator[Suggestion]:
+        idle = sum(stretch.seconds * stretch.idle_ratio for stretch in stretches) / SECONDS_PER_US
         if idle:
             because = f"the GPU often idles while the host launches kernels one by one: {self._a_step(idle)} a step"
             yield Suggestion("compile the model (torch.compile) or use CUDA graphs", because, idle / self._whole)
@@ -232,47 +201,63 @@ class Advisor:
         """The clearing of the gradients, on the host and on the device, if it launches something."""
         by_thread: dict[int, list[TimeRange]] = {}
         for mark in self._events.marks:
-            if self._events.traits[mark.name] & ZERO_GRAD:
+            if names.clears_gradients(mark.name):
                 by_thread.setdefault(mark.thread, []).append(mark.span)
         host = {thread: union(spans) for thread, spans in by_thread.items()}
-        inside = {
-            correlation
-            for start, _, correlation, _, _, thread in self._events.calls.plain()
-            if thread in host and holds(host[thread], start)
-        } - {NOTHING}
-        launched = (work for work in self._events.work if work.correlation in inside and work.kind in {KERNEL, MEMSET})
-        device = [work.span for work in launched]
+        device = [
+            work.span
+            for work in self._events.work
+            if work.kind in {KERNEL, MEMSET} and work.call is not None and work.call.thread in host
+            if holds(host[work.call.thread], work.call.start)
+        ]
         if device:
             clearing = self._during((span for spans in host.values() for span in spans), self._free)
             clearing += self._during(device, self._parts["Kernel"])
             because = (
-                f"clearing the gradients launches {len(device) / len(self._steps.spans):.0f} kernels a step and takes "
+                f"clearing the gradients launches {len(device) / self._count:.0f} kernels a step and takes "
                 f"{self._a_step(clearing)}"
             )
             yield Suggestion("optimizer.zero_grad(set_to_none=True)", because, clearing / self._whole)
 
-    def _waiting(self, waits: Sequence[DeviceWait]) -> Iterator[Suggestion]:
+    def _waiting(self, waits: list[DeviceWait]) -> Iterator[Suggestion]:
         """Idle time of the device right after a call that waited for it, because no other work was queued."""
         device = union(span for name in ("Kernel", "Memcpy", "Memset", "Communication") for span in self._parts[name])
         idle = difference(difference(self._all, device), self._parts["DataLoader"])
         calls, at = 0, 0
         lost: dict[str, float] = {}
         for wait in waits:
-            while at < len(idle) and idle[at][1] <= wait.end:
+            start, end = wait.call.span
+            while at < len(idle) and idle[at][1] <= end:
                 at += 1
-            if at < len(idle) and idle[at][0] <= wait.end:
+            if at < len(idle) and idle[at][0] <= end:
                 calls += 1
-                origin = " at ".join(filter(None, (wait.operator or wait.name, wait.call_site)))
-                lost[origin] = lost.get(origin, 0.0) + idle[at][1] - max(idle[at][0], wait.start)
+                origin = " at ".join(filter(None, (wait.operator or wait.call.name, wait.call_site)))
+                lost[origin] = lost.get(origin, 0.0) + idle[at][1] - max(idle[at][0], start)
                 at += 1  # so that each idle time is counted once
         if calls:
             drained = sum(lost.values())
             because = (
-                f"{calls / len(self._steps.spans):.1f} times a step the host waits for the GPU, which then idles for "
+                f"{calls / self._count:.1f} times a step the host waits for the GPU, which then idles for "
                 f"{self._a_step(drained)}, most of it from {max(lost, key=lambda origin: lost[origin])}"
             )
             action = "remove a synchronisation: no .item(), .cpu() or print of a tensor in every step"
             yield Suggestion(action, because, drained / self._whole)
+
+
+def _spans(copies: list[DeviceEvent]) -> Iterator[TimeRange]:
+    """The times of copies, and of the calls that launched them, which stage pageable memory.
+
+    Staging takes about as long as the copy. If the call began much earlier, it waited for something else.
+    """
+    for copy in copies:
+        yield copy.span
+        if copy.call is not None:
+            staging = max(copy.call.start, copy.start - copy.took)
+            yield min(staging, copy.call.end), copy.call.end
+
+
+def _bytes(copies: list[DeviceEvent]) -> float:
+    return sum(copy.bytes or 0 for copy in copies)
 
 
 def _megabytes(size: float) -> str:

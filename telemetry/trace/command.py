@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from telemetry.trace.files import NoTraceError, ReadLimits, TraceError
-from telemetry.trace.reader import read_trace
+from telemetry.trace.events import MAX_BYTES, NoTraceError, TraceError
+from telemetry.trace.reader import Trace, read_trace
 from telemetry.util.text import byte_size, complain, duration, one_line, percent, shortened, show, show_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from telemetry.trace.records import Trace
 
 _ENDINGS: Final = (".json", ".json.gz")
 _MAX_SHOWN: Final = 4
@@ -29,7 +27,6 @@ _BAR: Final = 40
 _MAX_ADVICE: Final = 3
 _MAX_STREAMS: Final = 4
 _MAX_ROWS: Final = 10
-_MAX_STEPS: Final = 12
 _NAME: Final = 72
 _NARROW_NAME: Final = 40
 
@@ -42,30 +39,18 @@ def trace(path: str, *, as_json: bool, max_bytes: int | None) -> int:
     Args:
         path: the file or the folder.
         as_json: whether to print JSON: an object for a file, a list for a folder.
-        max_bytes: limit of one file, uncompressed; None for the limit in `ReadLimits`.
+        max_bytes: limit of one file, uncompressed; None for `MAX_BYTES`.
     """
-    limits = ReadLimits() if max_bytes is None else ReadLimits(max_bytes=max_bytes)
-    if Path(path).is_dir():
-        return _folder(path, limits, as_json=as_json)
-    try:
-        read = read_trace(path, limits)
-    except TraceError as error:
-        complain(str(error))
-        return 1
-    return _dump(read) if as_json else show(_render(read))
-
-
-def _folder(path: str, limits: ReadLimits, *, as_json: bool) -> int:
+    is_folder = Path(path).is_dir()
+    files = _traces_in(path) if is_folder else [Path(path)]
     traces: list[Trace] = []
     problems: list[str] = []
-    paths = (Path(folder, name) for folder, _, names in os.walk(path) for name in names if name.endswith(_ENDINGS))
-    for file in sorted(file for file in paths if file.is_file() and not file.is_symlink()):
+    for file in files:
         try:
-            traces.append(read_trace(file, limits, follow=False))
-        except NoTraceError:
-            continue
+            traces.append(read_trace(file, MAX_BYTES if max_bytes is None else max_bytes))
         except TraceError as error:
-            problems.append(str(error))
+            if not (is_folder and isinstance(error, NoTraceError)):
+                problems.append(str(error))
     if not traces and not problems:
         problems.append(f"there is no trace in {path}: no file that ends in .json or .json.gz is one")
     for problem in problems:
@@ -73,12 +58,17 @@ def _folder(path: str, limits: ReadLimits, *, as_json: bool) -> int:
     if not traces:
         return 1
     traces.sort(key=lambda each: (each.rank is None, each.rank or 0, each.file))
-    written = _dump(traces) if as_json else show(_several(traces))
+    if as_json:
+        content = msgspec.json.encode(traces if is_folder else traces[0])
+        written = show_json(msgspec.json.format(content, indent=2).decode() + "\n")
+    else:
+        written = show(_several(traces))
     return 1 if problems else written
 
 
-def _dump(value: Trace | list[Trace]) -> int:
-    return show_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+def _traces_in(folder: str) -> list[Path]:
+    paths = (Path(found, name) for found, _, names in os.walk(folder) for name in names if name.endswith(_ENDINGS))
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
 
 
 # -- text ----------------------------------------------------------------------------------------------------------
@@ -102,8 +92,7 @@ def _several(traces: list[Trace]) -> str:
 
 def _render(trace: Trace) -> str:
     """The text: the parts of the step, its waits and the advice; then tables of operators, kernels and copies."""
-    flops = wrap(f"FLOPs    {trace.flops}", _WIDTH, subsequent_indent=9 * " ")
-    parts = [_head(trace), _categories(trace), [*_device(trace), *flops], _advice(trace), list(trace.notes)]
+    parts = [_head(trace), _categories(trace), _device(trace), _advice(trace), trace.notes]
     return _joined(*parts, *_tables(trace))
 
 
@@ -170,10 +159,10 @@ def _advice(trace: Trace) -> list[str]:
 def _tables(trace: Trace) -> Iterator[list[str]]:
     # fmt: off
     if len(trace.steps) > 1:
-        more = len(trace.steps) - _MAX_STEPS
+        more = len(trace.steps) - _MAX_ROWS
         steps = [
             [str(each.step), *map(duration, (each.seconds, *each.categories.values()))]
-            for each in trace.steps[:_MAX_STEPS]
+            for each in trace.steps[:_MAX_ROWS]
         ]
         yield [
             *_table(["step", "", *trace.average.categories], steps),

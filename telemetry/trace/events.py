@@ -1,437 +1,473 @@
-"""The events of a trace that the figures need, as packed rows. They take a tenth of the memory of dicts.
+"""The events of a trace: read from its file piece by piece, and kept as far as the figures need them.
 
 Times are microseconds, as in the file. The Trace Event Format has no other unit, whatever ``displayTimeUnit`` is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import re
-import struct
-from functools import partial
-from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+import sys
+import zlib
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
 
-from telemetry.trace.files import ReadLimits, TraceError
+import msgspec
+from msgspec import Meta, Raw, Struct, field
+
+from telemetry.trace import names
+from telemetry.util.files import open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from msgspec.json import Decoder
+
+MAX_BYTES: Final = 2 << 30
+"""The largest file that is read, uncompressed. Real traces take up to 1.3 times as much memory."""
 
 NOTHING: Final = -1
-"""Stands for an id or a figure that an event does not have."""
+"""Stands for an id that an event does not have."""
 
-OTHER, KERNEL, MEMCPY, MEMSET, SYNC, RUNTIME, OPERATOR, ANNOTATION, GPU_ANNOTATION, FRAME, MEMORY = range(11)
+
+class TraceError(Exception):
+    """A file cannot be read as a trace; the text has the reason, and what to do."""
+
+
+class NoTraceError(TraceError):
+    """The file is valid JSON, but not a trace."""
+
+
+# -- the kept events -----------------------------------------------------------------------------------------------
+
+KERNEL, MEMCPY, MEMSET, SYNC, OTHER = "kernel", "memcpy", "memset", "sync", "other"
+ON_STREAM: Final = (KERNEL, MEMCPY, MEMSET)
+_RUNTIME, _OPERATOR, _ANNOTATION, _GPU_ANNOTATION, _FRAME = "runtime", "operator", "annotation", "on gpu", "frame"
 
 _KINDS: Final = {
+    "": None, "cpu_instant_event": None,
     "kernel": KERNEL, "mtia_ccp_events": KERNEL, "memcpy": MEMCPY, "gpu_memcpy": MEMCPY, "memset": MEMSET,
-    "gpu_memset": MEMSET, "cuda_sync": SYNC, "runtime": RUNTIME, "operator": OPERATOR, "cpu_op": OPERATOR,
-    "python": OPERATOR, "user_annotation": ANNOTATION, "gpu_user_annotation": GPU_ANNOTATION,
-    "python_function": FRAME, "cpu_instant_event": MEMORY,
+    "gpu_memset": MEMSET, "cuda_sync": SYNC, "runtime": _RUNTIME, "operator": _OPERATOR, "cpu_op": _OPERATOR,
+    "python": _OPERATOR, "user_annotation": _ANNOTATION, "gpu_user_annotation": _GPU_ANNOTATION,
+    "python_function": _FRAME,
 }  # fmt: skip
-_RUNTIME: Final = re.compile(r".+_(runtime|driver)")  # cuda_runtime, cuda_driver, xpu_runtime, mtia_runtime ...
-_LATEST_US: Final = 1e17
-"""Valid timestamps are below this (the year 5138)."""
-
-# -- traits of a name ----------------------------------------------------------------------------------------------
-
-STEP, LOADER, COMMUNICATION, LIGHTNING, ZERO_GRAD, WAITS, ELIGIBLE, MATRIX = (1 << bit for bit in range(8))
-"""Traits of a host event: a step's annotation; the wait for a batch; a collective; an annotation of Lightning; clearing
-the gradients; an operator that may copy or wait for the device; one whose work tensor cores can do; one that
-multiplies matrices, convolves or attends, or may do so."""
-
-COLLECTIVE, COMPUTE, TENSOR_CORE, LAYOUT, BLOCKING = (1 << bit for bit in range(8, 13))
-"""Traits of a device event or a runtime call: a collective's kernel; computation, as Holistic Trace Analysis defines
-it; a kernel on tensor cores; one that only changes the memory layout; a call that waits until the device is done."""
-
-_MARKS: Final = STEP | LOADER | COMMUNICATION | ZERO_GRAD
-_STEP_MARK: Final = re.compile(r"ProfilerStep#(\d{1,18})")
-_LOADER: Final = re.compile(r"enumerate\(DataLoader\)#.*\.__next__|enumerate\(DataPipe\)#.*", re.DOTALL)
-_COLLECTIVE: Final = re.compile(r"(nccl|gloo|mpi|ucc|rccl|hccl|xccl):")
-_WAITS: Final = {
-    "aten::copy_", "aten::to", "aten::_to_copy", "aten::item", "aten::_local_scalar_dense", "aten::nonzero",
-    "aten::is_nonzero", "aten::equal", "aten::masked_select", "aten::unique2", "aten::_unique2",
-}  # fmt: skip
-_ELIGIBLE: Final = re.compile(
-    r"aten::_?(cudnn_|miopen_|thnn_)?conv(olution|_tbc|_transpose|\d)|aten::(addmm|addmv|addr|addbmm|baddbmm|bmm|mm|mv|"
-    r"matmul|linear|prelu|chain_matmul|linalg_multi_dot|gru_cell|lstm_cell|rnn_(tanh|relu)_cell|_thnn_fused_\w+|"
-    r"_scaled_dot_product|_flash_attention|_efficient_attention|_addmm_activation|_scaled_mm|_cudnn_rnn)"
-    r"|(Cudnn)?Convolution(Transpose)?Backward|(Bmm|Mm|Mv|Addmm|Addmv|Addbmm)Backward"
-)
-_MATRIX: Final = re.compile(
-    r"conv(?!ert)|matmul|einsum|attention|attn|(?<!fb)gemm|rnn|lstm|(?<![a-z])(gru|linear|mv|addmv|dot|(b?add)?b?mm)(?![a-z])",
-    re.IGNORECASE,
-)
-_NO_MATRIX: Final = re.compile(r"^autograd::|reorder|Backward\d*$")
-_TENSOR_CORE: Final = re.compile(
-    # The names that NVIDIA's PyProf and torch-tb-profiler go by, and those of Hopper and newer.
-    r"h884|s884|h1688|s1688|c1688|hmma|i8816|16816|16832|dgrad_1x1_stride_2x2|first_layer_wgrad_kernel|conv1x1|"
-    r"conv2d_c1_k1|direct_group|xmma_(implicit_gemm|sparse_conv|warp_specialized_implicit_gemm|gemm|sparse_gemm)|"
-    r"tensorop|tensor\d+x\d+|wgmma|gmma|nvjet|flash_(fwd|bwd)|flash::|fmha"
-)
-_LAYOUT: Final = re.compile(
-    r"nchwto|nhwcto|nchw_?2_?nhwc|nhwc_?2_?nchw|convert_?tensor|batched_transpose", re.IGNORECASE
-)
-_COLLECTIVE_KERNEL: Final = re.compile(r"nccl.*Kernel")
-_NO_COMPUTE: Final = re.compile(r"nccl.*Kernel|.*Memcpy|Memset|dma|.*Sync")
-_BLOCKING: Final = re.compile(r"(cuda|hip|cu|xpu)\w*Synchronize|cudaMemcpy|hipMemcpy(WithStream)?")
-_MEMCPY: Final = re.compile(r"Memcpy (\w+)(?: \((\w+) -> (\w+)\))?")
-_USER_FRAME: Final = re.compile(r".+\.py\(\d+\): .+")
-_LIBRARY_FRAME: Final = re.compile(
-    r"(^|/)(torch|site-packages|dist-packages|python\d[\d.]*)/|^(threading|contextlib)\.py\("
-)
 
 
-def _traits(name: str) -> int:
-    found = {
-        STEP: _STEP_MARK.fullmatch(name),
-        LOADER: _LOADER.fullmatch(name),
-        COMMUNICATION: _COLLECTIVE.match(name),
-        LIGHTNING: name.startswith("[pl]"),
-        ZERO_GRAD: name.startswith("Optimizer.zero_grad"),
-        WAITS: name in _WAITS,
-        ELIGIBLE: _ELIGIBLE.match(name),
-        MATRIX: _MATRIX.search(name) and not _NO_MATRIX.search(name),
-        COLLECTIVE: _COLLECTIVE_KERNEL.match(name),
-        COMPUTE: not _NO_COMPUTE.match(name),
-        TENSOR_CORE: _TENSOR_CORE.search(name),
-        LAYOUT: _LAYOUT.search(name),
-        BLOCKING: _BLOCKING.fullmatch(name),
-    }
-    return sum(trait for trait, true in found.items() if true)
+@cache
+def _kind(category: str) -> str | None:
+    """What events of a category are; None if the figures do not need them."""
+    lower = category.lower()
+    runtime = lower.endswith(("_runtime", "_driver"))  # cuda_runtime, cuda_driver, xpu_runtime, mtia_runtime ...
+    return _KINDS.get(lower, _RUNTIME if runtime else OTHER)
 
 
-def step_number(name: str) -> int:
-    """The number in the annotation of a step; 0 for any other name."""
-    match = _STEP_MARK.fullmatch(name)
-    return int(match[1]) if match else 0
+Moment: TypeAlias = tuple[int, float]
+"""A thread and a time on it."""
 
 
-def copy_kind(name: str) -> tuple[str, bool | None]:
-    """The direction of a copy, and whether its host memory is pageable; None if the name does not show it."""
-    match = _MEMCPY.match(name)
-    if match is None:
-        return ("other", None)
-    ends = {match[2], match[3]}
-    return match[1], True if "Pageable" in ends else False if "Pinned" in ends else None
+class Event(Struct, gc=False):
+    """What lasts from ``start`` on for ``took``, both in microseconds."""
+
+    start: float
+    took: float
+    name: str
+
+    @property
+    def end(self) -> float:
+        """Microseconds."""
+        return self.start + self.took
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Start and end in microseconds."""
+        return self.start, self.start + self.took
 
 
-def _user_frame(frame: str) -> bool:
-    """Whether a frame, ``file.py(12): function``, is in the user's own code and not in a library."""
-    return _USER_FRAME.fullmatch(frame) is not None and _LIBRARY_FRAME.search(frame) is None
+class HostEvent(Event, gc=False):
+    """A runtime call, operator, mark or frame of the user's Python code on the host. Ids: see `DeviceEvent`."""
+
+    thread: int
+    external: int = NOTHING
+    correlation: int = NOTHING
+
+    @property
+    def moment(self) -> Moment:
+        """Its thread, and its start there."""
+        return self.thread, self.start
 
 
-# -- rows ----------------------------------------------------------------------------------------------------------
-
-
-class DeviceWork(NamedTuple):
-    """An event on a device. -1 if the trace does not contain a figure.
+class DeviceEvent(Event, gc=False):
+    """An event on a device. None if the trace does not contain a figure.
 
     Attributes:
-        start, took: microseconds.
-        correlation: id of the runtime call that launched it.
-        external: id of the operator that launched it.
-        first, second: blocks per SM and achieved occupancy (percent) of a kernel; bytes of a copy, and nothing.
-        name: its number in `TraceEvents.names`.
         kind: KERNEL, MEMCPY, MEMSET, SYNC or OTHER.
+        correlation, external: ids of the runtime call and of the operator that launched it.
+        blocks, occupancy: blocks per SM, and achieved occupancy in percent.
+        call, operator: the runtime call that launched it, and the name of the innermost operator around that.
     """
 
-    start: float
-    took: float
-    correlation: int
-    external: int
-    first: float
-    second: float
-    name: int
+    kind: str
     stream: int
     device: int
-    kind: int
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """Start and end in microseconds."""
-        return self.start, self.start + self.took
-
-
-class HostEvent(NamedTuple):
-    """A runtime call, operator, mark or frame of the user's Python code on the host; fields as in `DeviceWork`."""
-
-    start: float
-    took: float
     correlation: int
     external: int
-    name: int
-    thread: int
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """Start and end in microseconds."""
-        return self.start, self.start + self.took
-
-
-_Row = TypeVar("_Row", DeviceWork, HostEvent)
-
-
-class Rows(Generic[_Row]):
-    """Rows of one kind, in the order of the file. They are kept packed: `pack` a row into `packed`."""
-
-    def __init__(self, kind: type[_Row], layout: str) -> None:
-        self.packed = bytearray()
-        self.pack = Struct(layout).pack
-        self._unpack = Struct(layout).iter_unpack
-        self._size = struct.calcsize(layout)
-        self._named: Callable[[Any], _Row] = partial(tuple.__new__, kind)  # half the time of ``_make``
-
-    def __iter__(self) -> Iterator[_Row]:
-        return map(self._named, self._unpack(self.packed))
-
-    def plain(self) -> Iterator[tuple[Any, ...]]:
-        """The rows as tuples without names, for loops over all operators and calls: it takes a third of the time."""
-        return self._unpack(self.packed)
-
-    def __len__(self) -> int:
-        return len(self.packed) // self._size
-
-
-def _host_rows() -> Rows[HostEvent]:
-    return Rows(HostEvent, "<ddqqii")
-
-
-class Signature(NamedTuple):
-    """The properties by which calls of matrix operators are grouped: name, and shapes, first type and values of inputs.
-
-    The values come from the file as they are, and may be anything.
-    """
-
-    name: str
-    shapes: Any
-    kind: str
-    values: Any
+    blocks: float | None
+    occupancy: float | None
+    bytes: float | None
+    call: HostEvent | None = None
+    operator: str | None = None
 
 
 class TraceEvents:
-    """The kept events of one trace.
+    """The kept events of one trace. Each list is in the order of their start, outer events before inner ones.
 
     Attributes:
-        names: the names of all events, each once. ``traits``: the traits of each name.
-        fractional: whether device times have fractions of a microsecond.
-        last_gpu_step: start of the last step's annotation on the device, microseconds; None without one.
-        input_types: input types of copying operators, by external id.
-        call_sites: the user's line that called a synchronising operator, by external id.
-        reserved_bytes: the most memory that the allocator had reserved, by device.
         work: events on devices.
         calls: runtime calls on the host.
         operators: operators; in old traces annotations too, but not those of steps.
         marks: steps, waits for a batch, collectives and clearing of gradients, as operators or annotations.
         frames: Python functions of the user's own code.
-        products: matrix operators. Here ``external`` is the number in ``signatures``.
-        signatures: the distinct signatures of ``products``.
+        last_gpu_step: start of the last step's annotation on the device, microseconds; None without one.
+        float_copies: external ids of copying operators whose input is of floats.
+        call_sites: the user's line that called a copying or waiting operator, by external id.
+        reserved_bytes: the most memory that the allocator had reserved, by device.
+        document: what is beside the events: the devices and the rank.
         malformed: number of events that were skipped because a field is invalid.
+        repaired: whether there were bare words, such as ``nan``, which are not JSON.
     """
 
-    def __init__(self, limits: ReadLimits) -> None:
-        self.names: list[str] = []
-        self.traits: list[int] = []
-        self.fractional = False
+    def __init__(self) -> None:
+        self.work: list[DeviceEvent] = []
+        self.calls: list[HostEvent] = []
+        self.operators: list[HostEvent] = []
+        self.marks: list[HostEvent] = []
+        self.frames: list[HostEvent] = []
         self.last_gpu_step: float | None = None
-        self.input_types: dict[int, str] = {}
+        self.float_copies: set[int] = set()
         self.call_sites: dict[int, str] = {}
         self.reserved_bytes: dict[int, int] = {}
-        self.signatures: list[Signature] = []
+        self.document = Document()
         self.malformed = 0
-        self.work = Rows(DeviceWork, "<ddqqddiqqb")
-        self.calls, self.operators, self.marks = _host_rows(), _host_rows(), _host_rows()
-        self.frames, self.products = _host_rows(), _host_rows()
-        self._limits = limits
-        self._numbers: dict[str, int] = {}
-        self._kinds: dict[Any, int] = {None: MEMORY}
-        self._threads: dict[Any, int] = {}
-        self._signature_numbers: dict[str, int] = {}
-        self._keepers: dict[int, Callable[[dict[str, Any], float, float, int], None]] = {
-            OPERATOR: self._host,
-            ANNOTATION: self._host,
-            RUNTIME: self._call,
-            FRAME: self._frame,
-            GPU_ANNOTATION: self._step_on_device,
-            MEMORY: lambda *_: None,  # an event with a duration and no category is not from the profiler
-        } | dict.fromkeys((KERNEL, MEMCPY, MEMSET, SYNC, OTHER), self._work)
-
-    def add(self, batch: Iterable[Any]) -> None:
-        """Keep the needed rows of some events. Invalid events are counted and skipped.
-
-        Raises:
-            TraceError: there are more events than the limits allow.
-        """
-        left = iter(batch)
-        while True:
-            try:
-                self._add(left)
-            except (KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError, RecursionError):
-                self.malformed += 1  # no part of its row was packed; go on with the next event
-            else:
-                break
-        kept = len(self.work) + len(self.calls) + len(self.operators) + len(self.marks) + len(self.frames)
-        if kept > self._limits.max_events:
-            raise TraceError(f"it holds more than {self._limits.max_events} events: record fewer steps")
-
-    def named(self, trait: int) -> set[int]:
-        """The numbers of the names that have a trait."""
-        return {number for number, traits in enumerate(self.traits) if traits & trait}
-
-    def name_of(self, number: int) -> str | None:
-        """The name of a number; None for -1."""
-        return self.names[number] if number >= 0 else None
+        self.repaired = False
+        self._figures: dict[float | None, float | None] = {}
 
     @property
     def is_amd(self) -> bool:
         """Whether the trace is of AMD's runtime. The names of AMD's kernels do not show the use of matrix cores."""
-        return any(name.startswith("hip") for name in self.names)
+        return any(call.name.startswith("hip") for call in self.calls)
 
-    def _add(self, events: Iterator[Any]) -> None:
-        kinds, keep = self._kinds, self._keepers
-        for event in events:
-            category = event.get("cat")
-            kind = kinds.get(category)
-            if kind is None:
-                kind = self._kind(category)
-            duration = event.get("dur")
-            if duration is None:
-                if kind == MEMORY and event.get("name") == "[memory]":
-                    self._memory(event["args"])
-                continue
-            start = event["ts"]
-            if not (-_LATEST_US < start < _LATEST_US and 0 <= duration < _LATEST_US):
-                raise ValueError
-            keep[kind](event, start, duration, kind)
+    @property
+    def gpu(self) -> DeviceProperties:
+        """The device that most work ran on, as the trace describes it."""
+        busy = {NOTHING: 0.0}
+        for work in self.work:
+            busy[work.device] = busy.get(work.device, 0.0) + work.took
+        number = max(busy, key=lambda number: busy[number])
+        return next((each for each in self.document.devices if each.id == number), DeviceProperties(number))
 
-    def _host(self, event: dict[str, Any], start: float, duration: float, kind: int) -> None:
-        name, tid = event["name"], event.get("tid")
-        number = self._numbers.get(name)  # inlines `_name` and `_thread`, to save two calls for each operator
-        if number is None:
-            number = self._name(name)
-        trait = self.traits[number]
-        if kind == ANNOTATION and not trait & _MARKS:
-            return
-        args = event.get("args") or {}
-        external = _external(args)
-        thread = self._threads.get(tid)
-        if thread is None:
-            thread = self._thread(tid)
-        row = self.operators.pack(start, duration, NOTHING, external, number, thread)
-        if trait & _MARKS:
-            self.marks.packed += row
-        if kind == OPERATOR and not trait & (STEP | LIGHTNING):
-            self.operators.packed += row
-            if trait & WAITS:
-                self._keep_details(external, args)
-            elif trait & MATRIX:
-                signature = self._signature(name, args)
-                self.products.packed += self.products.pack(start, duration, NOTHING, signature, number, thread)
+    def add(self, event: _Event) -> None:
+        """Keep what the figures need of an event."""
+        once = self._figures.setdefault  # equal figures, of which there are many, are one object
+        kind, start, took, args = _kind(event.cat), event.ts, once(event.dur, event.dur), event.args
+        name, thread, external = sys.intern(event.name), _number(event.tid), args.external_id
+        if took is None:
+            self._add_memory(name, args)
+        elif start is None:
+            self.malformed += 1
+        elif kind in (_OPERATOR, _ANNOTATION):
+            self._add_host(HostEvent(start, took, name, thread, external), kind, args)
+        elif kind == _RUNTIME:
+            self.calls.append(HostEvent(start, took, name, thread, external, args.correlation))
+        elif kind == _FRAME and names.is_user_frame(name):
+            self.frames.append(HostEvent(start, took, name, thread))
+        elif kind == _GPU_ANNOTATION and name.startswith("ProfilerStep"):
+            self.last_gpu_step = start if self.last_gpu_step is None else max(start, self.last_gpu_step)
+        elif kind in ON_STREAM or (kind in (SYNC, OTHER) and args.stream is not None):
+            work = DeviceEvent(
+                start,
+                took,
+                name,
+                kind,
+                stream=_number(args.stream),
+                device=_number(args.device),
+                correlation=args.correlation,
+                external=external,
+                blocks=once(args.blocks, args.blocks),
+                occupancy=once(args.occupancy, args.occupancy),
+                bytes=args.bytes,
+            )
+            self.work.append(work)
 
-    def _call(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
-        args = event.get("args") or {}
-        number, thread = self._name(event["name"]), self._thread(event.get("tid"))
-        correlation = args.get("correlation", NOTHING)
-        self.calls.packed += self.calls.pack(start, duration, correlation, _external(args), number, thread)
+    def finish(self) -> None:
+        """Bring the events into their order, and find what launched those on devices, after the last was added."""
+        lists: list[list[HostEvent] | list[DeviceEvent]]
+        lists = [self.work, self.calls, self.operators, self.marks, self.frames]
+        for events in lists:
+            events.sort(key=attrgetter("took"), reverse=True)
+            events.sort(key=attrgetter("start"))  # a stable sort: outer events stay before inner ones
+        calls = {call.correlation: call for call in self.calls if call.correlation >= 0}
+        wanted = {work.external for work in self.work if work.external != NOTHING}
+        operators = {each.external: each.name for each in self.operators if each.external in wanted}
+        for work in self.work:
+            work.call, work.operator = calls.get(work.correlation), operators.get(work.external)
+        lost = [(work, work.call.moment) for work in self.work if work.operator is None and work.call is not None]
+        around = enclosing(self.operators, {moment for _, moment in lost})
+        for work, moment in lost:
+            if moment in around:
+                work.operator = around[moment][0]
 
-    def _work(self, event: dict[str, Any], start: float, duration: float, kind: int) -> None:
-        args = event.get("args") or {}
-        if kind == OTHER and "stream" not in args:
-            return
-        if kind == KERNEL:
-            first, second = args.get("blocks per SM"), args.get("est. achieved occupancy %")
-        else:
-            first, second = args.get("bytes"), None
-        self.fractional = self.fractional or type(start) is float
-        self.work.packed += self.work.pack(
-            start,
-            duration,
-            args.get("correlation", NOTHING),
-            _external(args),
-            NOTHING if first is None else first,
-            NOTHING if second is None else second,
-            self._name(event["name"]),
-            _number(args.get("stream")),
-            _number(args.get("device")),
-            kind,
-        )
+    def _add_host(self, event: HostEvent, kind: str, args: _Args) -> None:
+        name, is_step = event.name, names.step_number(event.name) is not None
+        if is_step or names.is_loader(name) or names.is_collective(name) or names.clears_gradients(name):
+            self.marks.append(event)
+        if kind == _OPERATOR and not is_step and not name.startswith("[pl]"):  # those are annotations of Lightning
+            self.operators.append(event)
+            if names.may_copy(name):
+                if bytes(args.input_types).startswith((b'["float"', b'["double"')):
+                    self.float_copies.add(event.external)
+                if args.call_stack:
+                    frames = args.call_stack.split(";", 64)
+                    self.call_sites[event.external] = next(filter(names.is_user_frame, frames), frames[-1])[:300]
 
-    def _step_on_device(self, event: dict[str, Any], start: float, _duration: float, _kind: int) -> None:
-        if event["name"].startswith("ProfilerStep") and start > (self.last_gpu_step or -_LATEST_US):
-            self.last_gpu_step = start
-
-    def _frame(self, event: dict[str, Any], start: float, duration: float, _kind: int) -> None:
-        if _user_frame(event["name"]):
-            number, thread = self._name(event["name"]), self._thread(event.get("tid"))
-            self.frames.packed += self.frames.pack(start, duration, NOTHING, NOTHING, number, thread)
-
-    def _name(self, name: Any) -> int:
-        """The number of a name. A new name is kept."""
-        number = self._numbers.get(name)
-        if number is not None:
-            return number
-        if not isinstance(name, str):
-            raise TypeError
-        number = self._numbers[name] = len(self.names)
-        self.names.append(name if name.isascii() else name.encode("utf-8", "replace").decode())
-        self.traits.append(_traits(name))
-        return number
-
-    def _kind(self, category: Any) -> int:
-        lower = category.lower()
-        kind = _KINDS.get(lower)
-        if kind is None:
-            kind = RUNTIME if _RUNTIME.fullmatch(lower) else OTHER
-        self._kinds[category] = kind
-        return kind
-
-    def _thread(self, raw: Any) -> int:
-        """A small number for a thread. It is the same for 17 and "17", because old traces write both."""
-        number = self._threads.get(raw)
-        if number is None:
-            plain = _number(raw)
-            key = raw if plain == NOTHING else plain
-            number = self._threads.get(key, len(self._threads))
-            self._threads[raw] = self._threads[key] = number
-        return number
-
-    def _signature(self, name: str, args: dict[str, Any]) -> int:
-        shapes, types, values = args.get("Input Dims", args.get("Input dims")), args.get("Input type"), None
-        if "conv" in name or "attention" in name:  # elsewhere values do not count, and may differ in each call
-            values = args.get("Concrete Inputs")
-        kind = types[0] if isinstance(types, list) and types and isinstance(types[0], str) else ""
-        text = f"{name} {shapes} {kind} {values}"
-        number = self._signature_numbers.get(text)
-        if number is None:
-            number = self._signature_numbers[text] = len(self.signatures)
-            self.signatures.append(Signature(name, shapes, kind, values))
-        return number
-
-    def _keep_details(self, external: int, args: dict[str, Any]) -> None:
-        types, stack = args.get("Input type"), args.get("Call stack")
-        if types:
-            self.input_types[external] = str(types)[:200]
-        if isinstance(stack, str):
-            frames = stack.split(";", 64)
-            site = next(filter(_user_frame, frames), frames[-1])[:300]
-            self.call_sites[external] = site.encode("utf-8", "replace").decode()
-
-    def _memory(self, args: dict[str, Any]) -> None:
-        reserved, device = args.get("Total Reserved"), args.get("Device Id", NOTHING)
-        on_device = args.get("Device Type", 0) != 0
-        if on_device and isinstance(reserved, int) and isinstance(device, int) and 0 <= device < 1024:
-            self.reserved_bytes[device] = max(reserved, self.reserved_bytes.get(device, 0))
+    def _add_memory(self, name: str, args: _Args) -> None:
+        if name == "[memory]" and args.device_type and args.reserved is not None:
+            known = self.reserved_bytes.get(args.device_id, 0)
+            self.reserved_bytes[args.device_id] = max(args.reserved, known)
 
 
-def _external(args: dict[str, Any]) -> Any:
-    """The external id, which older traces spell in lower case."""
-    external = args.get("External id")
-    return args.get("external id", NOTHING) if external is None else external
+@cache
+def _number(value: int | str | None) -> int:
+    """A whole number, which may be text; -1 for anything else, such as the address of a stream.
 
-
-def _number(value: Any) -> int:
-    """A whole number, which may be text; -1 for anything else, such as the address of a stream."""
-    if type(value) is int:
-        return value
+    Old traces write a thread as 17 and as "17".
+    """
     try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
+        return NOTHING if value is None else int(value)
+    except ValueError:
         return NOTHING
+
+
+def enclosing(events: list[HostEvent], moments: set[Moment]) -> dict[Moment, tuple[str, str]]:
+    """The names of the innermost and the outermost event around each moment on its thread."""
+    found: dict[Moment, tuple[str, str]] = {}
+    open_on: dict[int, list[HostEvent]] = {thread: [] for thread, _ in moments}
+    left = iter(events)
+    event = next(left, None)
+    for thread, time in sorted(moments, key=lambda moment: moment[1]):
+        while event is not None and event.start <= time:
+            if event.thread in open_on:
+                around = open_on[event.thread]
+                while around and around[-1].end < event.start:
+                    around.pop()
+                around.append(event)
+            event = next(left, None)
+        around = open_on[thread]
+        while around and around[-1].end < time:
+            around.pop()
+        if around:
+            found[thread, time] = around[-1].name, around[0].name
+    return found
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+_ABSENT: Final = Raw(b"")
+
+
+class _Args(Struct, gc=False, frozen=True):
+    """What the profiler notes about an event. Older traces spell some of it differently."""
+
+    correlation: int = NOTHING
+    external: int | None = field(name="External id", default=None)
+    old_external: int = field(name="external id", default=NOTHING)
+    stream: int | str | None = None
+    device: int | str | None = None
+    bytes: float | None = None
+    blocks: float | None = field(name="blocks per SM", default=None)
+    occupancy: float | None = field(name="est. achieved occupancy %", default=None)
+    input_types: Raw = field(name="Input type", default=_ABSENT)
+    call_stack: str | None = field(name="Call stack", default=None)
+    reserved: int | None = field(name="Total Reserved", default=None)
+    device_type: int = field(name="Device Type", default=0)
+    device_id: int = field(name="Device Id", default=NOTHING)
+
+    @property
+    def external_id(self) -> int:
+        return self.old_external if self.external is None else self.external
+
+
+class _Event(Struct, gc=False):
+    name: str = ""
+    cat: str = ""
+    ts: float | None = None
+    dur: Annotated[float, Meta(ge=0)] | None = None
+    tid: int | str = NOTHING
+    args: _Args = _Args()
+
+
+class DeviceProperties(Struct, gc=False):
+    """A device, as the trace describes it."""
+
+    id: int
+    name: str | None = None
+    memory_bytes: int | None = field(name="totalGlobalMem", default=None)
+    compute_major: int | None = field(name="computeMajor", default=None)
+
+
+class Distributed(Struct, gc=False):
+    """The process that recorded the trace."""
+
+    rank: int | None = None
+    world_size: int | None = None
+
+
+class Document(Struct, gc=False):
+    """A trace file, with its events as they are in it."""
+
+    events: Raw = field(name="traceEvents", default=_ABSENT)
+    devices: list[DeviceProperties] = field(name="deviceProperties", default_factory=list)
+    distributed: Distributed = field(name="distributedInfo", default_factory=Distributed)
+
+
+_DOCUMENT: Final = msgspec.json.Decoder(Document)
+_EVENTS: Final = msgspec.json.Decoder(list[_Event])
+_EVENT: Final = msgspec.json.Decoder(_Event)
+_RAW_EVENTS: Final = msgspec.json.Decoder(list[Raw])
+_NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_CHUNK: Final = 1 << 16
+"""Bytes read at a time. Batches of this size are parsed faster than a whole file: they stay in the cache."""
+
+_MAX_EVENT_BYTES: Final = 1 << 24
+"""If so much of a file has no event that can be read, it is damaged."""
+
+_GZIP: Final = b"\x1f\x8b"
+_HEAD: Final = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')  # the Trace Event Format may also have only the events
+_BORDER: Final = re.compile(rb"\}\s*,\s*\{")
+_BORDERS_TRIED: Final = 8
+_BARE_WORD: Final = re.compile(
+    rb'("[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|[-+]?(?:inf(?:inity)?|nan|N/A)(?=[\s,\]}])', re.DOTALL | re.IGNORECASE
+)
+"""A string, or a word that stands for a number that is none. Torch writes such words, which are not JSON."""
+
+_SPACED: Final = bytes(max(32, code) for code in range(256))
+"""Turns control characters, which are not JSON within a string, into spaces."""
+
+_T = TypeVar("_T")
+
+
+def read_events(path: Path, max_bytes: int = MAX_BYTES) -> TraceEvents:
+    """Read the events of a trace file, ``.json`` or gzip. ``max_bytes``: limit of its size, uncompressed.
+
+    The events are one JSON array. A batch is cut where the text looks like the border between two events. If it can be
+    parsed, that was a border, because the batch begins at one and consists of complete values.
+
+    Raises:
+        NoTraceError: it is JSON, but not a trace.
+        TraceError: it cannot be read, is too large, damaged or cut off.
+    """
+    events = TraceEvents()
+    head = held = b""  # what is before the events, and what was read and not yet parsed
+    parsed = wanted = 0
+    try:
+        for chunk in _chunks(path, max_bytes):
+            held += chunk
+            if len(held) < wanted:
+                continue
+            if not head and (found := _HEAD.search(held)):
+                parsed = found.end()
+                head, held = held[:parsed], held[parsed:]
+            done = _parse_batch(held, events) if head else 0
+            if not done and len(held) > _MAX_EVENT_BYTES:
+                raise _broken(path, parsed)
+            wanted = 0 if done else 2 * len(held)  # a long value would otherwise be parsed again and again
+            parsed, held = parsed + done, held[done:]
+        rest = head + held
+        document = Document(Raw(rest)) if rest.lstrip().startswith(b"[") else _decoded(_DOCUMENT, rest, events)
+        if document.events == _ABSENT:
+            raise NoTraceError(f"{path} is not a trace of torch.profiler: it has no traceEvents")
+        _parse(bytes(document.events), events)
+    except msgspec.ValidationError as error:
+        raise NoTraceError(f"{path} is not a trace of torch.profiler: {error}") from None
+    except _NOT_JSON:
+        raise _broken(path, parsed) from None
+    events.document = document
+    events.finish()
+    return events
+
+
+def _broken(path: Path, parsed: int) -> TraceError:
+    return TraceError(
+        f"{path} is damaged, cut off or not JSON after byte {parsed}: record the trace again, or copy it whole"
+    )
+
+
+def _chunks(path: Path, max_bytes: int) -> Iterator[bytes]:
+    """The uncompressed bytes of a file. Its first bytes decide whether it is gzip, not its name."""
+    try:
+        file = open_regular(path)
+        if file is None:
+            raise TraceError(f"{path} is not a regular file: name a trace, or a folder with traces")
+        with file:
+            packed = file.read(len(_GZIP)) == _GZIP
+            file.seek(0)
+            plain = gzip.GzipFile(fileobj=file, mode="rb") if packed else file
+            left = max_bytes
+            while chunk := plain.read(_CHUNK):
+                left -= len(chunk)
+                if left < 0:
+                    raise TraceError(
+                        f"{path} is larger than {max_bytes} bytes uncompressed: raise the limit with --max-bytes, or "
+                        "record fewer steps"
+                    )
+                yield chunk
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path} is cut off or damaged ({error}): record the trace again, or copy it whole") from None
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _parse_batch(text: bytes, events: TraceEvents) -> int:
+    """Parse all events up to the last border. Returns where the next event begins; 0 if there is no border."""
+    tried, at = 0, len(text)
+    while tried < _BORDERS_TRIED and (at := text.rfind(b"}", 0, at)) >= 0:
+        if border := _BORDER.match(text, at):
+            tried += 1
+            with contextlib.suppress(*_NOT_JSON):  # if it was within a string, or another array
+                _parse(b"[%b]" % text[: at + 1], events)
+                return border.end() - 1
+    return 0
+
+
+def _parse(text: bytes, events: TraceEvents) -> None:
+    """Keep the events of a JSON array. If a field is invalid, its event is counted and skipped."""
+    try:
+        batch = _decoded(_EVENTS, text, events)
+    except msgspec.ValidationError:
+        batch = []
+        for each in _decoded(_RAW_EVENTS, text, events):
+            try:
+                batch.append(_decoded(_EVENT, bytes(each), events))
+            except _NOT_JSON:
+                events.malformed += 1
+    for event in batch:
+        events.add(event)
+
+
+def _decoded(decoder: Decoder[_T], text: bytes, events: TraceEvents) -> _T:
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        plain = text.decode("utf-8", "replace").encode().translate(_SPACED)
+        repaired = _BARE_WORD.sub(lambda found: found[1] or b"null", plain)
+        if repaired == text:
+            raise
+        value = decoder.decode(repaired)
+        events.repaired = True
+        return value

@@ -1,123 +1,121 @@
-"""Reads a trace of torch.profiler: the parts of its steps, their waits, and what to change.
+"""All figures of a trace of torch.profiler: the parts of its steps, their waits, and what to change.
 
-It needs neither torch nor numpy. A file is read as a stream, within `ReadLimits`. The figures: docs/snapshots.md.
+It needs neither torch nor numpy. The figures: docs/snapshots.md.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from telemetry.trace import device as devices
-from telemetry.trace import flops as counts
+from msgspec import Struct
+
+from telemetry.trace import steps as of_steps
 from telemetry.trace import tables
-from telemetry.trace.advice import Advisor, Hardware
-from telemetry.trace.events import TraceEvents
-from telemetry.trace.files import FileStream, NoTraceError, ReadLimits, Scanner, TraceError
-from telemetry.trace.records import Average, Trace, TraceStep
-from telemetry.trace.steps import CATEGORIES, SECONDS_PER_US, TraceSteps, breakdown, categorize, find_steps
+from telemetry.trace.advice import Advisor, Suggestion
+from telemetry.trace.events import MAX_BYTES, NoTraceError, TraceEvents, read_events
+from telemetry.trace.steps import (
+    Average,
+    GpuUsage,
+    LaunchBoundStretch,
+    StreamIdle,
+    TemporalBreakdown,
+    TraceStep,
+    TraceSteps,
+)
+from telemetry.trace.tables import Copy, Kernel, Operator, Synchronization
 
 _RANK: Final = re.compile(r"rank[-_.]?(\d{1,9})", re.IGNORECASE)
 _MAX_STRETCHES: Final = 20
 
 
-def read_trace(path: str | os.PathLike[str], limits: ReadLimits | None = None, *, follow: bool = True) -> Trace:
-    """Read one trace file, ``.json`` or gzip.
+class Trace(Struct, frozen=True, kw_only=True):
+    """All figures of a trace file. Encoded as they are, they are what ``telemetry trace --json`` prints.
 
-    ``follow``: whether the path may be a symbolic link. It may not if it was found in a folder.
+    Shares are 0 to 1. Figures that the trace does not contain are None.
+
+    Attributes:
+        rank, world_size: rank and world size of the process that recorded it; None if they are neither in the trace nor
+            in the file's name.
+        device: name of the GPU with most work; ``device_memory_bytes``: its memory; ``peak_memory_bytes``: the
+            most that torch had reserved there.
+        steps, average: the breakdown into TensorBoard's categories.
+        temporal, overlap_ratio, idle: figures that Holistic Trace Analysis defines.
+        operators, kernels, memcpy, synchronizations, launch_bound: the largest of each.
+        layout_conversions: the ``kernels`` that only change a tensor's layout.
+        advice: what to change; the change that saves most is first.
+        notes: a sentence for each thing that is missing in the trace.
+    """
+
+    file: str
+    rank: int | None
+    world_size: int | None
+    device: str | None
+    device_memory_bytes: int | None
+    peak_memory_bytes: int | None
+    steps: list[TraceStep]
+    average: Average
+    gpu: GpuUsage
+    temporal: TemporalBreakdown
+    overlap_ratio: float | None
+    idle: list[StreamIdle]
+    operators: list[Operator]
+    kernels: list[Kernel]
+    memcpy: list[Copy]
+    synchronizations: list[Synchronization]
+    launch_bound: list[LaunchBoundStretch]
+    layout_conversions: list[Kernel]
+    advice: list[Suggestion]
+    notes: list[str]
+
+
+def read_trace(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Trace:
+    """Read one trace file, ``.json`` or gzip. ``max_bytes``: limit of its size, uncompressed.
 
     Raises:
         NoTraceError: the file is valid JSON, but not a trace.
         TraceError: it cannot be read as a trace; the text has the reason and what to do.
     """
-    file, limits = Path(path), limits or ReadLimits()
-    collecting = gc.isenabled()
-    gc.disable()  # batches of dicts are freed by their reference counts; collecting cycles doubles the time
-    try:
-        with contextlib.closing(FileStream(file, limits, follow=follow)) as stream:
-            scanner, events = Scanner(stream, limits), TraceEvents(limits)
-            try:
-                for batch in scanner.batches():
-                    events.add(batch)
-            except MemoryError:
-                raise TraceError(f"{file} needs more memory than there is: record fewer steps") from None
-        return _analyse(file, events, scanner)
-    except (ArithmeticError, MemoryError) as error:
-        raise TraceError(f"{file} has times or numbers that cannot be computed with ({error!r})") from error
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _analyse(file: Path, events: TraceEvents, scanner: Scanner) -> Trace:
-    steps = find_steps(events)
+    file = Path(path)
+    events = read_events(file, max_bytes)
+    steps = of_steps.find_steps(events)
     if steps is None or steps.length <= 0:
-        raise NoTraceError(f"{file} is no trace of torch.profiler: it has no operator, runtime call or kernel")
-    parts = categorize(events, steps)
-    each = breakdown(steps, parts)
-    average = {name: sum(step[name] for step in each) / steps.length for name in CATEGORIES}
-    temporal, overlap, idle = devices.streams(events)
-    owner = tables.owners(events)
-    gaps = devices.launch_gaps(events, steps)
+        raise NoTraceError(f"{file} is not a trace of torch.profiler: it has no operator, runtime call or kernel")
+    parts = of_steps.categorize(events, steps)
+    each = of_steps.breakdown(steps, parts)
+    average = of_steps.average_of(each)
+    temporal, overlap, idle = of_steps.streams(events)
+    stretches = of_steps.launch_bound(events, steps)
     waits = tables.device_waits(events, steps)
-    number = devices.main_device(events)
-    properties = _properties(scanner.metadata.get("deviceProperties"), number)
-    hardware = Hardware(
-        None if events.is_amd else _integer(properties.get("computeMajor")),
-        _integer(properties.get("totalGlobalMem")),
-        events.reserved_bytes.get(-1 if number is None else number),
-    )
-    distributed = scanner.metadata.get("distributedInfo")
-    distributed = distributed if isinstance(distributed, dict) else {}
-    rank, named = _integer(distributed.get("rank")), _RANK.search(file.name)
     kernels = tables.kernels(events)
-    device = properties.get("name")
-    device = device.encode("utf-8", "replace").decode() if isinstance(device, str) else None
+    gpu, process, named = events.gpu, events.document.distributed, _RANK.search(file.name)
     return Trace(
         file=os.fsencode(file).decode("utf-8", "replace"),
-        rank=int(named[1]) if rank is None and named else rank,
-        world_size=_integer(distributed.get("world_size")),
-        device=device,
-        device_memory_bytes=hardware.memory_bytes,
-        peak_memory_bytes=hardware.reserved_bytes,
-        steps=tuple(
-            TraceStep(
-                span.number,
-                (span.end - span.start) * SECONDS_PER_US,
-                {name: took * SECONDS_PER_US for name, took in step.items()},
-            )
-            for span, step in zip(steps.spans, each, strict=True)
-        ),
-        average=Average(steps.length * SECONDS_PER_US / len(steps.spans), average),
-        gpu=devices.usage(events, steps),
-        flops=counts.measure(events, steps, device),
+        rank=int(named[1]) if process.rank is None and named else process.rank,
+        world_size=process.world_size,
+        device=gpu.name,
+        device_memory_bytes=gpu.memory_bytes,
+        peak_memory_bytes=events.reserved_bytes.get(gpu.id),
+        steps=each,
+        average=average,
+        gpu=of_steps.usage(events, steps),
         temporal=temporal,
         overlap_ratio=overlap,
         idle=idle,
-        operators=tuple(tables.operators(events, owner)),
-        kernels=tuple(kernels),
-        memcpy=tuple(tables.copies(events)),
-        synchronizations=tuple(tables.synchronizations(waits)),
-        launch_bound=tuple(devices.launch_bound(gaps, steps)[:_MAX_STRETCHES]),
-        layout_conversions=tuple(kernel for kernel in kernels if kernel.layout_conversion),
-        advice=Advisor(events, steps, parts, average, hardware).advise(owner, waits, gaps),
-        notes=tuple(_notes(events, scanner, steps)),
+        operators=tables.operators(events),
+        kernels=kernels,
+        memcpy=tables.copies(events),
+        synchronizations=tables.synchronizations(waits),
+        launch_bound=stretches[:_MAX_STRETCHES],
+        layout_conversions=[kernel for kernel in kernels if kernel.layout_conversion],
+        advice=Advisor(events, steps, parts, average).advise(waits, stretches),
+        notes=_notes(events, steps),
     )
 
 
-def _properties(listed: object, number: int | None) -> dict[str, Any]:
-    """The properties of one device, from the values beside the events; empty if the trace has none."""
-    for each in listed if isinstance(listed, list) else []:
-        if isinstance(each, dict) and number is not None and each.get("id") == number:
-            return each
-    return {}
-
-
-def _notes(events: TraceEvents, scanner: Scanner, steps: TraceSteps) -> list[str]:
+def _notes(events: TraceEvents, steps: TraceSteps) -> list[str]:
     notes: list[str] = []
     if not steps.marked:
         notes.append("no step is marked (ProfilerStep#…): all of the trace is taken as one step")
@@ -125,10 +123,6 @@ def _notes(events: TraceEvents, scanner: Scanner, steps: TraceSteps) -> list[str
         notes.append(f"the last {steps.dropped} step(s) are left out: the trace ends before their kernels do")
     if events.malformed:
         notes.append(f"{events.malformed} event(s) with invalid fields were skipped")
-    if scanner.repaired:
-        notes.append("words that are no JSON, such as nan, were read as null")
+    if events.repaired:
+        notes.append("text that is not JSON, such as nan or a control character, was read as null or as a space")
     return notes
-
-
-def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -300,10 +300,10 @@ def _snapshots(values: ReportValues) -> _Section:
     labels = tuple(f"snapshot {at + 1}" for at in range(len(read)))
     rows = [
         [str(at), str(s.rank), f"{s.first_step} to {s.last_step}", s.reason or "", s.path,
-         str(s.flops) if s.flops else "", "; ".join(each.action for each in s.suggestions[:2])]
+         "; ".join(each.action for each in s.suggestions[:2])]
         for at, s in enumerate(read, 1)
     ]  # fmt: skip
-    headings = ("", "rank", "steps", "for", "trace", "FLOPs", "advice")
+    headings = ("", "rank", "steps", "for", "trace", "advice")
     chart = Chart("breakdown", "Average step of each snapshot", BARS, charts.RATIO, curves, labels)
     return _Section(key, title, [chart], [Table("Snapshots", headings, rows)])
 
