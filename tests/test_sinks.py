@@ -6,6 +6,7 @@ The libraries themselves are tested in tests/frameworks/test_sinks.py.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,13 +18,11 @@ from pathlib import Path
 import pytest
 
 import telemetry
-from telemetry.agent import figures
-from telemetry.agent.figures import FigureOutput
-from telemetry.config import Config
-from telemetry.sinks import thread as sink_thread
-from telemetry.sinks.thread import MAX_ITEMS, SinkItem, SinkThread, SinkWaits
-from telemetry.sinks.trackers import MlflowSink, WandbSink
-from telemetry.util.clock import NS
+from telemetry.config import SINKS, Config
+from telemetry.sinks.output import MAX_ITEMS, FigureOutput
+from telemetry.sinks.writers import MlflowSink, SinkItem, SinkWaits, WandbSink
+from telemetry.util import threads
+from telemetry.util.clock import NS, WallClock
 from telemetry.util.errors import ErrorLog
 from telemetry.util.processes import identify
 from tests.running_agent import wait_for
@@ -34,16 +33,15 @@ ROOT = Path(__file__).parents[1]
 class Recorder:
     """A sink that keeps what it is given. ``error``: raised instead. ``answer``: waited for."""
 
-    name = "recorder"
     gather_seconds = 0.0
 
-    def __init__(self, error: BaseException | None = None, *, blocked: bool = False) -> None:
-        self.error = error
+    def __init__(self, name: str = "recorder") -> None:
+        self.name = name
+        self.error: BaseException | None = None
         self.written: list[int] = []
-        self.tries = self.forgotten = 0
-        self.entered, self.answer, self.closed = threading.Event(), threading.Event(), threading.Event()
-        if not blocked:
-            self.answer.set()
+        self.tries = 0
+        self.entered, self.answer = threading.Event(), threading.Event()
+        self.answer.set()
 
     def write(self, items):
         self.tries += 1
@@ -53,12 +51,6 @@ class Recorder:
             raise self.error
         self.written += [item.step for item in items]
 
-    def close(self):
-        self.closed.set()
-
-    def forget(self):
-        self.forgotten += 1
-
 
 class Clock:
     def __init__(self) -> None:
@@ -67,155 +59,189 @@ class Clock:
     def __call__(self) -> int:
         return self.ns
 
+    def move(self, seconds: float) -> None:
+        self.ns += int(seconds * NS)
+
+
+class Sinks:
+    """Three recorders behind the agent's output. Each offer is a stall, which comes with a step."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.clock = Clock()
+        self.errors = ErrorLog(mono_ns=lambda: 10**12 * len(self.said))  # it tells each message anew
+        self.said: list[str] = []
+        self.sink, self.other, self.third = self.all = [Recorder(), Recorder("other"), Recorder("third")]
+        recorders = dict(zip(SINKS, self.all, strict=True))
+        monkeypatch.setattr("telemetry.sinks.output.make_sink", lambda name, _run_dir: recorders[name])
+        self.output = FigureOutput(
+            Config.load({"sinks": ",".join(SINKS)}, {}), identify("run", None, {}), types.SimpleNamespace(steps_before=0),
+            self.errors, WallClock(), mono_ns=self.clock,
+        )  # fmt: skip
+        self.output.start(Path())
+
+    def offer(self, step: int) -> None:
+        self.output.newest = {"steps_total": float(step)}
+        stall = {"exposed_wait_ratio": None, "advice": [], "cause": "unknown", "first_step": step}
+        self.output.stall_opened(types.SimpleNamespace(**stall))
+
+    def news(self) -> list[str]:
+        self.output.note_news()
+        self.said += (new := [note.message for note in self.errors.take_notes()])
+        return new
+
+    @property
+    def failures(self) -> int:
+        return self.errors.counts.get("sinks", 0)
+
 
 @pytest.fixture
-def started():
-    """Makes threads, and ends them."""
-    threads = []
-
-    def start(*sinks, clock=None) -> SinkThread:
-        threads.append(SinkThread(sinks, clock or Clock()))
-        return threads[-1]
-
-    yield start
-    for thread in threads:
-        thread.end()
-        assert thread.wait(20)
-
-
-def item(step: int, rank: int = 0, *, several: bool = False) -> SinkItem:
-    return SinkItem(step, 1.0, rank, several, {"steps_total": float(step)})
-
-
-def news_of(thread) -> list:
-    found = []
-    wait_for(lambda: found.extend(thread.take_news()) or found)
-    return found
+def sinks(monkeypatch):
+    made = Sinks(monkeypatch)
+    yield made
+    made.output.end()
+    for sink in made.all:
+        sink.answer.set()
+    made.output.wait(20)
+    assert "telemetry-sinks" not in threads.running()
 
 
 # -- their thread ------------------------------------------------------------------------------------------------------
 
 
-def test_failed_items_are_written_in_their_order_after_a_pause_that_doubles_up_to_a_longest(started):
+def test_failed_items_are_written_in_their_order_after_a_pause_that_doubles_up_to_a_longest(sinks):
     """Whatever it raises, the other sinks are written."""
-    sink, other, clock = Recorder(OSError(errno.EHOSTUNREACH, "http://me:secret@host")), Recorder(), Clock()
-    thread = started(sink, other, clock=clock)
-    pause, expected = sink_thread._FIRST_PAUSE_SECONDS, []
+    sinks.sink.error = OSError(errno.EHOSTUNREACH, "http://me:secret@host")
+    pause, expected = 5.0, []
     for tries in range(1, 10):
-        thread.offer(item(tries))
-        wait_for(lambda: sink.tries == tries)
-        ((told, failures),) = news_of(thread)
-        assert failures == 1
-        assert told.startswith("recorder: OSError: No route to host, at test_sinks.py:")
-        clock.ns += int((pause - 0.1) * NS)
-        thread.offer(item(10 * tries))  # wakes the thread, which writes into the sinks in their order
-        wait_for(lambda: 10 * tries in other.written)
-        assert not thread.take_news()
-        assert sink.tries == tries, "it is too early"
-        clock.ns += int(0.2 * NS)
-        pause = min(2 * pause, sink_thread._LONGEST_PAUSE_SECONDS)
+        sinks.offer(tries)
+        wait_for(lambda: sinks.sink.tries == tries)
+        assert wait_for(sinks.news)[0].startswith("recorder: OSError: No route to host, at test_sinks.py:")
+        assert sinks.failures == tries
+        sinks.clock.move(pause - 0.1)
+        sinks.offer(10 * tries)  # wakes the thread, which writes into the sinks in their order
+        wait_for(lambda: 10 * tries in sinks.third.written)
+        assert sinks.sink.tries == tries, "it is too early"
+        sinks.clock.move(0.2)
+        pause = min(2 * pause, 300.0)
         expected += [tries, 10 * tries]
-    sink.error = SystemExit(3)
-    clock.ns += int(pause * NS)
-    thread.offer(item(4))
-    assert news_of(thread)[0][0].startswith("recorder: SystemExit, at test_sinks.py:")
-    sink.error = None
-    clock.ns += int(pause * NS)
-    thread.offer(item(5))
-    wait_for(lambda: len(sink.written) == 20)
-    assert sink.written == [*expected, 4, 5]
-    assert news_of(thread) == [("recorder: works again", 0)]
+    sinks.sink.error = SystemExit(3)
+    sinks.clock.move(pause)
+    sinks.offer(4)
+    assert wait_for(sinks.news)[0].startswith("recorder: SystemExit, at test_sinks.py:")
+    sinks.sink.error = None
+    sinks.clock.move(pause)
+    sinks.offer(5)
+    wait_for(lambda: len(sinks.sink.written) == 20)
+    assert sinks.sink.written == [*expected, 4, 5]
+    assert wait_for(sinks.news) == ["recorder: works again"]
+    assert sinks.failures == 10
 
 
-def test_items_are_gathered_and_written_together(started):
-    sink, other, clock = Recorder(), Recorder(), Clock()
-    sink.gather_seconds = 25.0
-    thread = started(sink, other, clock=clock)
-    for step in range(3):
-        thread.offer(item(step))
-        wait_for(lambda: step in other.written)
-        assert sink.tries == 0, "it is too early"
-        clock.ns += 10 * NS
-    thread.offer(item(3))
-    wait_for(lambda: sink.written == [0, 1, 2, 3])
-    assert sink.tries == 1
+def test_items_are_gathered_and_written_together(sinks):
+    sinks.sink.gather_seconds = 25.0
+    for step in range(4):
+        sinks.offer(step)
+        wait_for(lambda: step in sinks.third.written)
+        assert sinks.sink.written == [0], "then it is too early"
+        sinks.clock.move(8)
+    sinks.clock.move(1)
+    sinks.offer(4)
+    wait_for(lambda: sinks.sink.written == [0, 1, 2, 3, 4])
+    assert sinks.sink.tries == 2
 
 
-def test_too_many_items_drop_the_oldest_and_count_them(started):
-    sink = Recorder(blocked=True)
-    thread = started(sink)
-    thread.offer(item(0))
-    assert sink.entered.wait(20)
+@pytest.mark.parametrize("fails", [False, True])
+def test_too_many_items_drop_the_oldest_and_count_them(sinks, fails):
+    """Of a sink that blocks, while the next one waits, too."""
+    sinks.sink.answer.clear()
+    sinks.offer(0)
+    assert sinks.sink.entered.wait(20)
     for step in range(1, MAX_ITEMS + 6):
-        thread.offer(item(step))
-    assert thread.take_news() == [("recorder: the oldest figures are dropped", 1)] * 5
-    sink.answer.set()
-    wait_for(lambda: len(sink.written) == MAX_ITEMS + 1)
-    assert sink.written == [0, *range(6, MAX_ITEMS + 6)]
+        sinks.offer(step)
+    assert set(sinks.news()) == {f"{sink.name}: the oldest figures are dropped" for sink in sinks.all}
+    assert sinks.failures == 5 + 6 + 6
+    sinks.sink.error = OSError() if fails else None
+    sinks.sink.answer.set()
+    wait_for(lambda: len(sinks.third.written) == MAX_ITEMS)
+    assert sinks.third.written == [*range(6, MAX_ITEMS + 6)]
+    if fails:
+        sinks.sink.error = None
+        sinks.clock.move(5)
+        sinks.offer(1000)
+        wait_for(lambda: len(sinks.sink.written) == MAX_ITEMS)
+        assert sinks.sink.written == [*range(7, MAX_ITEMS + 6), 1000]
+    else:
+        wait_for(lambda: sinks.sink.written == [0, *range(6, MAX_ITEMS + 6)])
 
 
-def test_sink_without_a_run_says_so_once(started):
-    sink = Recorder(SinkWaits("no active run yet"))
-    thread = started(sink)
+def test_sink_without_a_run_says_so_once(sinks):
+    sinks.sink.error = SinkWaits("no active run yet")
     for step in range(3):
-        thread.offer(item(step))
-        wait_for(lambda: sink.tries == step + 1)
-    assert news_of(thread) == [("recorder: no active run yet", 0)]
-    sink.error = None
-    thread.offer(item(7))
-    wait_for(lambda: sink.written == [7])  # not what was measured before there was a run
-    assert not thread.take_news()
+        sinks.offer(step)
+        wait_for(lambda: sinks.third.written[-1:] == [step])
+        sinks.news()
+    assert sinks.said == ["recorder: no active run yet"]
+    assert sinks.failures == 0
+    sinks.sink.error = None
+    sinks.offer(7)
+    wait_for(lambda: sinks.sink.written == [7])  # not what was measured before there was a run
+    assert not sinks.news()
+    sinks.sink.error = SinkWaits("no active run")
+    sinks.offer(8)
+    assert wait_for(sinks.news) == ["recorder: no active run"]
 
 
-def test_end_writes_what_is_left_in_spite_of_the_pause_and_is_not_held_up_by_a_blocked_sink():
-    sink = Recorder(OSError("down"))
-    thread = SinkThread([sink], Clock())
-    thread.offer(item(1))
-    wait_for(lambda: sink.tries == 1)
-    sink.error = None
-    sink.answer.clear()
-    thread.offer(item(2))
-    thread.end()
-    assert not thread.wait(0.05)
-    sink.answer.set()
-    assert thread.wait(20)
-    assert sink.written == [1, 2]
-    assert sink.closed.is_set()
-
-
-def test_child_closes_without_writing():
-    sink = Recorder()
-    SinkThread([sink], Clock()).after_fork_in_child()
-    assert (sink.forgotten, sink.tries, sink.closed.is_set()) == (1, 0, False)
+def test_end_writes_what_is_left_in_spite_of_the_pause_and_is_not_held_up_by_a_blocked_sink(sinks):
+    sinks.sink.error = OSError("down")
+    sinks.offer(1)
+    wait_for(lambda: sinks.third.written == [1])
+    sinks.sink.error = None
+    sinks.sink.answer.clear()
+    sinks.offer(2)
+    sinks.output.end()
+    sinks.output.wait(0.05)
+    assert "the run has ended, and a sink has not written everything" in sinks.news()
+    sinks.sink.answer.set()
+    sinks.output.wait(20)
+    assert sinks.sink.written == [1, 2]
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tracker_waits_for_the_scripts_import_and_says_when_its_run_has_ended(monkeypatch):
+def item(step: int) -> SinkItem:
+    return SinkItem(step, 1.0, 0, "telemetry", {"steps_total": float(step)}, "")
+
+
+def test_a_tracker_waits_for_the_scripts_import_and_for_its_next_run(monkeypatch):
     for module in (None, types.ModuleType("half_imported")):
         for name, sink in (("wandb", WandbSink()), ("mlflow", MlflowSink())):
             monkeypatch.setitem(sys.modules, name, module)
             with pytest.raises(SinkWaits):
                 sink.write([item(1)])
-    logged = []
+    logged, axes = [], []
     run = types.SimpleNamespace(
-        id="x", summary={}, define_metric=lambda *_, **__: None, log=lambda row, commit: logged.append(row)
+        id="x",
+        summary={},
+        define_metric=lambda name, **_: axes.append(name),
+        log=lambda row, commit: logged.append(row),
     )
     module = types.SimpleNamespace(run=run)
     monkeypatch.setitem(sys.modules, "wandb", module)
     sink = WandbSink()
     sink.write([item(1)])
-    assert len(logged) == 1
+    sink.write([item(1)])
+    assert len(logged) == 2
+    assert axes == ["telemetry/step", "telemetry/*"]
     module.run = None
-    with pytest.raises(SinkWaits, match="the W&B run has ended"):
+    with pytest.raises(SinkWaits, match="no active W&B run"):
         sink.write([item(2)])
 
 
 def test_the_step_axis_goes_on_over_the_attempts_of_a_run(tmp_path, monkeypatch):
     """An active run of W&B or MLflow may be resumed: its curve must not begin again."""
     recorder, last = Recorder(), []
-    monkeypatch.setattr(figures, "make_sinks", lambda _names, _run_dir: ([recorder], {}))
+    monkeypatch.setattr("telemetry.sinks.output.make_sink", lambda _name, _run_dir: recorder)
     for _ in range(3):
         telemetry.start(tmp_path, port="off", sinks="tensorboard", interval_seconds=0.1, start_line=False)
         for _ in telemetry.watch(range(20)):
@@ -274,9 +300,7 @@ def process(code: str, *arguments: object, rank: int | None = None, path: tuple 
     return done.stdout, done.stderr
 
 
-LOADED = (
-    "import sys, telemetry; telemetry.start(sys.argv[1], port='off'); print([m for m in sys.modules if 'sinks' in m])"
-)
+LOADED = "import sys, telemetry; telemetry.start(sys.argv[1], port='off'); print('tensorboard' in sys.modules)"
 
 
 def test_missing_package_is_said_in_the_start_line_and_the_log(tmp_path):
@@ -294,7 +318,7 @@ def test_missing_package_is_said_in_the_start_line_and_the_log(tmp_path):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     (start,) = err.splitlines()
     errors = {line["message"] for line in lines if line["event"] == "error" and line["source"] == "sinks"}
-    for name in ("tensorboard", "mlflow", *(() if figures.is_installed("wandb") else ("wandb",))):
+    for name in ("tensorboard", "mlflow", *(() if importlib.util.find_spec("wandb") else ("wandb",))):
         assert f"no {name} (the package is not installed)" in start
         assert f"{name}: the package is not installed; no figures are written there" in errors
     assert lines[-1]["errors_total"]["sinks"] >= 2
@@ -303,7 +327,7 @@ def test_missing_package_is_said_in_the_start_line_and_the_log(tmp_path):
 @pytest.mark.parametrize(("rank", "sinks"), [(None, "none"), (1, "tensorboard")])
 def test_a_rank_that_does_not_write_loads_nothing(tmp_path, rank, sinks):
     out, err = process(LOADED, tmp_path, rank=rank, TELEMETRY_SINKS=sinks)
-    assert out.strip() == "[]"
+    assert out.strip() == "False"
     assert "tensorboard" not in err
 
 

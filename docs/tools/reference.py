@@ -1,7 +1,7 @@
 """Writes the reference pages, or their generated parts, from the code: ``make docs-reference``.
 
 METRICS.md comes from the table of metrics, settings.md from the fields of `telemetry.Config`, the figures of
-integrations.md from `telemetry.agent.figures`, the fields of output.md from what the log writes, and the tables of
+integrations.md from `telemetry.sinks.figures`, the fields of output.md from what the log writes, and the tables of
 overhead.md from the results of the benchmark. The text around the generated parts is written by hand, in the pages
 themselves.
 """
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct, structs
 
 from telemetry.agent.collectors import mean_of
-from telemetry.agent.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.config import GROUPS, setting_docs
 from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.diagnosis.findings import FINDINGS
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
 from telemetry.records import FAILURES, RankPace, WorkersSample
+from telemetry.sinks.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -18,7 +18,6 @@ from telemetry.agent.attempt import FOLDER, AttemptLog, RunSoFar
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.evaluations import EvaluationMonitor
-from telemetry.agent.figures import FigureOutput
 from telemetry.agent.findings import ChangeMonitor, FindingLog, StepMonitor, change_line
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.lines import LineMonitor
@@ -39,6 +38,7 @@ from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
 from telemetry.records import LOADER_TIMEOUT
+from telemetry.sinks.output import FigureOutput
 from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.proc import planned_threads
 from telemetry.util.clock import NS, WallClock, now_ns

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from telemetry.agent.accounting import Accounting
-    from telemetry.agent.figures import FigureOutput
     from telemetry.agent.findings import FindingLog
     from telemetry.agent.lines import LineMonitor, StallLines
     from telemetry.agent.log import EventLog
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.stragglers import Straggler
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import RankPace
+    from telemetry.sinks.output import FigureOutput
     from telemetry.totals import Totals
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.sinks.thread import SinkItem
+from telemetry.sinks.writers import SinkItem
 from tests.faults.processes import events, log_lines
 from tests.frameworks.test_frameworks import SCRIPTS, needs, start
 
@@ -193,41 +194,46 @@ def test_service_that_is_down(tmp_path, done):
 @pytest.fixture
 def tensorboard_sink(tmp_path):
     needs("tensorboard")
-    from telemetry.sinks.tensorboard import TensorBoardSink
+    from telemetry.sinks.writers import TensorBoardSink
 
     return TensorBoardSink(tmp_path / "tensorboard")
 
 
 def item(step: int) -> SinkItem:
-    return SinkItem(step=step, unix_seconds=1e9, rank=0, several=False, figures={"steps_total": float(step)})
+    return SinkItem(step, 1e9, 0, "telemetry", {"steps_total": float(step)}, "")
 
 
-def event_file_descriptor() -> int:
-    (number,) = [n for n in os.listdir("/proc/self/fd") if "tfevents" in str(Path(f"/proc/self/fd/{n}").resolve())]
-    return int(number)
+def steps_in(folder: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    return [event.step for event in shown.Scalars("telemetry/steps_total")]
 
 
-@pytest.mark.frameworks
-def test_a_number_that_belongs_to_another_file_is_left_alone(tmp_path, tensorboard_sink):
-    """A script may close all descriptors, as a daemon does. Its next file gets the number."""
+def test_no_file_is_open_between_two_writes_and_one_that_is_deleted_comes_back(tmp_path, tensorboard_sink):
+    """A script may close all descriptors, as a daemon does. Its next file, a checkpoint, would get the number."""
     tensorboard_sink.write([item(1)])
-    number, checkpoint = event_file_descriptor(), os.open(tmp_path / "checkpoint", os.O_RDWR | os.O_CREAT)
-    os.dup2(checkpoint, number)
+    assert not [n for n in os.listdir("/proc/self/fd") if "tfevents" in str(Path(f"/proc/self/fd/{n}").resolve())]
+    shutil.rmtree(tmp_path / "tensorboard")
     tensorboard_sink.write([item(2)])
-    tensorboard_sink.close()
-    assert os.fstat(number).st_ino == os.fstat(checkpoint).st_ino
-    assert (tmp_path / "checkpoint").read_bytes() == b""
-    os.close(number)
-    os.close(checkpoint)
+    assert steps_in(tmp_path / "tensorboard" / "rank-0") == [2]
 
 
-@pytest.mark.frameworks
-def test_a_full_disk_makes_no_folder_for_each_try(tmp_path, tensorboard_sink, monkeypatch):
+def test_a_full_disk_leaves_no_half_record_and_makes_no_folder_for_each_try(tmp_path, tensorboard_sink, monkeypatch):
+    write = os.write
+    tensorboard_sink.write([item(1)])
     with monkeypatch.context() as full:
-        full.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        full.setattr(os, "write", lambda file, content: write(file, content[:9]))
         for _ in range(3):
             with pytest.raises(OSError, match="No space left"):
-                tensorboard_sink.write([item(1)])
+                tensorboard_sink.write([item(2)])
     tensorboard_sink.write([item(2)])
-    tensorboard_sink.close()
     assert [path.name for path in (tmp_path / "tensorboard").iterdir()] == ["rank-0"]
+    assert steps_in(tmp_path / "tensorboard" / "rank-0") == [1, 2]
+
+
+def test_a_process_that_comes_later_has_a_folder_of_its_own(tmp_path, tensorboard_sink):
+    tensorboard_sink.write([item(1)])
+    type(tensorboard_sink)(tmp_path / "tensorboard").write([item(2)])
+    assert steps_in(tmp_path / "tensorboard" / "rank-0.2") == [2]

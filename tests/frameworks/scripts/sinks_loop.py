@@ -20,7 +20,7 @@ EVERY = 7
 
 def main():
     if telemetry.metrics():  # not without an agent
-        from telemetry.sinks.trackers import MlflowSink
+        from telemetry.sinks.writers import MlflowSink
 
         MlflowSink.gather_seconds = 0.3  # the run is shorter than the time for which rows are gathered
     folder = Path(sys.argv[1])
