@@ -312,6 +312,7 @@ def test_without_a_gpu_the_thread_ends(state, gpus, visible, text):
         ([Gpu(), Gpu(uuid=B)], None, f"{A},{B}", "not known before CUDA"),
         ([Gpu(), Gpu(uuid=B, lost=True)], None, None, "not known before CUDA"),
         ([partitioned()], None, None, "not known before CUDA"),
+        ([Gpu(), Gpu(uuid=B)], None, M1, "not known before CUDA"),
         ([partitioned()], B, "0", "its MIG device is not known"),
     ],
 )

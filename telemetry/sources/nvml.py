@@ -219,6 +219,10 @@ class Nvml(Driver):
         visible = self._environ.get("CUDA_VISIBLE_DEVICES")
         if device is None and visible is not None and visible.strip() in {"", "-1", "NoDevFiles"}:
             raise NoGpuError("no GPU is visible: CUDA_VISIBLE_DEVICES hides them all")
+        unknown = CollectorError("the GPU of this rank is not known before CUDA is initialised")
+        is_named = device is not None or (visible or "").startswith(("GPU-", "MIG-"))
+        if not is_named and self.call("nvmlDeviceGetCount") > 1:  # a script that uses no GPU costs one call a tick
+            raise unknown
         devices = self._devices()
         found = [each for each in devices if each.is_named(device or visible)]
         if len(found) > 1:  # MIG devices of the GPU that torch tells
@@ -230,7 +234,7 @@ class Nvml(Driver):
         if not found and device:
             raise CollectorError(f"NVML knows no device with the UUID {device} that torch reports")
         if not found and len(devices) + len(self.unreadable) > 1:
-            raise CollectorError("the GPU of this rank is not known before CUDA is initialised")
+            raise unknown
         if not devices:
             raise NoGpuError("the NVIDIA driver is there, but no GPU or MIG device is")
         chosen = (found or devices)[0]
