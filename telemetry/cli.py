@@ -170,7 +170,7 @@ def _add_tune(commands: Any) -> None:
         "tune",
         help="find better DataLoader settings with short trials of a script",
         usage="telemetry tune [OPTIONS] SCRIPT [ARGS...]\n       telemetry tune [OPTIONS] -m MODULE [ARGS...]",
-        description="Runs short trials of the unchanged script with other DataLoader settings, and prints the lines to "
+        description="Runs short trials of the unchanged script with other DataLoader settings, and prints what to "
         "change. Put telemetry's options before the script and the script's own after it.",
         epilog="A trial ends before the script does, and writes no checkpoint. What else the script writes, it writes.",
     )
@@ -180,13 +180,11 @@ def _add_tune(commands: Any) -> None:
     _add(length, "--seconds", "S", _number(0.1), 10.0, "training time that is measured, without the warm-up")
     _add(length, "--steps", "N", _whole(1), None, "a trial also ends after this many measured steps")
     _add(length, "--warm-up", "S", _number(0), 3.0, "time after the first step that is not measured")
-    _add(length, "--start-seconds", "S", _number(0.1), 600.0, "maximum time until the first step has ended")
-    search = tune.add_argument_group("search", "which settings are tried")
-    _add(search, "--trials", "N", _whole(1), 5, "maximum number of trials, that of the script as it is included")
+    _add(length, "--timeout", "S", _number(1), 600.0, "maximum time of a whole trial, with the start of the script")
+    search = tune.add_argument_group("settings", "which settings are tried")
     search.add_argument("--grid", metavar="NAME=V,V", action="append", default=[],
-                        help="try all combinations instead, such as num_workers=0,2,4 prefetch_factor=2,4; may be "
-                        "repeated")
-    _add(search, "--memory", "BYTES", _size, None, "maximum memory of a trial, such as 8G (default: what there is)")
+                        help="try all combinations instead of the usual settings, such as num_workers=0,2,4 "
+                        "prefetch_factor=2,4; may be repeated")
     _add(search, "--nproc-per-node", "N", _whole(1), None, "start N ranks with torchrun, and tune all")
     files = tune.add_argument_group("files", "what a trial writes")
     files.add_argument("--scratch", action="store_true", help="run each trial in an empty working folder")

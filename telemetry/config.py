@@ -180,7 +180,7 @@ CALLBACK: Final = SettingType("function", _FUNCTION, f"{_FUNCTION}, such as mypa
 ENV_PREFIX: Final = "TELEMETRY_"
 DISABLED_VARIABLE: Final = "TELEMETRY_DISABLED"
 TRIAL_VARIABLE: Final = "TELEMETRY_TUNE_TRIAL"
-"""Set in every process of a trial of ``telemetry tune``, to the path of its plan. Scripts may look at it."""
+"""Set in every process of a trial of ``telemetry tune``, to its plan. Scripts may look whether it is set."""
 
 SINKS: Final = ("tensorboard", "wandb", "mlflow")
 """Names of the sinks, in the order in which they are written: local files first."""

@@ -1,4 +1,4 @@
-"""Compares what ``telemetry tune`` finds with an exhaustive grid, on scripts of the zoo, and under a memory limit.
+"""Compares what ``telemetry tune`` finds with an exhaustive grid, on scripts of the zoo.
 
     $ python -m tests.tune_campaign                 # all: about half an hour on an idle machine
     $ python -m tests.tune_campaign --only main-    # some
@@ -19,17 +19,14 @@ import sys
 from pathlib import Path
 
 from telemetry.tune import settings_text
-from tests.faults.memory_group import limited_group
 from tests.zoo.runner import SCRIPTS
 from tests.zoo.specimens import chosen
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAME = "tune-amd-epyc-2-cores"
-CAPPED = ROOT / "tests" / "tune_scripts" / "hungry_workers.py"
 
 GOAL = 0.95
-MAX_TRIALS = 5
 ROUNDS = 2
 """How often the best of both are run in turn."""
 
@@ -47,13 +44,10 @@ GRIDS = {
 }
 """Ten specimens of the zoo, each with a script of its own, and the grid of each: small, for a machine with two cores."""
 
-CAPS = {"memory-700": 700, "memory-1400": 1400}
-"""Memory limits in MiB."""
 
-
-def tuned(*command: str, prefix: tuple[str, ...] = ()) -> dict:
+def tuned(*command: str) -> dict:
     """What ``telemetry tune --json`` prints."""
-    command = (*prefix, sys.executable, "-m", "telemetry", "tune", "--json", *command)
+    command = (sys.executable, "-m", "telemetry", "tune", "--json", *command)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if found.returncode:
@@ -67,7 +61,7 @@ def measured(name: str) -> dict[str, object]:
     if specimen.cores is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: specimen.cores])
     script = [str(SCRIPTS / f"{specimen.script}.py"), "--seconds", "100000", *specimen.arguments]
-    length = ["--seconds", "4", "--warm-up", "2", "--trials", str(MAX_TRIALS)]
+    length = ["--seconds", "4", "--warm-up", "2"]
     whole = tuned(*length, "--grid", *GRIDS[name], *script)
     search = tuned(*length, *script)
     best = {
@@ -96,34 +90,13 @@ def measured(name: str) -> dict[str, object]:
     }
 
 
-def capped(name: str) -> dict[str, object]:
-    """Tune a script whose workers need much memory, in a cgroup with too little for many. Needs root."""
-    with limited_group(CAPS[name] << 20) as group:
-        inside = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group.folder))
-        told = tuned("--seconds", "3", "--warm-up", "1", str(CAPPED), prefix=inside)
-        killed = group.kills()
-    return {
-        "name": name,
-        "megabytes": CAPS[name],
-        "oom_kills": killed,
-        "best": settings_text(told["best"]["settings"]),
-        "speedup": told["speedup"],
-        "most_workers_tried": max(trial["settings"]["num_workers"] for trial in told["trials"]),
-        "most_memory_bytes": max(trial["memory_bytes"] or 0 for trial in told["trials"]),
-        "notes": told["notes"],
-        "failed": [trial["failed"] for trial in told["trials"] if trial["failed"]],
-    }
-
-
-def page(results: list[dict], caps: list[dict]) -> str:
+def page(results: list[dict]) -> str:
     """The results as a page."""
-    good = sum(one["ratio"] >= GOAL for one in results)
+    good, most = sum(one["ratio"] >= GOAL for one in results), max(one["trials"] for one in results)
     lines = [
-        "# tune against an exhaustive grid, and under memory limits",
+        "# tune against an exhaustive grid",
         "",
         "`python -m tests.tune_campaign`, on two shared cores of an AMD EPYC, without a GPU.",
-        "",
-        "## Grids",
         "",
         "Rates are steps per second, measured in turn after the search. *Spread*: the largest difference of two runs",
         "with equal settings.",
@@ -136,19 +109,7 @@ def page(results: list[dict], caps: list[dict]) -> str:
             for one in results
         ),
         "",
-        f"Within 5 % of the grid's best: {good} of {len(results)} scripts, in at most {MAX_TRIALS} trials each.",
-        "",
-        "## Memory limits",
-        "",
-        "A script whose workers take 150 MB each, in a cgroup with a memory limit:",
-        "",
-        "| Limit | Killed for memory | Best that was found | Speed-up | Most workers tried | Most memory |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *(
-            f"| {cap['megabytes']} MiB | {cap['oom_kills']} | {cap['best']} | {cap['speedup']:.2f} | "
-            f"{cap['most_workers_tried']} | {cap['most_memory_bytes'] / 1e6:.0f} MB |"
-            for cap in caps
-        ),
+        f"Within 5 % of the grid's best: {good} of {len(results)} scripts, in at most {most} trials each.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -159,18 +120,17 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the results into benchmarks/results/")
     options = parser.parse_args()
     cores = os.sched_getaffinity(0)
-    found = []
-    for name in [*GRIDS, *CAPS]:
+    results = []
+    for name in GRIDS:
         if name.startswith(tuple(options.only)):
             os.sched_setaffinity(0, cores)
-            found.append(capped(name) if name in CAPS else measured(name))
-            print(json.dumps(found[-1]), flush=True)
-    results, caps = [one for one in found if "ratio" in one], [one for one in found if "megabytes" in one]
-    print(page(results, caps))
+            results.append(measured(name))
+            print(json.dumps(results[-1]), flush=True)
+    print(page(results))
     if options.write:
-        (RESULTS / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / f"{NAME}.md").write_text(page(results, caps))
-    return 0 if all(one["ratio"] >= GOAL for one in results) and not any(cap["oom_kills"] for cap in caps) else 1
+        (RESULTS / f"{NAME}.json").write_text(json.dumps(results, indent=1) + "\n")
+        (RESULTS / f"{NAME}.md").write_text(page(results))
+    return 0 if all(one["ratio"] >= GOAL for one in results) else 1
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ class Agent:
         if TRIAL_VARIABLE in os.environ:
             from telemetry.agent.trial import TrialRun
 
-            self.trial = TrialRun(os.environ[TRIAL_VARIABLE], self.identity, self.tracker, self.accounting, self.errors)
+            self.trial = TrialRun(os.environ[TRIAL_VARIABLE], self.identity, self.tracker, self.errors)
         with self.errors.contained("descriptors"):
             self._streams.keep()
         if self.config.patch:

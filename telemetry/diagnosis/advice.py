@@ -715,39 +715,3 @@ def gpu_throttled(evidence: Evidence) -> list[Advice]:
     because = f"the GPU throttles its clock (temperature or power), which cost {slowed:.1f} s of {loop:.1f} s"
     gain = gain_over_window(evidence, loop - slowed, now=loop)
     return [_do("check the cooling and the power supply of the node, or move the job", because, gain)]
-
-
-# -- what if -----------------------------------------------------------------------------------------------------------
-# Predictions of the step with other settings of the loader, which `tune` compares.
-
-
-def step_with_workers(evidence: Evidence, workers: int) -> float | None:
-    """Predicted seconds of a step with a total number of workers; None if there is no prediction.
-
-    The present number gets the measured time. The other predictions have the error that the model has for it.
-    """
-    if not evidence.steps:
-        return None
-    now, present = evidence.step_seconds, evidence.workers.count if evidence.source == "workers" else 0
-    if workers == present:
-        return now
-    if evidence.source != "workers":
-        own = evidence.wait_seconds / evidence.steps
-        moved, in_worker, first = _without_own_fetches(evidence, own)
-        return predicted_step(moved, in_worker, workers, boundary=first)
-    fetch = alone_in_worker(evidence)
-    if fetch is None:
-        return None
-    alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded_out(evidence)))
-    if not workers:
-        return alone.step_compute_seconds + fetch.seconds
-    return predicted_step(alone, fetch, workers) * max(1.0, now / predicted_step(evidence, fetch, present))
-
-
-def shortest_step(evidence: Evidence) -> float | None:
-    """Seconds of a step if it never waits for data, nor for a core that workers use."""
-    if not evidence.steps:
-        return None
-    exposed = evidence.exposed_seconds
-    hidden = 0.0 if exposed is None else max(0.0, evidence.wait_seconds - exposed)
-    return max(0.0, evidence.compute_seconds + hidden - crowded_out(evidence)) / evidence.steps

@@ -73,9 +73,6 @@ CAUSES: Final = {
 
 _MAX_ADVICE: Final = 3
 
-_TUNED: Final = frozenset({"num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order"})
-"""The settings of a loader that ``telemetry tune`` changes."""
-
 
 def advise(name: str, evidence: Evidence) -> tuple[Advice, ...]:
     """At most three changes, the most useful first. Empty if no change would help."""
@@ -88,17 +85,6 @@ def advise(name: str, evidence: Evidence) -> tuple[Advice, ...]:
         wanted = cause.advise(evidence if own else without_own_time(evidence))
     worth_it = (a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= advice.WORTH_IT)
     return tuple(worth_it)[:_MAX_ADVICE]
-
-
-def loader_advice(evidence: Evidence) -> list[Advice]:
-    """Advice on settings of the loader, for the costliest cause first."""
-    lost = costs(evidence)
-    return [
-        wanted
-        for cause in sorted(lost, key=lambda cause: -lost[cause])
-        for wanted in advise(cause, evidence)
-        if wanted.setting in _TUNED
-    ]
 
 
 # -- two causes at once: those that cost nearly as much as the one that a stall is named after -------------------------

@@ -37,19 +37,6 @@ class Stream(IterableDataset):
         return (dataset[item] for item in range(100_000))
 
 
-class Both:
-    """Batches of a data set that takes workers, each with one of a stream that gives all items in each worker."""
-
-    def __init__(self) -> None:
-        self.items = DataLoader(Slow(), batch_size=8, shuffle=True, num_workers=1)
-        self.stream = DataLoader(Stream(), batch_size=2)
-        if self.stream.num_workers > 1:
-            raise SystemExit("the stream has several workers")
-
-    def __iter__(self):
-        return (batch for batch, _ in zip(self.items, self.stream))
-
-
 def loader_of(dataset, **settings) -> DataLoader:
     return DataLoader(dataset, batch_size=8, **settings)
 
@@ -82,7 +69,7 @@ def main() -> None:
         loader_of(Slow())
         return
     items = {"stream": Stream, "main-only": MainOnly}.get(how, Slow)()
-    train = Both() if how == "two-loaders" else loader_of(items, **({} if how == "stream" else {"shuffle": True}))
+    train = loader_of(items, shuffle=None if how == "stream" else True)
     held_out = loader_of(Slow())
     model = nn.Linear(8, 2)
     optimizer = QuickSGD(model.parameters(), lr=0.1)
