@@ -49,7 +49,10 @@ _MIN_STEPS: Final = 2
 
 _POLL_SECONDS: Final = 0.05
 _END_SECONDS: Final = 5.0
-"""How long a trial may take to end by itself, between two steps, when all ranks have measured; then how long to die."""
+"""How long a trial may take to end by itself, between two steps, when all ranks have measured."""
+
+_KILLS: Final = 10
+"""A process that is just being started shows no environment yet, so it may be seen only by the next look."""
 
 _FIRST_VICTIM: Final = "800"
 """If memory is short, the kernel ends a trial before anything else."""
@@ -176,6 +179,7 @@ def _run(options: argparse.Namespace, folder: Path, plan: str, results: Sequence
         return process.poll()
     finally:
         _end_all(plan)
+        process.kill()
         process.wait()
 
 
@@ -211,13 +215,14 @@ def _environment(plan: str, folder: Path) -> dict[str, str]:
 
 def _end_all(plan: str) -> None:
     """End every process of a trial, which all inherit its plan. A signal that a script can handle would let it save."""
-    ended = []
-    for process in psutil.process_iter(["environ"]):
-        if (process.info["environ"] or {}).get(TRIAL_VARIABLE) == plan:
+    for _ in range(_KILLS):
+        left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(TRIAL_VARIABLE) == plan]
+        for process in left:
             with suppress(psutil.Error):
                 process.kill()
-                ended.append(process)
-    psutil.wait_procs(ended, timeout=_END_SECONDS)
+        if not left:
+            return
+        psutil.wait_procs(left, timeout=1)
 
 
 # -- which settings are tried ------------------------------------------------------------------------------------------
