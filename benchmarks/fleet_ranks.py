@@ -262,7 +262,7 @@ class Node:
             RankState(RankHead(rank=rank.rank, pid=0, ticks=0), numbers_of(view))
             for rank, view in zip(self.ranks, views, strict=True)
         ]
-        return rendered(states, numbers_of(views[0], of_node=True), run=first.run, node=first.node).body
+        return rendered(states, numbers_of(views[0], of_node=True), run=first.run, node=first.node)
 
 
 def _histogram(bounds: tuple[float, ...], count: int, value: float) -> Histogram:

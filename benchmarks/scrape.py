@@ -2,7 +2,9 @@
 
 The training process is rank 0 of a node of eight, with the real agent. It leads the node and serves all ranks. One
 helper process puts the numbers of the other seven ranks on the same board once a second.
-Another process scrapes. Quiet and scraped segments of the same loop alternate.
+Another process scrapes, with one or several clients. Quiet and scraped segments of the same loop alternate.
+
+``python -m benchmarks.scrape`` prints how many times as long the steps take under 480 scrapes a second.
 """
 
 from __future__ import annotations
@@ -10,23 +12,29 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import types
 import typing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from benchmarks import child
+from benchmarks.spread import of_groups, ratio_of_medians
 
 if TYPE_CHECKING:
     from telemetry.node.metrics import RunView
 
 RANKS: Final = 8
+FLOOD: Final[dict[str, Any]] = {"hertz": 480.0, "clients": 8}
+"""Far more scrapes than any server of metrics sends."""
+
 _STEP_MS: Final = 3.0
 _SETTLE_SECONDS: Final = 2.0
 _WAIT_SECONDS: Final = 10.0
@@ -35,8 +43,15 @@ _WAIT_SECONDS: Final = 10.0
 # -- the training process --------------------------------------------------------------------------------------------
 
 
-def measure(*, pairs: int, segment_seconds: float, hertz: float) -> dict[str, Any]:
-    """Durations of the steps in quiet and scraped segments, and of each scrape, in nanoseconds."""
+def measure(*, pairs: int, segment_seconds: float, hertz: float, clients: int = 1) -> dict[str, Any]:
+    """Durations of the steps in quiet and scraped segments, and of each scrape, in nanoseconds.
+
+    Args:
+        pairs: number of quiet segments, and of scraped ones.
+        segment_seconds: length of each.
+        hertz: scrapes a second, of all clients together.
+        clients: how many scrape at the same time.
+    """
     import torch
 
     import telemetry
@@ -53,7 +68,7 @@ def measure(*, pairs: int, segment_seconds: float, hertz: float) -> dict[str, An
             for pair in range(pairs):
                 for scrape in (False, True) if pair % 2 else (True, False):
                     if scrape:
-                        scraper = _spawn("scrape", agent.metrics_url, str(hertz), str(segment_seconds))
+                        scraper = _spawn("scrape", agent.metrics_url, str(hertz), str(segment_seconds), str(clients))
                         scraped.append(train.run(segment_seconds))
                         gets.append(json.loads(scraper.communicate(timeout=_WAIT_SECONDS)[0]))
                     else:
@@ -123,6 +138,15 @@ def _wait_for_ranks(url: str) -> None:
 
 
 # -- the scraping process --------------------------------------------------------------------------------------------
+
+
+def scrape_together(url: str, hertz: float, seconds: float, clients: int) -> dict[str, Any]:
+    """Let several clients `scrape`, so many times a second together."""
+    with ThreadPoolExecutor(clients) as pool:
+        found = [*pool.map(lambda _: scrape(url, hertz / clients, seconds), range(clients))]
+    each = found[0]
+    gets = [get for one in found for get in one["gets"]]
+    return {**each, "gets": gets, "failed": sum(one["failed"] for one in found)}
 
 
 def scrape(url: str, hertz: float, seconds: float) -> dict[str, Any]:
@@ -218,11 +242,17 @@ def _filled(hint: Any, name: str) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """Run one of the processes that this benchmark starts."""
-    if argv[0] == "ranks":
+    """Run one of the processes that this benchmark starts; by hand, measure under a flood of scrapes."""
+    if not argv:
+        answer = measure(pairs=5, segment_seconds=5.0, **FLOOD)
+        quiet, scraped = (of_groups(answer[kind], statistics.mean) for kind in ("quiet", "scraped"))
+        times, rate = ratio_of_medians(scraped, quiet), len(answer["latencies"]) / 25
+        print(f"under {rate:.0f} scrapes a second steps take {times.median:.2f} times as long ", end="")
+        print(f"({times.p10:.2f} to {times.p90:.2f}); without, {statistics.median(quiet) / 1e6:.2f} ms")
+    elif argv[0] == "ranks":
         publish_ranks(argv[1], argv[2], argv[3])
     elif argv[0] == "scrape":
-        print(json.dumps(scrape(argv[1], float(argv[2]), float(argv[3]))))
+        print(json.dumps(scrape_together(argv[1], float(argv[2]), float(argv[3]), int(argv[4]))))
     else:
         child.answer(measure, argv)
 

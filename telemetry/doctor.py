@@ -32,7 +32,7 @@ from telemetry.util.text import binary_size, ranges, show
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from telemetry.node.endpoint import Address
+    from telemetry.node.server import Address
     from telemetry.records import GpuSample
 
 OK: Final = "ok"
@@ -298,7 +298,7 @@ _RESOLVER_SECONDS: Final = 5.0
 
 def check_endpoint(place: CheckContext) -> Results:
     """Whether the port is free, and if not, which port a run would use."""
-    from telemetry.node.endpoint import PORTS_TRIED, Lookup, explained, numeric
+    from telemetry.node.server import address_of, explained, from_port
 
     host, port = place.config.host, place.config.port
     if port is None:
@@ -306,15 +306,10 @@ def check_endpoint(place: CheckContext) -> Results:
         return
     free = None
     try:
-        address = numeric(host)
-        if address is None:
-            lookup = Lookup(host)
-            lookup.wait(_RESOLVER_SECONDS)
-            address = lookup.result()
+        address = address_of(host, _RESOLVER_SECONDS)
         refused = _bind(address, port)
         if refused is not None and refused.errno == errno.EADDRINUSE and port:
-            others = range(port + 1, min(port + PORTS_TRIED, 65536))
-            free = next((other for other in others if _bind(address, other) is None), None)
+            free = next((other for other in from_port(port) if _bind(address, other) is None), None)
     except OSError as error:
         refused = error
     if refused is None:

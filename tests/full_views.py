@@ -27,22 +27,20 @@ from telemetry.records import (
 )
 from telemetry.totals import OwnTotals, Totals
 
-OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
-
 
 def published(numbers):
     """As another rank reads it from the board."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(numbers), type=Numbers)
 
 
-def page(*views, run="a run", node="n1", first=7, accept=""):
+def page(*views, run="a run", node="n1", first=7, openmetrics=False):
     """What a scrape gets from a node with these ranks. The first one serves."""
     states = [
         RankState(RankHead(rank=rank, pid=1, ticks=1), published(numbers_of(view)))
         for rank, view in enumerate(views, first)
     ]
     machine = numbers_of(views[0], of_node=True)
-    return rendered(states, machine, run=run, node=node, accept=accept).body.decode()
+    return rendered(states, machine, run=run, node=node, openmetrics=openmetrics).decode()
 
 
 def full_view():

@@ -1,6 +1,8 @@
 """The metrics: what a scrape shows of them, that absent is what was not measured, and docs/METRICS.md."""
 
 import dataclasses
+import gzip
+import itertools
 import os
 import re
 import shutil
@@ -16,9 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
+from telemetry.node import prometheus
+from telemetry.node.board import RankHead, RankState
 from telemetry.node.metrics import COLLECTOR, GROUPS, EnergyView, metrics
+from telemetry.node.prometheus import Exposition, numbers_of
 from telemetry.util.errors import ErrorLog
-from tests.full_views import OPENMETRICS, full_view, page
+from tests.full_views import full_view, page
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -114,6 +119,51 @@ def test_each_gpu_of_a_rank_has_its_samples():
     assert {s.labels["gpu"]: s.value for s in energy if s.labels["category"] == "compute"} == {"0": 9.5, "1": 7.0}
 
 
+class Ranks:
+    """Stands in for a board. Counts how often it is read."""
+
+    read = 0
+
+    def states(self):
+        self.read += 1
+        return [RankState(RankHead(rank=self.read, pid=1, ticks=1), numbers_of(full_view()))]
+
+
+def test_a_page_is_rendered_at_most_once_a_second_in_each_form(monkeypatch):
+    now = [10**9]
+    monkeypatch.setattr(prometheus, "now_ns", lambda: now[0])
+    exposition = Exposition(ranks := Ranks(), "a run", "n1")
+
+    def rank_shown(accept="", encoding=""):
+        body = exposition.page(accept, encoding).body
+        return int(re.search(r'rank="(\d+)"', (gzip.decompress(body) if encoding else body).decode())[1])
+
+    assert [rank_shown(), rank_shown(), rank_shown(encoding="gzip"), rank_shown("application/openmetrics-text")] == [
+        1,
+        1,
+        2,
+        3,
+    ]
+    now[0] += 10**9 - 1
+    assert [rank_shown(), rank_shown(encoding="gzip")] == [1, 2]
+    now[0] += 1
+    assert [rank_shown(), rank_shown(), rank_shown(encoding="gzip")] == [4, 4, 5]
+    exposition.keep()  # the board may go: what it has now is shown from here on
+    assert [rank_shown(), rank_shown(encoding="gzip")] == [6, 6]
+    now[0] += 10**9
+    assert (rank_shown(), ranks.read) == (6, 6)
+
+
+@pytest.mark.parametrize(("sample_ms", "turns"), [(0.05, 0.5), (10, 0.0)])
+def test_the_training_gets_its_turn_while_a_page_is_rendered(sample_ms, turns, monkeypatch):
+    """After each 0.1 ms. But a page that takes longer than a second is not delayed more by that."""
+    now, given = itertools.count(step=int(sample_ms * 1e6)), []
+    monkeypatch.setattr(prometheus, "now_ns", lambda: next(now))
+    monkeypatch.setattr(prometheus, "let_others_run", lambda: given.append(True))
+    samples = sum(not line.startswith("#") for line in page(full_view(), full_view()).splitlines())
+    assert samples * turns <= len(given) <= max(samples * turns * 1.1, 50)
+
+
 def test_values_are_exact():
     view = full_view()
     totals = dataclasses.replace(view.totals, steps=12_345_678_901)
@@ -127,7 +177,7 @@ def test_values_are_exact():
 
 
 def test_openmetrics_has_units_and_the_time_since_when_a_counter_counts():
-    families = {family.name: family for family in openmetrics_families(page(full_view(), accept=OPENMETRICS))}
+    families = {family.name: family for family in openmetrics_families(page(full_view(), openmetrics=True))}
     text = {family.name for family in text_string_to_metric_families(page(full_view()))}
     assert families.keys() == text
 
@@ -214,6 +264,7 @@ def test_a_process_forked_during_the_import_can_import_the_library(tmp_path):
     """Without a wait, the child would have the lock of a module that nobody is going to release there."""
     script = """
 import os, sys, threading, time
+from telemetry.util.threads import OwnThread
 from tests.full_views import full_view, page
 began = threading.Event()
 class Slow:
@@ -222,7 +273,7 @@ class Slow:
             began.set()
             time.sleep(0.3)
 sys.meta_path.insert(0, Slow())
-thread = threading.Thread(target=lambda: page(full_view()))
+thread = OwnThread(lambda: page(full_view()), name="telemetry-scrape")
 thread.start()
 began.wait()
 pid = os.fork()

@@ -1,18 +1,17 @@
 """Answers scrapes of a node, and writes the target file by which Prometheus finds it.
 
-Each rank puts numbers on the board. Only a scrape makes text of them: `prometheus_client` renders it, from families
-that are built one sample after another.
+Each rank puts numbers on the board. Only a scrape makes text of them, at most once a second: `prometheus_client`
+renders it, from families that are built one sample after another.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from _thread import allocate_lock
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -21,9 +20,11 @@ from msgspec import structs
 from telemetry.node.board import Numbers
 from telemetry.node.metrics import GPU_GROUPS, GROUPS, metrics
 from telemetry.records import Histogram
-from telemetry.util.clock import sleep
+from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import read_small, replace_file
+from telemetry.util.gil import let_others_run
 from telemetry.util.processes import slug
+from telemetry.util.threads import no_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,13 +35,17 @@ if TYPE_CHECKING:
     from telemetry.node.board import Board, RankState
     from telemetry.node.metrics import MetricGroup, RunView
 
-_SAMPLES_AT_A_TIME: Final = 32
-"""After so many samples, in 0.3 ms, the training thread gets its turn."""
+_KEPT_NS: Final = NS
+"""A page is rendered at most once in this time, and kept for scrapes in between."""
+
+_TURN_NS: Final = NS // 10_000
+"""After so much work the training thread gets its turn."""
+
+_PATIENCE_NS: Final = NS
+"""A page that takes longer is finished without such turns: a scraper waits for it."""
 
 _GZIP_LEVEL: Final = 1
 _GZIP_WINDOW: Final = 31  # makes zlib write gzip's header and end
-
-_FORK_SECONDS: Final = 1.0
 
 
 # -- what a rank publishes -----------------------------------------------------------------------------------------
@@ -114,43 +119,50 @@ class Exposition:
         self._board = board
         self._run = run
         self._node = node
-        self._kept: list[RankState] | None = None
+        self._last_states: list[RankState] | None = None
+        self._rendering = allocate_lock()
+        self._kept: dict[tuple[bool, bool], tuple[int, bytes]] = {}
         self.machine = Numbers()
 
     def keep(self) -> None:
         """Read the states for the last time, because the board may be removed before the next scrape."""
-        self._kept = self._board.states()
+        self._last_states = self._board.states()
+        self._kept.clear()
 
     def page(self, accept: str, accept_encoding: str) -> Page:
-        """The answer to a scrape with these headers, see `rendered`."""
-        states = self._board.states() if self._kept is None else self._kept
-        return rendered(states, self.machine, self._run, self._node, accept, accept_encoding)
+        """The answer to a scrape with these headers: OpenMetrics or Prometheus's older text, and gzip if accepted."""
+        library = _library()
+        content_type = library.choose_encoder(accept)[1]
+        openmetrics, zipped = content_type.startswith("application/"), library.gzip_accepted(accept_encoding)
+        with self._rendering:
+            made_ns, body = self._kept.get((openmetrics, zipped), (-_KEPT_NS, b""))
+            if now_ns() - made_ns >= _KEPT_NS:
+                states = self._board.states() if self._last_states is None else self._last_states
+                body = rendered(states, self.machine, self._run, self._node, openmetrics=openmetrics)
+                if zipped:
+                    packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
+                    body = packer.compress(body) + packer.flush()
+                self._kept[openmetrics, zipped] = now_ns(), body
+        return Page(content_type, "gzip" if zipped else "", body)
 
 
-def rendered(  # noqa: PLR0917 - what is shown, its two names, and two headers
-    states: Iterable[RankState], machine: Numbers, run: str, node: str, accept: str = "", accept_encoding: str = ""
-) -> Page:
-    """Render the metrics of a node as OpenMetrics or as Prometheus's older text, whichever a scraper accepts."""
+def rendered(states: Iterable[RankState], machine: Numbers, run: str, node: str, *, openmetrics: bool = False) -> bytes:
+    """Render the metrics of a node as OpenMetrics, or as Prometheus's older text."""
     library = _library()
-    render, content_type = library.encoder(accept)
     ranks = [
         ({"run": run, "rank": str(state.head.rank)}, numbers)
         for state in states
         for numbers in (state.numbers, *state.numbers.others)
     ]
-    openmetrics = content_type.startswith("application/")
-    body = render(_Families(library, ranks, [({"run": run, "node": node}, machine)], with_created=openmetrics))
-    if not library.gzip_accepted(accept_encoding):
-        return Page(content_type, "", body)
-    packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
-    return Page(content_type, "gzip", packer.compress(body) + packer.flush())
+    families = _Families(library, ranks, [({"run": run, "node": node}, machine)], with_created=openmetrics)
+    return library.openmetrics(families) if openmetrics else library.text(families)
 
 
 class _Families:
     """Stands in for a registry of the library, so that nothing of ours is in a registry of the script.
 
-    The families and their samples are made while the library goes through them, and every few samples the training
-    thread gets its turn. Rendering holds the GIL for 5 us a sample: 3,000 samples at once made a step 5 ms longer.
+    The families and their samples are made while the library goes through them, and the training thread gets its turn
+    after each 0.1 ms. Rendering takes 5 us a sample: 3,000 samples at once made a step 5 ms longer.
 
     Args:
         ranks: the labels and the readings of each rank.
@@ -171,7 +183,7 @@ class _Families:
         self._ranks = ranks
         self._machine = machine
         self._with_created = with_created
-        self._made = 0
+        self._began_ns = self._turn_ns = now_ns()
 
     def collect(self) -> Iterator[Metric]:
         """All families that have a sample, in the order of the table. The machine's come last."""
@@ -190,12 +202,13 @@ class _Families:
             unit = metric.unit if metric.unit and base.endswith(f"_{metric.unit}") else ""
             family = self._library.metric(base, metric.help, metric.type, unit)
             created = self._with_created and metric.from_zero and metric.type != "gauge" and label is None
-            family.samples = self._samples(name, base, label.name if label else "", found, created=created)
+            samples = self._samples(name, base, label.name if label else "", found, created=created)
+            family.samples = self._in_turns(samples)
             yield family
 
     def _samples(
         self, name: str, base: str, label: str, found: list[tuple[dict[str, str], Numbers]], *, created: bool
-    ) -> Any:
+    ) -> Iterator[Sample]:
         sample = self._library.sample
         for labels, numbers in found:
             value = numbers.values.get(name)
@@ -203,78 +216,57 @@ class _Families:
                 yield from self._histogram(base, labels, numbers.histograms[name])
             elif isinstance(value, dict):
                 for each, number in value.items():
-                    yield self._counted(sample(name, {**labels, label: each}, number))
+                    yield sample(name, {**labels, label: each}, number)
             else:
-                yield self._counted(sample(name, labels, value))
+                yield sample(name, labels, value)
             if created:
-                yield self._counted(sample(f"{base}_created", labels, numbers.started))
+                yield sample(f"{base}_created", labels, numbers.started)
 
     def _histogram(self, name: str, labels: dict[str, str], histogram: Histogram) -> Iterator[Sample]:
         sample, count = self._library.sample, 0
         for bound, more in zip((*map(repr, histogram.bounds), "+Inf"), histogram.counts, strict=True):
             count += more
-            yield self._counted(sample(f"{name}_bucket", {**labels, "le": bound}, count))
-        yield self._counted(sample(f"{name}_count", labels, count))
-        yield self._counted(sample(f"{name}_sum", labels, histogram.total))
+            yield sample(f"{name}_bucket", {**labels, "le": bound}, count)
+        yield sample(f"{name}_count", labels, count)
+        yield sample(f"{name}_sum", labels, histogram.total)
 
-    def _counted(self, sample: Sample) -> Sample:
-        self._made += 1
-        if self._made % _SAMPLES_AT_A_TIME == 0:
-            sleep(0)
-        return sample
+    def _in_turns(self, samples: Iterator[Sample]) -> Any:
+        for sample in samples:
+            yield sample
+            now = now_ns()
+            if now - self._turn_ns >= _TURN_NS:
+                # Beside a loop that often gives up the GIL, this thread may wait for it for 5 ms and more each time.
+                let_others_run() if now - self._began_ns < _PATIENCE_NS else sleep(0)
+                self._turn_ns = now_ns()
 
 
 class _Library(NamedTuple):
     metric: type[Metric]
     sample: type[Sample]
-    choose_encoder: Callable[[str], tuple[Callable[[Any], bytes], str]]
+    choose_encoder: Callable[[str], tuple[Any, str]]
     gzip_accepted: Callable[[str], bool]
+    text: Callable[[Any], bytes]
     openmetrics: Callable[[Any], bytes]
 
-    def encoder(self, accept: str) -> tuple[Callable[[Any], bytes], str]:
-        """The function that renders the format that a scraper accepts, and its content type."""
-        render, content_type = self.choose_encoder(accept)
-        return (self.openmetrics if content_type.startswith("application/") else render), content_type
 
-
-_importing = allocate_lock()
-_fork_waited = False
-
-
+@cache
 def _library() -> _Library:
     """Import the library at the first scrape, because most ranks are never scraped, and it takes 11 ms.
 
     A process that is forked while another thread imports a module can never import that module. So a fork waits.
     """
-    global _loaded  # noqa: PLW0603
-    if _loaded is None:
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-        with _importing:
-            from prometheus_client.core import Metric, Sample
-            from prometheus_client.exposition import choose_encoder, gzip_accepted
-            from prometheus_client.openmetrics import exposition as openmetrics
-        render = openmetrics.generate_latest
-        if "escaping" in signature(render).parameters:
-            # Our names are valid in any scheme, so none of them changes the text. The default scheme goes through each
-            # character in Python, which takes twice the time (0.26).
-            render = partial(render, escaping=openmetrics.ALLOWUTF8)
-        _loaded = _Library(Metric, Sample, choose_encoder, gzip_accepted, render)
-    return _loaded
-
-
-_loaded: _Library | None = None
-
-
-def _before_fork() -> None:
-    global _fork_waited  # noqa: PLW0603
-    _fork_waited = _importing.acquire(timeout=_FORK_SECONDS)
-
-
-def _after_fork() -> None:
-    global _fork_waited
-    waited, _fork_waited = _fork_waited, False
-    if waited:
-        _importing.release()
+    with no_fork:
+        from prometheus_client import exposition
+        from prometheus_client.core import Metric, Sample
+        from prometheus_client.openmetrics import exposition as openmetrics
+    render = openmetrics.generate_latest
+    if "escaping" in signature(render).parameters:
+        # Our names are valid in any scheme, so none of them changes the text. The default scheme goes through each
+        # character in Python, which takes twice the time (0.26).
+        render = partial(render, escaping=openmetrics.ALLOWUTF8)
+    return _Library(
+        Metric, Sample, exposition.choose_encoder, exposition.gzip_accepted, exposition.generate_latest, render
+    )
 
 
 # -- discovery -----------------------------------------------------------------------------------------------------
@@ -302,8 +294,7 @@ class TargetFile:
         Raises:
             OSError: the folder cannot be written.
         """
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        content = json.dumps([{"targets": [target], "labels": self._labels}], indent=2).encode() + b"\n"
+        content = json.dumps([{"targets": [at_port(host, port)], "labels": self._labels}], indent=2).encode() + b"\n"
         try:
             if read_small(self.path) == content:
                 return
@@ -315,3 +306,8 @@ class TargetFile:
     def remove(self) -> None:
         """Remove the file."""
         self.path.unlink(missing_ok=True)
+
+
+def at_port(host: str, port: int) -> str:
+    """A host, perhaps an IPv6 address, with a port, as URLs have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
-from _thread import allocate_lock, get_ident, get_native_id, start_new_thread
+from _thread import RLock, allocate_lock, get_ident, get_native_id, start_new_thread
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -52,6 +52,9 @@ _running: Final[dict[int, OwnThread]] = {}
 harmless: Final[list[OwnThread]] = []
 """Our threads that run no code of others. Such code, as a logger's client, may hold a lock that a forked child needs. A
 thread is in the list from before it starts until the next one starts after its end."""
+
+no_fork: Final = RLock()
+"""A fork waits while a thread of ours holds this: a child would have half of what is done under it."""
 
 _guard = allocate_lock()
 _at_work = 0
@@ -283,6 +286,8 @@ _after_fork_registered = False
 
 def _register() -> None:
     global _after_fork_registered  # noqa: PLW0603
+    # C functions: Python drops what a handler of the script raises in a function that is called by a fork.
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=no_fork.release)
     os.register_at_fork(after_in_child=_after_fork_in_child)
     _after_fork_registered = True
 

@@ -79,7 +79,7 @@ def held(tmp_path_factory):
         watched = telemetry.watch(list(range(5)))
         list(watched)
         client = socket.create_connection(("127.0.0.1", agent._node.port))  # one connection is open, and not answered
-        until(lambda: agent._node.endpoint._connections)
+        until(lambda: agent._node.endpoint.open)
         before = agent.tracker.ring.head
 
         def child():

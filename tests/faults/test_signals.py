@@ -103,20 +103,19 @@ def test_a_scraper_that_hangs_up_ends_no_run_by_sigpipe(tmp_path):
         from tests.faults.inside import until
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         agent = telemetry.start("run")
-        from telemetry.node import endpoint, prometheus
-        rendered, send = prometheus.rendered, endpoint._Connection.send
+        from telemetry.node import prometheus, server
+        rendered, answer = prometheus.rendered, server._Request.do_GET
         def slow(*arguments, **named):
             print("asked", flush=True)
             until(lambda: os.path.exists("gone"))
-            page = rendered(*arguments, **named)
-            return page._replace(body=page.body + b"#" * (8 << 20))  # more than the buffers between us take
-        def sending(self):
+            return rendered(*arguments, **named) + b"#" * (8 << 20)  # more than the buffers between us take
+        def answering(self):
             try:
-                send(self)
+                answer(self)
             except BrokenPipeError as error:
                 print(error.strerror, flush=True)
                 raise
-        prometheus.rendered, endpoint._Connection.send = slow, sending
+        prometheus.rendered, server._Request.do_GET = slow, answering
         print(agent.metrics_url, flush=True)
         sys.stdin.readline()
         """

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from telemetry.node.board import STILL_SECONDS, Board, ServerLock
-from telemetry.node.endpoint import PORTS_TRIED
+from telemetry.node.server import PORTS_TRIED
 from telemetry.util.processes import identify
 from tests.faults.memory_group import LIMIT, limited_group
 from tests.faults.processes import Child, fetch, of_rank, ranks_in, samples, told, wait_for, write
@@ -206,7 +206,7 @@ def test_two_ranks_may_be_stopped_and_one_of_them_killed(job):
     job.stop(server, signal.SIGCONT)
     job.ranks[0].process.kill()
     job.returned_to(first)
-    assert ranks_in(job.page(first)).keys() == {"1", "2"}
+    wait_for(lambda: ranks_in(job.page(first)).keys() == {"1", "2"}, "a page without the one that was killed")
     for target in (second, third):
         wait_for(lambda target=target: job.page(target) is None, "one serves")
     job.end()
