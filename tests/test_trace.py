@@ -419,7 +419,7 @@ def test_links_in_a_folder_are_not_followed(tmp_path, run, as_json):
         (b'{"traceEvents": [{"ph": "X" "cat": 1}]}', "after byte 17"),
         (b'{"traceEvents" [', "after byte 0"),
         (b'{"traceEvents": 5}', "is not a trace of torch.profiler"),
-        (b'{"other": 5}', "it has no traceEvents"),
+        (b'{"other": 5}', "missing required field `traceEvents`"),
         (b'{"traceEvents": []}', "no operator, runtime call or kernel"),
         (b"[" * 100_000, "after byte 1"),
     ],

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from telemetry.trace.steps import Average, Intervals, LaunchBoundStretch, TimeRange, TraceSteps
     from telemetry.trace.tables import DeviceWait
 
+_ON_HOST: Final = ("Runtime", "CPU Exec", "Other")
+"""The categories in which the device is idle and the host does not wait for a batch."""
+
 _MIN_SHARE: Final = 0.005
 """A change that saves less than this share of the step is not worth a person's time."""
 
@@ -153,7 +156,7 @@ class Advisor:
         if not memory or not reserved or reserved / memory > _MAX_MEMORY_USED:
             return
         factor = min(_MAX_BATCH_FACTOR, _USABLE_MEMORY * memory / reserved)
-        host = self._average["Runtime"] + self._average["CPU Exec"] + self._average["Other"]
+        host = sum(self._average[name] for name in _ON_HOST)
         because = (
             f"{percent(1 - reserved / memory, 0)} of the GPU's memory is unused, and for {percent(host, 0)} of the "
             f"step the GPU waits for the host; a batch {factor:.1f} times as large does not wait longer"
@@ -199,20 +202,14 @@ class Advisor:
 
     def _gradients(self) -> Iterator[Suggestion]:
         """The clearing of the gradients, on the host and on the device, if it launches something."""
-        by_thread: dict[int, list[TimeRange]] = {}
-        for mark in self._events.marks:
-            if names.clears_gradients(mark.name):
-                by_thread.setdefault(mark.thread, []).append(mark.span)
-        host = {thread: union(spans) for thread, spans in by_thread.items()}
+        host = union(mark.span for mark in self._events.marks if names.clears_gradients(mark.name))
         device = [
             work.span
             for work in self._events.work
-            if work.kind in {KERNEL, MEMSET} and work.call is not None and work.call.thread in host
-            if holds(host[work.call.thread], work.call.start)
+            if work.kind in {KERNEL, MEMSET} and work.call is not None and holds(host, work.call.start)
         ]
         if device:
-            clearing = self._during((span for spans in host.values() for span in spans), self._free)
-            clearing += self._during(device, self._parts["Kernel"])
+            clearing = self._during(host, self._free) + self._during(device, self._parts["Kernel"])
             because = (
                 f"clearing the gradients launches {len(device) / self._count:.0f} kernels a step and takes "
                 f"{self._a_step(clearing)}"
@@ -221,8 +218,7 @@ class Advisor:
 
     def _waiting(self, waits: list[DeviceWait]) -> Iterator[Suggestion]:
         """Idle time of the device right after a call that waited for it, because no other work was queued."""
-        device = union(span for name in ("Kernel", "Memcpy", "Memset", "Communication") for span in self._parts[name])
-        idle = difference(difference(self._all, device), self._parts["DataLoader"])
+        idle = union(span for name in _ON_HOST for span in self._parts[name])
         calls, at = 0, 0
         lost: dict[str, float] = {}
         for wait in waits:

@@ -11,8 +11,9 @@ import re
 import sys
 import zlib
 from functools import cache
+from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw, Struct, field
@@ -23,8 +24,6 @@ from telemetry.util.files import open_regular
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from msgspec.json import Decoder
 
 MAX_BYTES: Final = 2 << 30
 """The largest file that is read, uncompressed. Real traces take up to 1.3 times as much memory."""
@@ -149,7 +148,7 @@ class TraceEvents:
         self.float_copies: set[int] = set()
         self.call_sites: dict[int, str] = {}
         self.reserved_bytes: dict[int, int] = {}
-        self.document = Document()
+        self.document = Document(Raw())
         self.malformed = 0
         self.repaired = False
         self._figures: dict[float | None, float | None] = {}
@@ -275,9 +274,6 @@ def enclosing(events: list[HostEvent], moments: set[Moment]) -> dict[Moment, tup
 # -- the file ------------------------------------------------------------------------------------------------------
 
 
-_ABSENT: Final = Raw(b"")
-
-
 class _Args(Struct, gc=False, frozen=True):
     """What the profiler notes about an event. Older traces spell some of it differently."""
 
@@ -289,7 +285,7 @@ class _Args(Struct, gc=False, frozen=True):
     bytes: float | None = None
     blocks: float | None = field(name="blocks per SM", default=None)
     occupancy: float | None = field(name="est. achieved occupancy %", default=None)
-    input_types: Raw = field(name="Input type", default=_ABSENT)
+    input_types: Raw = field(name="Input type", default=Raw())
     call_stack: str | None = field(name="Call stack", default=None)
     reserved: int | None = field(name="Total Reserved", default=None)
     device_type: int = field(name="Device Type", default=0)
@@ -328,7 +324,7 @@ class Distributed(Struct, gc=False):
 class Document(Struct, gc=False):
     """A trace file, with its events as they are in it."""
 
-    events: Raw = field(name="traceEvents", default=_ABSENT)
+    events: Raw = field(name="traceEvents")
     devices: list[DeviceProperties] = field(name="deviceProperties", default_factory=list)
     distributed: Distributed = field(name="distributedInfo", default_factory=Distributed)
 
@@ -347,8 +343,8 @@ _MAX_EVENT_BYTES: Final = 1 << 24
 
 _GZIP: Final = b"\x1f\x8b"
 _HEAD: Final = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')  # the Trace Event Format may also have only the events
-_BORDER: Final = re.compile(rb"\}\s*,\s*\{")
-_BORDERS_TRIED: Final = 8
+_BORDER: Final = re.compile(rb"\}(\s*,\s*)\{")
+_BORDERS_TRIED: Final = 4
 _BARE_WORD: Final = re.compile(
     rb'("[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|[-+]?(?:inf(?:inity)?|nan|N/A)(?=[\s,\]}])', re.DOTALL | re.IGNORECASE
 )
@@ -356,8 +352,6 @@ _BARE_WORD: Final = re.compile(
 
 _SPACED: Final = bytes(max(32, code) for code in range(256))
 """Turns control characters, which are not JSON within a string, into spaces."""
-
-_T = TypeVar("_T")
 
 
 def read_events(path: Path, max_bytes: int = MAX_BYTES) -> TraceEvents:
@@ -371,7 +365,7 @@ def read_events(path: Path, max_bytes: int = MAX_BYTES) -> TraceEvents:
         TraceError: it cannot be read, is too large, damaged or cut off.
     """
     events = TraceEvents()
-    head = held = b""  # what is before the events, and what was read and not yet parsed
+    head, held = b"", bytearray()  # what is before the events, and what was read and not yet parsed
     parsed = wanted = 0
     try:
         for chunk in _chunks(path, max_bytes):
@@ -380,22 +374,23 @@ def read_events(path: Path, max_bytes: int = MAX_BYTES) -> TraceEvents:
                 continue
             if not head and (found := _HEAD.search(held)):
                 parsed = found.end()
-                head, held = held[:parsed], held[parsed:]
+                head = bytes(held[:parsed])
+                del held[:parsed]
             done = _parse_batch(held, events) if head else 0
             if not done and len(held) > _MAX_EVENT_BYTES:
                 raise _broken(path, parsed)
             wanted = 0 if done else 2 * len(held)  # a long value would otherwise be parsed again and again
-            parsed, held = parsed + done, held[done:]
-        rest = head + held
-        document = Document(Raw(rest)) if rest.lstrip().startswith(b"[") else _decoded(_DOCUMENT, rest, events)
-        if document.events == _ABSENT:
-            raise NoTraceError(f"{path} is not a trace of torch.profiler: it has no traceEvents")
-        _parse(bytes(document.events), events)
+            parsed += done
+            del held[:done]
+        try:
+            _parse_rest(head + held, events)
+        except _NOT_JSON:
+            _parse_rest(_repaired(head + held), events)
+            events.repaired = True
     except msgspec.ValidationError as error:
         raise NoTraceError(f"{path} is not a trace of torch.profiler: {error}") from None
     except _NOT_JSON:
         raise _broken(path, parsed) from None
-    events.document = document
     events.finish()
     return events
 
@@ -431,43 +426,52 @@ def _chunks(path: Path, max_bytes: int) -> Iterator[bytes]:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _parse_batch(text: bytes, events: TraceEvents) -> int:
+def _parse_batch(text: bytearray, events: TraceEvents) -> int:
     """Parse all events up to the last border. Returns where the next event begins; 0 if there is no border."""
-    tried, at = 0, len(text)
-    while tried < _BORDERS_TRIED and (at := text.rfind(b"}", 0, at)) >= 0:
-        if border := _BORDER.match(text, at):
-            tried += 1
-            with contextlib.suppress(*_NOT_JSON):  # if it was within a string, or another array
-                _parse(b"[%b]" % text[: at + 1], events)
-                return border.end() - 1
+    borders = list(islice(_borders(text), _BORDERS_TRIED))
+    for end, following in borders:
+        with contextlib.suppress(*_NOT_JSON):  # if it was within a string, or another array
+            _parse(b"[" + text[:end] + b"]", events)
+            return following
+    if borders:
+        end, following = borders[0]
+        with contextlib.suppress(*_NOT_JSON):
+            _parse(_repaired(b"[" + text[:end] + b"]"), events)
+            events.repaired = True
+            return following
     return 0
+
+
+def _borders(text: bytearray) -> Iterator[tuple[int, int]]:
+    """The end of an event and the beginning of the next, wherever it looks like that, the last first."""
+    at = len(text)
+    while (at := text.rfind(b"}", 0, at)) >= 0:
+        if border := _BORDER.match(text, at):
+            yield border.span(1)
+
+
+def _parse_rest(text: bytes, events: TraceEvents) -> None:
+    """Parse the last events, and what is before and behind them all."""
+    events.document = Document(Raw(text)) if text.lstrip().startswith(b"[") else _DOCUMENT.decode(text)
+    _parse(bytes(events.document.events), events)
 
 
 def _parse(text: bytes, events: TraceEvents) -> None:
     """Keep the events of a JSON array. If a field is invalid, its event is counted and skipped."""
     try:
-        batch = _decoded(_EVENTS, text, events)
+        batch = _EVENTS.decode(text)
     except msgspec.ValidationError:
         batch = []
-        for each in _decoded(_RAW_EVENTS, text, events):
+        for each in _RAW_EVENTS.decode(text):
             try:
-                batch.append(_decoded(_EVENT, bytes(each), events))
+                batch.append(_EVENT.decode(each))
             except _NOT_JSON:
                 events.malformed += 1
     for event in batch:
         events.add(event)
 
 
-def _decoded(decoder: Decoder[_T], text: bytes, events: TraceEvents) -> _T:
-    try:
-        return decoder.decode(text)
-    except msgspec.ValidationError:
-        raise
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        plain = text.decode("utf-8", "replace").encode().translate(_SPACED)
-        repaired = _BARE_WORD.sub(lambda found: found[1] or b"null", plain)
-        if repaired == text:
-            raise
-        value = decoder.decode(repaired)
-        events.repaired = True
-        return value
+def _repaired(text: bytes) -> bytes:
+    """JSON without what is not JSON but occurs: words such as nan, control characters, and what is not UTF-8."""
+    plain = text.decode("utf-8", "replace").encode().translate(_SPACED)
+    return _BARE_WORD.sub(lambda found: found[1] or b"null", plain)

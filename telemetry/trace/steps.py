@@ -389,7 +389,7 @@ def streams(events: TraceEvents) -> tuple[TemporalBreakdown, float | None, list[
     for work in kept:
         if work.kind in ON_STREAM:
             by_stream.setdefault(work.stream, []).append(work)
-    return temporal, overlap, [_idle(stream, by_stream[stream], until) for stream in sorted(by_stream)]
+    return temporal, overlap, [_idle(stream, by_stream[stream]) for stream in sorted(by_stream)]
 
 
 def _rounded(work: DeviceEvent) -> TimeRange:
@@ -415,12 +415,11 @@ def _launched_before(until: float | None, work: DeviceEvent) -> bool:
     return ceil(work.start) < until
 
 
-def _idle(stream: int, on_stream: list[DeviceEvent], until: float | None) -> StreamIdle:
+def _idle(stream: int, on_stream: list[DeviceEvent]) -> StreamIdle:
     host = kernel = other = 0.0
     for before, work in pairwise(on_stream):
         dry, start = floor(before.end), ceil(work.start)
-        launched = float("-inf") if work.call is None else ceil(work.call.start)
-        if launched > dry and (until is None or launched < until):
+        if work.call is not None and ceil(work.call.start) > dry:
             host += start - dry
         elif start - dry < _LAUNCH_DELAY_US:
             kernel += start - dry
