@@ -42,22 +42,20 @@ class NoTraceError(TraceError):
 
 # -- the kept events -----------------------------------------------------------------------------------------------
 
-KERNEL, MEMCPY, MEMSET, SYNC, OTHER = "kernel", "memcpy", "memset", "sync", "other"
+KERNEL, MEMCPY, MEMSET, OTHER = "kernel", "memcpy", "memset", "other"
 ON_STREAM: Final = (KERNEL, MEMCPY, MEMSET)
 _RUNTIME, _OPERATOR, _ANNOTATION, _GPU_ANNOTATION, _FRAME = "runtime", "operator", "annotation", "on gpu", "frame"
 
 _KINDS: Final = {
-    "": None, "cpu_instant_event": None,
     "kernel": KERNEL, "mtia_ccp_events": KERNEL, "memcpy": MEMCPY, "gpu_memcpy": MEMCPY, "memset": MEMSET,
-    "gpu_memset": MEMSET, "cuda_sync": SYNC, "runtime": _RUNTIME, "operator": _OPERATOR, "cpu_op": _OPERATOR,
-    "python": _OPERATOR, "user_annotation": _ANNOTATION, "gpu_user_annotation": _GPU_ANNOTATION,
-    "python_function": _FRAME,
+    "gpu_memset": MEMSET, "runtime": _RUNTIME, "operator": _OPERATOR, "cpu_op": _OPERATOR, "python": _OPERATOR,
+    "user_annotation": _ANNOTATION, "gpu_user_annotation": _GPU_ANNOTATION, "python_function": _FRAME,
 }  # fmt: skip
 
 
 @cache
-def _kind(category: str) -> str | None:
-    """What events of a category are; None if the figures do not need them."""
+def _kind(category: str) -> str:
+    """What events of a category are."""
     lower = category.lower()
     runtime = lower.endswith(("_runtime", "_driver"))  # cuda_runtime, cuda_driver, xpu_runtime, mtia_runtime ...
     return _KINDS.get(lower, _RUNTIME if runtime else OTHER)
@@ -102,7 +100,7 @@ class DeviceEvent(Event, gc=False):
     """An event on a device. None if the trace does not contain a figure.
 
     Attributes:
-        kind: KERNEL, MEMCPY, MEMSET, SYNC or OTHER.
+        kind: KERNEL, MEMCPY, MEMSET or OTHER.
         correlation, external: ids of the runtime call and of the operator that launched it.
         blocks, occupancy: blocks per SM, and achieved occupancy in percent.
         call, operator: the runtime call that launched it, and the name of the innermost operator around that.
@@ -184,7 +182,7 @@ class TraceEvents:
             self.frames.append(HostEvent(start, took, name, thread))
         elif kind == _GPU_ANNOTATION and name.startswith("ProfilerStep"):
             self.last_gpu_step = start if self.last_gpu_step is None else max(start, self.last_gpu_step)
-        elif kind in ON_STREAM or (kind in (SYNC, OTHER) and args.stream is not None):
+        elif kind in ON_STREAM or (kind == OTHER and args.stream is not None):
             work = DeviceEvent(
                 start,
                 took,
