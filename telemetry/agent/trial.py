@@ -146,7 +146,8 @@ class TrialRun:
                     self._write(early=False)
             # The script goes on while other ranks measure, because they may wait for this one.
             ranks = range(self._identity.world_size)
-            if self._written and all(result_path(self._plan.folder, rank).exists() for rank in ranks):
+            over = self._written and not self._over
+            if over and all(result_path(self._plan.folder, rank).exists() for rank in ranks):
                 if node is not None:
                     node.leave()
                 self._over = True

@@ -19,7 +19,7 @@ from telemetry.util.threads import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import CodeType, FrameType
+    from types import CodeType
 
 MAX_FRAMES: Final = 100
 """A stack has at most this many frames, innermost first. This is faulthandler's own limit."""
@@ -34,7 +34,6 @@ _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os
 
 _FRAME: Final = re.compile(r", file (.*), line (-?\d+), code (.*)>", re.DOTALL)
 _CALL: Final = methodcaller("__call__")
-_PLACE: Final = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 _GLOBALS: Final = attrgetter("f_globals")
 _NAME: Final = methodcaller("get", "__name__", "")
 
@@ -61,15 +60,6 @@ def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
     """
     read = _at_once(lambda: _described(ident, until))
     return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
-
-
-def own_stack(frame: FrameType | None) -> Stack:
-    """The stack from a frame of the calling thread on."""
-    spots: list[Spot] = []
-    while frame is not None and len(spots) <= MAX_FRAMES:
-        spots.append(Spot(*_PLACE(frame), str(_NAME(frame.f_globals))))
-        frame = frame.f_back
-    return tuple(spots)
 
 
 def _described(ident: int, until: dict[str, Any] | None) -> Iterator[tuple[object, str]]:
