@@ -158,17 +158,17 @@ def run_trial(options: argparse.Namespace, folder: Path, wanted: LoaderSettings)
 
 def _run(options: argparse.Namespace, folder: Path, plan: str, results: Sequence[Path]) -> int | None:
     """Run the script until all ranks have written their results. Returns the exit status; None if it did not end."""
-    with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(
-            _command(options, folder),
-            cwd=folder / "work" if options.scratch else None,
-            env=_environment(plan, folder),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
     try:
+        with (folder / "output.txt").open("wb") as output:
+            process = subprocess.Popen(
+                _command(options, folder),
+                cwd=folder / "work" if options.scratch else None,
+                env=_environment(plan, folder),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
         with suppress(OSError):
             Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
         until = time.monotonic() + options.timeout
@@ -178,9 +178,7 @@ def _run(options: argparse.Namespace, folder: Path, plan: str, results: Sequence
             time.sleep(_POLL_SECONDS)
         return process.poll()
     finally:
-        _end_all(plan)
-        process.kill()
-        process.wait()
+        _end_all(plan)  # Ctrl-C may come while the process is being started, so it is looked for, too
 
 
 def _command(options: argparse.Namespace, folder: Path) -> list[str]:
