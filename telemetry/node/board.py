@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,10 +24,11 @@ from telemetry.diagnosis.hangs import HangState
 from telemetry.records import Histogram, RankPace
 from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
 from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
+from telemetry.util.gil import let_others_run
 from telemetry.util.processes import identity_from_torch, pid_namespace, process_state, slug, start_ticks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
@@ -128,8 +130,8 @@ _encode_numbers: Final = msgspec.msgpack.Encoder().encode
 _decode_numbers: Final = msgspec.msgpack.Decoder(Numbers).decode
 
 
-def _content(head: RankHead, numbers: Numbers) -> bytes:
-    return _encode_head(head) + b"\n" + _encode_numbers(numbers)
+def _content(state: RankState) -> bytes:
+    return _encode_head(state.head) + b"\n" + _encode_numbers(state.numbers)
 
 
 def _state(path: str) -> RankState | None:
@@ -142,23 +144,21 @@ def _state(path: str) -> RankState | None:
 
 
 def _entries(folder: str | Path, *beginnings: str) -> list[str]:
-    """The files of the ranks on a board."""
+    """The paths of the ranks' files on a board."""
     try:
         with os.scandir(folder) as entries:
-            return [e.path for e in entries if e.name.startswith(beginnings)]
+            return [entry.path for entry in entries if entry.name.startswith(beginnings)]
     except OSError:
         return []
 
 
-def _heads(folder: str | Path, *beginnings: str) -> list[tuple[str, RankHead]]:
-    """The files of the ranks on a board, and who has published each."""
-    found = []
+def _heads(folder: str | Path, *beginnings: str) -> Iterator[tuple[str, RankHead]]:
+    """The paths of the ranks' files on a board, and who has published each."""
     for entry in _entries(folder, *beginnings):
         try:
-            found.append((entry, _decode_head(read_small(entry, _MAX_HEAD_BYTES).partition(b"\n")[0])))
+            yield entry, _decode_head(read_small(entry, _MAX_HEAD_BYTES).partition(b"\n")[0])
         except (OSError, msgspec.MsgspecError, RecursionError):
             continue  # it is gone, or no such file
-    return found
 
 
 def _living(folder: str | Path) -> list[tuple[str, RankHead]]:
@@ -169,18 +169,17 @@ def _living(folder: str | Path) -> list[tuple[str, RankHead]]:
 
 
 def board_root() -> Path:
-    """The folder of all boards of this user on this machine: the first name that is ours, else the first free one.
-
-    All ranks of a user find the same folder, also in a container without privileges, where the user has another uid,
-    such as 0. So the name has the uid outside of the container.
-    """
+    """The folder of all boards of this user on this machine: the first name that is ours, else the first free one."""
     roots = _possible_roots()
-    return next((root for root in roots if _is_ours(root)), None) or next(
-        (root for root in roots if not os.path.lexists(root)), roots[0]
-    )
+    free = (root for root in roots if not os.path.lexists(root))
+    return next(filter(_is_ours, roots), None) or next(free, roots[0])
 
 
 def _possible_roots() -> list[Path]:
+    """The names that it may have. All ranks of a user find the same ones, also in a container, so they have its uid.
+
+    In a container without privileges the user has another uid inside, such as 0.
+    """
     shared = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made below it
     base = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     name = f"{_PREFIX}-{_outer_uid()}"
@@ -188,15 +187,12 @@ def _possible_roots() -> list[Path]:
 
 
 def _outer_uid() -> int:
-    """The uid of this process outside of its user namespace: the user who started the container.
-
-    The uid inside, if there is no such namespace or the uid has none outside.
-    """
+    """The uid of this process outside of its user namespace, if the kernel tells; else the one inside."""
     uid = os.getuid()
     try:
         lines = read_small("/proc/self/uid_map").splitlines()
     except OSError:
-        return uid
+        lines = []
     for line in lines:
         inside, outside, count = map(int, line.split())
         if inside <= uid < inside + count:
@@ -205,10 +201,8 @@ def _outer_uid() -> int:
 
 
 def _own_folder(path: Path) -> None:
-    try:
+    with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
     if not _is_ours(path):
         raise OSError(f"{path} is not a folder of this user alone; remove it")
 
@@ -293,30 +287,21 @@ class Board:
         """
         pid = os.getpid()
         head = RankHead(
-            rank=rank,
-            pid=pid,
-            ticks=self._ticks,
-            at_ns=now_ns(),
-            ended=ended,
-            rank_given=self._rank_given,
-            since=self._since,
-            pace=pace,
-            hang=hang,
-        )
+            rank=rank, pid=pid, ticks=self._ticks, at_ns=now_ns(), ended=ended, rank_given=self._rank_given,
+            since=self._since, pace=pace, hang=hang,
+        )  # fmt: skip
         path, before = self.path / f"{_RANK}{rank}.{pid}", self._mine
         if before is not None and before != path:
             remove_file(before)
         self._mine, self._own = path, RankState(head, numbers)
         try:
-            self.put(path.name, _content(head, numbers))
+            self.put(path.name, _content(self._own))
         except OSError:
             remove_file(path)  # makes room for the rest
             values = {name: value for name, value in numbers.values.items() if name == _LASTING}
             lasting = msgspec.structs.replace(numbers, values=values, histograms={})
-            try:
-                replace_file(path, _content(msgspec.structs.replace(head, pace=None), lasting))
-            except OSError:
-                pass
+            with suppress(OSError):
+                replace_file(path, _content(RankState(msgspec.structs.replace(head, pace=None), lasting)))
             raise
 
     def states(self) -> list[RankState]:
@@ -326,28 +311,23 @@ class Board:
         shown, because duplicate series would fail the scrape. See `rank_for`.
         """
         found: dict[int, RankState] = {}
-        entries, mine = _entries(self.path, _RANK), str(self._mine)
-        if self._own is not None and mine not in entries:
-            entries.append(mine)
-        for entry in entries:
-            own = self._own if entry == mine else None
-            state = own or _state(entry)
+        mine = str(self._mine)
+        for entry in {*_entries(self.path, _RANK), *([mine] if self._own else ())}:
+            let_others_run()
+            state = self._own if entry == mine else _state(entry)
             if state is None:
                 continue
             head = state.head
-            if own is None and not head.ended and not head.lives:
-                self._mark_gone(entry, head.rank)
+            if entry != mine and not head.ended and not head.lives:
+                try:
+                    Path(entry).replace(self.path / f"{_GONE}{head.rank}")
+                except OSError:
+                    remove_file(entry)
                 continue
             other = found.get(head.rank)
             if other is None or (head.ended, *head.order) < (other.head.ended, *other.head.order):
                 found[head.rank] = state
         return [found[rank] for rank in sorted(found)]
-
-    def _mark_gone(self, entry: str, rank: int) -> None:
-        try:
-            Path(entry).replace(self.path / f"{_GONE}{rank}")
-        except OSError:
-            remove_file(entry)
 
     def heads(self) -> list[RankHead]:
         """Every process that has published here, also those that are gone, by rank."""
@@ -377,30 +357,26 @@ class Board:
             rank_given: whether a launcher or torch.distributed has given it.
             world_size: number of ranks of the job.
         """
-        wanted = claimed if rank_given or self._number is None else self._number
-        if self._is_claimed(wanted, rank_given=rank_given and wanted == claimed):
-            kept = self._number
-            if kept is None or kept == wanted or self._is_claimed(kept, rank_given=False):
-                wanted = self._free_number(wanted, max(world_size, 1))
-            else:
+        others = [head for _, head in _living(self.path) if head.pid != os.getpid()]
+
+        def is_free(number: int) -> bool:
+            """Whether no living process claims this number with priority over this one."""
+            since = self._since if number == self._number else monotonic_ns()
+            mine = (not (rank_given and number == claimed), since, os.getpid())
+            return not any(head.rank == number and head.order < mine for head in others)
+
+        kept = self._number
+        wanted = claimed if rank_given or kept is None else kept
+        if not is_free(wanted):
+            if kept is not None and kept != wanted and is_free(kept):
                 wanted = kept
-        if wanted != self._number:
+            else:
+                taken = {head.rank for head in others} | {wanted}
+                wanted = next(number for number in itertools.count(max(world_size, 1)) if number not in taken)
+        if wanted != kept:
             self._since = monotonic_ns()
         self._number, self._rank_given = wanted, rank_given and wanted == claimed
         return wanted
-
-    def _is_claimed(self, number: int, *, rank_given: bool) -> bool:
-        """Whether a living process claims a number and has priority over this one."""
-        since = self._since if number == self._number else monotonic_ns()
-        mine = (not rank_given, since, os.getpid())
-        return any(head.rank == number and head.order < mine for head in self._others())
-
-    def _free_number(self, wanted: int, first: int) -> int:
-        taken = {head.rank for head in self._others()} | {wanted}
-        return next(number for number in itertools.count(first) if number not in taken)
-
-    def _others(self) -> list[RankHead]:
-        return [head for _, head in _living(self.path) if head.pid != os.getpid()]
 
     # -- files for the other ranks -------------------------------------------------------------------------------------
 
