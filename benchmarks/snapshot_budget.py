@@ -1,7 +1,7 @@
 """Memory and time that a snapshot adds to a training whose steps have many small operators.
 
-Each number of operators is run twice, in processes of their own and one after the other. The step that is counted and
-those to record are as large as that; the other steps are small. The second run has the agent.
+Each number of operators is run twice, in processes of their own and one after the other. The steps to record are as
+large as that; the other steps are small. The second run has the agent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from benchmarks import child
 
-_OPERATORS: Final = (300, 6_000, 60_000, 1_000_000)
-_STEPS: Final = 2
+_OPERATORS: Final = (300, 6_000, 25_000, 60_000, 200_000, 1_000_000)
+_STEPS: Final = 5
 _SMALL: Final = 300
 _HEADINGS = (
     "| operators a step | added memory | a step without the agent | with it | added pauses | outcome |"
@@ -45,8 +45,7 @@ def measure(*, operators: int, agent: bool) -> dict[str, Any]:
                 break
             capture = started.snapshots._capture if started is not None else None
             plan = capture._plan if capture is not None else None
-            # The step that is counted is as large as those that are recorded.
-            large = number >= 10 if capture is None else plan is not None and capture._ended >= plan.first_step - 2
+            large = number >= 10 if capture is None else plan is not None and capture._ended >= plan.first_step - 1
             begin = time.perf_counter()
             for _ in range(operators if large else _SMALL):
                 first + second

@@ -359,7 +359,6 @@ def _agent() -> Iterator[timeseries.Panel]:
         "`telemetry trace` reads them. The log (event snapshot) says why others were refused or failed.",
         "short",
         Query(f"sum by (result) {snapshots} > 0", "{{result}}"),
-        Query(f"sum by (reason) ({of('training_snapshots_off')}) > 0", "switched off: {{reason}}"),
         no_value="No snapshots",
     )
     yield graph(

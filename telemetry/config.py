@@ -294,7 +294,7 @@ class Config:
     snapshot_on_stall: str = _snapshots(
         "auto", choice("auto", "on", "off"), "Take a trace during a stall. auto: not on a GPU."
     )
-    snapshot_steps: int = _snapshots(5, whole_number(1, 50), "Steps in one trace.")
+    snapshot_steps: int = _snapshots(5, whole_number(1, 50), "Steps in one trace, or fewer if they are too large.")
     snapshot_settle_seconds: float = _snapshots(
         15.0, number(0, 86400), "How long a stall must last before a trace is taken."
     )
@@ -309,9 +309,6 @@ class Config:
     )
     snapshot_max_seconds: float = _snapshots(
         10.0, number(0.1, 600), "A trace ends early at the first step boundary after this time."
-    )
-    snapshot_max_bytes: int = _snapshots(
-        512 * MIB, whole_number(MIB, 1 << 40), "Maximum size of one trace, uncompressed."
     )
     oom_snapshot: bool = _snapshots(
         False, SWITCH, "Write PyTorch's memory snapshot into the run folder when an allocation on a GPU fails."

@@ -105,12 +105,6 @@ XIDS: Final[Mapping[int, str]] = MappingProxyType(
 XIDS_OF_SCRIPTS: Final = frozenset({13, 31, 43, CLEANED_UP, 68, 109})
 """Xid errors that scripts cause: the GPU is healthy. NVIDIA's device plugin for Kubernetes leaves them out as well."""
 
-SLOWER: Final = "slower"
-
-SNAPSHOT_OFF_REASONS: Final = (SLOWER,)
-"""Why a run takes no more snapshots: the values of the ``reason`` label. ``slower``: steps stayed slower after one."""
-
-
 FindingKind = Literal[
     "threads_oversubscribed",
     "gil_held",
@@ -818,6 +812,7 @@ class StallRecord(msgspec.Struct, kw_only=True):
 
 STEADY: Final = "steady"
 GROWS: Final = "grows"
+SLOWER: Final = "slower"
 FASTER: Final = "faster"
 UNCLEAR: Final = "unclear"
 

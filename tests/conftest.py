@@ -30,9 +30,6 @@ from tests.start_order import start_order
 # Tests that compare stderr are not about the last line; those of the line itself remove this.
 os.environ.setdefault("TELEMETRY_END_LINE", "off")
 
-# Kineto writes two lines to stderr for each snapshot, and reads this once in a process.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
 # No deadline: the duration of an example depends on the machine, not on the code.
 settings.register_profile("telemetry", deadline=None)
 settings.load_profile("telemetry")

@@ -68,7 +68,7 @@ def full_view():
         errors={"nvml": 1},
         hang=HangVerdict("fetch", (HangState(3, "n1", "data_wait", where="data.py:88"),), 1, (), 60.0, ()),
         stalls=StallView("checkpoint", dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES, 0.0), 1),
-        snapshots=SnapshotsView(dict.fromkeys(SNAPSHOT_RESULTS, 1), "slower"),
+        snapshots=SnapshotsView(dict.fromkeys(SNAPSHOT_RESULTS, 1)),
         collectors=tuple(CollectorHealth(name, True, 0.001, "why") for name in COLLECTOR.values),
         gpu=GpuSample(
             index=0, uuid="GPU-1", name="a GPU", utilization_ratio=0.5, utilization_source="nvml",

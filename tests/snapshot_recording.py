@@ -9,18 +9,18 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from telemetry.config import Config
-from telemetry.snapshot import agree
-from telemetry.snapshot.budget import Budget, BudgetWatch
+from telemetry.snapshot.budget import Budget
 from telemetry.snapshot.capture import Capture
+from telemetry.snapshot.plan import REQUEST, Plan, Request
 from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
 
 ME = Identity("a run", 3, 3, 4, "n", 1, "plain")
 
 
-def plan(first: int, last: int) -> agree.Plan:
-    request = agree.Request("1700000000000-a", agree.API, agree.REQUEST, None, last - first + 1, "a test")
-    return agree.Plan(request, None, first, last, (0,), f"request-step{first}", 1)
+def plan(first: int, last: int) -> Plan:
+    request = Request("1700000000000-0000000a", REQUEST, None, last - first + 1, "a test")
+    return Plan(request, first)
 
 
 class Taken:
@@ -34,8 +34,8 @@ class Taken:
         profilers.before_theirs = self.capture.give_way
 
     def arm(self, first: int, last: int) -> None:
-        self.watch = BudgetWatch(Budget.now(Config(), 1))
-        self.capture.arm(plan(first, last), self.watch)
+        self.budget = Budget(Config(), 1)
+        self.capture.arm(plan(first, last), self.budget)
 
     def outcome(self):
         outcome = self.capture.take()

@@ -245,12 +245,12 @@ SILENT = """
 import os, sys
 import torch
 from types import SimpleNamespace
-from telemetry.snapshot.agree import API, REQUEST, Request
 from telemetry.snapshot.capture import Session
+from telemetry.snapshot.plan import REQUEST, Plan, Request
 
 written = []
 sys.addaudithook(lambda event, _: written.append(event) if event in {"os.putenv", "os.unsetenv"} else None)
-plan = SimpleNamespace(request=Request("1700000000000-a", API, REQUEST, None, 2, "a test"), first_step=1, last_step=2)
+plan = Plan(Request("1700000000000-0000000a", REQUEST, None, 2, "a test"), 1)
 for _ in range(2):
     session = Session(plan, SimpleNamespace(run="r", rank=0, world_size=1))
     session.prepare()

@@ -1,4 +1,4 @@
-"""Controls the snapshots of one rank, and tells whether the steps stay slower after one.
+"""Controls the snapshots of one rank.
 
 The agent thread decides, agrees with the other ranks and counts. The training thread records (`snapshot.capture`). A
 thread of its own exports, because an export takes seconds and the agent thread must go on sampling meanwhile.
@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import os
 import threading
-from array import array
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Final, Literal
-
-from msgspec import structs
+from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.log_lines import ABSENT, SnapshotLine
 from telemetry.node.metrics import SnapshotsView
-from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SLOWER, SNAPSHOT_RESULTS
-from telemetry.snapshot import agree
-from telemetry.snapshot.agree import Agreement, Plan, Request, Result, Trigger
-from telemetry.snapshot.budget import Budget, BudgetWatch, on_gpu
-from telemetry.snapshot.capture import Capture, Outcome
-from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, WorkerFetches, trace_name
-from telemetry.util.clock import NS, now_ns, unix_time
+from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SNAPSHOT_RESULTS
+from telemetry.snapshot.budget import Budget
+from telemetry.snapshot.capture import Capture, Outcome, on_gpu
+from telemetry.snapshot.plan import (
+    ALONE_SECONDS,
+    CACHED_SECONDS,
+    NOTICE_TICKS,
+    REQUEST,
+    Meeting,
+    Plan,
+    Request,
+    first_step,
+    new_id,
+)  # fmt: skip
+from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, WorkerFetches
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.files import caches_folders
 from telemetry.util.processes import slug
 from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from telemetry.agent.accounting import Accounting
@@ -39,29 +46,14 @@ if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.node.board import Board
     from telemetry.node.peers import JobLink
-    from telemetry.records import StallRecord, Step
-    from telemetry.snapshot.capture import RecordedTrace
+    from telemetry.records import Step
+    from telemetry.snapshot.capture import Session
     from telemetry.util.clock import WallClock
     from telemetry.util.errors import ErrorLog
     from telemetry.util.processes import Identity
 
-_WINDOW_STEPS: Final = 50
-_WINDOW_SECONDS: Final = 2.0
-"""Steps are compared in windows of at least this many steps and seconds: shorter windows are noise."""
-
-_KEPT_STEPS: Final = 4096
-_MIN_STEPS: Final = 10
-"""With fewer steps before a snapshot no comparison is made."""
-
-_PACE_STEPS: Final = 3
-_PACES: Final = 5
-"""The pace is the shortest of the last `_PACES` mean step times, each of at least `_PACE_STEPS` steps."""
-
-_SETTLING_STEPS: Final = 3
-_SLOW_WINDOWS: Final = 3
-_SLOW_RATIO: Final = 1.10
-"""A slowdown lasts if steps are slower by a tenth in this many windows in a row. On GPUs, steps were seen to stay 10 to
-20 % slower after a profile (pytorch#144455)."""
+_PACE_STEPS: Final = 32
+"""The pace is the median of this many steps."""
 
 _END_SECONDS: Final = 1.0
 """The end of the run waits at most this time for the training thread to end a recording."""
@@ -74,73 +66,53 @@ _NO_KERNEL: Final = (
 _LONG_SECONDS: Final = 3600.0
 
 
-class StepWatch:
-    """Compares step times before and after a snapshot."""
+class Trigger:
+    """When a stall is worth a snapshot, and when there are enough. It reads no clock."""
 
-    def __init__(self) -> None:
-        self._recent = array("d")  # seconds of the newest steps; a list of numbers takes a MiB
-        self._count = 0
-        self._paces: deque[float] = deque(maxlen=_PACES)
-        self._from: int | None = None  # number of the first step after the snapshot
-        self._before = 0.0
-        self._window: list[float] = []
-        self._window_seconds = 0.0
-        self._slow = 0
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stall_since: float | None = None
+        self._fired = False
+        self._last: float | None = None
+        self._taken = 0
 
-    def add(self, seconds: Iterable[float]) -> str | None:
-        """Add the seconds of steps that have ended. Returns once in words that they stayed slower after a snapshot."""
-        found, added = None, [*seconds]
-        self._recent.extend(added)
-        for step in added:
-            self._count += 1
-            if self._from is not None and self._count >= self._from:
-                found = self._after(step) or found
-        if len(self._recent) > 2 * _KEPT_STEPS:
-            del self._recent[:-_KEPT_STEPS]
-        if len(added) >= _PACE_STEPS:
-            self._paces.append(sum(added) / len(added))
-        return found
+    def stalled(self, now: float, cause: str | None) -> bool:
+        """Whether the open stall triggers a snapshot now. Called at each tick.
 
-    def compare(self, first: int, last: int) -> None:
-        """Start a comparison: the profiler was on from step ``first`` to step ``last``, counted from 1."""
-        before, total = [], 0.0
-        for ago, seconds in enumerate(reversed(self._recent)):
-            if self._count - ago < first:
-                before.append(seconds)
-                total += seconds
-                if len(before) >= _WINDOW_STEPS and total >= _WINDOW_SECONDS:
-                    break
-        if len(before) >= _MIN_STEPS:
-            self._before, self._window, self._window_seconds, self._slow = median(before), [], 0.0, 0
-            self._from = last + 1 + _SETTLING_STEPS
+        A stall triggers one snapshot, after the settle time and if the cooldown is over. A stall caused by checkpoints
+        triggers none, because a trace of steps does not show them.
 
-    def _after(self, step: float) -> str | None:
-        self._window.append(step)
-        self._window_seconds += step
-        if len(self._window) < _WINDOW_STEPS or self._window_seconds < _WINDOW_SECONDS:
-            return None
-        before, after, self._window, self._window_seconds = self._before, median(self._window), [], 0.0
-        self._slow = self._slow + 1 if after > _SLOW_RATIO * before else 0
-        if 0 < self._slow < _SLOW_WINDOWS:
-            return None
-        self._from = None
-        if not self._slow:
-            return None
-        times = f"{1e3 * before:.2f} ms before, {1e3 * after:.2f} ms after"
-        return f"steps stayed {100 * (after / before - 1):.0f} % slower after a snapshot ({times}); no more are taken"
+        Args:
+            now: monotonic seconds.
+            cause: the cause of the open stall; None without one.
+        """
+        if cause is None or cause == "checkpoint":
+            self._stall_since, self._fired = None, False
+            return False
+        if self._stall_since is None:
+            self._stall_since = now
+        # A rank that waits for a straggler waits longer: the straggler's own snapshot shows the reason.
+        settle = self._config.snapshot_settle_seconds * (2 if cause == "straggler" else 1)
+        cools = self._last is not None and now < self._last + self._config.snapshot_cooldown_seconds
+        if self._fired or now < self._stall_since + settle or cools or self.enough() is not None:
+            return False
+        self._fired = True
+        return True
 
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds of a step at the fastest recent pace; None as long as there are too few steps."""
-        newest = self._recent[-_PACE_STEPS:]
-        return min([*self._paces, sum(newest) / len(newest)]) if len(newest) == _PACE_STEPS else None
+    def enough(self) -> str | None:
+        """Why there are no more snapshots in this run, in words; None if there may be more."""
+        most = self._config.max_snapshots
+        return f"this run has taken its max_snapshots = {most}" if self._taken >= most else None
 
-
-# -- the export ----------------------------------------------------------------------------------------------------
+    def took(self, now: float) -> None:
+        """Count an agreed snapshot. It also shows the open stall, even if a person asked for it."""
+        self._taken += 1
+        self._fired = self._stall_since is not None
+        self._last = now
 
 
 class _Export:
-    """A thread that watches the cost of recording one plan, waits for its outcome, and saves the trace.
+    """A thread that watches what a recording takes, waits for its outcome, and saves the trace.
 
     It is started before the recording, because Python 3.12 and later start no thread while the process exits.
 
@@ -153,9 +125,10 @@ class _Export:
         RuntimeError: no thread can be started.
     """
 
-    def __init__(self, control: SnapshotControl, watch: BudgetWatch) -> None:
-        self._control, self._watch = control, watch
+    def __init__(self, control: SnapshotControl, plan: Plan, budget: Budget) -> None:
+        self._control, self._budget = control, budget
         self._submitted = Wake()
+        self.plan = plan
         self.outcome: Outcome | None = None
         self.stored: StoredTrace | None = None
         self.error: str | None = None
@@ -165,26 +138,23 @@ class _Export:
 
     def submit(self, outcome: Outcome | None) -> None:
         """Save an outcome that has a trace, and end the thread. Without an outcome it just ends. Called once."""
-        self._watch.close()
+        self._budget.close()
         self.outcome = outcome
         self._submitted.set()
 
     def _main(self) -> None:
-        self._watch.run()
+        self._budget.watch()
         while not self._submitted.wait(_LONG_SECONDS):
             pass
         outcome = self.outcome
         if outcome is not None and outcome.trace is not None:
             try:
-                self.stored = self._control.save(outcome, outcome.trace, self._watch.budget.trace_bytes)
+                self.stored = self._control.save(self.plan, outcome, outcome.trace)
             except (StoreError, OSError) as error:
                 self.error = str(error)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
         self.finished = True
-
-
-# -- one rank ------------------------------------------------------------------------------------------------------
 
 
 class SnapshotControl:
@@ -215,23 +185,18 @@ class SnapshotControl:
         job: JobLink | None,
         board: Board | None,
     ) -> None:
-        self._config = config
-        self._identity = identity
+        self._config, self._identity, self._tracker, self._accounting = config, identity, tracker, accounting
+        self._errors, self._wall, self._event_log = errors, wall, event_log
+        self._job, self._board = job, board
         self._folder = run_dir / "snapshots"
-        self._tracker = tracker
-        self._errors = errors
-        self._wall = wall
-        self._accounting = accounting
-        self._event_log = event_log
-        self._board = board
         self.counts = dict.fromkeys(SNAPSHOT_RESULTS, 0)
-        self._asked: deque[tuple[int | None, int]] = deque(maxlen=16)
+        self._recent: deque[float] = deque(maxlen=_PACE_STEPS)  # seconds of the newest steps
+        self._wanted: deque[Request] = deque(maxlen=16)  # by this rank
         self._trigger = Trigger(config)
-        self._watch = StepWatch()
-        self._agreement = Agreement(self._folder, identity, config.interval_seconds, self._trigger, job)
+        self._meeting = Meeting(self._folder)
         self._capture = Capture(tracker, profilers, config, identity)
         profilers.before_theirs = self._capture.give_way
-        self._store = TraceStore(self._folder, slug(identity.node), config)
+        self._store = TraceStore(self._folder, config)
         self._export: _Export | None = None  # from a plan until its outcome is counted
         self._usable = False
 
@@ -248,13 +213,15 @@ class SnapshotControl:
             self._folder.mkdir(0o700, exist_ok=True)
             if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(f"{self._folder} may not be written")
+            self._meeting.skip_earlier()
             self._usable = True
         self._store.sweep()
 
     def request(self, rank: int | None, steps: int | None) -> bool:
         """Request a snapshot from this process. Can be called on any thread; the next tick handles it."""
         if self._usable:
-            self._asked.append((rank, steps or self._config.snapshot_steps))
+            steps = steps or self._config.snapshot_steps
+            self._wanted.append(Request(new_id(), REQUEST, rank, steps, self._me()))
         return self._usable
 
     def end_recording(self, detach: Callable[[], object]) -> bool:
@@ -294,16 +261,13 @@ class SnapshotControl:
 
     def view(self) -> SnapshotsView:
         """Snapshots so far, for the endpoint."""
-        return SnapshotsView(dict(self.counts), SLOWER if self._trigger.off is not None else None)
+        return SnapshotsView(dict(self.counts))
 
     # -- the agent thread --------------------------------------------------------------------------------------
 
-    def add_steps(self, steps: Iterable[Step]) -> None:
-        """Count steps that have closed."""
-        slower = self._watch.add(step.seconds for step in steps)
-        if slower is not None:
-            self._trigger.off = slower
-            self._errors.tell("snapshot", slower)
+    def add_steps(self, steps: Sequence[Step]) -> None:
+        """Take the pace from steps that have closed."""
+        self._recent.extend(step.seconds for step in steps[-_PACE_STEPS:])
 
     def tick(self, stalls: StallMonitor | None) -> None:
         """Agree with the other ranks, and handle recordings. ``stalls``: None if the tick is skipped."""
@@ -314,39 +278,58 @@ class SnapshotControl:
         if self._config.snapshot_on_stall == "off" or (self._config.snapshot_on_stall == "auto" and on_gpu()):
             cause = None
         if self._trigger.stalled(now, cause) and cause is not None and stalls is not None:
-            self._ask("stall", cause, None, self._config.snapshot_steps, stalls.open_record())
-        while self._asked:
-            rank, steps = self._asked.popleft()
-            self._ask("api", agree.REQUEST, rank, steps, None)
-        pace = self._watch.step_seconds if self._export is None else None
-        plan = self._agreement.poll(self._accounting.steps_total, pace)
+            steps, stall = self._config.snapshot_steps, stalls.open_record()
+            self._wanted.append(Request(new_id(), cause, None, steps, self._me(), stall))
+        plan = self._meeting.next_plan()
+        if plan is None and self._export is None and self._recent:
+            plan = self._decide()
         if plan is not None:
             self._follow(plan, now)
         self._capture.hold()
 
-    def _ask(
-        self, kind: Literal["stall", "api"], reason: str, rank: int | None, steps: int, stall: StallRecord | None
-    ) -> None:
-        who = f"rank {self._identity.rank}, pid {os.getpid()}"
-        self._agreement.ask(Request(agree.new_id(unix_time()), kind, reason, rank, steps, who, stall))
+    def _me(self) -> str:
+        return f"rank {self._identity.rank}, pid {self._identity.pid}"
+
+    def _decide(self) -> Plan | None:
+        """Make a plan of the oldest request, if there is one."""
+        request = self._meeting.next_request() or (self._wanted[0] if self._wanted else None)
+        if request is None:
+            return None
+        first = first_step(self._accounting.steps_total, median(self._recent), self._notice_seconds())
+        return self._meeting.decide(request, first)
+
+    def _notice_seconds(self) -> float:
+        """Within what time all ranks know of a plan."""
+        ranks, tick = self._identity.world_size, self._config.interval_seconds
+        if ranks == 1:
+            return ALONE_SECONDS
+        far = self._job is not None and self._job.ranks_elsewhere(ranks) and caches_folders(self._folder)
+        return max(NOTICE_TICKS * tick, CACHED_SECONDS if far else 0.0)
 
     def _follow(self, plan: Plan, now: float) -> None:
-        if plan.refused is not None:
-            self._conclude(Outcome(plan, REFUSED, plan.refused))
-        elif self._export is not None:
-            self._conclude(Outcome(plan, SKIPPED, "another snapshot is in progress"))
-        elif self._capture.abandoned:
-            self._conclude(Outcome(plan, REFUSED, "a recording could not be ended; there will be no other one"))
-        else:
-            ranks = max(1, self._board.live_ranks()) if self._board is not None else 1
-            watch = BudgetWatch(Budget.now(self._config, ranks))
-            try:
-                self._export = _Export(self, watch)
-            except RuntimeError as error:
-                self._conclude(Outcome(plan, REFUSED, f"there is no thread to save it: {error}"))
-                return
-            self._trigger.took(now)
-            self._capture.arm(plan, watch)
+        request = plan.request
+        for _ in range(len(self._wanted)):  # those that it serves, too, are done
+            wanted = self._wanted.popleft()
+            if request.rank not in {None, wanted.rank}:
+                self._wanted.append(wanted)
+        if not request.wants(self._identity.rank):
+            return
+        if self._export is not None:
+            self._conclude(request, Outcome(SKIPPED, "another snapshot is in progress"))
+            return
+        enough = self._trigger.enough()
+        if enough is not None:
+            self._conclude(request, Outcome(REFUSED, enough))
+            return
+        ranks = self._board.live_ranks() if self._board is not None else 1
+        budget = Budget(self._config, max(1, ranks))
+        try:
+            self._export = _Export(self, plan, budget)
+        except RuntimeError as error:
+            self._conclude(request, Outcome(REFUSED, f"there is no thread to save it: {error}"))
+            return
+        self._trigger.took(now)
+        self._capture.arm(plan, budget)
 
     def _settle(self) -> None:
         """Pass finished recordings to the export, and count saved traces."""
@@ -357,62 +340,53 @@ class SnapshotControl:
             outcome = self._capture.take()
             if outcome is None:
                 return
-            if outcome.pauses:
-                self._watch.compare(outcome.plan.first_step - 1, outcome.last_step or outcome.plan.last_step)
             export.submit(outcome)
         outcome = export.outcome
         if outcome is not None and (outcome.trace is None or export.finished):
             self._export = None
-            self._conclude(outcome, export.stored, export.error)
+            self._conclude(export.plan.request, outcome, export.stored, export.error)
 
-    def _conclude(self, outcome: Outcome, stored: StoredTrace | None = None, error: str | None = None) -> None:
-        """Count the outcome, log it, and report it to the other ranks. ``error``: see `_Export`."""
-        plan, identity = outcome.plan, self._identity
-        path = None if stored is None else f"snapshots/{plan.folder}/{stored.name}"
-        result = Result(
-            identity.rank,
-            FAILED if error is not None else outcome.result,
-            error or outcome.why,
-            path,
-            outcome.first_step,
-            outcome.last_step,
-        )
-        self.counts[result.result] += 1
-        recorded = result.result == RECORDED
-        line = SnapshotLine(
-            result=result.result,
-            why=result.why,
-            id=plan.request.id,
-            reason=plan.request.reason,
-            asked_by=plan.request.asked_by,
-            first_step=result.first_step if recorded else None,
-            last_step=result.last_step if recorded else None,
-            path=path,
-            pause_seconds=outcome.pauses,
-            **dict.fromkeys(("breakdown", "started", "ended", "size_bytes", "trace_bytes", "held_seconds"), ABSENT),
-        )
+    def _conclude(
+        self, request: Request, outcome: Outcome, stored: StoredTrace | None = None, error: str | None = None
+    ) -> None:
+        """Count the outcome, and log it: a person may wait for the line. ``error``: see `_Export`."""
+        result = outcome.result if error is None else FAILED
+        self.counts[result] += 1
+        trace: dict[str, Any] = dict.fromkeys(("started", "ended", "size_bytes", "trace_bytes", "held_seconds"), ABSENT)
         if stored is not None:
-            line = structs.replace(
-                line,
-                started=self._wall.iso(outcome.started_ns),
-                ended=self._wall.iso(outcome.ended_ns),
-                size_bytes=stored.size,
-                trace_bytes=stored.raw_bytes,
-                held_seconds=stored.held,
-            )
+            trace = {
+                "started": self._wall.iso(outcome.started_ns),
+                "ended": self._wall.iso(outcome.ended_ns),
+                "size_bytes": stored.size,
+                "trace_bytes": stored.raw_bytes,
+                "held_seconds": stored.held,
+            }
             if on_gpu() and not stored.kernels:
-                self._errors.tell("snapshot", f"{path} {_NO_KERNEL}")
-        self._event_log.write(line)
-        self._agreement.report(plan, result)
+                self._errors.tell("snapshot", f"{stored.path} {_NO_KERNEL}")
+        self._event_log.write(
+            SnapshotLine(
+                result=result,
+                why=error or outcome.why,
+                id=request.id,
+                reason=request.reason,
+                asked_by=request.asked_by,
+                first_step=outcome.first_step if result == RECORDED else None,
+                last_step=outcome.last_step if result == RECORDED else None,
+                path=None if stored is None else stored.path,
+                pause_seconds=outcome.pauses,
+                breakdown=ABSENT,
+                **trace,
+            )
+        )
 
     # -- the export thread -------------------------------------------------------------------------------------
 
-    def save(self, outcome: Outcome, trace: RecordedTrace, most_bytes: int) -> StoredTrace:
+    def save(self, plan: Plan, outcome: Outcome, trace: Session) -> StoredTrace:
         """Save a trace, with the fetches of the workers during the recording. Raises as `TraceStore.publish`."""
-        identity, plan = self._identity, outcome.plan
+        me = self._identity
         # Read now, because workers keep only their newest fetches.
         blocks = [loader.block for loader in self._tracker.loaders.live() if loader.block is not None]
         workers = [worker for block in blocks for worker in block.read()]
-        name = trace_name(identity.rank, slug(identity.node), identity.pid, plan.stamp_ms)
         fetches = WorkerFetches(workers, outcome.started_ns, outcome.ended_ns)
-        return self._store.publish(trace, plan, name, most_bytes=most_bytes, fetches=fetches)
+        name = f"{plan.folder}/{plan.file_name(me.rank, slug(me.node), me.pid)}"
+        return self._store.publish(trace, name, fetches)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.patching import FAILED, WeakMap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from telemetry.hooks.patching import Patches
@@ -41,14 +39,15 @@ class ProfilerWatch:
     """Tracks the profilers of the process.
 
     Attributes:
+        ours: our own profiler (an autograd ``profile``) while there is one.
         before_theirs: called before one of theirs begins, on its thread. It returns when ours has ended.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self.ours: object = None
         self.before_theirs: Callable[[], None] | None = None
         self._on_error = on_error
         self._theirs: WeakMap[None] = WeakMap()
-        self._our_thread = 0
         self._enabled: Callable[[], bool] = lambda: False
 
     def patch(self, module: ModuleType, enabled: Callable[[], bool], patches: Patches) -> None:
@@ -65,26 +64,13 @@ class ProfilerWatch:
     def theirs(self) -> str | None:
         """Why our profiler must not begin on the calling thread; None if it may."""
         if os.environ.get(_DAEMON_VARIABLE):
-            return f"{_DAEMON_VARIABLE} is set: profiling is left to the daemon"
-        if self.at_work() or self._enabled():
+            return f"{_DAEMON_VARIABLE} is set, so profiling is left to the daemon: unset it for snapshots"
+        if len(self._theirs) or self._enabled():
             return "a profiler of the script's own is at work"
         return None
 
-    def at_work(self) -> bool:
-        """Whether one of theirs records or warms up, on any thread."""
-        return len(self._theirs) > 0
-
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        """A context in which this thread begins or ends our own profiler."""
-        self._our_thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._our_thread = 0
-
     def _begin(self, profiler: Any, *_: Any, **__: Any) -> None:
-        if threading.get_ident() != self._our_thread:
+        if profiler is not self.ours:
             self._theirs[profiler] = None  # first: from here on ours does not begin
             if self.before_theirs is not None:
                 self.before_theirs()

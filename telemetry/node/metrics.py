@@ -19,7 +19,6 @@ from telemetry.records import (
     COMPUTE_PARTS,
     LOST,
     MEMORY_PARTS,
-    SNAPSHOT_OFF_REASONS,
     SNAPSHOT_RESULTS,
     THROTTLE_REASONS,
     Histogram,
@@ -54,10 +53,9 @@ class StallView:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsView:
-    """Snapshots so far by result. ``off``: why no more are taken, from `SNAPSHOT_OFF_REASONS`; None if they are."""
+    """Snapshots so far by result."""
 
     results: dict[str, int]
-    off: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,10 +350,6 @@ SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(record=lambda view: v
             details="`recorded`: the trace was written. `refused`: something else had priority (the script's own "
             "profiler, a limit). `failed`: an error. `skipped`: this rank did not reach the steps. The log has "
             "the reasons, in lines with `event` = `snapshot`."),
-    gauge("training_snapshots_off", "1 for the reason why this run takes no more snapshots.",
-          lambda snapshots: () if snapshots.off is None else (snapshots.off,),
-          label=MetricLabel("reason", SNAPSHOT_OFF_REASONS),
-          details="`slower`: steps stayed slower after a snapshot. The log has the figures."),
 ))
 
 COMPUTE_SPLIT: Final[MetricGroup[RunView]] = MetricGroup(

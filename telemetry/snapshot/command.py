@@ -1,6 +1,6 @@
-"""``telemetry snapshot RUN_DIR [--rank all|N] [--steps K]``: requests a snapshot of a running job, and waits for it.
+"""``telemetry snapshot RUN_DIR [--rank all|N] [--steps K]``: asks a running job for a snapshot, and waits for it.
 
-It must be called by the same user, on the same file system. Nothing is requested over HTTP.
+It must be called by the same user, on the same file system. Nothing is requested over HTTP. The logs have the results.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.log_lines import Line, RunEndLine, RunStartLine
+from telemetry.log_lines import Line, RunEndLine, RunStartLine, SnapshotLine
 from telemetry.records import RECORDED
 from telemetry.report.logs import NoRunError, find_logs, parsed
-from telemetry.snapshot import agree
-from telemetry.snapshot.agree import InvalidMessageError, Plan, Request, RequestFolder, Result, ranks_of
+from telemetry.snapshot.plan import CACHED_SECONDS, REQUEST, InvalidMessageError, Meeting, Request, new_id
 from telemetry.top.run_folder import LogTail
 from telemetry.util.files import caches_folders
 from telemetry.util.text import complain, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 _POLL_SECONDS: Final = 0.1
+
+_GONE_SECONDS: Final = 120.0
+"""A process whose log was written so long before the newest one was killed: it writes more often."""
 
 
 class SnapshotCommandError(Exception):
@@ -32,97 +34,94 @@ class SnapshotCommandError(Exception):
 def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
     """Request a snapshot of one rank or all, and print where it is. Returns the exit status: 1 without a trace."""
     try:
-        results = _results(Path(run_dir), rank, steps, timeout)
+        lines = _results(Path(run_dir), rank, steps, timeout)
     except (SnapshotCommandError, NoRunError, InvalidMessageError, OSError) as error:
         complain(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
-    for result in results:
-        told = f"{result.result}: {result.why}"
-        if result.path is not None:
-            cut = f" ({result.why})" if result.why else ""
-            told = f"steps {result.first_step} to {result.last_step}{cut}: {Path(run_dir, result.path)}"
-        show(f"rank {result.rank}: {told}\n")
-    return 0 if any(result.result == RECORDED for result in results) else 1
+    for number, line in sorted(lines.items()):
+        told = f"{line.result}: {line.why}"
+        if line.path is not None:
+            cut = f" ({line.why})" if line.why else ""
+            told = f"steps {line.first_step} to {line.last_step}{cut}: {Path(run_dir, line.path)}"
+        show(f"rank {number}: {told}\n")
+    return 0 if any(line.result == RECORDED for line in lines.values()) else 1
 
 
-def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> list[Result]:
-    interval = _interval_of_running(run_dir)
+def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> dict[int, SnapshotLine]:
+    """The lines of all ranks that were asked and have answered, by rank."""
+    logs, interval = _running(run_dir)
+    asked = {rank} if rank is not None else set(logs)
+    if not asked <= logs.keys():
+        raise SnapshotCommandError(f"no process of rank {rank} is running; the ranks are {_listed(logs)}")
     snapshots = run_dir / "snapshots"
     if not snapshots.is_dir():
-        raise SnapshotCommandError(f"there is no {snapshots}: this run takes no snapshots (max_snapshots is 0)")
-    files = RequestFolder(snapshots)
-    who = f"telemetry snapshot, pid {os.getpid()}"
-    request = Request(agree.new_id(time.time()), agree.COMMAND, agree.REQUEST, rank, steps, who)
-    # Ranks on other nodes may answer, agree and record later by this, because they see the folder late.
-    late = 2 * agree.CACHED_SECONDS if caches_folders(snapshots) else 0.0
-
-    def names() -> set[str]:
-        return files.scan().get(request.id, set())
-
-    files.write(request.id, "request", request)
+        raise SnapshotCommandError(f"this run takes no snapshots: its max_snapshots is 0, or {snapshots} is gone")
+    meeting = Meeting(snapshots)
+    meeting.skip_earlier()
+    request = Request(new_id(), REQUEST, rank, steps, f"telemetry snapshot, pid {os.getpid()}")
+    # Ranks on other nodes may see the request, the plan and this node the results by this, because of cached folders.
+    late = 2 * CACHED_SECONDS if caches_folders(snapshots) else 0.0
+    found: dict[int, SnapshotLine] = {}
+    meeting.ask(request)
     try:
-        patience = min(timeout, 5 + 10 * interval) + late
-        if not _until(lambda: "plan" in names(), patience):
-            raise SnapshotCommandError(_no_plan(rank, ranks_of("answer", names()), patience))
-        plan = files.read(request.id, "plan", Plan)
-        if plan.refused is not None:
-            raise SnapshotCommandError(f"refused: {plan.refused}")
-        show(f"steps {plan.first_step} to {plan.last_step}, agreed on by rank {_listed(plan.ranks)}\n")
-        whole = _until(lambda: ranks_of("result", names()) >= set(plan.ranks), timeout + late)
-        ranks = sorted(ranks_of("result", names()))
-        results = [files.read(request.id, f"result-{each}", Result) for each in ranks]
-        if whole:
-            files.remove(request.id, names())
-        else:
-            complain(
-                f"rank {_listed(set(plan.ranks) - set(ranks))} has not reached step {plan.last_step} within "
-                f"{timeout + late:g} s; when it does, its trace will be in {snapshots / plan.folder}"
-            )
-        return results
+        planned, patience = False, min(timeout, 5 + 10 * interval) + late
+        deadline = time.monotonic() + patience
+        while not asked <= found.keys():
+            plan = meeting.next_plan()
+            if plan is not None and plan.request.id == request.id:
+                show(f"from step {plan.first_step} on, at most {plan.request.steps} steps\n")
+                planned, deadline = True, time.monotonic() + timeout + late
+            for each in asked:
+                for line in _added(logs[each]):
+                    if isinstance(line, SnapshotLine) and line.id == request.id:
+                        found[each] = line
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
     finally:
-        left = names()
-        if "plan" not in left:  # withdraw the request: nobody waits for it any more
-            files.remove(request.id, left)
-
-
-def _no_plan(rank: int | None, answered: set[int], patience: float) -> str:
-    if answered:
-        return f"rank {_listed(answered)} answered, but wrote no plan"
-    who = "no rank answers" if rank is None else f"rank {rank} does not answer"
-    return (
-        f"{who} within {patience:.0f} s: the run makes no steps yet, is taking another snapshot, has another "
-        "run folder, or its processes have ended; `telemetry report` shows the newest lines of its logs"
-    )
+        meeting.withdraw(request)
+    missing = _listed(asked - found.keys())
+    if missing and not planned:
+        raise SnapshotCommandError(
+            f"rank {missing} does not answer within {patience:.0f} s: the run makes no steps yet, is taking another "
+            "snapshot, or its processes have ended; `telemetry report` shows the newest lines of its logs"
+        )
+    if missing:
+        complain(f"rank {missing} has no result within {timeout + late:g} s; its log will say where the trace is")
+    return found
 
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _interval_of_running(run_dir: Path) -> float:
-    """Check that the run is still going on. Returns the time between two polls of its ranks, in seconds."""
-    read = [lines for log in find_logs(run_dir)[0] if (lines := LogTail(log.paths[-1]).read())]
+def _running(run_dir: Path) -> tuple[dict[int, list[LogTail]], float]:
+    """The logs of the processes that run, by rank, and the seconds between two looks of theirs for a request."""
+    read = []
+    for log in find_logs(run_dir)[0]:
+        tail = LogTail(log.paths[-1])
+        lines = _added([tail])
+        if lines:
+            read.append((log.rank, tail, lines, log.paths[-1].stat().st_mtime))
     if not read:
         raise SnapshotCommandError(f"no log in {run_dir} can be read")
-    newest = [next((found for raw in reversed(lines) if (found := _line(raw))), Line()) for lines in read]
-    running = [lines[0] for lines, last in zip(read, newest, strict=True) if not isinstance(last, RunEndLine)]
+    newest = max(written for *_, written in read)
+    running: dict[int, list[LogTail]] = {}
+    interval = 1.0
+    for rank, tail, lines, written in read:
+        if not isinstance(lines[-1], RunEndLine) and newest - written < _GONE_SECONDS:
+            running.setdefault(rank, []).append(tail)
+            if isinstance(lines[0], RunStartLine):
+                interval = float(lines[0].settings.interval_seconds)
     if not running:
-        raise SnapshotCommandError(f"the run in {run_dir} has ended, at {max(last.time for last in newest)}")
-    first = _line(running[0])
-    return float(first.settings.interval_seconds) if isinstance(first, RunStartLine) else 1.0
+        ended = max(lines[-1].time for _, _, lines, _ in read)
+        raise SnapshotCommandError(f"the run in {run_dir} has ended, at {ended}")
+    return running, interval
 
 
-def _line(raw: bytes) -> Line | None:
-    found = parsed(raw)
-    return None if found is None else found[0]
+def _added(tails: Iterable[LogTail]) -> list[Line]:
+    """The lines that were added to logs; at first their first line and the last ones."""
+    read = [parsed(raw) for tail in tails for raw in tail.read()]
+    return [line for each in read if each is not None and (line := each[0]) is not None]

@@ -71,11 +71,10 @@ def test_a_rank_that_dies_between_agreement_and_recording(nodes):
     plan = wait_for("a plan", lambda: list(nodes.run_dir.glob("snapshots/.meeting/*.plan.json")), every=0.01)
     os.kill(nodes.pids()[3], signal.SIGKILL)
     out, err = asking.communicate(timeout=60)
-    agreed = json.loads(plan[0].read_text())
-    assert agreed["ranks"] == [0, 1, 2, 3], "it was there when they agreed"
+    assert len(plan) == 1
     assert asking.returncode == 0
     assert [line.split(":")[0] for line in out.splitlines()[1:]] == ["rank 0", "rank 1", "rank 2"]
-    assert "rank 3 has not reached step" in err
+    assert "rank 3 has no result" in err
     assert len(traces(nodes.run_dir, "request")) == 3
     before = {line["rank"]: line["step"] for line in nodes.logs()}
     wait_for("the others train on", lambda: all(
@@ -106,7 +105,7 @@ def test_a_stall_on_one_rank_gives_traces_of_the_same_steps_on_all(starved):
         assert recorded_steps(starved.run_dir / line["path"]) == list(range(first, last + 1))
     assert sorted(line["rank"] for line in found) == [0, 1, 2, 3]
     about = json.loads(gzip.decompress((starved.run_dir / found[0]["path"]).read_bytes()))["telemetry"]
-    assert (about["first_step"], about["last_step"]) == (first, last)
+    assert (about["first_step"], about["request"]["steps"]) == (first, last - first + 1)
     assert about["request"]["stall"]["cause"] == about["request"]["reason"] == "loader_on_training_thread"
     assert max(line["started"] for line in found) <= min(line["ended"] for line in found), "at the same time"
     assert {len(path.name.split(".")) for path in traces(starved.run_dir, "*")} == {7}
