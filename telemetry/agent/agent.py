@@ -160,7 +160,7 @@ class Agent:
         )
         self.snapshots = SnapshotControl(
             config, identity, run_dir, tracker=tracker, profilers=self.attachment.profilers, errors=errors, wall=wall,
-            accounting=accounting, event_log=self.event_log, job=self._job, board=self._board,
+            event_log=self.event_log, job=self._job, board=self._board,
         )  # fmt: skip
         self.trial: TrialRun | None = None
 

@@ -17,17 +17,7 @@ from telemetry.node.metrics import SnapshotsView
 from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED, SNAPSHOT_RESULTS
 from telemetry.snapshot.budget import Budget
 from telemetry.snapshot.capture import Capture, Outcome, on_gpu
-from telemetry.snapshot.plan import (
-    ALONE_SECONDS,
-    CACHED_SECONDS,
-    NOTICE_TICKS,
-    REQUEST,
-    Meeting,
-    Plan,
-    Request,
-    first_step,
-    new_id,
-)  # fmt: skip
+from telemetry.snapshot.plan import CACHED_SECONDS, NOTICE_TICKS, REQUEST, Meeting, Plan, Request, first_step, new_id
 from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, WorkerFetches
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.files import caches_folders
@@ -38,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from telemetry.agent.accounting import Accounting
     from telemetry.agent.log import EventLog
     from telemetry.agent.stalls import StallMonitor
     from telemetry.config import Config
@@ -161,7 +150,6 @@ class SnapshotControl:
     """Controls the snapshots of one rank. The agent calls `tick` on its thread.
 
     Args:
-        accounting: has the number of steps that have ended.
         event_log: gets a line for each snapshot.
         job: knows whether the job has ranks on other nodes; None without a board.
         board: has the number of ranks on the node that may record at the same time; None without one.
@@ -180,12 +168,11 @@ class SnapshotControl:
         profilers: ProfilerWatch,
         errors: ErrorLog,
         wall: WallClock,
-        accounting: Accounting,
         event_log: EventLog,
         job: JobLink | None,
         board: Board | None,
     ) -> None:
-        self._config, self._identity, self._tracker, self._accounting = config, identity, tracker, accounting
+        self._config, self._identity, self._tracker = config, identity, tracker
         self._errors, self._wall, self._event_log = errors, wall, event_log
         self._job, self._board = job, board
         self._folder = run_dir / "snapshots"
@@ -295,16 +282,14 @@ class SnapshotControl:
         request = self._meeting.next_request() or (self._wanted[0] if self._wanted else None)
         if request is None:
             return None
-        first = first_step(self._accounting.steps_total, median(self._recent), self._notice_seconds())
+        first = first_step(self._tracker.ring.closed, median(self._recent), self._notice_seconds())
         return self._meeting.decide(request, first)
 
     def _notice_seconds(self) -> float:
         """Within what time all ranks know of a plan."""
-        ranks, tick = self._identity.world_size, self._config.interval_seconds
-        if ranks == 1:
-            return ALONE_SECONDS
-        far = self._job is not None and self._job.ranks_elsewhere(ranks) and caches_folders(self._folder)
-        return max(NOTICE_TICKS * tick, CACHED_SECONDS if far else 0.0)
+        far = self._job is not None and self._job.ranks_elsewhere(self._identity.world_size)
+        late = CACHED_SECONDS if far and caches_folders(self._folder) else 0.0
+        return max(NOTICE_TICKS * self._config.interval_seconds, late)
 
     def _follow(self, plan: Plan, now: float) -> None:
         request = plan.request
@@ -323,11 +308,7 @@ class SnapshotControl:
             return
         ranks = self._board.live_ranks() if self._board is not None else 1
         budget = Budget(self._config, max(1, ranks))
-        try:
-            self._export = _Export(self, plan, budget)
-        except RuntimeError as error:
-            self._conclude(request, Outcome(REFUSED, f"there is no thread to save it: {error}"))
-            return
+        self._export = _Export(self, plan, budget)
         self._trigger.took(now)
         self._capture.arm(plan, budget)
 

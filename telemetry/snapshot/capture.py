@@ -189,7 +189,7 @@ def on_gpu() -> bool:
     return any(initialized is not None and initialized() for initialized in asked)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """The result of a plan on the training thread.
 
@@ -392,32 +392,28 @@ class Capture:
         self._budget.end()
         if self._recording and too_large is None and not self._lost:
             session.stop()
-        else:
-            if self._recording:
-                session.drop()
-            if not self._lost:  # else theirs has taken over Kineto's session, and another one would crash the process
-                session.cancel()
-        if self._lost:
-            return Outcome(FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary", pauses=self._pauses)
-        if too_large is not None:
-            return Outcome(REFUSED, too_large, pauses=self._pauses)
-        if not self._recording or steps < 1:
-            return Outcome(result, why, pauses=self._pauses)
-        return Outcome(
-            RECORDED,
-            why,
-            first_step=plan.first_step,
-            last_step=self._ended,
-            started_ns=self._started_ns,
-            ended_ns=ended_ns,
-            pauses=self._pauses,
-            trace=session,
-        )
+            if steps < 1:
+                return Outcome(result, why)
+            return Outcome(
+                RECORDED,
+                why,
+                first_step=plan.first_step,
+                last_step=self._ended,
+                started_ns=self._started_ns,
+                ended_ns=ended_ns,
+                trace=session,
+            )
+        if self._recording:
+            session.drop()
+        if self._lost:  # theirs has taken over Kineto's session, and another one would crash the process
+            return Outcome(FAILED, f"{_GIVEN_WAY} while this thread reached no step boundary")
+        session.cancel()
+        return Outcome(result, why) if too_large is None else Outcome(REFUSED, too_large)
 
     def _finish(self, outcome: Outcome) -> None:
         self._budget.end()
         self._plan, self._recording = None, False
-        self._outcome = outcome
+        outcome.pauses, self._outcome = self._pauses, outcome
         self._hooks.recorder = None
         if self._session is not None:
             ours, ranges = self._session.begin_range, self._hooks.profiler_ranges

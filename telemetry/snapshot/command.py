@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from msgspec import MsgspecError
+
 from telemetry.log_lines import Line, RunEndLine, RunStartLine, SnapshotLine
 from telemetry.records import RECORDED
 from telemetry.report.logs import NoRunError, find_logs, parsed
-from telemetry.snapshot.plan import CACHED_SECONDS, REQUEST, InvalidMessageError, Meeting, Request, new_id
+from telemetry.snapshot.plan import CACHED_SECONDS, REQUEST, Meeting, Request, new_id
 from telemetry.top.run_folder import LogTail
 from telemetry.util.files import caches_folders
 from telemetry.util.text import complain, show
@@ -35,7 +37,7 @@ def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
     """Request a snapshot of one rank or all, and print where it is. Returns the exit status: 1 without a trace."""
     try:
         lines = _results(Path(run_dir), rank, steps, timeout)
-    except (SnapshotCommandError, NoRunError, InvalidMessageError, OSError) as error:
+    except (SnapshotCommandError, NoRunError, MsgspecError, OSError) as error:
         complain(str(error))
         return 1
     except KeyboardInterrupt:

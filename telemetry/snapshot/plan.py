@@ -42,10 +42,8 @@ CACHED_SECONDS: Final = 90.0
 (``acdirmin`` and ``acdirmax`` of nfs(5))."""
 
 NOTICE_TICKS: Final = 3
-"""A rank looks once per tick. One that misses two ticks still reads a plan in time."""
-
-ALONE_SECONDS: Final = 0.1
-"""Time from a plan until the training thread sees it, if there is only one rank."""
+"""A rank looks once per tick. One that misses two ticks still reads a plan in time, and so does a training thread that
+is kept busy."""
 
 _STEPS_AHEAD: Final = 3
 """The profiler is prepared one step ahead, and that step must not have begun."""
@@ -56,16 +54,12 @@ _REQUEST_SECONDS: Final = 600.0
 _MAX_FILE_BYTES: Final = 1 << 20
 
 _REASON: Final = "|".join((REQUEST, *CAUSES))
-FOLDER: Final = re.compile(rf"({_REASON})-step\d{{1,19}}(\.\d{{1,4}})?")
+FOLDER: Final = re.compile(rf"({_REASON})-step\d{{1,19}}")
 """Matches the name of a snapshot's folder."""
 
 _ID: Final = r"\d{13}-[0-9a-f]{8}"  # milliseconds since 1970, and a random part
 _PLAN_FILE: Final = re.compile(r"(\d{1,9})\.plan\.json")
 _REQUEST_FILE: Final = re.compile(rf"({_ID})\.request\.json")
-
-
-class InvalidMessageError(Exception):
-    """A file is not the message that its name promises; the text has the reason."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -137,7 +131,7 @@ class Meeting:
         """The oldest plan that was not read yet.
 
         Raises:
-            InvalidMessageError: it is not a valid plan. It is left out from then on.
+            MsgspecError: it is not a valid plan. It is left out from then on.
             OSError: the folder or the file cannot be read.
         """
         number = min((each for each in self._numbers() if each > self._read), default=None)
@@ -157,13 +151,13 @@ class Meeting:
             if unix_time() - int(id_[:13]) / 1000 > _REQUEST_SECONDS:
                 remove_file(self._folder / name)
                 continue
+            self._answered.add(id_)  # so that one that cannot be read is reported once
             try:
-                return self._message(name, Request)
+                request = self._message(name, Request)
             except FileNotFoundError:
                 continue  # it has just been withdrawn
-            except (InvalidMessageError, OSError):
-                self._answered.add(id_)  # so that it is reported once
-                raise
+            self._answered.discard(id_)
+            return request
         return None
 
     def decide(self, request: Request, first: int) -> Plan | None:
@@ -197,11 +191,7 @@ class Meeting:
         return [int(match[1]) for name in self._names() if (match := _PLAN_FILE.fullmatch(name))]
 
     def _message(self, name: str, kind: type[_Message]) -> _Message:
-        content = read_small(self._folder / name, _MAX_FILE_BYTES)
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise InvalidMessageError(f"{name}: {error}") from None
+        return msgspec.json.decode(read_small(self._folder / name, _MAX_FILE_BYTES), type=kind)
 
     def _write(self, name: str, message: Request | Plan) -> bool:
         self._folder.mkdir(0o700, parents=True, exist_ok=True)

@@ -29,7 +29,6 @@ from telemetry.util.clock import NS, now_ns, unix_ns, unix_time
 from telemetry.util.files import opened, temporary_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from telemetry.config import Config
@@ -162,8 +161,12 @@ class TraceStore:
         free = found.f_bavail * found.f_frsize
         if free < MIN_FREE_BYTES:
             raise StoreError(f"no room: {MIN_FREE_BYTES >> 20} MiB must be free, and {free >> 20} MiB are")
-        start = now_ns()
-        _write(work / "probe", [bytes(_PROBE_BYTES)])
+        start, probe = now_ns(), _created(work / "probe")
+        try:
+            _write(probe, bytes(_PROBE_BYTES))
+            os.fsync(probe)
+        finally:
+            os.close(probe)
         seconds = (now_ns() - start) / NS
         if seconds > _PROBE_SECONDS:
             size = f"{_PROBE_BYTES >> 20} MiB"
@@ -200,47 +203,42 @@ def _compress(source: Path, target: Path, fetches: WorkerFetches) -> tuple[int, 
 
     zlib releases the GIL while it works.
     """
+    size, kernels, end = 0, False, b""
+    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     raw = opened(source, os.O_RDWR)
     try:
-        size = os.fstat(raw).st_size
-        if os.pread(raw, 64, max(0, size - 64)).rstrip()[-1:] != b"}":
-            raise StoreError("torch did not write it to its end")
-        head, begin = os.pread(raw, _CHUNK, 0), b""
-        base, events = _HEAD.search(head), _EVENTS.search(head)
-        if base is not None and events is not None:
-            begin = os.read(raw, events.start(1)) + fetches.events(int(base[1]))
-            size += len(begin) - events.start(1)
-        kernels, end = False, b""
-
-        def chunks() -> Iterator[bytes]:
-            nonlocal kernels, end
-            for chunk in itertools.chain([begin], iter(lambda: os.read(raw, _CHUNK), b"")):
-                kernels, end = kernels or _KERNEL in end + chunk, chunk[-len(_KERNEL) :]
-                yield chunk
-
-        _write(target, _compressed(chunks()))
+        packed = _created(target)
+        try:
+            for chunk in itertools.chain([_begin(raw, fetches)], iter(lambda: os.read(raw, _CHUNK), b"")):
+                size += len(chunk)
+                kernels, end = kernels or _KERNEL in end + chunk, (end + chunk)[-64:]
+                _write(packed, compressor.compress(chunk))
+            _write(packed, compressor.flush())
+            os.fsync(packed)
+        finally:
+            os.close(packed)
         os.ftruncate(raw, 0)  # a worker that was forked meanwhile has the file open, too
     finally:
         os.close(raw)
+    if end.rstrip()[-1:] != b"}":
+        raise StoreError("torch did not write it to its end")
     return size, kernels
 
 
-def _compressed(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    yield from map(compressor.compress, chunks)
-    yield compressor.flush()
+def _begin(raw: int, fetches: WorkerFetches) -> bytes:
+    """Read a trace up to its first event, and add the fetches; nothing if it has no event or does not tell the time."""
+    head = os.pread(raw, _CHUNK, 0)
+    base, events = _HEAD.search(head), _EVENTS.search(head)
+    if base is None or events is None:
+        return b""
+    return os.read(raw, events.start(1)) + fetches.events(int(base[1]))
 
 
-def _write(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a new file to the disk.
+def _created(path: Path) -> int:
+    return opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
-    Without a file object, because its copy in a child that is forked meanwhile would write what it has buffered.
-    """
-    file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        for chunk in chunks:
-            if os.write(file, chunk) < len(chunk):
-                raise OSError(errno.ENOSPC, "no room for the trace")
-        os.fsync(file)
-    finally:
-        os.close(file)
+
+def _write(file: int, chunk: bytes) -> None:
+    """Write to a descriptor: a file object's copy in a child that is forked meanwhile would write its buffer, too."""
+    if os.write(file, chunk) < len(chunk):
+        raise OSError(errno.ENOSPC, "no room for the trace")

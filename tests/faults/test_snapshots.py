@@ -202,9 +202,6 @@ from telemetry.util import threads as own_threads
 
 def refuse(*_):
     raise RuntimeError("can't create new thread at interpreter shutdown")
-
-
-real = own_threads.start_new_thread
 """
 
 
@@ -216,22 +213,6 @@ def test_a_recording_cut_short_by_the_exit_needs_no_new_thread(tmp_path):
     assert line["result"] == "recorded"
     assert whole(tmp_path / "run" / line["path"])
     assert end_of(tmp_path / "run"), "it does not hold up the end"
-
-
-def test_without_a_thread_there_is_no_recording_and_the_next_one_is_made(tmp_path):
-    body = """
-start()
-own_threads.start_new_thread = refuse
-loop(lambda: count("refused"))
-own_threads.start_new_thread = real
-loop(recorded)
-telemetry.stop()
-assert own_threads.running() in ([], ["telemetry-nvml"])
-"""
-    run_loop(tmp_path, REFUSE + body)
-    refused, recorded = snapshot_lines(tmp_path)
-    assert (refused["result"], recorded["result"]) == ("refused", "recorded")
-    assert "no thread to save it" in refused["why"]
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -363,7 +344,7 @@ def of_many(tmp_path, operators: int) -> dict:
     return line
 
 
-@pytest.mark.parametrize(("operators", "steps"), [(300, 3), (30_000, 2), (60_000, 1)])
+@pytest.mark.parametrize(("operators", "steps"), [(300, 3), (35_000, 2), (60_000, 1)])
 def test_one_step_is_recorded_and_more_if_they_fit(tmp_path, operators, steps):
     line = of_many(tmp_path, operators)
     assert line["result"] == "recorded"
