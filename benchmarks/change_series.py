@@ -65,7 +65,7 @@ def changes_in(loop: Loop, seconds: float, seed: int) -> list[tuple[float, dict[
     for totals, newest in ticks(loop, seconds, random.Random(seed)):
         change = detector.tick(totals, newest)
         if change is not None:
-            logged.append((totals.wall_seconds, fields_of(change_line(change, str(change.at_seconds)))))
+            logged.append((totals.wall_seconds, fields_of(change_line(change, str(change.at.at_seconds)))))
     return logged
 
 

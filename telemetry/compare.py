@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from telemetry.diagnosis.changes import correlation
 from telemetry.log_lines import Scalar
 from telemetry.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT
 from telemetry.report.logs import NoRunError, load
@@ -36,6 +35,11 @@ _BLOCKS: Final = 10
 
 _MAX_CORRELATION: Final = 0.7
 """Correlation of neighbouring blocks: more cannot be told from so few. One standard error is added to the estimate."""
+
+_FEW: Final = 6
+"""The correction of the correlation's bias is not defined for so few values, which do not tell how large it is."""
+
+_ROUNDING: Final = 1e-9
 
 _BETWEEN_RUNS: Final = 0.005
 _UNSEEN: Final = 0.012
@@ -73,7 +77,7 @@ def ratio_interval(a: Sequence[Window], b: Sequence[Window]) -> Ratio:
     it larger by the factor of an autoregressive series, and halves its degrees of freedom.
     """
     blocks = _blocks(a), _blocks(b)
-    alike = correlation(blocks, at_most=_MAX_CORRELATION, caution=1.0)
+    alike = _correlation(blocks)
     longer = (1 + alike) / (1 - alike)
     variances = [longer * sum(each * each for each in side) / (len(side) - 1) / len(side) for side in blocks]
     seen, unseen = sum(variances), 2 * _BETWEEN_RUNS**2
@@ -101,6 +105,19 @@ def _blocks(windows: Sequence[Window]) -> list[float]:
     mean = size * sum(window.steps for window in windows) / len(windows)
     starts = range(0, len(windows) - size + 1, size)
     return [sum(each.steps - pace * each.seconds for each in windows[at : at + size]) / mean for at in starts]
+
+
+def _correlation(sides: Sequence[Sequence[float]]) -> float:
+    """The correlation of neighbours in two series, corrected for its bias in short series (Kendall 1954)."""
+    count = sum(map(len, sides))
+    squares = sum(value * value for side in sides for value in side)
+    products = sum(one * next_ for side in sides for one, next_ in pairwise(side))
+    if squares <= 0:
+        return 0.0
+    found = products / squares + 2 / count
+    if count <= _FEW:
+        return _MAX_CORRELATION if found > _ROUNDING else 0.0
+    return min(_MAX_CORRELATION, max(0.0, found / (1 - _FEW / count) + 1 / math.sqrt(count)))
 
 
 def _t_quantile(freedom: float) -> float:

@@ -400,7 +400,7 @@ class Agent:
             stalls.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
             change = self._changes.tick(tick.totals, self._collectors.samples)
             if change is not None:
-                at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at_seconds * NS))
+                at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at.at_seconds * NS))
                 self.event_log.write(change_line(change, at))
             self._tell(self._evaluations.tick(tick, self.accounting.ledger.evaluations))
             self.job_hang.tick()

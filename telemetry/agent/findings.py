@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from telemetry.diagnosis.changes import ChangeDetector
+from telemetry.diagnosis.changes import ChangeDetector, GrowthDetector, growth_finding
 from telemetry.diagnosis.findings import by_weight
-from telemetry.diagnosis.growth import GrowthDetector, growth_finding
 from telemetry.diagnosis.lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
 from telemetry.log_lines import ChangedFigure, ChangeLine, FindingLine, StepCodeLine
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.changes import StepChange
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.findings import Finding
-    from telemetry.diagnosis.growth import StepGrowth
     from telemetry.diagnosis.lines import LineShare
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import FindingKind, HotLine, StepTrend
@@ -218,7 +216,7 @@ class ChangeMonitor:
         self._findings = findings
         self._detector = ChangeDetector()
         self._growth = GrowthDetector()
-        self._told: StepGrowth | None = None
+        self._told: StepChange | None = None
         self._young = True
 
     def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
@@ -314,7 +312,7 @@ def change_line(change: StepChange, at: str) -> ChangeLine:
     """The log line of a change. ``at``: when it happened, ISO-8601."""
     return ChangeLine(
         at=at,
-        first_step=change.step,
+        first_step=change.at.step,
         ratio=round(change.ratio, 4),
         part=change.part,
         step_before_seconds=change.before_seconds,
