@@ -26,36 +26,33 @@ LARGE_RANKS = 1_000
 
 @dataclass(frozen=True)
 class Reading:
-    """One run of the command: seconds, CPU seconds of all its processes, and MB of memory of the largest of them."""
+    """One run of the command: seconds, CPU seconds, and MB of memory."""
 
     seconds: float
     cpu_seconds: float
     memory_mb: float
 
 
-def read(run_dir: Path, cores: int) -> Reading:
-    """Run the command on some cores."""
+def read(run_dir: Path) -> Reading:
+    """Run the command."""
     command = [sys.executable, "-m", "telemetry", "report", str(run_dir), "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    allowed = sorted(os.sched_getaffinity(0))
     began = time.perf_counter()
-    os.sched_setaffinity(0, allowed[:cores])  # the command inherits it
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    os.sched_setaffinity(0, allowed)
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"telemetry report ended with status {status}")
     return Reading(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss / 1e3)
 
 
-def row(cores: int, readings: list[Reading], megabytes: float) -> str:
-    """One row of the table."""
+def row(readings: list[Reading], megabytes: float) -> str:
+    """The row of the table."""
     seconds = statistics.median(reading.seconds for reading in readings)
     spread = f"{min(r.seconds for r in readings):.1f} to {max(r.seconds for r in readings):.1f}"
     cpu = statistics.median(reading.cpu_seconds for reading in readings)
     memory = max(reading.memory_mb for reading in readings)
     rates = f"{megabytes / seconds:.0f} | {megabytes / cpu:.0f}"
-    return f"| {cores} | {seconds:.1f} ({spread}) | {cpu:.1f} | {rates} | {memory:.0f} |"
+    return f"| {seconds:.1f} ({spread}) | {cpu:.1f} | {rates} | {memory:.0f} |"
 
 
 def main() -> None:
@@ -67,9 +64,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="report-rate-") as folder:
         run_dir = Path(folder) / "run"
         megabytes = write_run(run_dir, SimulatedRun(options.ranks, WEEK_SECONDS)) / 1e6
-        read(run_dir, 1)  # into the page cache
-        readings = {cores: [read(run_dir, cores) for _ in range(options.times)] for cores in (1, 2)}
-    cpu = statistics.median(reading.cpu_seconds for reading in readings[2])
+        read(run_dir)  # into the page cache
+        readings = [read(run_dir) for _ in range(options.times)]
+    cpu = statistics.median(reading.cpu_seconds for reading in readings)
     about = machine.describe()
     path = RESULTS / f"report-rate-{machine.slug(about)}.md"
     week = f"A week of {options.ranks} simulated ranks, {megabytes / 1e3:.2f} GB: the newest 128 MiB of each, as the"
@@ -79,11 +76,11 @@ def main() -> None:
 Measured by `python -m benchmarks.report_rate` on {about["cpu"]}, {about["cores"]} shared cores;
 Python {about["python"]}. {week} default limits leave. The files are in the page cache. Medians of {options.times} runs.
 
-| cores | s (range) | CPU s | MB a second | MB a CPU second | MB of memory, largest process |
-|---|---|---|---|---|---|
-{chr(10).join(row(cores, each, megabytes) for cores, each in readings.items())}
+| s (range) | CPU s | MB a second | MB a CPU second | MB of memory |
+|---|---|---|---|---|
+{row(readings, megabytes)}
 
-At this rate {large} {cpu / options.ranks * LARGE_RANKS:.0f} CPU seconds, on up to 16 cores.
+At this rate {large} {cpu / options.ranks * LARGE_RANKS:.0f} CPU seconds.
 """
     path.write_text(page, encoding="utf-8")
     print(page, path, sep="\n")

@@ -179,9 +179,9 @@ class Run:
         windows = [Window(p.steps - last.steps, p.loop_seconds - last.loop_seconds) for last, p in pairwise(points)]
         steps = end.steps - begin.steps
         all_steps = max(1, sum(process.totals.steps_total or 0 for process in processes))
-        torn, notes = sum(process.torn_lines for process in logs), []
-        if torn:
-            notes.append(f"has {torn} torn line(s) in its logs; they were skipped")
+        damaged, notes = sum(process.damaged_lines for process in logs), []
+        if damaged:
+            notes.append(f"has {damaged} damaged line(s) in its logs; they were skipped")
         if not all(process.ended for process in logs):
             notes.append("has not ended, or was killed: its newest window counts as its end")
         return cls(

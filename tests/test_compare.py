@@ -220,7 +220,7 @@ def test_settings_that_differ_are_named_and_damage_is_noted(tmp_path, compared):
     status, result, text = compared(a, b)
     assert (status, result["verdict"]) == (0, "no difference")
     assert result["differences"] == [{"what": "python_version", "a": "3.12.1", "b": "3.13.0"}]
-    assert result["notes"] == ["A has 1 torn line(s) in its logs; they were skipped"]
+    assert result["notes"] == ["A has 1 damaged line(s) in its logs; they were skipped"]
     assert text.index("python_version  ") < text.index("times the steps per second")
 
 

@@ -78,8 +78,9 @@ def test_the_last_line_and_the_report_say_it(tmp_path, capfd):
 def test_the_newest_line_of_a_kind_counts_and_damaged_ones_do_not(tmp_path):
     run_of = [line("run_start", **START), window(wait=1.0, compute=99.0, steps=100)]
     lines = [
-        line("finding", kind="step_growth", text="old", advice=[{"action": "a"}, {"setting": "b"}]),
-        line("finding", kind="step_growth", text="new", share_ratio=7),
+        line("finding", kind="step_growth", text="old", advice=[{"action": "a"}]),
+        line("finding", kind="step_growth", text="new"),
+        line("finding", kind="step_growth", text="damaged", share_ratio=7),
         line("finding", kind="of_a_newer_version", text="other"),
         line("finding", kind="gil_held"),
     ]

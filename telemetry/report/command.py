@@ -40,7 +40,7 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
     """
     try:
         recorder = None if html is None else page_recorder()
-        processes = load(Path(run_dir), recorder, side_by_side=True)
+        processes = load(Path(run_dir), recorder)
     except (NoRunError, PageError) as error:
         complain(str(error))
         return 1

@@ -1,17 +1,16 @@
-"""Reads the log files of a run. They may be damaged, still growing, of a killed process, or of a newer version."""
+"""Reads the logs of a run. They may be damaged, still growing, of a killed process, or of a newer version.
+
+No other module decodes a line. A line that is damaged, or whose fields are not of its record's types, is skipped and
+counted.
+"""
 
 from __future__ import annotations
 
-import math
-import multiprocessing
 import os
 import re
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from collections import Counter
 from functools import partial
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -26,44 +25,25 @@ from telemetry.log_lines import (
     StragglerCodeLine,
     read_heartbeat,
 )
-from telemetry.report.process_log import ProcessLog, unix
+from telemetry.report.process_log import ProcessLog
 from telemetry.util.files import open_regular
-from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from telemetry.report.html.recorder import RunRecorder
 
-_DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(AnyLine)
-_BEGINNING: Final = re.compile(rb'\{"time":"[^"]*","event":"(\w+)"')
-"""The beginning of each line that the agent writes."""
-
-_WRONG_PLACE: Final = re.compile(r"`\$((?:\.\w+|\[\d+\])+)")
-_STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
-"""One step of a path such as ``$.advice[0].value``, which is the place of a wrong value in a message of msgspec."""
-
-_FREQUENT: Final = frozenset({b"window", b"gpu", b"host", b"workers"})
-"""The events of every window. Some of their lines are skipped unparsed.
-
-A week of 64 ranks has 8 GB of logs. Parsing a line takes 5 us, reading and skipping it 0.7 us.
-"""
-
-_WINDOW_SECONDS: Final = 300.0
-"""Time between two windows that are read if nobody needs the others. A process is taken to go on evenly meanwhile."""
-
-_MAX_SKIPPED: Final = 1 << 30
-_MAX_HEAD_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 1 << 24
-_BUFFER_BYTES: Final = 1 << 17
-"""With 8 KiB, skipping a line took half as long again."""
+"""A longer line is damaged, such as the end of a sparse file. The rest of its file is not read."""
 
-_MIN_BYTES_SIDE_BY_SIDE: Final = 1 << 28
-"""This process reads smaller logs alone in a second or two."""
+_FREQUENT: Final = re.compile(rb'\{"time":"[^"]*","event":"(window|gpu|host|workers)"')
+"""The beginning of a line that is written in every log interval."""
 
-_MAX_PROCESSES: Final = 16
-"""With more processes, the storage is the limit."""
+_THINNED_BYTES: Final = 1 << 22
+_EVERY: Final = 8
+"""Of a file that is larger and was rotated away, one in so many of these lines is read. The next file begins with the
+sums of all before it. A week of 64 ranks has 8 GB of logs, and to read a line takes ten times as long as to skip it."""
 
 
 class NoRunError(Exception):
@@ -73,88 +53,53 @@ class NoRunError(Exception):
 # -- one line ------------------------------------------------------------------------------------------------------
 
 
-def parsed(raw: bytes) -> tuple[Line | None, int] | None:
-    """Parse a line of a log. Returns None if it is empty or no object.
+class _AnyEvent(Line, frozen=True, kw_only=True):
+    """A line of any event. What it has besides is not read."""
 
-    Returns:
-        Its record, or None if it cannot be read, and how many fields were left out because of a wrong type. A line of
-        an event that this version does not know is a `Line`.
-    """
+    event: str
+
+
+_DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(AnyLine)
+_EVENT_DECODER: Final = msgspec.json.Decoder(_AnyEvent)
+
+
+def decoded(raw: bytes) -> Line | None:
+    """The record of a line; None if it is damaged. One of an event that only a newer version knows is a `Line`."""
     try:
-        if raw.isascii() and b"\\" not in raw:  # otherwise a text may have to be escaped
-            with suppress(msgspec.ValidationError):
-                line = _DECODER.decode(raw)
-                return line, _leave_out_damaged_evidence(line)
-        fields = msgspec.json.decode(raw)
-        if not isinstance(fields, dict):
-            return None
-        event = fields.pop("event", None)
-        line, wrong = _sound(_printable(fields), KINDS.get(event, Line) if isinstance(event, str) else Line)
-        return line, wrong + _leave_out_damaged_evidence(line)
+        line = _DECODER.decode(raw)
+        if isinstance(line, (StallLine, StragglerCodeLine)):
+            line.evidence.update(msgspec.convert(line.evidence, StallEvidence))
     except (ValueError, RecursionError):
-        return (None, 0) if raw.strip() else None
+        return _of_unknown_event(raw)
+    return line
 
 
-def _leave_out_damaged_evidence(line: Line) -> int:
-    """Drop the fields of a stall's evidence that have a wrong type. Returns their number."""
-    if not isinstance(line, (StallLine, StragglerCodeLine)) or not line.evidence:
-        return 0
-    known = StallEvidence.__annotations__
-    sound, wrong = _sound(dict(line.evidence), StallEvidence)
-    for name in known.keys() & line.evidence.keys():
-        del line.evidence[name]
-    line.evidence.update((name, sound[name]) for name in known if name in sound)
-    return wrong
-
-
-def _sound(fields: dict[str, Any], kind: Any) -> tuple[Any, int]:
-    """The fields of a record that have the right types, and the number of the other fields."""
-    wrong = 0
-    while True:
-        try:
-            return msgspec.convert(fields, kind, str_keys=True), wrong
-        except msgspec.ValidationError as error:
-            place = _WRONG_PLACE.search(str(error))
-            if place is None:
-                raise
-            *way, last = [name or int(at) for name, at in _STEP.findall(place[1])]
-            inner: Any = fields
-            for step in way:
-                inner = inner[step]
-            wrong += inner.pop(last) is not None
-
-
-def _printable(value: Any) -> Any:
-    """The value with all texts on one line, and escaped. The stacks of a stuck run have line breaks."""
-    if isinstance(value, str):
-        return value if value.isprintable() else one_line(value)
-    if isinstance(value, (list, tuple)):
-        return [_printable(each) for each in value]
-    if isinstance(value, dict):
-        return {_printable(name): each if name == "stacks" else _printable(each) for name, each in value.items()}
-    return value
-
-
-def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
-    """Set ``beat`` of each process that did not end by itself."""
-    for process in processes:
-        if not process.ended:
-            process.beat = read_heartbeat(folder, process.head.life)
+def _of_unknown_event(raw: bytes) -> Line | None:
+    try:
+        line = _EVENT_DECODER.decode(raw)
+    except (ValueError, RecursionError):
+        return None
+    return None if line.event in KINDS else line
 
 
 # -- the files of a folder -----------------------------------------------------------------------------------------
 
 
-class RotatedLog(NamedTuple):
-    """One log. ``paths``: its file, and the files that were rotated away from it, the oldest first."""
+class LogName(NamedTuple):
+    """What the name of a log says. ``number`` counts the logs of this rank and pid."""
 
     rank: int
     pid: int
-    paths: list[Path]
+    number: int
 
 
-def find_logs(run_dir: Path) -> tuple[list[RotatedLog], list[str]]:
-    """The logs in a run folder by rank, pid and number, and the names of logs that are not regular files.
+def named_by(match: re.Match[str]) -> LogName:
+    """The name of a log from a match of `LOG_NAME`."""
+    return LogName(int(match["rank"]), int(match["pid"]), int(match["number"] or 1))
+
+
+def find_logs(run_dir: Path) -> dict[LogName, list[Path]]:
+    """The logs in a run folder in their order. Each has files that were rotated away from it first, the oldest first.
 
     Raises:
         NoRunError: the folder does not exist, or has no log.
@@ -162,23 +107,15 @@ def find_logs(run_dir: Path) -> tuple[list[RotatedLog], list[str]]:
     folder = run_dir / "logs"
     if not folder.is_dir():
         raise NoRunError(f"{run_dir} is not a run folder: there is no {folder}{_instead_of(run_dir)}")
-    files: dict[tuple[int, int, int], list[tuple[int, Path]]] = {}
-    skipped: list[str] = []
+    files: dict[LogName, list[tuple[int, Path]]] = {}
     for path in folder.iterdir():
         match = LOG_NAME.fullmatch(path.name)
-        if match and not path.is_file():  # opening a FIFO would block
-            skipped.append(path.name)
-        elif match:
-            key = (int(match["rank"]), int(match["pid"]), int(match["number"] or 1))
-            files.setdefault(key, []).append((int(match["rotated"] or 0), path))
+        if match and path.is_file():
+            files.setdefault(named_by(match), []).append((int(match["rotated"] or 0), path))
     if not files:
         raise NoRunError(f"there is no log in {folder}: no file is named rank-<rank>.<pid>.jsonl")
     # The highest number is the oldest.
-    logs = [
-        RotatedLog(rank, pid, [path for _, path in sorted(parts, reverse=True)])
-        for (rank, pid, _), parts in sorted(files.items())
-    ]
-    return logs, sorted(skipped)
+    return {name: [path for _, path in sorted(parts, reverse=True)] for name, parts in sorted(files.items())}
 
 
 def _instead_of(folder: Path) -> str:
@@ -192,30 +129,35 @@ def _instead_of(folder: Path) -> str:
     return f"; the newest run in it is {max(inside)[1]}" if inside else ""
 
 
-def _head_of(path: Path) -> Line:
-    """The first line of a file, normally its ``run_start``; an empty line if it cannot be read."""
+def _lines(path: Path, *, thinned: bool) -> Iterator[Line | None]:
+    """The lines of a file, as `decoded` returns them. What cannot be read counts as one damaged line.
+
+    ``thinned``: if the file is large, some of the frequent lines are left out, but not the last window.
+    """
+    seen, left_out = Counter[bytes](), b""
     try:
         file = open_regular(path)
         if file is None:
-            return Line()
+            return
         with file:
-            found = parsed(file.readline(_MAX_HEAD_BYTES))
+            thinned = thinned and os.fstat(file.fileno()).st_size > _THINNED_BYTES
+            for raw in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
+                frequent = _FREQUENT.match(raw) if thinned else None
+                if frequent is not None and raw.endswith(b"}\n"):
+                    event = frequent[1]
+                    seen[event] += 1
+                    leave_out = seen[event] % _EVERY != 0
+                    if event == b"window":
+                        left_out = raw if leave_out else b""
+                    if leave_out:
+                        continue
+                yield decoded(raw)
+                if len(raw) == _MAX_LINE_BYTES:
+                    return
     except OSError:
-        return Line()
-    return (found and found[0]) or Line()
-
-
-def _newest_run(logs: Sequence[RotatedLog]) -> tuple[str, int]:
-    """The newest run by the first lines of the files, and the number of its ranks with a log."""
-    ranks: dict[str, set[int]] = {}
-    began: dict[str, str] = {}
-    for log in logs:
-        for head in map(_head_of, log.paths):
-            started = head.started if isinstance(head, RunStartLine) else ""
-            ranks.setdefault(head.run, set()).add(log.rank)
-            began[head.run] = max(began.get(head.run, ""), started or head.time)
-    run = max(began, key=began.__getitem__)
-    return run, len(ranks[run])
+        yield None  # rotated away or unreadable; the other files still count
+    if left_out:
+        yield decoded(left_out)
 
 
 # -- the process that a line belongs to ----------------------------------------------------------------------------
@@ -225,257 +167,75 @@ class ProcessLogs:
     """Sorts log lines by process, in whichever file they are. ``all``: the processes so far.
 
     Several processes write to one file if a container is restarted with the same pid, or if two nodes share the folder.
-    A ``run_start`` that does not continue a log begins another process.
+    One process writes to several files if it gets another rank. A ``run_start`` that does not continue a log begins
+    another process.
     """
 
     def __init__(self) -> None:
         self.all: list[ProcessLog] = []
-        self._by_life: dict[str, ProcessLog] = {}
+        self._by_life: dict[str | None, ProcessLog] = {}
+        self._newest: dict[LogName, dict[str | None, ProcessLog]] = {}  # by node; None: of all nodes
 
-    def of_file(self, rank: int, pid: int) -> LinesOfFile:
-        """An object that takes the lines of one log, with its rotated files."""
-        unused = ProcessLog(rank, pid)
-        self.all.append(unused)
-        return LinesOfFile(self, unused)
-
-    def leave_out_if_empty(self, file: LinesOfFile) -> None:
-        """Drop the process of a file, after its last line, if all lines belong to processes of other files."""
-        if file.by_node and file.unused.empty and not file.unused.torn_lines:
-            self.all = [log for log in self.all if log is not file.unused]
-
-    def log_of(self, line: Line, log: ProcessLog | None, fresh: ProcessLog) -> ProcessLog:
-        """The process of a first line. ``log``: process of the line before; ``fresh``: process for a new log."""
-        life, continued = (line.life, line.continued) if isinstance(line, RunStartLine) else (None, False)
-        if life in self._by_life:
-            return self._by_life[life]
-        if log is None or not continued:
-            log = fresh
-            if all(each is not fresh for each in reversed(self.all)):
-                self.all.append(fresh)
-        if life is not None:
-            self._by_life[life] = log
+    def add(self, name: LogName, line: Line | None) -> ProcessLog:
+        """Add the next line of a log; None for a damaged one. Returns its process."""
+        newest = self._newest.setdefault(name, {})
+        log = newest.get(None if line is None else line.node)
+        if isinstance(line, RunStartLine):
+            log = self._by_life.get(line.life) or (log if line.continued else None)
+        if log is None and None in newest and newest[None].empty:
+            log = newest[None]  # it has only damaged lines so far
+        if log is None:
+            log = ProcessLog(name.rank, name.pid)
+            self.all.append(log)
+        newest[None] = log
+        if line is None:
+            log.damaged_lines += 1
+            return log
+        newest[line.node] = log
+        if isinstance(line, RunStartLine) and line.life:
+            self._by_life[line.life] = log
+        log.add(line)
         return log
 
 
-class LinesOfFile:
-    """The lines of one log, in the order in which they were written.
-
-    Attributes:
-        newest: process of the newest line.
-        by_node: newest process of each node. ``unused``: process of this file, before its first line.
-    """
-
-    def __init__(self, logs: ProcessLogs, unused: ProcessLog) -> None:
-        self._logs = logs
-        self.newest = self.unused = unused
-        self.by_node: dict[str, ProcessLog] = {}
-
-    def add(self, line: Line | None, wrong: int) -> None:
-        """Add a line, as `parsed` returns it."""
-        if line is None:
-            self.newest.torn_lines += 1
-            return
-        log = self.newest if line.node is None else self.by_node.get(line.node)  # one without a node is damaged
-        if log is None or isinstance(line, RunStartLine):
-            fresh = ProcessLog(self.unused.rank, self.unused.pid) if self.by_node else self.unused
-            log = self._logs.log_of(line, log, fresh)
-        self.newest = log
-        if line.node is not None:
-            self.by_node[line.node] = log
-        log.wrong_fields += wrong
-        log.add(line)
-
-
-# -- the lines of one log ------------------------------------------------------------------------------------------
-
-
-class _Selection:
-    """Decides which lines of one file are parsed. All are, but for those of the frequent events.
-
-    The first line of a frequent event is parsed, and then one line in so many seconds as the recorder needs.
-
-    Args:
-        recorder: recorder of the page; None if only the sums are needed.
-        windows: whether windows may be skipped: a later line of the process has their sums.
-
-    Attributes:
-        skipped_windows: whether a window was skipped. ``newest_skipped``: the newest window if it was, else empty.
-    """
-
-    def __init__(self, recorder: RunRecorder | None, *, windows: bool) -> None:
-        self._recorder = recorder
-        self._windows = windows
-        self._left: dict[bytes, int] = {}  # how many of the next lines with an event to skip
-        self._newest: dict[bytes, tuple[float, int]] = {}
-        self.skipped_windows = False
-        self.newest_skipped = b""
-
-    def lines(self, path: Path) -> Iterator[tuple[Line | None, int]]:
-        """The lines of a file that are not skipped, as `parsed` returns them; a torn line if it cannot be read."""
-        try:
-            file = open_regular(path, buffer_bytes=_BUFFER_BYTES)
-            if file is None:
-                return
-            left = self._left
-            with file:
-                for raw in iter(partial(file.readline, _MAX_LINE_BYTES), b""):
-                    begins = _BEGINNING.match(raw)
-                    event = begins[1] if begins else b""
-                    if left.get(event) and raw.endswith(b"}\n"):  # a torn line is counted
-                        left[event] -= 1
-                        if event == b"window":
-                            self.skipped_windows, self.newest_skipped = True, raw
-                        continue
-                    if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                        yield None, 0  # damaged, such as a sparse file; the rest counts as one torn line
-                        return
-                    found = parsed(raw)
-                    if found is not None:
-                        if event in _FREQUENT and found[0] is not None:
-                            self._note_parsed(event, found[0])
-                        yield found
-            newest = parsed(self.newest_skipped) if self.newest_skipped else None
-            if newest is not None:  # the next file may have no window yet, and its head no totals
-                yield newest
-        except OSError:
-            yield None, 0  # rotated away or unreadable; the other files still count
-
-    def _note_parsed(self, event: bytes, line: Line) -> None:
-        """Decide how many lines to skip after a line of a frequent event, from the time since the last one."""
-        if event == b"window":
-            self.newest_skipped = b""
-            if not self._windows:
-                return
-        if self._recorder is not None:
-            spacing = self._recorder.spacing_seconds()
-        else:
-            spacing = _WINDOW_SECONDS if event == b"window" else math.inf
-        time = unix(line.time)
-        if time is None or spacing == math.inf:
-            self._left[event] = 0 if time is None else _MAX_SKIPPED
-            return
-        before, skipped = self._newest.get(event, (time, 0))
-        each = (time - before) / (skipped + 1)
-        self._left[event] = min(max(0, int(spacing / each) - 1), _MAX_SKIPPED) if each > 0 else 0
-        self._newest[event] = time, self._left[event]
-
-    def keep_windows(self) -> None:
-        self._windows = False
-        self._left.pop(b"window", None)
-
-
-def _read_log(file: LinesOfFile, paths: Sequence[Path], recorder: RunRecorder | None, run: str, *, all_: bool) -> None:
-    """Read one log with its rotated files. The recorder gets the lines of one run."""
-    skipped = False
-    for path, later in zip(paths, [*paths[1:], None], strict=True):
-        selection = _Selection(recorder, windows=not all_ and _has_sums_of(later, path))
-        for line, wrong in selection.lines(path):
-            before = file.newest
-            file.add(line, wrong)
-            if line is None:
-                continue
-            if file.newest is not before and before is not file.unused:
-                selection.keep_windows()  # of several processes in one file
-            if skipped and isinstance(line, RunStartLine):
-                file.newest.take_sums(line)
-                skipped = False
-            if recorder is not None and file.newest.run == run:
-                recorder.take(line, file.newest)
-        skipped = selection.skipped_windows
-
-
-def _has_sums_of(later: Path | None, path: Path) -> bool:
-    """Whether a later file is of the same process, and its first line has the sums of the windows in a file."""
-    if later is None:
-        return False
-    first, head = _head_of(path), _head_of(later)
-    if not isinstance(first, RunStartLine) or not isinstance(head, RunStartLine) or first.life is None:
-        return False
-    return head.life == first.life and head.step_sketch is not None and head.data_wait_sketch is not None
+def take_heartbeats(folder: Path, processes: Iterable[ProcessLog]) -> None:
+    """Set ``beat`` of each process that did not end by itself."""
+    for process in processes:
+        if not process.ended:
+            process.beat = read_heartbeat(folder, process.head.life)
 
 
 # -- all logs ------------------------------------------------------------------------------------------------------
 
 
-def load(
-    run_dir: Path, recorder: RunRecorder | None = None, *, all_windows: bool = False, side_by_side: bool = False
-) -> list[ProcessLog]:
+def load(run_dir: Path, recorder: RunRecorder | None = None, *, all_windows: bool = False) -> list[ProcessLog]:
     """All processes of the newest run in a folder, by rank and then by start.
 
     Args:
         run_dir: the run folder.
-        recorder: takes every line of that run that is not skipped. It gets none if the newest run begins in the middle
-            of a file, as where nodes of two runs write to one.
-        all_windows: whether every window is read. Otherwise some are skipped where a later line of the process has
-            their sums.
-        side_by_side: whether other processes may be started to read large logs.
+        recorder: takes the lines of that run.
+        all_windows: whether no window of a large file is left out.
 
     Raises:
-        NoRunError: the folder does not exist, or has no log.
+        NoRunError: the folder does not exist, or has no log with a line.
     """
-    logs, skipped = find_logs(run_dir)
-    run = ""
-    if recorder is not None:
-        run, ranks = _newest_run(logs)
-        recorder.begin(ranks)
-    found = (side_by_side and _read_side_by_side(logs, recorder, run)) or _read(logs, recorder, run, all_=all_windows)
-    newest = max(found, key=lambda process: process.started)
-    if recorder is not None and newest.run != run:
-        recorder.begin(1)
-    own = [process for process in found if process.run == newest.run]
+    logs, processes = find_logs(run_dir), ProcessLogs()
+    ranks = len({name.rank for name in logs})
+    newest = ProcessLog(0, 0)  # of the newest run so far
+    for name, paths in logs.items():
+        for line in (line for path in paths for line in _lines(path, thinned=not all_windows and path != paths[-1])):
+            process = processes.add(name, line)
+            if recorder is None or line is None:
+                continue
+            if process.started > newest.started:
+                if process.run != newest.run:
+                    recorder.begin(ranks)
+                newest = process
+            if process.run == newest.run:
+                recorder.take(line, process)
+    if not processes.all:
+        raise NoRunError(f"the logs in {run_dir / 'logs'} have no line")
+    newest = max(processes.all, key=lambda process: process.started)
+    own = [process for process in processes.all if process.run == newest.run]
     take_heartbeats(run_dir / "attempts", own)
-    newest.skipped = skipped
     return sorted(own, key=lambda process: (process.rank, process.started))
-
-
-def _read(
-    logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str, *, all_: bool = False
-) -> list[ProcessLog]:
-    processes = ProcessLogs()
-    for log in logs:
-        file = processes.of_file(log.rank, log.pid)
-        _read_log(file, log.paths, recorder, run, all_=all_)
-        processes.leave_out_if_empty(file)
-    return processes.all
-
-
-def _read_side_by_side(logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str) -> list[ProcessLog] | None:
-    """Read with several processes: parsing takes one core, and most machines have more.
-
-    The logs of one pid stay together, because a process that gets another rank goes on in another log.
-
-    Returns:
-        None if it is not worth it, or not possible. The caller must then read; the recorder is still empty.
-    """
-    by_pid: dict[int, list[RotatedLog]] = {}
-    for log in logs:
-        by_pid.setdefault(log.pid, []).append(log)
-    count = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(by_pid))
-    if count < 2 or sum(map(_size, logs)) < _MIN_BYTES_SIDE_BY_SIDE:
-        return None
-    pids = [*by_pid]
-    shares = [sorted(log for pid in pids[first::count] for log in by_pid[pid]) for first in range(count)]
-    recorders = [None if recorder is None else recorder.part(len({log.rank for log in share})) for share in shares]
-    try:
-        # Forked: a new interpreter would import all of this again. The commands have no threads.
-        with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
-            found = [*pool.map(_read_share, shares, recorders, repeat(run))]
-    except (OSError, BrokenProcessPool):  # no process can be started, or one was killed
-        return None
-    for _, part in found:
-        if recorder is not None and part is not None:
-            recorder.add(part)
-    return [log for processes, _ in found for log in processes]
-
-
-def _read_share(
-    logs: Sequence[RotatedLog], recorder: RunRecorder | None, run: str
-) -> tuple[list[ProcessLog], RunRecorder | None]:
-    return _read(logs, recorder, run), recorder
-
-
-def _size(log: RotatedLog) -> int:
-    try:
-        return sum(path.stat().st_size for path in log.paths)
-    except OSError:
-        return 0

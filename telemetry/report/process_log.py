@@ -172,9 +172,7 @@ class ProcessLog:
         stalls, hangs, changes, snapshots, gpu_errors, errors: lines of these events, the oldest first.
             ``slow_steps``: the lines of code of its steps while other ranks waited for it. ``step_lines``: those of all
             its steps. ``findings``: the newest line of each kind.
-        torn_lines: number of lines that could not be read.
-        wrong_fields: number of fields that were left out because of a wrong type.
-        skipped: names of logs that are not regular files and were not read; only in the newest process.
+        damaged_lines: number of lines that were skipped.
     """
 
     rank: int
@@ -203,9 +201,7 @@ class ProcessLog:
     oom_readings: dict[int, tuple[str, str]] = field(default_factory=dict)
     environment: dict[str, Scalar] = field(default_factory=dict)
     loader: dict[str, Scalar] = field(default_factory=dict)
-    torn_lines: int = 0
-    wrong_fields: int = 0
-    skipped: list[str] = field(default_factory=list)
+    damaged_lines: int = 0
     run: str = ""
     empty: bool = True
 
@@ -275,17 +271,14 @@ class ProcessLog:
     def _start(self, line: RunStartLine) -> None:
         if not self.head.started:
             self.head = line
-            if line.continued:
-                self.take_sums(line)  # earlier files are gone
         else:  # it continues in another file, or as another rank
             changed = {name: value for name in _RANK_FIELDS if (value := getattr(line, name)) is not None}
             self.head = structs.replace(self.head, **changed)
-
-    def take_sums(self, head: RunStartLine) -> None:
-        """Replace the sums of the windows that were read by those of all windows before ``head``."""
-        self.step, self.wait = Sketch(), Sketch()
-        self.step.merge((head.step_sketch or {}).items(), head.step_max_seconds)
-        self.wait.merge((head.data_wait_sketch or {}).items(), head.data_wait_max_seconds)
+        if line.continued and line.step_sketch is not None:
+            # The sums of all steps so far. Older files may be gone, or were not read in full.
+            self.step, self.wait = Sketch(), Sketch()
+            self.step.merge(line.step_sketch.items(), line.step_max_seconds)
+            self.wait.merge((line.data_wait_sketch or {}).items(), line.data_wait_max_seconds)
 
     def _add_save(self, line: PhaseLine) -> None:
         if line.complete is None or line.optimizer_steps_total is None:

@@ -414,11 +414,8 @@ def _notes(processes: Sequence[ProcessLog], goodput: Goodput, now: float) -> lis
             else:
                 how = "is running"
             notes.append(f"{who} {how}; newest line {process.last_time}")
-        if process.torn_lines:
-            notes.append(f"{who}: {process.torn_lines} line(s) of its log are torn and were skipped")
-        if process.wrong_fields:
-            notes.append(f"{who}: {process.wrong_fields} field(s) of its log are of the wrong type and were left out")
-        notes += [f"{name} is no regular file and was not read" for name in process.skipped]
+        if process.damaged_lines:
+            notes.append(f"{who}: {process.damaged_lines} line(s) of its log are damaged and were skipped")
         failures = [line for line in process.errors if line.errors_total]
         if failures:
             text = failures[-1].message

@@ -14,7 +14,7 @@ from msgspec import MsgspecError
 
 from telemetry.log_lines import Line, RunEndLine, RunStartLine, SnapshotLine
 from telemetry.records import RECORDED
-from telemetry.report.logs import NoRunError, find_logs, parsed
+from telemetry.report.logs import NoRunError, decoded, find_logs
 from telemetry.snapshot.plan import CACHED_SECONDS, REQUEST, Meeting, Request, new_id
 from telemetry.top.run_folder import LogTail
 from telemetry.util.files import caches_folders
@@ -102,11 +102,11 @@ def _listed(ranks: Iterable[int]) -> str:
 def _running(run_dir: Path) -> tuple[dict[int, list[LogTail]], float]:
     """The logs of the processes that run, by rank, and the seconds between two looks of theirs for a request."""
     read = []
-    for log in find_logs(run_dir)[0]:
-        tail = LogTail(log.paths[-1])
+    for name, paths in find_logs(run_dir).items():
+        tail = LogTail(paths[-1])
         lines = _added([tail])
         if lines:
-            read.append((log.rank, tail, lines, log.paths[-1].stat().st_mtime))
+            read.append((name.rank, tail, lines, paths[-1].stat().st_mtime))
     if not read:
         raise SnapshotCommandError(f"no log in {run_dir} can be read")
     newest = max(written for *_, written in read)
@@ -125,5 +125,4 @@ def _running(run_dir: Path) -> tuple[dict[int, list[LogTail]], float]:
 
 def _added(tails: Iterable[LogTail]) -> list[Line]:
     """The lines that were added to logs; at first their first line and the last ones."""
-    read = [parsed(raw) for tail in tails for raw in tail.read()]
-    return [line for each in read if each is not None and (line := each[0]) is not None]
+    return [line for tail in tails for raw in tail.read() if (line := decoded(raw)) is not None]

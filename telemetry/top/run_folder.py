@@ -12,7 +12,7 @@ from telemetry.diagnosis.verdict import judge
 from telemetry.log_lines import LOG_NAME, GpuLine, HostLine, StallCodeLine, TotalsLine, WindowLine
 from telemetry.node.peers import read_report
 from telemetry.report.attempts import FINISHED, KILLED, RUNNING, lives_of
-from telemetry.report.logs import NoRunError, ProcessLogs, load, parsed, take_heartbeats
+from telemetry.report.logs import NoRunError, ProcessLogs, decoded, load, named_by, take_heartbeats
 from telemetry.report.process_log import not_replaced
 from telemetry.report.summary import run_facts
 from telemetry.top.view import JobView, RankRow, RecentTotals, end_of, job_view, most_time, waiting
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from telemetry.log_lines import Heartbeat, StallLine
     from telemetry.records import RankPace
     from telemetry.report.attempts import Life
-    from telemetry.report.logs import LinesOfFile
+    from telemetry.report.logs import LogName
     from telemetry.report.process_log import ProcessLog
 
 FIRST_BYTES: Final = 1 << 16
@@ -173,11 +173,11 @@ class NodeReports:
 
 @dataclass(slots=True)
 class _FollowedLog:
-    """One log that is followed. ``began``: whether anything of it was read."""
+    """One log that is followed. ``newest``: the process of its newest line; None before the first."""
 
     tail: LogTail
-    lines: LinesOfFile
-    began: bool = False
+    name: LogName
+    newest: ProcessLog | None = None
 
 
 @dataclass(slots=True)
@@ -239,33 +239,32 @@ class RunFolder:
         return job_view(rows, now, notes, whole)
 
     def _list(self) -> None:
-        found: dict[int, list[tuple[float, str, int]]] = {}
+        found: dict[int, list[tuple[float, str, LogName]]] = {}
         try:
             with os.scandir(self._path / "logs") as entries:
                 for entry in entries:
                     match = LOG_NAME.fullmatch(entry.name)
                     if match is not None and match["rotated"] is None:
                         written = entry.stat().st_mtime
-                        found.setdefault(int(match["rank"]), []).append((written, entry.name, int(match["pid"])))
+                        found.setdefault(int(match["rank"]), []).append((written, entry.name, named_by(match)))
         except OSError:  # no folder yet, or a file that has just gone: the next look comes soon
             return
-        for rank, files in found.items():
+        for files in found.values():
             newest = max(files)[0]
-            for written, name, pid in sorted(files):
-                if name not in self._files and newest - written <= _SAME_TIME_SECONDS:
-                    lines = self._logs.of_file(rank, pid)
-                    self._files[name] = _FollowedLog(LogTail(self._path / "logs" / name), lines)
+            for written, file, name in sorted(files):
+                if file not in self._files and newest - written <= _SAME_TIME_SECONDS:
+                    self._files[file] = _FollowedLog(LogTail(self._path / "logs" / file), name)
 
     def _read(self, followed: _FollowedLog, here: float) -> None:
         raw = followed.tail.read()
         if not raw:
             return
+        began = followed.newest is not None
         for line in raw:
             self._take(line, followed)
-        log, began = followed.lines.newest, followed.began
-        followed.began = True
+        log = followed.newest
         extras = self._extras.get(id(log))
-        if extras is None:
+        if log is None or extras is None:
             return
         if began:
             extras.changed = here
@@ -278,14 +277,10 @@ class RunFolder:
             del kept[:-_MAX_FINDINGS]
 
     def _take(self, raw: bytes, followed: _FollowedLog) -> None:
-        found = parsed(raw)
-        if found is None:
-            return
-        line, wrong = found
-        followed.lines.add(line, wrong)
+        line = decoded(raw)
+        log = followed.newest = self._logs.add(followed.name, line)
         if line is None:
             return
-        log = followed.lines.newest
         extras = self._extras.get(id(log))
         if extras is None:
             whole = followed.tail.from_start and not log.head.continued

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -14,8 +13,6 @@ from telemetry.report.process_log import unix
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from telemetry.report.process_log import ProcessLog
 
 _FIRST_WIDTH_SECONDS: Final = 1.0
@@ -96,24 +93,6 @@ class TimeGrid:
     def sketches(self, name: str) -> list[Sketch | None]:
         """The sketch of each bin; None for a bin without values."""
         return [self._sketches.get(name, {}).get(index) for index in self._range]
-
-    def add_grid(self, other: TimeGrid, rows: Mapping[int, int]) -> None:
-        """Add the sums and sketches of another grid. The bins of both may become wider.
-
-        Args:
-            other: a grid of any width and number of bins.
-            rows: the rows of ``other`` to add, each with the row of this grid.
-        """
-        for time in (other.begins()[0], other.begins()[-1]) if other.used else ():
-            self.bin_of(time)
-        while self.width_seconds != other.width_seconds:
-            min(self, other, key=lambda grid: grid.width_seconds)._merge_pairs()
-        for name, arrays in other._sums.items():
-            for index, array in arrays.items():
-                self._array(name, index)[[*rows.values()]] += array[[*rows]]
-        for name, sketches in other._sketches.items():
-            for index, sketch in sketches.items():
-                self.sketch(name, index).merge(sketch.counts.items(), sketch.largest)
 
     def _array(self, name: str, index: int) -> Array:
         arrays = self._sums.setdefault(name, {})
@@ -203,7 +182,7 @@ class RunRecorder:
 
     def begin(self, ranks: int) -> None:
         """Start with the number of ranks that have a log. A second call drops all that was taken."""
-        rows = _rows_for(ranks)
+        rows = max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # with some for processes that change their rank
         self.grid = TimeGrid(rows, max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // rows)))
         self.phases: dict[str, deque[Phase]] = {}
         self.phases_seen: dict[str, int] = {}
@@ -213,30 +192,6 @@ class RunRecorder:
         self._newest: dict[int, _Newest] = {}
         self._left_out: dict[int, tuple[TotalsLine, int, float]] = {}
         self._phases_of: int | None = None
-
-    def part(self, ranks: int) -> RunRecorder:
-        """A recorder for the logs of so many ranks in another process. It is pickled before and after its lines."""
-        part = RunRecorder()
-        part.grid = TimeGrid(_rows_for(ranks), self.grid.bins)  # as many bins, so that it needs as many windows
-        return part
-
-    def add(self, part: RunRecorder) -> None:
-        """Add all that another recorder has taken. It must not be used after that."""
-        part.finish()
-        rows = {theirs: self._row_of(rank) for rank, theirs in part.rows.items()}
-        self.grid.add_grid(part.grid, {theirs: own for theirs, own in rows.items() if own is not None})
-        self.ranks_left_out += part.ranks_left_out
-        self.cut |= part.cut
-        # The logs are read by rank: the phases of the lower rank are kept, or those of both attempts of one rank.
-        if part._phases_of is None:
-            return
-        if self._phases_of is None or part._phases_of < self._phases_of:
-            self.phases, self.phases_seen, self._phases_of = part.phases, part.phases_seen, part._phases_of
-        elif part._phases_of == self._phases_of:
-            for category, phases in part.phases.items():
-                both = sorted([*self.phases.get(category, ()), *phases], key=attrgetter("begin"))
-                self.phases[category] = deque(both, maxlen=_MAX_PHASES)
-                self.phases_seen[category] = self.phases_seen.get(category, 0) + part.phases_seen[category]
 
     def spacing_seconds(self) -> float:
         """The longest time between two windows, or two samples, that the charts need."""
@@ -325,7 +280,3 @@ class RunRecorder:
         kept = self.phases.setdefault(category, deque(maxlen=_MAX_PHASES))
         kept.append(Phase(category, line.name or category, begin, line.seconds))
         self.phases_seen[category] = self.phases_seen.get(category, 0) + 1
-
-
-def _rows_for(ranks: int) -> int:
-    return max(1, min(_MAX_ROWS, ranks + ranks // 8 + 1))  # with some for processes that change their rank
