@@ -96,8 +96,9 @@ class WorkerFetches:
         events: list[dict[str, Any]] = []
         for worker in self.workers:
             where = {"pid": worker.pid, "tid": worker.tid}
+            name = {"name": f"DataLoader worker {worker.worker}"}
+            events.append({"ph": "M", "name": "process_name", "ts": 0, **where, "args": name})
             kept = len(worker.recent_finished_ns)
-            fetches = []
             for number in range(max(0, worker.ended - kept), worker.ended):
                 began, ended = worker.recent_started_ns[number % kept], worker.recent_finished_ns[number % kept]
                 if self.first_ns <= ended and began <= min(self.last_ns, ended):
@@ -105,10 +106,7 @@ class WorkerFetches:
                     args = {"worker": worker.worker, "number": number}
                     # A category that no reader takes for the training process's.
                     event = {"ph": "X", "cat": "dataloader_worker", "name": "fetch", "args": args}
-                    fetches.append(event | where | times)
-            if fetches:
-                name = {"name": f"DataLoader worker {worker.worker}"}
-                events += {"ph": "M", "name": "process_name", "ts": 0, **where, "args": name}, *fetches
+                    events.append(event | where | times)
         return b"".join(msgspec.json.encode(event) + b",\n" for event in events)
 
 
