@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import child, machine, report, sink_cost, traceml
+from benchmarks import child, machine, report, scrape, sink_cost, traceml
 from benchmarks.agent_cpu import BESIDE
 from benchmarks.effort import FULL, MS, QUICK, US, Effort, Pool
 from benchmarks.instruments import BARE, FLOOR, FLOOR_LIST, NEXT_ONLY, PROMETHEUS, STAND_IN, TELEMETRY
@@ -236,7 +236,23 @@ def scrapes(effort: Effort) -> list[Row]:
         Row(_SCRAPE, "step longer by, 99.9th percentile", "ms", _longer(answer, lambda s: percentile(s, 0.999)), above),
         Row(_SCRAPE, "step longer by, worst of a segment", "ms", _longer(answer, max), above),
         Row(_SCRAPE, "steps met by a scrape longer by, median", "ms", paired(during, between).scaled(MS), above),
+        _flood(effort),
     ]
+
+
+def _flood(effort: Effort) -> Row:
+    """How many times as long the steps take while clients scrape as often as no server of metrics does."""
+    pool = Pool()
+    parameters = {"pairs": effort.scrape_pairs, "segment_seconds": effort.segment_seconds, **scrape.FLOOD}
+    pool.add(lambda: child.run("benchmarks.scrape", parameters))
+    name, target = f"steps under {scrape.FLOOD['hertz']:.0f} scrapes a second", Target(AT_MOST, 1.3)
+    if not pool.answers:
+        return Row(_SCRAPE, name, "times as long", None, target, pool.missing)
+    (answer,) = pool.answers
+    slow, quiet = (of_groups(answer[kind], statistics.mean) for kind in ("scraped", "quiet"))
+    times = ratio_of_medians(slow, quiet)
+    answered = len(answer["latencies"]) / (effort.scrape_pairs * effort.segment_seconds)
+    return Row(_SCRAPE, name, "times as long", times, target, f"{answered:.0f} a second are answered, the others wait")
 
 
 def _reduced(groups: Sequence[Sequence[float]], reduce: Callable[[Sequence[float]], float]) -> Spread:

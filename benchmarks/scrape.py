@@ -4,7 +4,7 @@ The training process is rank 0 of a node of eight, with the real agent. It leads
 helper process puts the numbers of the other seven ranks on the same board once a second.
 Another process scrapes, with one or several clients. Quiet and scraped segments of the same loop alternate.
 
-``python -m benchmarks.scrape`` prints how many times as long the steps take under 480 scrapes a second.
+``python -m benchmarks.scrape`` prints how many times as long the steps take while clients ask 480 times a second.
 """
 
 from __future__ import annotations
@@ -247,8 +247,9 @@ def main(argv: list[str]) -> None:
         answer = measure(pairs=5, segment_seconds=5.0, **FLOOD)
         quiet, scraped = (of_groups(answer[kind], statistics.mean) for kind in ("quiet", "scraped"))
         times, rate = ratio_of_medians(scraped, quiet), len(answer["latencies"]) / 25
-        print(f"under {rate:.0f} scrapes a second steps take {times.median:.2f} times as long ", end="")
-        print(f"({times.p10:.2f} to {times.p90:.2f}); without, {statistics.median(quiet) / 1e6:.2f} ms")
+        print(f"{FLOOD['hertz']:.0f} scrapes a second are asked for and {rate:.0f} answered: ", end="")
+        print(f"steps take {times.median:.2f} times as long ({times.p10:.2f} to {times.p90:.2f}); ", end="")
+        print(f"without scrapes, {statistics.median(quiet) / 1e6:.2f} ms")
     elif argv[0] == "ranks":
         publish_ranks(argv[1], argv[2], argv[3])
     elif argv[0] == "scrape":

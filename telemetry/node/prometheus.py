@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from telemetry.node.board import Board, RankState
     from telemetry.node.metrics import MetricGroup, RunView
 
-_KEPT_NS: Final = NS
-"""A page is rendered at most once in this time, and kept for scrapes in between."""
+_KEPT_NS: Final = NS * 9 // 10
+"""A page is rendered at most once in this time, and kept for scrapes in between. One scrape a second gets a new one."""
 
 _TURN_NS: Final = NS // 10_000
 """After so much work the training thread gets its turn."""
@@ -136,13 +136,13 @@ class Exposition:
         openmetrics, zipped = content_type.startswith("application/"), library.gzip_accepted(accept_encoding)
         with self._rendering:
             made_ns, body = self._kept.get((openmetrics, zipped), (-_KEPT_NS, b""))
-            if now_ns() - made_ns >= _KEPT_NS:
+            if (now := now_ns()) - made_ns >= _KEPT_NS:
                 states = self._board.states() if self._last_states is None else self._last_states
                 body = rendered(states, self.machine, self._run, self._node, openmetrics=openmetrics)
                 if zipped:
                     packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
                     body = packer.compress(body) + packer.flush()
-                self._kept[openmetrics, zipped] = now_ns(), body
+                self._kept[openmetrics, zipped] = now, body
         return Page(content_type, "gzip" if zipped else "", body)
 
 

@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -367,7 +368,7 @@ def test_a_forked_child_keeps_no_connection_open(moment, tmp_path):
 )
 def test_without_a_descriptor_or_a_thread_it_is_tried_again_after_a_pause(owner, name, error, monkeypatch):
     """Poll reports a connection that cannot be accepted as ready again and again."""
-    tried, pauses, real = [], [], getattr(owner, name)
+    tried, real = [], getattr(owner, name)
 
     def failing(*arguments):
         tried.append(arguments)
@@ -376,13 +377,27 @@ def test_without_a_descriptor_or_a_thread_it_is_tried_again_after_a_pause(owner,
         raise error
 
     with serving() as made:
-        monkeypatch.setattr(module, "sleep", pauses.append)
+        pauses = paused(monkeypatch)
         monkeypatch.setattr(owner, name, failing)
         while (before := len(tried)) < 3:
             with client(made):
                 wait_for(lambda before=before: len(tried) > before, "it is tried")
         assert fetch(f"http://127.0.0.1:{made.port}/metrics") == PAGE.decode()
-    assert pauses == [module._PAUSE_SECONDS] * 3
+    assert len(pauses) >= 4, "after each"
+
+
+def paused(monkeypatch) -> list[float]:
+    """The pauses that the endpoint makes from now on."""
+    pauses = []
+    monkeypatch.setattr(module, "sleep", lambda seconds: pauses.append(seconds) or time.sleep(seconds))
+    return pauses
+
+
+def test_clients_that_ask_all_the_time_wait_for_one_another(endpoint, monkeypatch):
+    pauses = paused(monkeypatch)
+    for _ in range(20):
+        assert serves(endpoint)
+    assert pauses[:19] == [module._PAUSE_SECONDS] * 19, "one after each connection"
 
 
 # -- the setting `host`: an unusable value delays nothing, and one message says what to do ---------------------------
