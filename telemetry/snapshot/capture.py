@@ -58,6 +58,7 @@ _CAPTURING: Final = "a CUDA graph is being captured"
 _OFF_MAIN: Final = "the training does not run on the main thread; on any other, torch's profiler writes to stderr"
 
 _KINETO_LEVEL: Final = "_ZN9libkineto6Logger14severityLevel_E"
+_LEVELS: Final = range(10)
 _SILENT: Final = 99
 
 
@@ -167,7 +168,9 @@ def _quiet() -> Iterator[None]:
     except (OSError, ValueError):
         yield
         return
-    before, level.value = level.value, _SILENT
+    before = level.value
+    if before in _LEVELS:  # else it is silent already, or another version of Kineto has something else there
+        level.value = _SILENT
     try:
         yield
     finally:

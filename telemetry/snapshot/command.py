@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS: Final = 0.1
 
 _GONE_SECONDS: Final = 120.0
-"""A process whose log was written so long before the newest one was killed: it writes more often."""
+"""A process whose log was written so long before the newest one, and four of its windows, was killed."""
 
 
 class SnapshotCommandError(Exception):
@@ -85,7 +85,7 @@ def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> dic
     finally:
         meeting.withdraw(request)
     missing = _listed(asked - found.keys())
-    if missing and not planned:
+    if missing and not (planned or found):
         raise SnapshotCommandError(
             f"rank {missing} does not answer within {patience:.0f} s: the run makes no steps yet, is taking another "
             "snapshot, or its processes have ended; `telemetry report` shows the newest lines of its logs"
@@ -113,10 +113,12 @@ def _running(run_dir: Path) -> tuple[dict[int, list[LogTail]], float]:
     running: dict[int, list[LogTail]] = {}
     interval = 1.0
     for rank, tail, lines, written in read:
-        if not isinstance(lines[-1], RunEndLine) and newest - written < _GONE_SECONDS:
+        gone = _GONE_SECONDS
+        if isinstance(lines[0], RunStartLine):
+            interval = float(lines[0].settings.interval_seconds)
+            gone += 4 * lines[0].settings.log_interval_seconds
+        if not isinstance(lines[-1], RunEndLine) and newest - written < gone:
             running.setdefault(rank, []).append(tail)
-            if isinstance(lines[0], RunStartLine):
-                interval = float(lines[0].settings.interval_seconds)
     if not running:
         ended = max(lines[-1].time for _, _, lines, _ in read)
         raise SnapshotCommandError(f"the run in {run_dir} has ended, at {ended}")
