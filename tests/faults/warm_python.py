@@ -32,6 +32,7 @@ class ForkedProcess:
         arguments: a script's path and its arguments, or ``-m``, a module and its arguments.
         cwd, env: of the process.
         stdin, stdout, stderr: descriptors of files; a pipe for each that is None.
+        preload: a module that the process has, beside torch; by default none.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class ForkedProcess:
         stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
+        preload: str = "",
     ) -> None:
-        self._server = running_server().socket
+        self._server = running_server(preload).socket
         order = {
             "arguments": [*map(str, arguments)],
             "folder": str(cwd),
@@ -101,12 +103,12 @@ class ForkedProcess:
 class WarmServer:
     """The process that has torch. It ends when this one does: then nobody is at the other side of its socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: str) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = Path(__file__).with_name("warm_server.py")
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), str(theirs.fileno())],
+                [sys.executable, str(script), str(theirs.fileno()), preload],
                 env=environment(OMP_NUM_THREADS="1"),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -117,14 +119,14 @@ class WarmServer:
         assert self.socket.recv(1), "it has ended before it had imported everything"
 
 
-_servers: list[WarmServer] = []
+_servers: dict[str, WarmServer] = {}
 
 
-def running_server() -> WarmServer:
-    """This process's server. Starts one if none is running, which takes seconds."""
-    if not _servers or _servers[-1].process.poll() is not None:
-        _servers.append(WarmServer())
-    return _servers[-1]
+def running_server(preload: str = "") -> WarmServer:
+    """This process's server that has this module, too. Starts one if none is running, which takes seconds."""
+    if preload not in _servers or _servers[preload].process.poll() is not None:
+        _servers[preload] = WarmServer(preload)
+    return _servers[preload]
 
 
 class WarmChild(Child):

@@ -1,8 +1,8 @@
 """Has torch and the agent imported, and forks a process for each script that it is told of: see `warm_python`.
 
-    python warm_server.py FD
+    python warm_server.py FD [MODULE]
 
-It sends one byte when it has imported everything. A message at the socket is ``{"arguments", "folder", "environment"}``
+It imports the module, too. It sends one byte when it has imported everything. A message at the socket is ``{"arguments", "folder", "environment"}``
 with three descriptors, answered by a pid, or ``{"wait": pid}``, answered by the exit status.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -69,5 +70,7 @@ def become(order: dict) -> None:
 
 
 if __name__ == "__main__":
+    for name in filter(None, sys.argv[2:]):
+        importlib.import_module(name)
     gc.freeze()  # a collection does not go through what torch has brought, so its pages stay shared
     become(serve(socket.socket(fileno=int(sys.argv[1]))))
