@@ -9,7 +9,7 @@ LONG = """
     stack/cluster faults/test_job_hangs stack/job faults/test_attempts faults/test_exits test_alerts test_tune stack/
     loaders/test_unchanged_loaders faults/test_stuck faults/test_snapshots test_samples faults/test_stack_requests
     test_demo faults/test_ranks zoo/test_zoo faults/test_forks test_report_logs faults/test_disks
-    faults/test_blocked_agent faults/test_memory test_workers faults/test_signals faults/test_standard_streams
+    faults/test_blocked_agent unnoticed/ faults/test_memory test_workers faults/test_signals faults/test_standard_streams
     test_stalls test_agent faults/test_footprint faults/test_takeover faults/test_names_and_settings test_html
     frameworks/test_resume test_benchmarks test_lines_run
     test_trace_ faults/test_unnoticed faults/test_seams faults/test_files_removed faults/test_endpoint

@@ -1,0 +1,148 @@
+"""What torch traces, compiles and dispatches is the same with the agent. All of it needs Dynamo, which takes seconds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unnoticed.pairs import cases, unchanged
+
+CASES = {
+    "a compiled step may not be compiled again": """
+        import torch
+        from unnoticed.training import Training, looked_at, work
+
+        training = Training(optimizer=torch.optim.SGD)
+        step = torch.compile(training.optimizer.step, backend="eager")
+        training.model(torch.ones(8)).sum().backward()
+        step()
+        torch.compiler.set_stance("fail_on_recompile")
+        for _ in looked_at():
+            for x in training.loader:
+                work()
+                training.model(x).sum().backward()
+                step()
+        print("trained")
+        """,
+    "a compiled backward pass may not be compiled again": """
+        import torch
+        from unnoticed.training import Training, looked_at, work
+
+        @torch.compile(backend="eager")
+        def backward(loss):
+            torch.autograd.backward(loss)
+
+        training = Training()
+        backward(training.model(torch.ones(4, 8)).sum())
+        torch.compiler.set_stance("fail_on_recompile")
+        for _ in looked_at():
+            for x in training.loader:
+                work()
+                training.optimizer.zero_grad()
+                backward(training.model(x).sum())
+                training.optimizer.step()
+        print("trained")
+        """,
+    "compiled gradients may not be compiled again": """
+        import torch
+        from unnoticed.training import Training, looked_at
+
+        @torch.compile(backend="eager")
+        def gradient(x):
+            return torch.autograd.grad(training.model(x).sum(), [training.model.weight])[0]
+
+        training = Training()
+        gradient(torch.ones(4, 8))
+        torch.compiler.set_stance("fail_on_recompile")
+        for _ in looked_at():
+            for x in training.loader:
+                training.step(x)
+                gradient(x)
+        print("trained")
+        """,
+    "functions that a mode sees": """
+        import collections
+        import torch
+        from torch.overrides import TorchFunctionMode
+        from unnoticed.training import Items, Training, looked_at
+
+        class Texts(Items):
+            def __getitem__(self, index):
+                return {"input_ids": torch.ones(8, dtype=torch.long)}
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                calls[function.__name__, getattr(getattr(function, "__self__", None), "__name__", "")] += 1
+                return function(*args, **(kwargs or {}))
+
+        for items in (Items(), Texts()):
+            for workers in (0, 1):
+                training, seen = Training(items, workers=workers), set()
+                with Mode():
+                    for number in looked_at(3):
+                        calls = collections.Counter()
+                        for batch in training.loader:
+                            training.step(batch["input_ids"].float() if type(batch) is dict else batch)
+                        if number:  # the first step has no gradients to set to None
+                            seen.add(frozenset(calls.items()))
+                print(workers, type(items).__name__, sorted(map(sorted, seen)))
+        """,
+    "operators that a mode sees": """
+        import collections
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from unnoticed.training import Items, Training, looked_at
+
+        class Texts(Items):
+            def __getitem__(self, index):
+                return {"input_ids": torch.ones(8, dtype=torch.long)}
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                calls[str(function)] += 1
+                return function(*args, **(kwargs or {}))
+
+        for items in (Items(), Texts()):
+            for workers in (0, 1):
+                training, seen = Training(items, workers=workers), set()
+                with Mode():
+                    for number in looked_at(3):
+                        calls = collections.Counter()
+                        for batch in training.loader:
+                            training.step(batch["input_ids"].float() if type(batch) is dict else batch)
+                        if number:
+                            seen.add(frozenset(calls.items()))
+                print(workers, type(items).__name__, sorted(map(sorted, seen)))
+        """,
+    "counters of Dynamo": """
+        import torch
+        from unnoticed.training import Training, looked_at, work
+
+        @torch.compile(backend="eager")
+        def step(x):
+            training.optimizer.zero_grad()
+            training.model(x).sum().backward()
+            training.optimizer.step()
+
+        training = Training(optimizer=torch.optim.SGD)
+        for _ in looked_at():
+            for x in training.loader:
+                work()
+                step(x)
+        counters = torch._dynamo.utils.counters
+        print(dict(counters["frames"]), dict(counters["stats"]), sum(counters["graph_break"].values()))
+        """,
+}
+RED = {
+    "a compiled step may not be compiled again": "our hook enters the optimizer's hooks, for which the step was not compiled",
+    "a compiled backward pass may not be compiled again": "torch.autograd.backward is patched for single steps",
+    "functions that a mode sees": "the agent reads sizes, types and devices of tensors through the mode",
+    "counters of Dynamo": "a compiled step breaks at our hook, which Dynamo must not trace",
+}
+
+
+@pytest.mark.parametrize("source", cases(CASES, RED))
+def test_torch(source, tmp_path):
+    if "set_stance" in source and not hasattr(torch.compiler, "set_stance"):
+        pytest.skip("from torch 2.6 on")
+    unchanged(tmp_path, source, preload="unnoticed.compiled_once")

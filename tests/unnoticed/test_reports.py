@@ -1,0 +1,141 @@
+"""What the report says of trainings that look like something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.processes import quiet, report, write
+from tests.faults.warm_python import warm_python
+from tests.unnoticed.pairs import MODULE, unmended
+
+
+def reported(folder, source: str) -> dict:
+    """The only rank of the report on a script."""
+    env = quiet(TELEMETRY_RUN_DIR=str(folder / "run"))
+    done = warm_python(*MODULE, write(folder, "script.py", source), cwd=folder, env=env)
+    if (done.returncode, done.stderr) != (0, ""):
+        pytest.fail(done.stderr)
+    (rank,) = report(folder / "run")["ranks"]
+    return rank
+
+
+@unmended("a tensor's own pickling calls torch.save, which counts as a checkpoint")
+def test_pickled_tensors_are_no_checkpoints(tmp_path):
+    source = """
+        import copy, pickle
+        from unnoticed.training import Training, looked_at
+
+        training = Training()
+        for _ in looked_at():
+            for x in training.loader:
+                training.step(x)
+                for one in (x, [x.clone()], training.model.state_dict()):
+                    pickle.loads(pickle.dumps(one))
+                    copy.deepcopy(one)
+        """
+    assert reported(tmp_path, source)["ledger"]["checkpoint"] == 0
+
+
+WITHOUT_GRADIENTS = {
+    "manual gradients": """
+        import torch
+        from unnoticed.training import Training, looked_at
+
+        training = Training()
+        with torch.no_grad():
+            for _ in looked_at():
+                for x in training.loader:
+                    error = training.model(x) - 1
+                    training.model.weight.grad = error.T @ x
+                    training.optimizer.step()
+        """,
+    "an evolution strategy": """
+        import torch
+        from unnoticed.training import Training, looked_at
+
+        training = Training()
+        with torch.inference_mode():
+            for _ in looked_at():
+                for x in training.loader:
+                    before = training.model.weight.clone()
+                    noise = torch.randn_like(before)
+                    training.model.weight += noise
+                    loss = training.model(x).square().sum()
+                    training.model.weight.copy_(before)
+                    training.model.weight.grad = loss * noise
+                    training.optimizer.step()
+        """,
+    "gradients only inside": """
+        import torch
+        from unnoticed.training import Training, looked_at
+
+        training = Training()
+        torch.set_grad_enabled(False)
+        for _ in looked_at():
+            for x in training.loader:
+                with torch.enable_grad():
+                    training.model(x).sum().backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        """,
+}
+
+
+@unmended("a batch that is requested with gradients off counts as an evaluation's, whatever it trains")
+@pytest.mark.parametrize("source", WITHOUT_GRADIENTS.values(), ids=WITHOUT_GRADIENTS)
+def test_a_training_with_gradients_off_is_no_evaluation(source, tmp_path):
+    rank = reported(tmp_path, source)
+    assert rank["ledger"]["evaluation"] == 0
+    assert rank["ledger"]["compute"] > 0
+
+
+@unmended("all of a closure is inside the optimizer's step, so what comes before a backward pass is not forward")
+def test_an_optimizer_with_a_closure_has_all_parts(tmp_path):
+    source = """
+        import torch
+        from unnoticed.training import QuickSGD, Training, looked_at, work
+
+        class Searching(QuickSGD):
+            def step(self, closure):
+                for _ in range(2):
+                    with torch.enable_grad():
+                        closure()
+                    super().step()
+
+        def closure():
+            optimizer.zero_grad()
+            work()
+            loss = model(x).sum()
+            loss.backward()
+            return loss
+
+        model = torch.nn.Linear(8, 1)
+        optimizer = Searching(model.parameters())
+        for _ in looked_at(6):
+            for x in Training().loader:
+                optimizer.step(closure)
+        """
+    parts = reported(tmp_path, source)["compute_seconds"]
+    assert parts.get("backward", 0) > 0
+    assert parts.get("optimizer", 0) > 0
+    assert parts.get("forward", 0) > 0
+
+
+@unmended("the agent stops before os.execv is called, and does not go on when that has failed")
+@pytest.mark.parametrize("how", ["'./program', ['program']", "'/bin/true', []", "'/bin/true', ['a' + chr(0)]"])
+def test_a_failed_exec_does_not_end_the_run(how, tmp_path):
+    source = f"""
+        import os
+        from unnoticed.training import Training
+
+        training = Training()
+        training.epoch()
+        with open("program", "w") as file:
+            file.write("no program")
+        os.chmod("program", 0o755)
+        try:
+            os.execv({how})
+        except (OSError, ValueError):
+            training.epoch()
+        """
+    assert reported(tmp_path, source)["steps"] == 32
