@@ -296,7 +296,8 @@ class Endpoint:
             self._thread = OwnThread(self._serve, name="telemetry-endpoint")
             self._thread.start()
         except BaseException:
-            self.abandon()
+            with no_fork:
+                self.abandon()
             raise
 
     def _listen(self, address: Address, ports: Iterable[int]) -> None:
