@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_args
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from telemetry.records import COMPUTE, DATA_WAIT, Advice, Epochs, FindingKind, HotLine, OtherCause, StepTrend
+from telemetry.records import (
+    COMPUTE,
+    DATA_WAIT,
+    REPLAY,
+    STARTUP,
+    Advice,
+    Epochs,
+    FindingKind,
+    HotLine,
+    OtherCause,
+    StepTrend,
+)
 from telemetry.util.clock import iso_time
 from telemetry.util.files import read_small
 
@@ -89,8 +100,8 @@ class Resumption(Struct, frozen=True, omit_defaults=True):
         restore_seconds: time in loading functions before the first step.
         resumed_from: source of ``resumed_step``. ``resumed_at_optimizer_steps``: steps of this process's optimizers
             before it loaded that state. ``resumed_step``: position in optimizer steps of the whole training.
-        replayed_batches: batches that were drawn and thrown away. ``replay_seconds``: time of the loop for them, of
-            which ``replay_wait_seconds`` was waiting.
+        replayed_batches: batches that were drawn and thrown away; absent before that is known. ``replay_seconds``: time
+            of the loop for them, of which ``replay_wait_seconds`` was waiting.
     """
 
     optimizers: Count | None = None
@@ -98,7 +109,7 @@ class Resumption(Struct, frozen=True, omit_defaults=True):
     resumed_from: str | None = None
     resumed_at_optimizer_steps: Count | None = None
     resumed_step: Count | None = None
-    replayed_batches: Count = 0
+    replayed_batches: Count | None = None
     replay_seconds: Number = 0.0
     replay_wait_seconds: Number = 0.0
 
@@ -113,6 +124,8 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
         unseen_steps_total: steps whose batches the hooks did not see.
         overhead_seconds: cost of the agent by thread: ``training`` and ``agent``.
         stall_lost_total_seconds: seconds lost in stalls, by cause.
+        stuck_total_seconds: seconds without progress, once they were noticed, by place: the category of the ledger, or
+            ``startup`` in the wait for the first batch, or ``replay``. Absent if the process was never stuck.
         child_processes: processes that the script has started with multiprocessing.
         samples_total, tokens_total: samples and tokens of the training; null if they are not known.
         epochs: whole epochs; absent before the end of the first.
@@ -132,6 +145,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
     first_wait_seconds: Number = 0.0
     overhead_seconds: dict[str, Number] = {}
     stall_lost_total_seconds: dict[str, Number] | None = None
+    stuck_total_seconds: dict[str, Number] = {}
     dropped_steps_total: Count = 0
     child_processes: Count = 0
     unseen_steps_total: Count = 0
@@ -196,7 +210,6 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
             in it, such as ``main at train.py:42``. ``failure``: what it means, one of `FAILURES`; null for others.
         shared_memory_bytes: size of /dev/shm, if it was full. ``gpu_memory``: the memory of the GPU, if it was full.
         lost_peer: whether the exception means another rank's end.
-        replaced: whether the process has executed another program.
         stuck_for_seconds: time for which it had been stuck when it ended.
         log_lines_dropped: lines that could not be written.
         step_trend: how the steps of a short run have changed.
@@ -209,7 +222,6 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
     shared_memory_bytes: Count | None = None
     gpu_memory: GpuMemoryFull | None = None
     lost_peer: bool = False
-    replaced: bool = False
     stuck_for_seconds: Number | None = None
     errors_total: dict[str, Count] = {}
     log_lines_dropped: Count = 0
@@ -219,11 +231,6 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
     def failed(self) -> bool:
         """Whether the process has ended with an exception or an exit status."""
         return bool(self.exception or self.exit_status)
-
-    @property
-    def finished(self) -> bool:
-        """Whether its work is done, as far as is known."""
-        return not (self.failed or self.replaced)
 
 
 class Settings(Struct, frozen=True):
@@ -321,11 +328,12 @@ class WorkersLine(Line, frozen=True, kw_only=True, tag_field="event", tag="worke
 
 
 class PhaseLine(Line, frozen=True, kw_only=True, tag_field="event", tag="phase"):
-    """An evaluation, checkpoint or named phase that has ended. Only a checkpoint has the last five fields.
+    """An evaluation, checkpoint or named phase that has ended. Only a checkpoint has the last six fields.
 
     Attributes:
         complete: whether everything is written. ``holds_optimizer``: whether training can be resumed from it.
         loop_seconds: seconds of the training loop so far; absent if it was completed on another thread.
+        stuck_total_seconds: as in a `TotalsLine`.
     """
 
     name: str = ""
@@ -337,6 +345,7 @@ class PhaseLine(Line, frozen=True, kw_only=True, tag_field="event", tag="phase")
     optimizer_steps_total: Count | None = None
     steps_total: Count | None = None
     loop_seconds: dict[str, Number] | None = None
+    stuck_total_seconds: dict[str, Number] = {}
 
 
 class StallEvidence(TypedDict, total=False):
@@ -571,13 +580,12 @@ def fields_of(line: Line) -> dict[str, Any]:
 # -- the heartbeat -----------------------------------------------------------------------------------------------------
 
 
-class StuckTime(Struct, frozen=True, array_like=True):
-    """How long an attempt has been stuck: in total, and by where in its loop the hang began."""
+_LOOP_PLACES: Final = (STARTUP, REPLAY, DATA_WAIT, COMPUTE)
 
-    seconds: Seconds = 0.0
-    in_startup: Seconds = 0.0
-    in_replay: Seconds = 0.0
-    since_kept: Seconds = 0.0
+
+def stuck_in_loop(stuck_total_seconds: Mapping[str, float]) -> float:
+    """Seconds of the training loop in which a process was stuck."""
+    return sum(stuck_total_seconds.get(place, 0.0) for place in _LOOP_PLACES)
 
 
 class Heartbeat(Struct, frozen=True, omit_defaults=True):
@@ -588,7 +596,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
         unix_seconds: when this state was read.
         wall_seconds: seconds since the agent started.
         seconds_before: how long the process had run when the agent started.
-        kept_seconds: seconds of the training loop up to the newest checkpoint from which it can be resumed.
+        kept_seconds: seconds of the training loop up to the newest checkpoint from which it can be resumed, without
+            those in which it was stuck.
         saves_completed: number of such checkpoints.
         oom_kills_total: OOM kills in the cgroup; None if the cgroup has no such counter.
     """
@@ -607,22 +616,30 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     samples_total: Count | None = None
     tokens_total: Count | None = None
     oom_kills_total: Count | None = None
-    stuck: StuckTime = StuckTime()
+    stuck_total_seconds: dict[str, Seconds] = {}
+
+    # All of these are seconds of the training loop, without those in which the process was stuck.
 
     @property
     def loop_seconds(self) -> float:
-        """Seconds in the training loop."""
-        return self.ledger_total_seconds.get(DATA_WAIT, 0.0) + self.ledger_total_seconds.get(COMPUTE, 0.0)
+        """All of them."""
+        spent = self.ledger_total_seconds
+        return spent.get(DATA_WAIT, 0.0) + spent.get(COMPUTE, 0.0) - stuck_in_loop(self.stuck_total_seconds)
 
     @property
-    def began(self) -> float:
-        """Seconds at the start of the loop that no checkpoint can keep."""
-        return self.first_wait_seconds + self.resumption.replay_seconds
+    def first_wait(self) -> float:
+        """Those in the wait for the first batch."""
+        return max(0.0, self.first_wait_seconds - self.stuck_total_seconds.get(STARTUP, 0.0))
+
+    @property
+    def replay(self) -> float:
+        """Those in the replay, once it is known."""
+        return max(0.0, self.resumption.replay_seconds - self.stuck_total_seconds.get(REPLAY, 0.0))
 
     @property
     def cut(self) -> float:
-        """Seconds of the loop before the newest checkpoint, or before the first step."""
-        return max(self.began, self.kept_seconds if self.saves_completed else 0.0)
+        """Those before the newest checkpoint, or before the first step, which no checkpoint can keep."""
+        return max(self.first_wait + self.replay, self.kept_seconds if self.saves_completed else 0.0)
 
     def over(self, totals: TotalsLine) -> TotalsLine:
         """The totals of an older line, with those that the heartbeat has."""

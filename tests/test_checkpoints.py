@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent.attempt import ReplayWatch
+from telemetry.agent.attempt import Replay
 from telemetry.hooks.resume import holds_optimizer, step_of
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from telemetry.report.logs import load
@@ -378,18 +378,18 @@ def test_loading_before_the_first_step_is_restoring(observed, tmp_path):
     assert observed.read().ns["startup"] > before, "in the ledger it is a part of the startup"
 
 
-def test_replay_is_what_comes_before_the_first_step_and_computes_nothing(observed):
-    watch = ReplayWatch()
-    training = Training()
-    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(40, 4))):
+def test_replay_is_what_comes_before_the_first_step(observed):
+    replay, training, seen = Replay(), Training(), 0
+    for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(50, 4))):
         if number >= 30:
-            torch.randn(300, 300) @ torch.randn(300, 300)
             training.step(batch)
-    observed.read()
-    watch.add(observed.steps, observed.tracker.optimizer_steps)
-    watch.settle(observed.tracker.optimizer_steps, 0.0, most=30)
-    assert watch.settled
-    assert watch.batches == 30
+        if number in {39, 49}:
+            observed.read()
+            replay.add(observed.steps[seen:], trained=True)
+            seen = len(observed.steps)
+            replay.look(*observed.tracker.resume.counts, 0.0)
+        observed.tracker.slow_path()
+    assert replay.batches == 30
 
 
 class Around(torch.optim.Optimizer):

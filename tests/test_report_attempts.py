@@ -11,7 +11,6 @@ import pytest
 
 from telemetry.config import Config, SettingError
 from telemetry.records import CATEGORIES
-from telemetry.report.attempts import stuck_in_saves
 from telemetry.report.goodput import Experience, best_interval, ettr
 from telemetry.report.logs import load
 from telemetry.report.summary import report_of
@@ -34,6 +33,7 @@ class Process:
         self.begin, self.clock, self.life = begin, clock, f"{rank:04x}{pid:04x}"
         head = dict(launcher="plain", launch=f"{pid}-1", settings={"log_interval_seconds": 10.0}) | head
         self.resumption, self.kills, self.lines = {}, None, []
+        self.hang = None  # its place, begin, the time from which it is known, and its end
         self.line("run_start", 1.0, started=at(begin + 1), process_started=at(begin), world_size=world,
                   life=self.life, **head)  # fmt: skip
 
@@ -43,12 +43,34 @@ class Process:
         return self
 
     def totals(self, seconds: float, steps: int) -> dict:
+        place, began, noticed, until = self.hang or ("compute", seconds, seconds, None)
+        stuck = max(0.0, min(seconds, until or seconds) - began)
+        loop = max(0.0, seconds - 5 - stuck)
         ledger = dict.fromkeys(CATEGORIES, 0.0) | {"startup": min(4.0, seconds - 1)}
-        ledger |= {"compute": 0.9 * (seconds - 5), "data_wait": 0.1 * (seconds - 5)} if seconds > 5 else {}
+        ledger |= {"compute": 0.9 * loop, "data_wait": 0.1 * loop}
+        ledger["data_wait" if place == "startup" else place] += stuck
         counted = {} if self.kills is None else {"oom_kills_total": self.kills}
+        counted |= {"stuck_total_seconds": {place: stuck}} if stuck and seconds >= noticed else {}
         return dict(
             steps_total=steps, optimizer_steps_total=steps, wall_seconds=seconds - 1, ledger_total_seconds=ledger
         ) | dict(resumption=self.resumption) | counted  # fmt: skip
+
+    def saved(self, step: int, moment: float, **more):
+        """A checkpoint, which is written at some second."""
+        totals = self.totals(moment, step)
+        loop = {name: totals["ledger_total_seconds"][name] for name in ("data_wait", "compute")}
+        save = dict(name="checkpoint", category="checkpoint", seconds=0.5, complete=True, holds_optimizer=True)
+        save |= dict(steps_total=step, optimizer_steps_total=step, loop_seconds=loop)
+        save |= {name: totals[name] for name in ("stuck_total_seconds",) if name in totals}
+        return self.line("phase", moment, **save | more)
+
+    def checkpoint(self, step: int, **more):
+        return self.saved(step, 5 + step, **more)
+
+    def stuck(self, place: str, opened: float, before: float, *, until: float | None = None):
+        """Without progress: it is noticed after some seconds, and may be over at a time."""
+        self.hang = place, opened - before, opened, until
+        return self
 
     def counts(self, kills: int | None):
         """From now on its lines have this value of the counter of its cgroup."""
@@ -63,24 +85,8 @@ class Process:
         steps = max(0, int(seconds - 5)) if steps is None else steps
         return self.line("window", seconds, **self.totals(seconds, steps) | more)
 
-    def checkpoint(self, step: int, *, complete=True, holds_optimizer=True, seconds=0.5):
-        spent = self.totals(5 + step, step)["ledger_total_seconds"]
-        loop = {name: spent.get(name, 0.0) for name in ("data_wait", "compute")}
-        return self.line("phase", 5 + step, name="checkpoint", category="checkpoint", seconds=seconds,
-                         complete=complete, holds_optimizer=holds_optimizer, steps_total=step,
-                         optimizer_steps_total=step, loop_seconds=loop)  # fmt: skip
-
-    def stuck(self, category: str, opened: float, before: float, *, until: float | None = None, steps=15):
-        """Without progress: it is noticed after some seconds, and may be over at a time."""
-        when = dict(opened=at(self.begin + opened), cause="unknown", first_step=steps)
-        when["evidence"] = {"stuck_in": category, "stuck_for_seconds": before}
-        self.line("stall_open", opened, **when)
-        if until is not None:
-            self.line("stall_close", until, closed=at(self.begin + until), last_step=steps + 1, **when)
-        return self
-
     def end(self, seconds: float, **how):
-        return self.line("run_end", seconds, **self.totals(seconds, int(seconds - 5)), **how).write()
+        return self.line("run_end", seconds, **self.totals(seconds, max(0, int(seconds - 5))), **how).write()
 
     def beat(self, seconds: float):
         (self.folder / "attempts").mkdir(exist_ok=True)
@@ -186,12 +192,12 @@ def test_replayed_batches_are_no_steps(tmp_path):
     ("killed_at", "batches", "done"), [(14, 9, 0), (16, 11, 1)], ids=["in it", "one step behind it"]
 )
 def test_an_attempt_that_was_killed_in_its_replay_or_soon_after(tmp_path, killed_at, batches, done):
-    """What was replay is known from the second step on. Before, the attempt before tells."""
+    """The agent does not know yet what was replay. The attempt before tells."""
     Process(tmp_path, begin=0, pid=1).checkpoint(10).window(25).write()
     Process(tmp_path, begin=30, pid=2).resumed(10).window(killed_at, batches, optimizer_steps_total=done).write()
     assert told(tmp_path, "steps", "lost_steps")[1] == (done, done)
-    assert spent(tmp_path)["replay"] == pytest.approx(batches)
-    assert spent(tmp_path)["redone"] == pytest.approx(10), "the first attempt's alone"
+    assert spent(tmp_path)["replay"] == pytest.approx(batches - done)
+    assert spent(tmp_path)["redone"] == pytest.approx(10 + done)
 
 
 def test_the_report_says_what_the_attempts_cost_and_how_often_to_save(tmp_path):
@@ -300,56 +306,36 @@ def test_a_run_that_hung_before_it_was_killed_was_stuck(tmp_path):
 
 
 def test_a_hang_in_a_checkpoint_is_taken_from_the_checkpoint(tmp_path):
-    process = Process(tmp_path, begin=0, pid=1).checkpoint(10).window(20).stuck("checkpoint", 60, 20.0)
-    ledger = process.totals(90, 20)["ledger_total_seconds"]
-    ledger |= {"checkpoint": 50.0, "compute": ledger["compute"] - 50.0}
-    process.window(90, 20, ledger_total_seconds=ledger).write()
+    Process(tmp_path, begin=0, pid=1).checkpoint(10).window(20).stuck("checkpoint", 60, 20.0).window(90, 20).write()
     assert spent(tmp_path)["stuck"] == pytest.approx(50)
     assert spent(tmp_path)["checkpoint"] == pytest.approx(0)
 
 
-class StuckOnce(Process):
-    """Steps of a second from five seconds on, a tenth of it wait, and 100 s after 15 of them without progress."""
+def hung(process: Process, place: str) -> Process:
+    """Stuck for 100 s after 15 steps of a second, of which a tenth is wait."""
+    return process.stuck(place, 50.0, 30.0, until=120.0)
 
-    category = "compute"
 
-    def hangs(self, category: str):
-        self.category = category
-        return self.stuck(category, 50.0, 30.0, until=120.0)
-
-    def totals(self, seconds, steps):
-        found = super().totals(seconds if seconds <= 20 else seconds - 100, steps)
-        if seconds > 20:
-            found["ledger_total_seconds"][self.category] += 100
-            found |= dict(wall_seconds=seconds - 1)
-        return found
-
-    def until(self, event, seconds: float):
-        self.line(event, seconds, **self.totals(seconds, int(seconds - 105))).write()
-
-    def saved(self, step: int, seconds: float):
-        loop = self.totals(seconds, step)["ledger_total_seconds"]
-        return self.line("phase", seconds, name="checkpoint", started=at(seconds), seconds=0.0, complete=True,
-                         steps_total=step, optimizer_steps_total=step,
-                         loop_seconds={c: loop[c] for c in ("data_wait", "compute")})  # fmt: skip
+def until(process: Process, event: str, seconds: float) -> None:
+    process.line(event, seconds, **process.totals(seconds, int(seconds - 105))).write()
 
 
 BOOKS = ("productive", "data_wait", "redone", "stuck", "startup")
 HANGS = {
     "a hang that ends is no wait and no compute": (
-        lambda p, c: p.window(20).hangs(c).until("run_end", 220), (103.5, 11.5, 0.0)
+        lambda p, c: until(hung(p.window(20), c), "run_end", 220), (103.5, 11.5, 0.0)
     ),
     "before the newest checkpoint it takes nothing from redone": (
-        lambda p, c: p.window(20).hangs(c).saved(100, 205).until("window", 265), (90.0, 10.0, 60.0)
+        lambda p, c: until(hung(p.window(20), c).saved(100, 205), "window", 265), (90.0, 10.0, 60.0)
     ),
     "after it, it is taken from redone": (
-        lambda p, c: p.saved(15, 20).window(20).hangs(c).until("window", 265), (13.5, 1.5, 145.0)
+        lambda p, c: until(hung(p.saved(15, 20).window(20), c), "window", 265), (13.5, 1.5, 145.0)
     ),
     "in the step of the checkpoint, before it": (
-        lambda p, _: p.hangs("compute").saved(16, 121).until("window", 265), (14.4, 1.6, 144.0)
+        lambda p, _: until(hung(p, "compute").saved(16, 121), "window", 265), (14.4, 1.6, 144.0)
     ),
     "in the step of the checkpoint, after it": (
-        lambda p, _: p.saved(16, 20).hangs("compute").until("window", 265), (13.5, 1.5, 145.0)
+        lambda p, _: until(hung(p.saved(16, 20), "compute"), "window", 265), (13.5, 1.5, 145.0)
     ),
 }  # fmt: skip
 
@@ -358,26 +344,22 @@ HANGS = {
 @pytest.mark.parametrize("name", HANGS)
 def test_where_a_hang_is_booked(tmp_path, name, category):
     run, (productive, data_wait, redone) = HANGS[name]
-    run(StuckOnce(tmp_path, begin=0, pid=1), category)
+    run(Process(tmp_path, begin=0, pid=1), category)
     found = [round(spent(tmp_path)[each], 3) for each in BOOKS]
     assert found == [productive, data_wait, redone, 100.0, 5.0]
 
 
 def test_a_hang_of_the_first_batch_is_no_startup(tmp_path):
-    process = Process(tmp_path, begin=0, pid=1).stuck("data_wait", 545, 540.0, until=605, steps=0)
-    ledger = process.totals(705, 100)["ledger_total_seconds"] | dict(data_wait=610.0, compute=90.0)
-    more = process.totals(705, 100) | dict(ledger_total_seconds=ledger, first_wait_seconds=600.0)
-    process.line("run_end", 705, **more).write()
+    process = Process(tmp_path, begin=0, pid=1).stuck("startup", 545, 540.0, until=605)
+    process.line("run_end", 705, **process.totals(705, 100), first_wait_seconds=600.0).write()
     assert [round(spent(tmp_path)[each], 3) for each in BOOKS] == [90.0, 10.0, 0.0, 600.0, 5.0]
 
 
-@pytest.mark.parametrize(("until", "seconds"), [(50, 0.5), (None, 30.5)])
-def test_a_hang_in_a_checkpoint_that_went_on_is_no_usual_cost_of_one(tmp_path, until, seconds):
-    """One that was killed in it has written no checkpoint, so that its time is not in their sum."""
-    process = Process(tmp_path, begin=0, pid=1).window(20).stuck("checkpoint", 40, 20.0, until=until)
-    process.checkpoint(15, seconds=30.5).window(60).write()
+def test_a_hang_in_a_checkpoint_that_went_on_is_no_usual_cost_of_one(tmp_path):
+    process = Process(tmp_path, begin=0, pid=1).checkpoint(10).stuck("checkpoint", 40, 20.0, until=50)
+    process.checkpoint(45, seconds=30.5).checkpoint(55).window(70).write()
     (log,) = load(tmp_path)
-    assert log.save_seconds - stuck_in_saves(log) == pytest.approx(seconds)
+    assert (log.saves_total, log.save_seconds) == (3, pytest.approx(1.5))
 
 
 # -- the OOM killer ------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ LINES = [
         steps_total=90, loop_seconds=dict(data_wait=4.0, compute=4.5),
     ),
     dict(event="window", optimizer_steps_total=100, resumption=RESUMPTION) | TOTALS | SKETCHES,
-    dict(event="run_end", exception="ValueError", exit_status=3, lost_peer=False, replaced=True)
+    dict(event="run_end", exception="ValueError", exit_status=3, lost_peer=False)
     | dict(resumption=RESUMPTION)
     | TOTALS,
 ]  # fmt: skip
@@ -185,9 +185,10 @@ def test_what_the_agent_writes_is_of_the_types_of_the_records(agent):
         names = {*KINDS[each["event"]].__struct_encode_fields__, "event"}
         assert each.keys() <= names or each["event"] in {"gpu", "host", "workers"}, each["event"]
     assert {"run_start", "window", "run_end"} <= {each["event"] for each in lines}
-    may_be_absent = {"memory", "resumption", "exit_status", "exception", "lost_peer", "replaced", "stuck_for_seconds"}
+    may_be_absent = {"memory", "resumption", "exit_status", "exception", "lost_peer", "stuck_for_seconds"}
     may_be_absent |= {
         "compute_total_seconds",
+        "stuck_total_seconds",
         "environment",
         "loader",
         "step_trend",

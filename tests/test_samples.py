@@ -198,6 +198,7 @@ def test_evaluation_batches_do_not_count(counted, workers, data):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_are_thrown_away_after_a_restart_do_not_count(counted, workers):
     trainer = Trainer()
+    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
     for number, batch in enumerate(loader_of(Texts(400), 4, workers)):
         if number < 60:
             continue

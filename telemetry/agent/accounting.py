@@ -584,7 +584,6 @@ class Accounting:
         self.updated_ns = start_ns
         self.batches = TrainedBatches()
         self.evaluations = EvaluationWaits()
-        self.steps_without_optimizer = 0
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and other threads' requests, when the newest batch came
 
@@ -595,7 +594,6 @@ class Accounting:
             # This order matters, and all of it comes before the ring is emptied. A request in progress here was already
             # in progress at ``now``, or its span is in the ring. ``head`` shows whether ``lost`` comes after it.
             ended = self.batches.ended
-            stepped, optimizers = tracker.optimizer_steps, tracker.resume.optimizers
             now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
             self.updated_ns = now
             while taken := ring.drain(_CHUNK, head):
@@ -613,7 +611,6 @@ class Accounting:
             if lost is not None:
                 self.ledger.fold((lost,))
             self.ledger.advance(now, waiting_since)
-            self.steps_without_optimizer = self.steps_total + self.ledger.step_is_open - stepped // max(1, optimizers)
             self._look_for_batches(waiting_since)
             self._update_exposed()
         if tracker.errors != self._hook_errors_seen:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import platform
 import sys
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
 from telemetry.agent.accounting import Accounting
@@ -29,7 +28,7 @@ from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.diagnosis.memory import MemoryWatch
 from telemetry.hooks.attachment import Attachment
-from telemetry.hooks.patching import Patches, keep
+from telemetry.hooks.patching import keep
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.node.board import Board, Membership
@@ -42,14 +41,12 @@ from telemetry.sinks.output import FigureOutput
 from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.proc import planned_threads
 from telemetry.util.clock import NS, WallClock, now_ns
-from telemetry.util.errors import ErrorLog, let_pass, say
+from telemetry.util.errors import ErrorLog, say
 from telemetry.util.files import StandardStreams
 from telemetry.util.processes import identify, job_labels, slug
 from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from telemetry.agent.stuck import StuckRank
     from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
@@ -107,7 +104,6 @@ class Agent:
         self._job_labels = job_labels()
         self._pid = os.getpid()
         self._streams = StandardStreams()
-        self._exec = Patches()
 
         # The node and the job.
         self._membership = Membership(identity, errors)
@@ -220,9 +216,6 @@ class Agent:
             self.snapshots.start()
         logged = self.event_log.start()
         atexit.register(self._stop_at_exit)
-        if self.config.patch:
-            for name in ("execv", "execve"):  # all of `os.exec*` call these
-                self._exec.replace(os, name, self._stopping_first)
         self._thread.start()
         if self.config.start_line and self.identity.local_rank == 0:
             self._say_start(logged=logged)
@@ -234,7 +227,6 @@ class Agent:
         self._deadline_ns = now_ns() + int(_STOP_SECONDS * NS)
         self.running = False
         try:
-            self._exec.undo()
             over = True
             with self.errors.contained("snapshot"):
                 over = self.snapshots.end_recording(self._detach_late)
@@ -265,22 +257,6 @@ class Agent:
         except BaseException:
             # A signal handler raised this. The script has ended and catches nothing: Python would print our frames.
             self._end()
-
-    def _stopping_first(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stop before this process executes another program, because `atexit` is not called then."""
-
-        @functools.wraps(original)
-        def execute(*args: Any, **kwargs: Any) -> Any:
-            try:
-                # A forked child has a copy of this, and its agent does not run. `os.execvp` tries many paths.
-                if self.running and _can_execute(args[0] if args else kwargs.get("path")):
-                    self.attempt.end.replaced = True
-                    self.stop()
-            except Exception as error:
-                let_pass(error)  # the log is closed
-            return original(*args, **kwargs)
-
-        return execute
 
     def _detach_late(self) -> None:
         """Remove hooks that outlive `stop`. This is a method, so that a forked child keeps the agent alive."""
@@ -440,6 +416,7 @@ class Agent:
             self.snapshots.end()
         with self.errors.contained("jsonl"):
             self._end_diagnosis()
+            self.attempt.follow_stuck(*self._stall_monitor.stuck_time)
             self.event_log.write_phases(last=True)
             self.event_log.window()
         with self.errors.contained("sinks"):
@@ -450,7 +427,7 @@ class Agent:
             self._step_monitor.end()
         with self.errors.contained("attempts"):
             self._run_so_far.tick()
-            self._run_so_far.end(finished=self.attempt.end.settled.finished)
+            self._run_so_far.end(finished=not self.attempt.end.settled.failed)
         with self.errors.contained("diagnose"):
             trend = self._changes.step_trend
         with self.errors.contained("jsonl"):
@@ -643,11 +620,3 @@ def absolute(folder: Path) -> Path:
     except FileNotFoundError:
         text = f"the working folder has been removed, so there is no {folder}: set run_dir to an absolute path"
         raise OSError(text) from None
-
-
-def _can_execute(path: Any) -> bool:
-    """Whether a file can be executed. A descriptor cannot be checked and counts as yes."""
-    try:
-        return os.access(path, os.X_OK)
-    except (TypeError, ValueError):
-        return isinstance(path, int)

@@ -9,12 +9,11 @@ attempt reads both.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
-import statistics
 import sys
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,8 +30,8 @@ from telemetry.log_lines import (
     RunEndLine,
     RunStartLine,
     Seconds,
-    StuckTime,
     read_heartbeat,
+    stuck_in_loop,
 )
 from telemetry.node.metrics import AttemptView
 from telemetry.records import (
@@ -61,7 +60,6 @@ from telemetry.util.files import Descriptor, opened, read_small, remove_file, re
 from telemetry.util.stacks import is_library
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
@@ -73,7 +71,7 @@ if TYPE_CHECKING:
     from telemetry.util.processes import Identity
 
 
-# -- how this process ends: by itself, by an exception or an exit status, or by executing another program --------------
+# -- how this process ends: by itself, by an exception or by an exit status --------------------------------------------
 
 _MAX_TEXT: Final = 20_000
 _MAX_CHAIN: Final = 8
@@ -108,26 +106,19 @@ _GLOO_PEER_LOST: Final = (
 
 
 class EndEvidence:
-    """What is known of how this process ends: an uncaught exception, an exit status, or another program.
+    """What is known of how this process ends: an uncaught exception or an exit status.
 
     Python prints an uncaught exception, keeps it in `sys`, and only then calls the functions of `atexit`. So it is read
     there, and we need neither a hook nor a handler. Nothing keeps the exit status of ``sys.exit``: ``telemetry run``
-    sees it pass.
+    sees it pass. A process that executes another program is gone at once, as after a kill.
 
-    A process that executes another program, such as its own script anew, leaves no trace: it keeps its pid and its
-    start, `atexit` is not called, and the agent is gone at once, as after a kill. So the agent hooks the functions of
-    ``os`` that do it, and ends before.
-
-    Attributes:
-        process_ends: whether the interpreter ends. False: only the agent ends.
-        replaced: whether this process is about to execute another program.
+    ``process_ends``: whether the interpreter ends. False: only the agent ends.
     """
 
     def __init__(self) -> None:
         self._status: int | None = None
         self._exception: BaseException | None = None
         self._settled: RunEndLine | None = None
-        self.replaced = False
         self.process_ends = False
 
     def leaving(self, code: object) -> None:
@@ -162,7 +153,6 @@ class EndEvidence:
                 shared_memory_bytes=shared_memory,
                 gpu_memory=gpu_memory or ABSENT,
                 lost_peer=ABSENT if error is None else _lost_peer(error),
-                replaced=self.replaced or ABSENT,
             )
         return self._settled
 
@@ -224,100 +214,77 @@ def _text(error: BaseException) -> str:
 
 # -- replay: batches that a resumed run draws and throws away to come to where its checkpoint was written --------------
 
-_MAX_COMPUTE_RATIO: Final = 0.125
-"""A batch counts as thrown away if the step computes for less than this share of a usual step's compute."""
-
 _MIN_BATCHES: Final = 3
 """A loop that reads one or two batches ahead does not throw them away."""
 
+_MAX_GROUP: Final = 1024
+"""At most so many batches are taken for one optimizer step."""
+
 _MAX_STEPS: Final = 1 << 16
-"""The watch keeps at most this many steps from the tick in which an optimizer first steps."""
-
-_USUAL: Final = 8
-
-_ENOUGH: Final = 4
-"""So many optimizer steps are enough for a usual duration. A busy machine may make one of them long."""
-
-_MAX_HELD_UP_RATIO: Final = 0.5
-"""A batch before the first optimizer step may take up to this share of a usual step's compute and still be replay."""
+"""With so many steps after the first optimizer step it must be known how many batches one takes."""
 
 
-class ReplayWatch:
-    """Finds the replay. Its steps have no compute: the loop asks for the next batch as soon as one has come.
+class Replay:
+    """Counts the batches of a resumed run without an optimizer step, and adds up their seconds.
+
+    All batches are counted, and all optimizer steps. How many batches an optimizer step takes shows in two looks at
+    both counts, after the first optimizer step. The batches that are left were thrown away.
 
     Attributes:
-        settled: whether the replay has been decided.
-        batches: batches thrown away. ``seconds``, ``wait_seconds``: what they took in the loop, and in its waits.
+        settled: whether the replay has been decided, or cannot be any more.
+        batches: batches thrown away; None before that is known. ``seconds``, ``wait_seconds``: what they took in the
+            loop, and in its waits.
     """
 
     def __init__(self) -> None:
         self.settled = False
-        self.batches = 0
-        self.seconds = 0.0
-        self.wait_seconds = 0.0
-        # Steps before the first optimizer step: number, wait and compute, by the bit length of their compute in ns.
-        self._before: dict[int, tuple[int, float, float]] = {}
-        self._after: list[tuple[float, float]] = []  # wait and compute of later steps, from that tick on
+        self.batches: int | None = None
+        self.seconds = self.wait_seconds = 0.0
+        self._oldest = (0, 0.0, 0.0)  # number, seconds and wait of the first steps
+        self._newer: deque[Step] = deque()
+        self._look: tuple[int, int] | None = None  # the first
 
-    def add(self, steps: Sequence[Step], optimizer_steps: int) -> None:
-        """Add closed steps. ``optimizer_steps``: the count now, which may already be ahead of these steps."""
-        for step in () if self.settled else steps:
-            wait, compute = step.wait_seconds, max(0.0, step.seconds - step.wait_seconds)
-            if not optimizer_steps:
-                bits = int(compute * NS).bit_length()
-                number, waits, computes = self._before.get(bits, (0, 0.0, 0.0))
-                self._before[bits] = number + 1, waits + wait, computes + compute
-            elif len(self._after) < _MAX_STEPS:
-                self._after.append((wait, compute))
+    def add(self, steps: Sequence[Step], *, trained: bool) -> None:
+        """Add closed steps. ``trained``: whether an optimizer has stepped."""
+        if self.settled:
+            return
+        self._newer.extend(steps)
+        while not trained and len(self._newer) > _MAX_GROUP:
+            number, seconds, wait = self._oldest
+            step = self._newer.popleft()
+            self._oldest = number + 1, seconds + step.seconds, wait + step.wait_seconds
+        if len(self._newer) > _MAX_GROUP + _MAX_STEPS:
+            self.settle(0, 0.0)
 
-    def settle(self, optimizer_steps: int, first_wait_seconds: float, *, most: float, ended: bool = False) -> None:
-        """Decide how much was replay, once optimizers have stepped. Call it after `add` has all steps so far.
+    def look(self, batches: int, optimizer_steps: int, first_wait_seconds: float) -> None:
+        """Decide how much was replay, if that is possible.
 
         Args:
-            optimizer_steps: optimizer steps so far.
+            batches: those of steps that had closed at a moment.
+            optimizer_steps: steps of the whole model until then, since its state was loaded.
             first_wait_seconds: the wait for the first batch, which is no replay.
-            most: how many batches can have been drawn without an optimizer step. If the loop steps after each batch,
-                this decides alone. If it accumulates gradients or skips steps, the durations decide.
-            ended: no more steps will come.
         """
-        if self.settled or optimizer_steps < 2 or not self._after:
+        if self.settled or optimizer_steps < 1 or batches > self._oldest[0] + len(self._newer):
             return
-        if most >= _MIN_BATCHES:
-            if optimizer_steps <= _ENOUGH and not ended:
-                return
-            number, wait, compute = self._thrown_away(optimizer_steps)
-            if number >= _MIN_BATCHES:
-                self.batches = int(min(number, most))
-                self.wait_seconds = max(0.0, wait - first_wait_seconds)
-                self.seconds = self.wait_seconds + compute
-        self.settled = True
-        self._before, self._after = {}, []
+        before, steps = self._look = self._look or (batches, optimizer_steps)
+        if optimizer_steps == steps:
+            return
+        each = max(1, round((batches - before) / (optimizer_steps - steps)))
+        if optimizer_steps - steps >= 2 * each - 1:  # else the count of an open group may hide what a step takes
+            left = min(batches - each * optimizer_steps, before - each * steps)
+            self.settle(left if left >= _MIN_BATCHES else 0, first_wait_seconds)
 
-    def _thrown_away(self, optimizer_steps: int) -> tuple[int, float, float]:
-        """Number, wait and compute of the steps that did not train, by their durations."""
-        usual = statistics.median(compute for _, compute in self._after[-min(_USUAL, optimizer_steps - 1) :])
-        limit = usual * _MAX_COMPUTE_RATIO
-        number, wait, compute, short = 0, 0.0, 0.0, 0
-        for bits, sums in self._before.items():
-            longest = (1 << bits) / NS
-            if longest <= usual * _MAX_HELD_UP_RATIO:
-                number, wait, compute = number + sums[0], wait + sums[1], compute + sums[2]
-            if longest <= limit:
-                short += sums[0]
-        if short < number / 2:  # short steps without replay, such as those of accumulated gradients
-            return 0, 0.0, 0.0
-        first = self._after[: _short_ones([each for _, each in self._after], limit)]
-        return number + len(first), wait + sum(each for each, _ in first), compute + sum(each for _, each in first)
-
-
-def _short_ones(compute_seconds: Sequence[float], limit: float) -> int:
-    """How many steps at the beginning are short. A busy machine may make one among them long."""
-    ahead, most, best = 0, 0, 0
-    for place, seconds in enumerate(compute_seconds, 1):
-        ahead += 1 if seconds <= limit else -1
-        if ahead > most:
-            most, best = ahead, place
-    return best
+    def settle(self, batches: int, first_wait_seconds: float) -> None:
+        """Decide that so many batches were replay."""
+        number, seconds, wait = self._oldest
+        for _ in range(min(batches - number, len(self._newer))):
+            step = self._newer.popleft()
+            seconds, wait = seconds + step.seconds, wait + step.wait_seconds
+        self.settled, self.batches = True, batches
+        if batches:
+            self.wait_seconds = max(0.0, wait - first_wait_seconds)
+            self.seconds = max(0.0, seconds - first_wait_seconds)
+        self._newer.clear()
 
 
 # -- the log lines of phases, and the checkpoints from which a run can be resumed --------------------------------------
@@ -342,7 +309,7 @@ class PhaseLog:
 
     Attributes:
         saves_completed: checkpoints that a run can resume from.
-        kept_seconds: seconds of the training loop before the newest of them.
+        kept_seconds: seconds of the training loop before the newest of them, without those in which it was stuck.
     """
 
     def __init__(self, saves: deque[SavedCheckpoint], wall: WallClock) -> None:
@@ -355,11 +322,12 @@ class PhaseLog:
         self._holds_optimizer = False  # once a checkpoint holds an optimizer, a run does not resume from others
         self._begun_at: dict[int, float] = {}  # loop seconds when an asynchronous checkpoint began, by optimizer steps
 
-    def lines(self, spans: Sequence[PhaseSpan], *, last: bool = False) -> Iterator[PhaseLine]:
+    def lines(self, spans: Sequence[PhaseSpan], stuck: dict[str, float], *, last: bool = False) -> Iterator[PhaseLine]:
         """Make the lines of phases that have ended. A checkpoint's line has its steps.
 
         Args:
             spans: phases from the ledger, and phases that the script has named.
+            stuck: seconds without progress so far, by place.
             last: this is the last call.
         """
         pending = [*self._waiting]
@@ -371,7 +339,7 @@ class PhaseLog:
             shortest = max(shortest, sorted(span.seconds for span in spans)[-_MAX_PHASE_LINES])
         short = [span for span, save in found if save is not None and save.complete and span.seconds < shortest]
         for span, save in found:
-            line = self._line(span, save)
+            line = self._line(span, save, stuck)
             if span.seconds >= shortest or (short and span is short[-1]):
                 yield line
         self._waiting = []
@@ -380,10 +348,10 @@ class PhaseLog:
                 self._waiting.append(save)  # its span is still in the ring
                 continue
             span = PhaseSpan(_WRITTEN, OTHER, save.start_ns, (save.end_ns - save.start_ns) / NS)
-            yield self._line(span, save)
+            yield self._line(span, save, stuck)
         self._before_last = self._waiting
 
-    def _line(self, span: PhaseSpan, save: SavedCheckpoint | None) -> PhaseLine:
+    def _line(self, span: PhaseSpan, save: SavedCheckpoint | None, stuck: dict[str, float]) -> PhaseLine:
         """Make the line of a phase. With a checkpoint, note the newest one that a run can resume from."""
         line = PhaseLine(
             name=span.name,
@@ -395,6 +363,7 @@ class PhaseLog:
             optimizer_steps_total=ABSENT,
             steps_total=ABSENT,
             loop_seconds=ABSENT,
+            stuck_total_seconds=ABSENT,
         )
         if save is None:
             return line
@@ -402,7 +371,7 @@ class PhaseLog:
         if loop is None:
             before = self._begun_at.get(save.optimizer_steps, self.kept_seconds)
         else:
-            before = sum(loop)
+            before = sum(loop) - stuck_in_loop(stuck)
             if not save.complete:
                 self._begun_at = {save.optimizer_steps: before}
         if save.complete and (save.holds_optimizer or not self._holds_optimizer):
@@ -416,6 +385,7 @@ class PhaseLog:
             optimizer_steps_total=save.optimizer_steps,
             steps_total=save.steps,
             loop_seconds=ABSENT if loop is None else {DATA_WAIT: round(loop[0], 6), COMPUTE: round(loop[1], 6)},
+            stuck_total_seconds=stuck or ABSENT,
         )
 
 
@@ -442,42 +412,23 @@ _RETRY_SECONDS: Final = 30
 
 
 class StuckTimes:
-    """Remembers where in the loop an attempt was stuck, and for how long."""
+    """Adds up how long an attempt has been stuck, by place: see ``stuck_total_seconds`` of a `TotalsLine`."""
 
     def __init__(self) -> None:
-        self._times: list[tuple[float | None, float]] = []  # None: not in the loop. The last one may still go on
+        self.seconds: dict[str, float] = {}
+        self._place = ""
         self._now = 0.0
 
-    def follow(self, loop_seconds: float, stuck_for_seconds: float, stuck_in: str | None) -> None:
-        """Take the current state.
-
-        Args:
-            loop_seconds: seconds in the training loop so far.
-            stuck_for_seconds: how long the process is stuck now; 0 if it is not.
-            stuck_in: the category in which the process is stuck.
-        """
+    def follow(self, stuck_for_seconds: float, place: str) -> None:
+        """Take how long the process is stuck now, and where; 0 if it is not stuck."""
         if stuck_for_seconds < self._now:
             self._now = 0.0  # it went on
-        if self._now:
-            self._times[-1] = (self._times[-1][0], stuck_for_seconds)
-        elif stuck_for_seconds:
-            began = loop_seconds - stuck_for_seconds if stuck_in in {DATA_WAIT, COMPUTE} else None
-            self._times.append((began, stuck_for_seconds))
+        if stuck_for_seconds and not self._now:
+            self._place = place
+        if stuck_for_seconds:
+            so_far = self.seconds.get(self._place, 0.0) + stuck_for_seconds - self._now
+            self.seconds[self._place] = round(so_far, 6)
         self._now = stuck_for_seconds
-
-    def so_far(self, beat: Heartbeat) -> StuckTime:
-        """Add up the times by the part of the loop in which they began."""
-
-        def between(first: float, last: float) -> float:
-            times = (seconds for began, seconds in self._times if began is not None and first <= began < last)
-            return round(sum(times), 6)
-
-        return StuckTime(
-            seconds=round(sum(seconds for _, seconds in self._times), 6),
-            in_startup=between(-math.inf, beat.first_wait_seconds),
-            in_replay=between(beat.first_wait_seconds, beat.began),
-            since_kept=between(beat.cut, math.inf),
-        )
 
 
 class AttemptLog:
@@ -490,6 +441,7 @@ class AttemptLog:
         end: what is known of the end of this process.
         oom: counts the processes of this cgroup that the OOM killer has killed.
         phases: the phases and checkpoints.
+        stuck: how long it has been stuck.
     """
 
     def __init__(
@@ -507,8 +459,8 @@ class AttemptLog:
         self._wall = wall
         self._errors = errors
         self.life = secrets.token_hex(8)
-        self._replay = ReplayWatch()
-        self._stuck = StuckTimes()
+        self._replay = Replay()
+        self.stuck = StuckTimes()
         self._path = run_dir / FOLDER / f"{self.life}.beat"
         self._file: Descriptor | None = None
         self._next_beat_ns = 0
@@ -528,16 +480,19 @@ class AttemptLog:
         """Whether the first batch has come."""
         return self._accounting.ledger.batches > 0
 
+    @property
+    def _restored(self) -> bool:
+        """Whether a state was loaded that has had steps, or that may have had some."""
+        return bool(self._tracker.resume.step or self._tracker.resume.restore_ns)
+
     def add_steps(self, steps: list[Step]) -> None:
         """Look for replay in steps that have closed."""
-        if not self._replay.settled:
-            self._replay.add(steps, self._tracker.optimizer_steps)
+        self._replay.add(steps, trained=self._tracker.optimizer_steps > 0)
 
     def tick(self, stuck_for_seconds: float, stuck_in: str | None) -> None:
-        """Write a heartbeat. Called when everything up to now has been counted. See `StuckTimes` for the arguments."""
+        """Write a heartbeat. Called when everything up to now has been counted. See `follow_stuck`."""
         self.settle_replay()
-        ledger = self._accounting.ledger.ns
-        self._stuck.follow((ledger[DATA_WAIT] + ledger[COMPUTE]) / NS, stuck_for_seconds, stuck_in)
+        self.follow_stuck(stuck_for_seconds, stuck_in)
         self.newest = self.beat()
         if now_ns() < self._next_beat_ns:
             return
@@ -564,17 +519,27 @@ class AttemptLog:
             self._file = Descriptor(opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
         os.pwrite(self._file.number, content.ljust(_BEAT_BYTES - 1) + b"\n", 0)
 
+    def follow_stuck(self, stuck_for_seconds: float, stuck_in: str | None) -> None:
+        """Take how long the process is stuck now, and in which category of the ledger; 0 and None if it is not."""
+        resume, place = self._tracker.resume, stuck_in or ""
+        if place in {DATA_WAIT, COMPUTE} and not self.has_batch:
+            place = STARTUP
+        elif place in {DATA_WAIT, COMPUTE} and self._restored:
+            place = place if self._tracker.optimizer_steps > resume.at_optimizer_steps else REPLAY
+        self.stuck.follow(stuck_for_seconds, place)
+
     def settle_replay(self, *, ended: bool = False) -> None:
-        """Decide about the replay, if that is possible. ``ended``: no more steps will come, so it must be."""
-        accounting = self._accounting
-        self._replay.settle(
-            self._tracker.optimizer_steps,
-            accounting.ledger.first_wait_ns / NS,
-            most=accounting.steps_without_optimizer,
-            ended=ended,
-        )
+        """Decide about the replay, if that is possible. ``ended``: no more steps will come."""
+        resume, first_wait = self._tracker.resume, self._accounting.ledger.first_wait_ns / NS
+        batches, steps = resume.counts
+        self._replay.look(batches, (steps - resume.at_optimizer_steps) // max(1, resume.optimizers), first_wait)
+        if self._tracker.optimizer_steps and not self._replay.settled:
+            if self._restored:
+                self._tracker.slow_path()  # counts both again
+            else:
+                self._replay.settle(0, first_wait)
         if self._replay.settled or ended:  # the other samples count as trained
-            accounting.batches.settle(self._replay.batches)
+            self._accounting.batches.settle(self.resumption().replayed_batches or 0)
 
     def close(self) -> None:
         """Remove the heartbeat, because the process ends by itself and the log is complete."""
@@ -603,14 +568,14 @@ class AttemptLog:
 
     def resumption(self) -> Resumption:
         """How this attempt began."""
-        resume, replay = self._tracker.resume, self._replay
-        since, restored = resume.restoring_since, resume.source is not None
+        resume, replay = self._tracker.resume, self._replay if self._restored else Replay()
+        since, known = resume.restoring_since, resume.source is not None
         return Resumption(
             optimizers=resume.optimizers if resume.optimizers > 1 else None,
             restore_seconds=round((resume.restore_ns + (now_ns() - since if since else 0)) / NS, 6),
             resumed_from=resume.source,
-            resumed_at_optimizer_steps=resume.at_optimizer_steps if restored else None,
-            resumed_step=resume.step if restored else None,
+            resumed_at_optimizer_steps=resume.at_optimizer_steps if known else None,
+            resumed_step=resume.step if known else None,
             replayed_batches=replay.batches,
             replay_seconds=round(replay.seconds, 6),
             replay_wait_seconds=round(replay.wait_seconds, 6),
@@ -619,7 +584,7 @@ class AttemptLog:
     def beat(self) -> Heartbeat:
         """Read the current state of this process."""
         accounting, ledger = self._accounting, self._accounting.ledger
-        beat = Heartbeat(
+        return Heartbeat(
             life=self.life,
             unix_seconds=round(self._wall.unix_seconds(accounting.updated_ns), 6),
             wall_seconds=round(ledger.wall_seconds, 6),
@@ -634,8 +599,8 @@ class AttemptLog:
             samples_total=accounting.trained_samples(),
             tokens_total=accounting.tokens(),
             oom_kills_total=self.oom.count(),
+            stuck_total_seconds=dict(self.stuck.seconds),
         )
-        return structs.replace(beat, stuck=self._stuck.so_far(beat))
 
 
 # -- the run so far: what all attempts have done and lost, for the next one --------------------------------------------
@@ -675,16 +640,16 @@ class RunState(msgspec.Struct, frozen=True):
         Args:
             first_wait_over: whether the first batch has come. Until then the rank may turn out to be stuck.
         """
-        beat, stuck = self.newest, self.newest.stuck
+        beat = self.newest
         restore = beat.resumption.restore_seconds if self.attempt else 0.0  # the first attempt restores for no restart
         own = {
             STARTUP: beat.seconds_before
             - min(self.booked_seconds, beat.seconds_before)
             + max(0.0, beat.ledger_total_seconds.get(STARTUP, 0.0) - restore)
-            + (max(0.0, beat.first_wait_seconds - stuck.in_startup) if first_wait_over else 0.0),
+            + (beat.first_wait if first_wait_over else 0.0),
             RESTORE: restore,
-            REPLAY: max(0.0, beat.resumption.replay_seconds - stuck.in_replay),
-            STUCK: stuck.seconds,
+            REPLAY: beat.replay,
+            STUCK: sum(beat.stuck_total_seconds.values()),
         }
         return {name: self.lost_before.get(name, 0.0) + own.get(name, 0.0) for name in LOST}
 
@@ -710,7 +675,7 @@ class RunState(msgspec.Struct, frozen=True):
                 loaded_at = beat.resumption.resumed_at_optimizer_steps
                 stepped = loaded_at is None or beat.optimizer_steps_total > loaded_at
                 in_vain = REDONE if stepped or beat.steps_total < _MIN_BATCHES else REPLAY
-                lost[in_vain] += max(0.0, beat.loop_seconds - beat.cut - beat.stuck.since_kept)
+                lost[in_vain] += max(0.0, beat.loop_seconds - beat.cut)
             stalled = 0 if beat.saves_completed or self.finished else self.without_progress + 1
         return RunState(
             self.run,

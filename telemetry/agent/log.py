@@ -202,7 +202,7 @@ class EventLog:
 
     def write_phases(self, *, last: bool = False) -> None:
         """Write the phases that have ended. ``last``: this is the last call."""
-        for line in self._attempt.phases.lines(self._accounting.take_phases(), last=last):
+        for line in self._attempt.phases.lines(self._accounting.take_phases(), self._attempt.stuck.seconds, last=last):
             self.write(line)
 
     def write_gpu_errors(self, *, wait_seconds: float = 0.0) -> None:
@@ -348,6 +348,7 @@ class EventLog:
             "first_wait_seconds": totals.first_wait_seconds,
             "overhead_seconds": totals.overhead_seconds,
             "stall_lost_total_seconds": self._stall_counts.lost(),
+            "stuck_total_seconds": self._attempt.stuck.seconds or ABSENT,
             "dropped_steps_total": totals.dropped_steps,
             "child_processes": self.child_processes,
             "unseen_steps_total": totals.unseen_steps,

@@ -36,6 +36,7 @@ class ResumeState:
         step: number of optimizer steps in the loaded state, if known.
         at_optimizer_steps: optimizer steps of this process when ``step`` was loaded.
         source: where ``step`` comes from: ``optimizer`` or ``told``.
+        counts: steps that had closed, and steps of optimizers, when a step opened on the slow path.
         writing_elsewhere: asynchronous checkpoints in progress, whose parts other threads save.
         initializing: a step that trains nothing is creating an optimizer's state.
     """
@@ -48,6 +49,7 @@ class ResumeState:
         self.at_optimizer_steps = 0
         self.source: str | None = None
         self.initializing = False
+        self.counts = (0, 0)
         self.writing_elsewhere = 0
         self._optimizer_ids: set[int] = set()
         self._read = False

@@ -342,6 +342,7 @@ class StepTracker(StepState):
         if entry == r.STEP:
             self.step_iterators = {id(iterator)}
             self.step_open, self._optimizer_steps_at_open = True, self.optimizer_steps
+            self.resume.counts = self.ring.closed, self.optimizer_steps
         else:
             self.step_iterators.add(id(iterator))
         if self.compute.wanted and entry == r.STEP:

@@ -6,12 +6,11 @@ import os
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.verdict import FAULT_SECONDS, GpuFault, RunEnd
-from telemetry.log_lines import StallOpenLine
-from telemetry.records import CHECKPOINT, CLEANED_UP, COMPUTE, DATA_WAIT, EVALUATION
-from telemetry.report.process_log import Point, point_at, stalls_of, totals_at, unix
+from telemetry.records import CLEANED_UP
+from telemetry.report.process_log import Point, point_at, unix
 from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
 from telemetry.util.processes import clean_name, node_name, process_started
 from telemetry.util.text import named
@@ -19,8 +18,7 @@ from telemetry.util.text import named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.log_lines import Heartbeat, PhaseLine, TotalsLine
-    from telemetry.records import StallRecord
+    from telemetry.log_lines import Heartbeat, TotalsLine
     from telemetry.report.process_log import ProcessLog
 
 FINISHED: Final = "finished"
@@ -42,11 +40,8 @@ _SLACK_SECONDS: Final = 0.5
 
 ASSUMED: Final = "assumed"
 
-_FIRST_STEP_BATCHES: Final = 2
-"""So few batches without an optimizer step do not count as a replay."""
-
-_TELLING_POSITION: Final = 2
-"""From this optimizer step on, the log of a process has the size of its replay."""
+_AHEAD: Final = 2
+"""A loop that reads so many batches ahead does not throw them away."""
 
 _TOLERANCE: Final = 0.02
 """Counts of steps and of optimizer steps that differ by this share are the same: the last step may be open."""
@@ -87,11 +82,6 @@ class Life:
     def node(self) -> str:
         """The name of the node on which the process ran."""
         return str(self.log.head.node)
-
-    @property
-    def spent(self) -> dict[str, float]:
-        """Seconds by category of the ledger."""
-        return self.totals.ledger_total_seconds
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -136,25 +126,9 @@ class Life:
         return self.totals.resumption.resumed_at_optimizer_steps or 0
 
     @property
-    def first_point(self) -> Point:
-        """The totals when the first step began: the first wait and the replay are over."""
-        replay = self.totals.resumption
-        return Point(
-            optimizer_steps=self.offset,
-            steps=replay.replayed_batches,
-            data_wait=self.totals.first_wait_seconds + replay.replay_wait_seconds,
-            compute=max(0.0, replay.replay_seconds - replay.replay_wait_seconds),
-        )
-
-    @property
     def last_point(self) -> Point:
         """The totals at the end of the process."""
-        return Point(
-            optimizer_steps=self.totals.optimizer_steps_total,
-            steps=self.totals.steps_total or 0,
-            data_wait=self.spent.get(DATA_WAIT, 0.0),
-            compute=self.spent.get(COMPUTE, 0.0),
-        )
+        return Point.at(self.totals)
 
 
 def lives_of(processes: Sequence[ProcessLog], now: float) -> list[Life]:
@@ -181,7 +155,7 @@ def _life(log: ProcessLog, now: float) -> Life | None:
     agent = end - totals.wall_seconds if totals.wall_seconds else min(started, end)
     process = unix(log.head.process_started or "")
     before = 0.0 if process is None else max(0.0, started - process)
-    return Life(log, totals, agent - before, agent, end, _how(log, end, now), beat, log.end.replaced)
+    return Life(log, totals, agent - before, agent, end, _how(log, end, now), beat)
 
 
 def _how(log: ProcessLog, end: float, now: float) -> str:
@@ -208,22 +182,21 @@ def log_interval(log: ProcessLog) -> float:
 
 def _chained(lives: Sequence[Life]) -> list[Life]:
     """Mark each life whose process has a later life without a stop of its agent: it has executed another program."""
+    found = sorted(lives, key=lambda life: life.agent)
     newest: dict[tuple[str, int], int] = {}
-    chained = sorted(lives, key=lambda life: life.agent)
-    for index, life in enumerate(chained):
+    for at, life in enumerate(found):
         before = newest.get((life.node, life.log.pid))
-        newest[life.node, life.log.pid] = index
-        if before is None:
-            continue
-        other = chained[before]
-        first, second = (unix(each.log.head.process_started or "") for each in (other, life))
-        if first is None or second is None or abs(first - second) > _SAME_START_SECONDS:
-            continue  # another process with this pid
-        if not other.log.ended:
-            other = chained[before] = replace(other, how=FINISHED, replaced=True)
-        if other.replaced:
-            chained[index] = replace(life, begin=max(life.begin, min(other.end, life.agent)))
-    return chained
+        newest[life.node, life.log.pid] = at
+        if before is not None and _same_process(found[before], life) and not found[before].log.ended:
+            found[before] = replace(found[before], how=FINISHED, replaced=True)
+            found[at] = replace(life, begin=max(life.begin, min(found[before].end, life.agent)))
+    return found
+
+
+def _same_process(one: Life, other: Life) -> bool:
+    """Whether two lives of one pid are of one process. A pid is used again after some time."""
+    first, second = (unix(life.log.head.process_started or "") for life in (one, other))
+    return first is not None and second is not None and abs(first - second) <= _SAME_START_SECONDS
 
 
 # -- an attempt, and how it ended ----------------------------------------------------------------------------------
@@ -458,7 +431,6 @@ class Course:
         axis: unit of the positions: ``optimizer_steps`` or ``steps``.
         rate: number of these units per position: several optimizers each step once.
         replayed: number of batches that were drawn and thrown away.
-        in_replay: whether the attempt ended before its first new step.
     """
 
     attempt: Attempt
@@ -470,7 +442,6 @@ class Course:
     axis: str
     rate: float
     replayed: int
-    in_replay: bool = False
 
     @property
     def lost_steps(self) -> int:
@@ -489,32 +460,29 @@ class Course:
         """Whether the position of the attempt is known, or it has done a step."""
         return self.resumed_from != ASSUMED or self.steps > 0
 
-    def save_at_cut(self, life: Life) -> PhaseLine | None:
-        """The checkpoint of a process at the last position that was kept; None without one."""
-        value = self._cut_value(life)
-        for save in reversed(life.log.saves):
-            if save.loop_seconds is not None and getattr(totals_at(save), self.axis) == value:
-                return save
-        return None
+    def points(self, life: Life) -> tuple[Point, Point, Point]:
+        """The totals of a process when its first new step began, at its last step that was kept, and at its end."""
+        told, last = life.totals.resumption, life.last_point
+        waited = min(life.totals.first_wait_seconds, last.data_wait)
+        if told.replayed_batches is None and self.replayed:  # it ended before its agent could know
+            first = point_at([Point(data_wait=waited), *life.log.progress.points, last], "steps", self.replayed)
+        else:
+            compute = max(0.0, told.replay_seconds - told.replay_wait_seconds)
+            first = Point(steps=self.replayed, data_wait=waited + told.replay_wait_seconds, compute=compute)
+        first = first._replace(optimizer_steps=life.offset)
+        end = Point(*map(max, last, first))
+        return first, self._cut(life, first, end), end
 
-    def cut(self, life: Life, first: Point, end: Point) -> Point:
-        """The totals of a process at its last step that was kept."""
+    def _cut(self, life: Life, first: Point, end: Point) -> Point:
         if self.end <= self.resumed and self.attempt.broke_off:
             return first  # it has not come to the end of a step
         if self.kept >= self.end:
             return end
-        save = self.save_at_cut(life)
-        if save is not None:
-            at = totals_at(save)
-        else:
-            points = [life.first_point, *life.log.progress.points, life.last_point]
-            at = point_at(points, self.axis, self._cut_value(life))
-        return Point(*(min(most, max(each, least)) for each, least, most in zip(at, first, end, strict=True)))
-
-    def _cut_value(self, life: Life) -> float:
-        """The last position that was kept, in the units of the process."""
-        value = max(0.0, (self.kept - self.resumed) * self.rate)
-        return value + (life.offset if self.axis == "optimizer_steps" else life.first_point.steps)
+        value = max(0.0, (self.kept - self.resumed) * self.rate) + getattr(first, self.axis)
+        saves = (Point.at(save) for save in reversed(life.log.saves) if save.loop_seconds is not None)
+        found = next((save for save in saves if getattr(save, self.axis) == value), None)
+        found = found or point_at([first, *life.log.progress.points, end], self.axis, value)
+        return Point(*(min(most, max(each, least)) for each, least, most in zip(found, first, end, strict=True)))
 
 
 def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
@@ -559,33 +527,27 @@ def _course(attempt: Attempt, earlier: Sequence[Course]) -> Course:
     leading = max(attempt.lives, key=lambda life: (life.totals.optimizer_steps_total, -life.rank))
     totals = leading.totals
     done = totals.optimizer_steps_total - leading.offset
-    replayed = totals.resumption.replayed_batches
-    steps = max(0, (totals.steps_total or 0) - replayed)
-    by_optimizer = done > 0
-    rate = float(max(1, totals.resumption.optimizers or 1)) if by_optimizer else 1.0
-    position = done / rate if by_optimizer else float(steps)
+    rate = float(max(1, totals.resumption.optimizers or 1)) if done > 0 else 1.0
     resumed, resumed_from = _resumed(attempt, earlier)
-    drawn = 0 if replayed else _drawn(steps, position if by_optimizer else 0.0, earlier)
-    of_first_step = max([_FIRST_STEP_BATCHES, *(course.per_position for course in earlier)])
-    in_replay = resumed > 0 and drawn > of_first_step
-    if in_replay:
-        replayed += drawn
-    if in_replay or (drawn and not by_optimizer):
-        steps, position = steps - drawn, position if by_optimizer else 0.0
-    per_position = 1.0 if abs(steps - position) <= 2 + _TOLERANCE * position or not position else steps / position
-    end, axis = resumed + position, "optimizer_steps" if by_optimizer else "steps"
-    return Course(attempt, resumed, resumed_from, end, end, per_position, axis, rate, replayed, in_replay)
+    steps = totals.steps_total or 0
+    replayed = totals.resumption.replayed_batches
+    if replayed is None:
+        replayed = _drawn(steps, done / rate, earlier) if resumed > 0 else 0
+    steps = max(0, steps - replayed)
+    position = done / rate if done > 0 else float(steps)
+    same = not position or abs(steps - position) <= 2 + _TOLERANCE * position
+    per_position = 1.0 if same else steps / position
+    end, axis = resumed + position, "optimizer_steps" if done > 0 else "steps"
+    return Course(attempt, resumed, resumed_from, end, end, per_position, axis, rate, replayed)
 
 
 def _drawn(steps: int, position: float, earlier: Sequence[Course]) -> int:
-    """The number of batches that were drawn before the first optimizer step, for a replay or as part of that step.
-
-    With the second optimizer step the replay is known. Before it, the steps of earlier attempts are used.
-    """
+    """How many batches an attempt has thrown away that ended too early to know. The steps of earlier attempts tell."""
     stepped = [c.per_position for c in earlier if c.axis == "optimizer_steps" and c.end > c.resumed]
-    if not stepped or position >= _TELLING_POSITION:
+    if not stepped:
         return 0
-    return max(0, steps - round(position * stepped[-1]))
+    drawn = steps - round(position * stepped[-1])
+    return drawn if drawn > max(_AHEAD, stepped[-1]) else 0
 
 
 def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:
@@ -597,93 +559,3 @@ def _resumed(attempt: Attempt, earlier: Sequence[Course]) -> tuple[float, str]:
         return 0.0, ASSUMED  # it has loaded nothing, or was killed before
     newest = [position for course in earlier if (position := newest_checkpoint(course)) is not None]
     return (newest[-1] if newest else 0.0), ASSUMED
-
-
-# -- the parts of the training loop, without the times without progress --------------------------------------------
-
-BEGINNING: Final = "beginning"
-REPLAYED: Final = "replayed"
-KEPT: Final = "kept"
-LOST_STEPS: Final = "lost"
-
-_PHASES: Final = (EVALUATION, CHECKPOINT)
-
-Part = tuple[str, str]
-"""First: wait for the first batch (`BEGINNING`), replay, kept steps or lost steps. Second: `DATA_WAIT` or `COMPUTE`."""
-
-
-class Stuck(NamedTuple):
-    """A time without progress. ``before``: how many seconds it had lasted when the agent noticed it."""
-
-    stall: StallRecord
-    before: float
-
-    def seconds(self, end: float) -> float:
-        """Length of the time. ``end``: Unix time of the end of the process."""
-        opened, closed = unix(self.stall.opened or ""), end if self.stall.closed is None else unix(self.stall.closed)
-        return 0.0 if opened is None or closed is None else max(0.0, closed - opened) + self.before
-
-
-def stuck_of(log: ProcessLog) -> list[Stuck]:
-    """The times in which a process was stuck, by the lines with which they were noticed."""
-    lines = [line for line in log.stalls if isinstance(line, StallOpenLine) and "stuck_in" in line.evidence]
-    before = {line.opened or line.time: float(line.evidence.get("stuck_for_seconds") or 0.0) for line in lines}
-    return [Stuck(stall, before[stall.opened]) for stall in stalls_of(log) if stall.opened in before]
-
-
-def loop_parts(life: Life, course: Course) -> tuple[dict[Part, float], float]:
-    """The seconds of each part of the training loop without the times it was stuck, and the sum of those times."""
-    first, last = life.first_point, life.last_point
-    end = Point(*map(max, last, first))
-    cut = course.cut(life, first, end)
-    parts = {
-        (KEPT, DATA_WAIT): cut.data_wait - first.data_wait,
-        (KEPT, COMPUTE): cut.compute - first.compute,
-        (LOST_STEPS, DATA_WAIT): end.data_wait - cut.data_wait,
-        (LOST_STEPS, COMPUTE): end.compute - cut.compute,
-        (REPLAYED, DATA_WAIT): life.totals.resumption.replay_wait_seconds,
-        (REPLAYED, COMPUTE): first.compute,
-        (BEGINNING, DATA_WAIT): min(life.totals.first_wait_seconds, last.data_wait),
-    }
-    total = 0.0
-    for stuck in stuck_of(life.log):
-        if stuck.stall.stuck_in in _PHASES:
-            continue
-        left, there = stuck.seconds(life.end), _place(stuck, life, course, cut)
-        # The agent notices late that the run goes on: then the part may be shorter.
-        for part in sorted(parts, key=lambda part: (part[0] != there, part[1] != stuck.stall.stuck_in)):
-            taken = max(0.0, min(left, parts[part]))
-            parts[part] -= taken
-            total += taken
-            left -= taken
-    return parts, total
-
-
-def _place(stuck: Stuck, life: Life, course: Course, cut: Point) -> str:
-    stall, steps = stuck.stall, stuck.stall.first_step or 0
-    if steps == 0 and stall.stuck_in == DATA_WAIT:
-        return BEGINNING
-    if steps < life.totals.resumption.replayed_batches:
-        return REPLAYED
-    if stall.closed is None or steps >= cut.steps:
-        return LOST_STEPS
-    save, opened = course.save_at_cut(life), unix(stall.opened or "")
-    if save is None or opened is None or steps + 1 != save.steps_total:
-        return KEPT
-    saved = unix(save.started)  # both in one step
-    return LOST_STEPS if saved is not None and saved <= opened - stuck.before else KEPT
-
-
-def stuck_in_phases(life: Life) -> dict[str, float]:
-    """Seconds for which a process was stuck in evaluations and in checkpoints."""
-    stuck = dict.fromkeys(_PHASES, 0.0)
-    for each in stuck_of(life.log):
-        if each.stall.stuck_in in stuck:
-            stuck[each.stall.stuck_in] += each.seconds(life.end)
-    return {phase: min(seconds, life.spent.get(phase, 0.0)) for phase, seconds in stuck.items()}
-
-
-def stuck_in_saves(log: ProcessLog) -> float:
-    """Seconds of hangs in checkpoints that have ended. They are not part of the usual cost of a checkpoint."""
-    hangs = [each for each in stuck_of(log) if each.stall.stuck_in == CHECKPOINT and each.stall.closed]
-    return min(log.save_seconds, sum(each.seconds(0.0) for each in hangs))

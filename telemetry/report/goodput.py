@@ -11,7 +11,6 @@ from msgspec.structs import asdict
 from telemetry.records import (
     CATEGORIES,
     CHECKPOINT,
-    COMPUTE,
     DATA_WAIT,
     DOWN,
     EVALUATION,
@@ -26,19 +25,12 @@ from telemetry.records import (
 )
 from telemetry.report.attempts import (
     ASSUMED,
-    BEGINNING,
     FINISHED,
-    KEPT,
-    LOST_STEPS,
-    REPLAYED,
     RUNNING,
     Course,
     attempts_of,
     courses_of,
     lives_of,
-    loop_parts,
-    stuck_in_phases,
-    stuck_in_saves,
 )
 from telemetry.report.contract import Books, CheckpointInterval, Cost, Job, JobAttempt, Throughput
 from telemetry.report.process_log import lost_by_cause
@@ -177,24 +169,25 @@ def goodput_of(processes: Sequence[ProcessLog], now: float) -> Goodput:
 
 def _of_life(life: Life, course: Course, length: float) -> dict[str, float]:
     """The seconds of one process by category. Their sum is the length of its attempt."""
-    spent = dict.fromkeys(CATEGORIES, 0.0) | life.spent
-    restore = life.totals.resumption.restore_seconds
+    totals = life.totals
+    spent, stuck = dict.fromkeys(CATEGORIES, 0.0) | totals.ledger_total_seconds, totals.stuck_total_seconds
+    restore = totals.resumption.restore_seconds
     if course.attempt.number == 0 and not course.resumed:
         restore = 0.0  # the first attempt of a run loads a model, but no checkpoint of this run
-    parts, stuck = loop_parts(life, course)
-    stuck_phases = stuck_in_phases(life)
-    redone = parts[LOST_STEPS, DATA_WAIT] + parts[LOST_STEPS, COMPUTE]
-    begun = life.begin - course.attempt.begin + (life.agent - life.begin) + parts[BEGINNING, DATA_WAIT]
+    first, cut, end = course.points(life)
+    kept, lost = cut.since(first), end.since(cut)
+    first_wait = min(totals.first_wait_seconds, spent[DATA_WAIT])
+    begun = life.agent - course.attempt.begin + max(0.0, first_wait - stuck.get(STARTUP, 0.0))
     seconds = {
-        PRODUCTIVE: parts[KEPT, COMPUTE],
-        REDONE: 0.0 if course.in_replay else redone,
+        PRODUCTIVE: kept.computing,
+        REDONE: lost.computing + lost.waiting,
         RESTORE: min(restore, spent[STARTUP]),
-        REPLAY: parts[REPLAYED, DATA_WAIT] + parts[REPLAYED, COMPUTE] + (redone if course.in_replay else 0.0),
+        REPLAY: max(0.0, first.loop_seconds - first_wait - stuck.get(REPLAY, 0.0)),
         STARTUP: begun + max(0.0, spent[STARTUP] - restore),
-        DATA_WAIT: parts[KEPT, DATA_WAIT],
-        EVALUATION: spent[EVALUATION] - stuck_phases[EVALUATION],
-        CHECKPOINT: spent[CHECKPOINT] - stuck_phases[CHECKPOINT],
-        STUCK: stuck + sum(stuck_phases.values()),
+        DATA_WAIT: kept.waiting,
+        EVALUATION: max(0.0, spent[EVALUATION] - stuck.get(EVALUATION, 0.0)),
+        CHECKPOINT: max(0.0, spent[CHECKPOINT] - stuck.get(CHECKPOINT, 0.0)),
+        STUCK: sum(stuck.values()),
         OTHER: spent[OTHER],
     }
     # A rank that has ended waits for the others to end. It is down, unless its work was done.
@@ -210,7 +203,7 @@ def _experience(courses: Sequence[Course], seconds: dict[str, float]) -> Experie
     by_rank: dict[int, tuple[int, float]] = {}
     for log in (life.log for course in courses for life in course.attempt.lives):
         number, spent = by_rank.get(log.rank, (0, 0.0))
-        by_rank[log.rank] = number + log.saves_total, spent + log.save_seconds - stuck_in_saves(log)
+        by_rank[log.rank] = number + log.saves_total, spent + log.save_seconds
     number, spent = max(by_rank.values(), default=(0, 0.0))
     return Experience(
         failures=sum(course.attempt.broke_off for course in courses),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -34,7 +35,7 @@ from telemetry.log_lines import (
     TotalsLine,
     WindowLine,
 )
-from telemetry.records import COMPUTE, DATA_WAIT, FindingKind, HotLine, StallRecord
+from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, FindingKind, HotLine, StallRecord
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -80,11 +81,42 @@ class Point(NamedTuple):
     thread_delay: float = math.nan
     worker: float = 0.0
     worker_delay: float = 0.0
+    stuck_wait: float = 0.0
+    stuck_compute: float = 0.0
+
+    @classmethod
+    def at(cls, line: TotalsLine | PhaseLine, before: Point | None = None) -> Point:
+        """The totals at a line. ``before``: has those that the line lacks."""
+        if isinstance(line, PhaseLine):
+            figures = line.loop_seconds or {}
+        else:
+            figures = line.ledger_total_seconds | (line.cpu_total_seconds or {}) | {"wall_seconds": line.wall_seconds}
+        return (before or cls())._replace(
+            steps=line.steps_total or 0,
+            optimizer_steps=line.optimizer_steps_total or 0,
+            stuck_wait=line.stuck_total_seconds.get(DATA_WAIT, 0.0),
+            stuck_compute=line.stuck_total_seconds.get(COMPUTE, 0.0),
+            **{name: value for name, value in figures.items() if name in cls._fields},
+        )
 
     @property
     def loop_seconds(self) -> float:
         """Seconds in the training loop."""
         return self.data_wait + self.compute
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of data wait in which the process was not stuck."""
+        return max(0.0, self.data_wait - self.stuck_wait)
+
+    @property
+    def computing(self) -> float:
+        """Seconds of compute in which the process was not stuck."""
+        return max(0.0, self.compute - self.stuck_compute)
+
+    def since(self, before: Point) -> Point:
+        """What was added since earlier totals."""
+        return Point(*map(operator.sub, self, before))
 
 
 _WIDTH: Final = len(Point._fields)
@@ -117,13 +149,7 @@ class Progress:
         if self._seen % self._every:
             return
         before = Point(*self._values[-_WIDTH:])
-        figures = totals.ledger_total_seconds | (totals.cpu_total_seconds or {})
-        point = before._replace(
-            wall_seconds=totals.wall_seconds,
-            steps=totals.steps_total or 0,
-            optimizer_steps=totals.optimizer_steps_total,
-            **{name: value for name, value in figures.items() if name in Point._fields},
-        )
+        point = Point.at(totals, before)
         if any(new < old for new, old in zip(point, before, strict=True)):
             return
         self._values.extend(point)
@@ -135,13 +161,6 @@ class Progress:
     def points(self) -> list[Point]:
         """The totals, the oldest first."""
         return [Point(*self._values[at : at + _WIDTH]) for at in range(0, len(self._values), _WIDTH)]
-
-
-def totals_at(save: PhaseLine) -> Point:
-    """The totals of a process at a checkpoint. The others, which its line lacks, are 0."""
-    wait, compute = ((save.loop_seconds or {}).get(name, 0.0) for name in (DATA_WAIT, COMPUTE))
-    steps, optimizer_steps = save.steps_total or 0, save.optimizer_steps_total or 0
-    return Point(0.0, steps, optimizer_steps, data_wait=wait, compute=compute)
 
 
 # -- one process ---------------------------------------------------------------------------------------------------
@@ -166,7 +185,8 @@ class ProcessLog:
         ended: whether there is a ``run_end``: the process ended by itself. ``end``: that line.
         step, wait: durations of steps and of data waits over the whole run, even if old files were rotated away.
         beat: its heartbeat; None without one, as after an end by itself.
-        saves: newest checkpoints. ``saves_total``, ``save_seconds``: number and time of all that stopped the training.
+        saves: newest checkpoints. ``saves_total``, ``save_seconds``: number and time of all that stopped the training,
+            without the times in which they were stuck.
         progress: totals at the windows.
         oom_readings: first and last time of each value of the OOM killer's counter in the cgroup of the process.
         stalls, hangs, changes, snapshots, gpu_errors, errors: lines of these events, the oldest first.
@@ -197,6 +217,7 @@ class ProcessLog:
     saves: deque[PhaseLine] = field(default_factory=lambda: deque(maxlen=_MAX_SAVES))
     saves_total: int = 0
     save_seconds: float = 0.0
+    _stuck_in_saves: float = 0.0
     progress: Progress = field(default_factory=Progress)
     oom_readings: dict[int, tuple[str, str]] = field(default_factory=dict)
     environment: dict[str, Scalar] = field(default_factory=dict)
@@ -284,8 +305,9 @@ class ProcessLog:
         if line.complete is None or line.optimizer_steps_total is None:
             return  # no checkpoint
         if line.loop_seconds is not None:  # it has stopped the training
+            stuck, self._stuck_in_saves = self._stuck_in_saves, line.stuck_total_seconds.get(CHECKPOINT, 0.0)
             self.saves_total += 1
-            self.save_seconds += line.seconds
+            self.save_seconds += max(0.0, line.seconds - (self._stuck_in_saves - stuck))
         self.saves.append(line)
 
 
