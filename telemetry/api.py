@@ -6,18 +6,19 @@ While no agent runs, every call is allowed and does nothing. So a script can kee
 
 from __future__ import annotations
 
-import importlib
 import numbers
 import operator
 import os
+import sys
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from telemetry import config as settings_module
 from telemetry.hooks.patching import WeakMap
+from telemetry.util import imports, threads
 from telemetry.util.clock import now_ns
-from telemetry.util.errors import let_pass
+from telemetry.util.errors import let_pass, say
+from telemetry.util.processes import disabled, is_loader_worker, runs_without_gil
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _agent: Agent | None = None
+_agent_class: Any = None  # these two are imported by `load`
+_config: Any = None
 _agents: WeakMap[None] = WeakMap()  # stopped ones too: a hook may have to outlive its agent
 _starting = threading.Lock()
 _fork_handler_registered = False
@@ -65,10 +68,11 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         SettingError: a setting has a value that is not allowed. Nothing was started.
     """
     global _agent  # noqa: PLW0603 - one agent a process is the contract
-    from telemetry.util.errors import say
-    from telemetry.util.processes import is_loader_worker, runs_without_gil
-
-    if settings_module.disabled() or is_loader_worker():
+    if disabled() or is_loader_worker():
+        return InactiveAgent()
+    if runs_without_gil():  # nothing of ours is loaded yet: a package might turn the GIL on for the whole training
+        why = "Python's GIL is off, and the agent relies on it (PYTHON_GIL=1 turns it on)"
+        say(f"telemetry: cannot start: {why}; the run goes on without it")
         return InactiveAgent()
     _register_fork_handler()
     with _starting:
@@ -76,29 +80,55 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             return _agent
         if run_dir is not None:
             settings["run_dir"] = run_dir
-        config = settings_module.Config.load(settings)
-        if runs_without_gil():  # nothing of ours is loaded yet: a package might turn the GIL on for the whole training
-            why = "Python's GIL is off, and the agent relies on it (PYTHON_GIL=1 turns it on)"
-            say(f"telemetry: cannot start: {why}; the run goes on without it")
-            return InactiveAgent()
         try:
-            from telemetry.agent.agent import Agent
-            from telemetry.util import threads
-
-            importlib.import_module("telemetry.hooks.watch")  # now: later there may be no descriptor to load it with
-            agent = _agent = Agent(config)  # set before it starts: a child may be forked at any moment
+            if _config is None:
+                load(*sys.path[:1], os.curdir)
+        except Exception as error:
+            return _not_started(error)
+        config = _config.Config.load(settings)
+        try:
+            agent: Agent = _agent_class(config)
+            _agent = agent  # set before it starts: a child may be forked at any moment
             _agents[agent] = None
-            for variable, close in settings_module.unknown_variables().items():
+            for variable, close in _config.unknown_variables().items():
                 hint = f"; did you mean {close}?" if close else ""
                 agent.errors.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
             threads.begin()
             agent.start()
         except Exception as error:
             stop()
-            let_pass(error)
-            say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
-            return InactiveAgent()
+            return _not_started(error)
         return agent
+
+
+def _not_started(error: Exception) -> InactiveAgent:
+    let_pass(error)
+    say(f"telemetry: cannot start ({type(error).__name__}: {error}); the run goes on without it")
+    return InactiveAgent()
+
+
+def load(*project: str) -> None:
+    """Import all that an agent can ever need, whatever modules the project has in these folders. See `imports`.
+
+    Raises:
+        ImportError: a package is missing.
+    """
+    global _agent_class, _config
+    imports.begin(*project)
+    try:
+        from telemetry import config
+        from telemetry.agent.agent import Agent
+        from telemetry.hooks import watch  # noqa: F401
+    finally:
+        imports.end()
+    _agent_class, _config = Agent, config
+
+
+def prepare(*project: str) -> None:
+    """`load`, if an agent may run in this process, for ``telemetry run``. If it fails, `start` says why."""
+    if not disabled() and not runs_without_gil():
+        with suppress(Exception):
+            load(*project)
 
 
 def stop() -> None:
@@ -107,8 +137,6 @@ def stop() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         agent.stop()
-        from telemetry.util import threads
-
         threads.end()
 
 
@@ -327,8 +355,6 @@ def _is_timed_already(agent: Agent, iterable: object) -> bool:
 def _register_fork_handler() -> None:
     global _fork_handler_registered  # noqa: PLW0603
     if not _fork_handler_registered:
-        from telemetry.util import threads
-
         os.register_at_fork(after_in_child=_after_fork_in_child)
         threads.register()
         _fork_handler_registered = True

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry import api, launch
 from telemetry._version import __version__
-from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingDoc, SettingError, closest, disabled, setting_docs
+from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingError, closest, settings
+from telemetry.util.processes import disabled
 from telemetry.util.text import complain, show, warn
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _no_option(given: str) -> str:
     """The error text for an argument that no command accepts."""
-    close = closest(given.partition("=")[0], [doc.option for doc in setting_docs()]) if given[:1] == "-" else None
+    close = closest(given.partition("=")[0], [setting.option for setting in settings()]) if given[:1] == "-" else None
     hint = f"; did you mean {close}?" if close else ""
     return f"there is no {'option' if given[:1] == '-' else 'argument'} {given}{hint}"
 
@@ -123,11 +124,11 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "(--host: TELEMETRY_HOST). TELEMETRY_DISABLED=1 turns everything off.",
     )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the dotted name of a module")
-    groups = {name: run.add_argument_group(name, purpose) for name, purpose in GROUPS.items()}
-    for doc in setting_docs():
-        groups[doc.group].add_argument(
-            doc.option, dest=f"setting_{doc.name}", metavar=_placeholder(doc), help=_help_text(doc).replace("%", "%%")
-        )
+    groups = {name: run.add_argument_group(name, purpose) for name, (_, purpose) in GROUPS.items()}
+    for setting in settings():
+        text = f"{setting.help} ({setting.values.allowed}; default: {setting.default_text})"
+        metavar = setting.name.rpartition("_")[2].upper()
+        groups[setting.group].add_argument(setting.option, dest=f"setting_{setting.name}", metavar=metavar, help=text)
     run.add_argument("target", metavar="SCRIPT", help="the training script")
     rest = run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
     rest.required = False  # else argparse names it with what is missing
@@ -225,16 +226,6 @@ def _size(text: str) -> int:
     return int(_number(1)(str(factor * float(text[:-1] if factor > 1 else text))))
 
 
-def _placeholder(doc: SettingDoc) -> str:
-    """The placeholder for a value in --help: its unit, else its type."""
-    return (doc.unit or doc.type).upper() if "|" not in doc.type else doc.type.replace(" ", "")
-
-
-def _help_text(doc: SettingDoc) -> str:
-    allowed = f"{doc.allowed}; " if doc.allowed else ""
-    return f"{doc.help} ({allowed}default: {doc.default})"
-
-
 def _run(options: argparse.Namespace) -> int:
     settings = {
         name.removeprefix("setting_"): value
@@ -243,6 +234,7 @@ def _run(options: argparse.Namespace) -> int:
     }
     try:
         Config.load(settings) if not disabled() else None
+        api.prepare(launch.folder(options.target, module=options.module))
         program = launch.find(options.target, module=options.module)
     except (SettingError, launch.LaunchError) as error:
         return _usage_error(str(error))

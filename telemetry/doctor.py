@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry._version import __version__
-from telemetry.config import DISABLED_VARIABLE, ENV_PREFIX, Config, SettingError, disabled, unknown_variables
-from telemetry.util.processes import runs_without_gil
+from telemetry.config import ENV_PREFIX, Config, SettingError, unknown_variables
+from telemetry.util.processes import DISABLED_VARIABLE, disabled, runs_without_gil
 from telemetry.util.text import binary_size, ranges, show
 
 if TYPE_CHECKING:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.util import imports
+
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
@@ -37,27 +39,43 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled program. ``path0`` is None if Python was told to leave ``sys.path`` alone."""
+    """A compiled program."""
 
     code: CodeType
     argv0: str
     file: str
-    path0: str | None
     loader: Any
     spec: ModuleSpec | None
 
 
+def folder(target: str, *, module: bool) -> str:
+    """The folder that Python would put first in ``sys.path`` for a script or a module; empty for none."""
+    return (_working_folder() or "") if module else _folder_of(Path(target))
+
+
 def find(target: str, *, module: bool) -> Program:
-    """Find and compile a script, or with ``module`` a module by its dotted name.
+    """Find and compile a script, or with ``module`` a module by its dotted name. Later imports are the program's.
 
     Raises:
         LaunchError: it is missing, or cannot be read.
         SyntaxError: it cannot be compiled; the error has file and line, like Python's own.
     """
-    main = sys.modules.get("__main__")
-    if _working_folder() is None and getattr(main, "__spec__", None) is not None and not _safe_path():
-        sys.path.insert(0, "")  # -m without a working folder: telemetry has no entry that the program's could replace
-    return _find_module(target) if module else _find_script(target)
+    imports.end()
+    if not module:
+        program = _compiled(target)
+        _enter(_folder_of(Path(target)))
+        return program
+    _enter(_working_folder())
+    return _find_module(target)
+
+
+def _enter(folder: str | None) -> None:
+    """Put the program's folder into the place of telemetry's own in ``sys.path``; None for none."""
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # -P, -I: Python has put no folder there, and must not
+        with_m = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
+        own = 0 if with_m and _working_folder() is None else 1  # then Python has put none there
+        sys.path[:own] = [] if folder is None else [folder]
+    imports.step_aside("telemetry")
 
 
 def run(program: Program, arguments: list[str]) -> None:
@@ -75,8 +93,6 @@ def run(program: Program, arguments: list[str]) -> None:
     if "__mp_main__" in sys.modules:  # multiprocessing's second name for it, under which spawned workers send objects
         sys.modules["__mp_main__"] = main
     sys.argv = [program.argv0, *arguments]
-    if program.path0 is not None:
-        sys.path[0] = program.path0
     try:
         exec(program.code, vars(main))  # noqa: S102 - this is what the command is for
     except SystemExit:
@@ -86,7 +102,7 @@ def run(program: Program, arguments: list[str]) -> None:
         raise
 
 
-def _find_script(target: str) -> Program:
+def _compiled(target: str) -> Program:
     path = Path(target)
     if re.fullmatch(r"python[\d.]*", path.name):
         raise LaunchError(f"{target} is the interpreter, not a script: leave it out")
@@ -102,16 +118,10 @@ def _find_script(target: str) -> Program:
         code = compile(source, full, "exec", dont_inherit=True)
     except ValueError as error:
         raise LaunchError(f"{target} is not a Python script: {error}") from None
-    path0 = None if _safe_path() else _folder_of(path)
-    return Program(code, target, full, path0, SourceFileLoader("__main__", full), None)
+    return Program(code, target, full, SourceFileLoader("__main__", full), None)
 
 
 def _find_module(target: str) -> Program:
-    path0 = None if _safe_path() else _working_folder()
-    if path0 is not None:
-        sys.path[0] = path0
-    elif not _safe_path():
-        del sys.path[0]  # it is telemetry's own: a module gets no entry if there is no working folder
     try:
         spec = importlib.util.find_spec(target)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -123,7 +133,7 @@ def _find_module(target: str) -> Program:
     if spec is None or code is None:
         raise LaunchError(f"there is no module {target} that can be run")
     file = spec.origin or target
-    return Program(code, file, file, path0, loader, spec)
+    return Program(code, file, file, loader, spec)
 
 
 def _instead_of(name: str) -> str:
@@ -152,11 +162,6 @@ def _folder_of(path: Path) -> str:
         return str(path.resolve().parent)
     except OSError:  # a relative path, and no working folder
         return str(path.parent)
-
-
-def _safe_path() -> bool:
-    """Whether Python does not put the program's folder in front of ``sys.path`` (-P, -I, from Python 3.11 on)."""
-    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
 def _hide_our_frames() -> None:

@@ -651,12 +651,15 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
         return structs.replace(totals, time=iso_time(self.unix_seconds), **newer)
 
 
+_decode_heartbeat: Final = msgspec.json.Decoder(Heartbeat).decode
+
+
 def read_heartbeat(folder: Path, life: str | None) -> Heartbeat | None:
     """The heartbeat of a process, from the folder ``attempts`` of its run; None without one that makes sense."""
     if not life or not life.isalnum():
         return None
     try:
-        found = msgspec.json.decode(read_small(folder / f"{life}.beat"), type=Heartbeat)
+        found = _decode_heartbeat(read_small(folder / f"{life}.beat"))
     except (OSError, ValueError, RecursionError):
         return None
     return found if found.life == life else None

@@ -12,6 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "telemetry"
 FILES = sorted(PACKAGE.rglob("*.py"))
+COMMANDS = {"snapshot/command.py"}
 OFFLINE = {"cli", "compare", "demo", "doctor", "launch", "report", "top", "trace", "tune"}
 
 TRAIN = """
@@ -87,6 +88,23 @@ def test_no_file_imports_itself_through_others():
 
     for module in graph:
         visit(module, ())
+
+
+OTHERS = {"torch", "tensorboard"}
+BEFORE_THE_SCRIPT = {"__init__.py", "api.py", "util/imports.py"}
+
+
+def test_where_training_runs_nothing_is_imported_or_found_by_its_name_in_a_function():
+    """By then a project's module may have that name. msgspec looks up a record's annotations in the module of its name."""
+    for path in where_training_runs():
+        name = str(path.relative_to(PACKAGE))
+        functions = [node for node in nodes(path) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+        for node in (inner for function in functions for inner in ast.walk(function)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and name not in BEFORE_THE_SCRIPT | COMMANDS:
+                modules = [node.module] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+                assert {module.split(".")[0] for module in modules} <= OTHERS, (name, ast.unparse(node))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
+                assert "type" not in {key.arg for key in node.keywords}, (name, ast.unparse(node))
 
 
 def where_training_runs() -> list[Path]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.config import GROUPS, Config, SettingError, disabled, setting_docs, unknown_variables
+from telemetry.config import GROUPS, Config, SettingError, settings, unknown_variables
+from telemetry.util.processes import disabled
 
 CONTRACT = {
     "interval_seconds": 1.0, "log_interval_seconds": 10.0, "port": 9464, "host": "127.0.0.1", "stall_enter_ratio": 0.2,
@@ -34,17 +35,19 @@ BAD = [
     ("interval_seconds", 0, "from 0.1 to 3600"),
     ("interval_seconds", float("nan"), "from 0.1 to 3600"),
     ("interval_seconds", True, "from 0.1 to 3600"),
+    ("interval_seconds", 10**400, "from 0.1 to 3600"),
     ("port", 70000, "a port from 1 to 65535, 0 for any free port, or off"),
     ("port", 9464.5, "a port"),
     ("host", "a b", "the address to listen on"),
     ("run", "  ", "not empty"),
     ("run_dir", "a\0b", "the path of a folder"),
-    ("stuck_seconds", "never", "auto, or a number from 1 to 604800"),
+    ("stuck_seconds", "never", "a number from 1 to 604800, or auto"),
     ("gpu_events", "maybe", "auto | on | off"),
-    ("patch", "perhaps", "true or false"),
+    ("patch", "perhaps", "on | off"),
     ("max_snapshots", 1.5, "a whole number from 0 to 10000"),
-    ("step_buckets", "3,2,1", "increasing numbers"),
     ("step_buckets", [], "increasing numbers"),
+    ("step_buckets", "0,1", "increasing numbers"),
+    ("sinks", "wandb,neptune", "a list of tensorboard, wandb, mlflow; or none"),
 ]
 
 
@@ -65,6 +68,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(name, value, allowed):
         ({}, {"TELEMETRY_PORT": "x"}, r"port \(from TELEMETRY_PORT\) = 'x'"),
         ({"interval_second": 1}, {}, "did you mean interval_seconds"),
         ({"interval_seconds": 31}, {}, r"at most stall_window_seconds \(30\)"),
+        ({"step_buckets": "3,2,1"}, {}, r"step_buckets = \(3.0, 2.0, 1.0\): allowed is numbers that increase"),
         ({"stall_enter_ratio": 0.1, "stall_exit_ratio": 0.1}, {}, r"less than stall_enter_ratio \(0.1\)"),
     ],
 )
@@ -73,11 +77,31 @@ def test_what_does_not_go_together_is_named(settings, environ, said):
         Config.load(settings, environ)
 
 
-def test_paths_and_switches():
-    config = Config.load({"run_dir": "~/x", "start_line": "off", "step_buckets": "0.1, 1"}, {})
-    assert config.run_dir == Path("~/x").expanduser()
-    assert config.start_line is False
-    assert config.step_buckets == (0.1, 1.0)
+READ = [
+    ("run_dir", "~/x", Path("~/x").expanduser()),
+    ("run_dir", Path("~/x"), Path("~/x").expanduser()),
+    ("start_line", "off", False),
+    ("start_line", 1, True),
+    ("step_buckets", "0.1, 1", (0.1, 1.0)),
+    ("step_buckets", [1, 2], (1.0, 2.0)),
+    ("interval_seconds", " 5 ", 5.0),
+    ("snapshot_steps", "7", 7),
+    ("stuck_seconds", "AUTO", None),
+    ("stuck_seconds", None, None),
+    ("gpu_hour_price", "none", None),
+    ("gpu_events", True, "on"),
+    ("sink_ranks", 0, "0"),
+    ("sinks", "WandB, mlflow, wandb", ("wandb", "mlflow")),
+    ("sinks", "none", ()),
+    ("sinks", None, ()),
+    ("port", False, None),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "read"), READ, ids=repr)
+def test_a_value_is_read_as_people_write_it(name, value, read):
+    found = getattr(Config.load({name: value}, {}), name)
+    assert (found, type(found)) == (read, type(read))
 
 
 @pytest.mark.parametrize(("value", "off"), [("1", True), ("true", True), ("0", False), ("", False), ("no", False)])
@@ -102,15 +126,18 @@ def test_an_unknown_variable_comes_with_the_closest_setting(name, closest):
 
 
 def test_every_setting_is_documented_with_unit_range_and_default():
-    docs = {doc.name: doc for doc in setting_docs()}
-    assert set(docs) == set(Config.load({}, {}).as_log_fields())
-    assert list(dict.fromkeys(doc.group for doc in docs.values())) == list(GROUPS)
-    for doc in docs.values():
-        assert doc.help.endswith("."), doc.name
-        assert doc.default, doc.name
-        assert doc.unit or not doc.name.endswith(("_seconds", "_bytes", "_ratio")), doc.name
-    interval = docs["interval_seconds"]
+    known = {setting.name: setting for setting in settings()}
+    assert list(known) == list(Config.load({}, {}).as_log_fields())
+    assert list(dict.fromkeys(setting.group for setting in known.values())) == list(GROUPS)
+    for setting in known.values():
+        assert setting.help.endswith("."), setting.name
+        assert setting.default_text, setting.name
+        assert setting.parsed(setting.default, "") == setting.default, "the default is allowed"
+    interval = known["interval_seconds"]
     assert (interval.option, interval.variable) == ("--interval-seconds", "TELEMETRY_INTERVAL_SECONDS")
-    assert (interval.unit, interval.allowed, interval.default) == ("seconds", "from 0.1 to 3600", "1")
-    assert docs["snapshot_disk_bytes"].default == "1073741824 (1024 MiB)"
-    assert (docs["patch"].default, docs["stuck_seconds"].default) == ("on", "auto")
+    assert (interval.unit, interval.values.allowed, interval.default_text) == (
+        "seconds", "a number from 0.1 to 3600", "1",
+    )  # fmt: skip
+    texts = [known[name].default_text for name in ("snapshot_disk_bytes", "patch", "stuck_seconds")]
+    assert texts == ["1073741824 (1024 MiB)", "on", "auto"]
+    assert known["log_max_files"].values.allowed == "a whole number from 1 to 1000"

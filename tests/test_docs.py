@@ -131,8 +131,8 @@ def test_a_name_in_the_log_means_one_figure_and_is_that_of_its_metric():
     for fields in (tool.EVIDENCE, tool.STALL, tool.WORKERS):
         for name, meaning in fields.items():
             assert meanings.setdefault(name, meaning) == meaning, name
-    thresholds, settings = ({field.name for field in dataclasses.fields(kind)} for kind in (Thresholds, Config))
-    assert (meanings.keys() | thresholds) & settings == set()
+    thresholds = {field.name for field in dataclasses.fields(Thresholds)}
+    assert (meanings.keys() | thresholds) & {*Config.__struct_fields__} == set()
     metrics = {row[0] for row in table(text_of(DOCS / "METRICS.md"), "## The DataLoader and its workers")}
     waits = {name.removeprefix("training_loader_") for name in metrics if name.endswith("_seconds_total")}
     assert len(waits) == 3

@@ -260,33 +260,6 @@ assert len(os.listdir(os.environ["PROMETHEUS_MULTIPROC_DIR"])) == 1, "of the scr
     subprocess.run([sys.executable, "-c", script, first], env=env, check=True, timeout=60)
 
 
-def test_a_process_forked_during_the_import_can_import_the_library(tmp_path):
-    """Without a wait, the child would have the lock of a module that nobody is going to release there."""
-    script = """
-import os, sys, threading, time
-from telemetry.util.threads import OwnThread
-from tests.full_views import full_view, page
-began = threading.Event()
-class Slow:
-    def find_spec(self, name, path, target=None):
-        if name == "prometheus_client.registry":
-            began.set()
-            time.sleep(0.3)
-sys.meta_path.insert(0, Slow())
-thread = OwnThread(lambda: page(full_view()), name="telemetry-scrape")
-thread.start()
-began.wait()
-pid = os.fork()
-if not pid:
-    import prometheus_client
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-thread.join()
-"""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=30)
-
-
 # -- the table and the document ------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from fakes.nvml import Gpu, Mig, State
 import telemetry
 from telemetry.records import THROTTLE_REASONS, GpuError, GpuSample
 from telemetry.report.logs import load
+from telemetry.sources import nvml
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import GpuSource
 from telemetry.sources.nvml import THROTTLE_BITS, Nvml
@@ -732,7 +733,7 @@ def test_no_driver_leaves_no_thread_and_one_installed_later_is_found(state):
 
 
 def test_the_binding_may_be_missing(state, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(nvml, "pynvml", None)
     with source(state) as made:
         until(lambda: not nvml_threads())
         assert "nvidia-ml-py is not installed" in outcome(made)
@@ -752,8 +753,3 @@ def test_only_its_own_thread_calls_nvml_and_leaves_nothing_behind(state):
     assert outcome(made) == "the NVML source is closed"
     assert (state.gpm_allocated, dict(state.gpm_buffers), state.initialised) == (2, {}, 0)
     assert state.callers == {"telemetry-nvml"}
-
-
-def test_importing_the_module_does_not_import_the_binding():
-    code = "import sys, telemetry.sources.nvml; raise SystemExit('pynvml' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

@@ -26,16 +26,17 @@ from tests.running_agent import log_lines, wait_for
 # -- the machine -------------------------------------------------------------------------------------
 
 
-def times(user: float, idle: float, iowait: float) -> SimpleNamespace:
-    return SimpleNamespace(user=user, nice=1.0, system=20.0, idle=idle, iowait=iowait, irq=6.0, softirq=7.0, steal=3.0)
-
-
-def test_the_use_of_the_cores_between_two_readings(monkeypatch):
-    monkeypatch.setattr(psutil, "cpu_times", lambda: times(user=100.0, idle=400.0, iowait=50.0))
-    source = HostSource()
-    assert source.read().cpu_ratio is None
-    monkeypatch.setattr(psutil, "cpu_times", lambda: times(user=130.0, idle=400.0, iowait=120.0))
+def test_the_use_of_the_cores_between_two_readings_and_of_the_memory(tmp_path):
+    """An idle core that waits for storage is not busy. The time of guests is in that of users."""
+    (tmp_path / "meminfo").write_text("MemTotal: 16000 kB\nMemFree: 5 kB\nMemAvailable: 6000 kB\n")
+    (tmp_path / "stat").write_text("cpu  100 1 20 400 50 6 7 3 40 0\ncpu0 100 1 20 400 50 6 7 3 40 0\n")
+    source = HostSource(tmp_path)
+    sample = source.read()
+    assert (sample.cpu_ratio, sample.memory_used_bytes, sample.memory_total_bytes) == (None, 10240000, 16384000)
+    (tmp_path / "stat").write_text("cpu  130 1 20 400 120 6 7 3 70 0\n")
     assert source.read().cpu_ratio == pytest.approx(30 / 100)
+    sample = HostSource().read()
+    assert (sample.cpu_count, sample.memory_total_bytes) == (psutil.cpu_count(), psutil.virtual_memory().total)
 
 
 # -- cgroups, as the kernel has them -----------------------------------------------------------------------------------

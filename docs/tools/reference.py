@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct, structs
 
 from telemetry.agent.collectors import mean_of
-from telemetry.config import GROUPS, setting_docs
+from telemetry.config import GROUPS, settings
 from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.diagnosis.findings import FINDINGS
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
@@ -26,7 +26,7 @@ from telemetry.sinks.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.config import SettingDoc
+    from telemetry.config import Setting
     from telemetry.node.metrics import Metric, MetricGroup
 
 DOCS: Final = Path(__file__).resolve().parents[1]
@@ -99,18 +99,16 @@ def _names(names: Iterable[str]) -> str:
 
 def settings_part() -> str:
     """One table for each group of settings."""
-    docs = setting_docs()
     head = ("Setting", "Default", "Allowed", "Meaning")
     return "\n".join(
-        f"## {group.capitalize()}\n\n{table(head, (_setting(doc) for doc in docs if doc.group == group))}"
+        f"## {group.capitalize()}\n\n{table(head, (_setting(each) for each in settings() if each.group == group))}"
         for group in GROUPS
     )
 
 
-def _setting(doc: SettingDoc) -> tuple[str, ...]:
-    allowed = doc.allowed if doc.type in doc.allowed else ", ".join(filter(None, (doc.type, doc.allowed)))
-    unit = f" {doc.unit}" if doc.unit and doc.default[:1].isdigit() else ""
-    return f"`{doc.name}`", f"{doc.default}{unit}", allowed, doc.help
+def _setting(setting: Setting) -> tuple[str, ...]:
+    unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
+    return f"`{setting.name}`", f"{setting.default_text}{unit}", setting.values.allowed, setting.help
 
 
 # -- integrations.md -------------------------------------------------------------------------------------------------

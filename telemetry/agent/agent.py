@@ -25,6 +25,7 @@ from telemetry.agent.snapshots import SnapshotControl
 from telemetry.agent.stalls import StallMonitor
 from telemetry.agent.ticks import BetweenTicks, TickPace
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
+from telemetry.agent.trial import TrialRun
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.diagnosis.memory import MemoryWatch
 from telemetry.hooks.attachment import Attachment
@@ -48,7 +49,6 @@ from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
     from telemetry.agent.stuck import StuckRank
-    from telemetry.agent.trial import TrialRun
     from telemetry.config import Config
     from telemetry.diagnosis.findings import Finding
     from telemetry.records import RankPace
@@ -191,8 +191,6 @@ class Agent:
         """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
         self.running = True
         if TRIAL_VARIABLE in os.environ:
-            from telemetry.agent.trial import TrialRun
-
             self.trial = TrialRun(os.environ[TRIAL_VARIABLE], self.identity, self.tracker, self.errors)
         with self.errors.contained("descriptors"):
             self._streams.keep()

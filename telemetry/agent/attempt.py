@@ -692,10 +692,13 @@ class RunState(msgspec.Struct, frozen=True):
         )
 
 
+_decode_state: Final = msgspec.json.Decoder(RunState).decode
+
+
 def read_run_state(path: Path) -> RunState | None:
     """Read the file of a rank; None if it cannot be read or makes no sense."""
     try:
-        return msgspec.json.decode(read_small(path), type=RunState)
+        return _decode_state(read_small(path))
     except (OSError, ValueError, RecursionError):
         return None
 

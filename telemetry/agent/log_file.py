@@ -5,20 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
-import threading
 from contextlib import suppress
-from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from telemetry.util.files import Descriptor, opened
+from telemetry.util.imports import private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
-    from types import ModuleType
 
 _MAX_PROCESSES: Final = 10_000
 """So many processes with the same rank and pid can log into one folder."""
@@ -212,52 +209,21 @@ def _numbered(path: Path, number: int) -> Path:
 # -- records as JSON, by structlog -------------------------------------------------------------------------------------
 
 _FIRST: Final = ("time", "event", "run", "rank", "local_rank", "node", "pid", "tid", "step")
-_HEAVY: Final = ("rich", "twisted", "better_exceptions", "colorama")
 _MAX_TEXT: Final = 8192
+
+_structlog: Final = private("structlog", without=("rich", "twisted", "better_exceptions", "colorama"))
+"""Without the packages that it imports for its console, if they are installed (structlog 26.1: dev.py, twisted.py)."""
 
 
 def json_logger() -> Any:
     """Make a logger of structlog. Its ``msg`` takes an event and fields, and returns them as JSON."""
-    structlog = _structlog()
-    return structlog.wrap_logger(
-        structlog.ReturnLogger(),
-        processors=[_order, structlog.processors.JSONRenderer(serializer=_dumps)],
-        wrapper_class=structlog.BoundLogger,
+    return _structlog.wrap_logger(
+        _structlog.ReturnLogger(),
+        processors=[_order, _structlog.processors.JSONRenderer(serializer=_dumps)],
+        wrapper_class=_structlog.BoundLogger,
         context_class=dict,
         cache_logger_on_first_use=True,
     )
-
-
-class _Absent(MetaPathFinder):
-    """Hides packages from imports on the thread that made this. Another thread may import them right now."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        del path, target
-        if fullname.partition(".")[0] in _HEAVY and threading.get_ident() == self._thread:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-
-
-def _structlog() -> ModuleType:
-    """Import structlog without the packages that it loads for its console.
-
-    It imports rich and twisted if they are installed (structlog 26.1: dev.py, twisted.py). This copy is removed from
-    ``sys.modules`` again, so that a script that uses structlog gets a complete one.
-    """
-    loaded = sys.modules.get("structlog")
-    if loaded is not None:
-        return loaded
-    absent = _Absent()
-    sys.meta_path.insert(0, absent)
-    try:
-        import structlog
-    finally:
-        sys.meta_path.remove(absent)
-        for name in [n for n in sys.modules if n == "structlog" or n.startswith("structlog.")]:
-            del sys.modules[name]
-    return structlog
 
 
 def _order(logger: Any, method: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,9 @@ class TrialPlan(msgspec.Struct, frozen=True):
     saves: bool = False
 
 
+_decode_plan: Final = msgspec.json.Decoder(TrialPlan).decode
+
+
 class TrialResult(msgspec.Struct, frozen=True):
     """What one rank of a trial has measured.
 
@@ -115,7 +118,7 @@ class TrialRun:
     """
 
     def __init__(self, plan: str, identity: Identity, tracker: StepTracker, errors: ErrorLog) -> None:
-        self._plan = msgspec.json.decode(plan, type=TrialPlan)
+        self._plan = _decode_plan(plan)
         self._identity = identity
         self._tracker = tracker
         self._errors = errors

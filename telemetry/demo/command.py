@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from telemetry.config import disabled
 from telemetry.report.command import PageError, page_recorder, report
 from telemetry.report.logs import load
 from telemetry.report.process_log import stalls_of
 from telemetry.top.command import top
 from telemetry.top.endpoints import ScrapeError, fetch, metric_values
+from telemetry.util.processes import disabled
 from telemetry.util.text import show, warn
 
 SCRIPT: Final = Path(__file__).with_name("train.py")

@@ -126,6 +126,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 _encode_head: Final = msgspec.json.Encoder().encode
 _decode_head: Final = msgspec.json.Decoder(RankHead).decode
+_decode_announcement: Final = msgspec.json.Decoder(Announcement).decode
 _encode_numbers: Final = msgspec.msgpack.Encoder().encode
 _decode_numbers: Final = msgspec.msgpack.Decoder(Numbers).decode
 
@@ -435,7 +436,7 @@ class Board:
         """The announcement of the rank that serves, or served last, if there is one."""
         content = self.get(_ENDPOINT)
         try:
-            return None if content is None else msgspec.json.decode(content, type=Announcement)
+            return None if content is None else _decode_announcement(content)
         except msgspec.MsgspecError:
             return None
 

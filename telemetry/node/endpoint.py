@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from telemetry.node.prometheus import Exposition, at_port, numbers_of
+from telemetry.node.server import Endpoint, HostNames, address_of, explained, from_port
 from telemetry.util.clock import NS, now_ns, sleep
-from telemetry.util.threads import no_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from telemetry.node.board import Board
     from telemetry.node.metrics import RunView
     from telemetry.node.prometheus import TargetFile
-    from telemetry.node.server import Address, Endpoint
+    from telemetry.node.server import Address
     from telemetry.records import RankPace
     from telemetry.util.errors import ErrorLog
 
@@ -166,8 +166,6 @@ class NodeService:
         Raises:
             OSError: the problem and its remedy, unless it was already reported.
         """
-        with no_fork:  # imports it: most ranks never serve
-            from telemetry.node.server import address_of, explained, from_port
         try:
             address = address_of(self._host, (self._settled_ns - self._now()) / NS)
             # The previous rank's port comes first, so that scrapes continue.
@@ -205,8 +203,6 @@ class NodeService:
         Raises:
             OSError: the address cannot be listened on, or every port is taken.
         """
-        from telemetry.node.server import Endpoint, HostNames
-
         names, lock = HostNames([self._host, self._node]), self.board.server_lock
         endpoint = Endpoint(address, ports, self._exposition, names, lock=lock, errors=self._errors)
         self._close()

@@ -128,6 +128,7 @@ class JobNews(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 _report_decoder: Final = msgspec.json.Decoder(NodeReport)
+_news_decoder: Final = msgspec.json.Decoder(JobNews)
 
 
 def read_report(path: str | os.PathLike[str], most: int = MAX_BYTES) -> NodeReport | None:
@@ -455,7 +456,7 @@ class JobLink:
     def _learn(self, content: bytes | None) -> None:
         """Take what the exchange has put on the board; None if nothing there is new enough."""
         try:
-            news = JobNews(()) if content is None else msgspec.json.decode(content, type=JobNews)
+            news = JobNews(()) if content is None else _news_decoder.decode(content)
         except (ValueError, RecursionError):
             content, news = None, JobNews(())
         self._learned, self.stuck_elsewhere = news.ranks, news.stuck

@@ -11,7 +11,7 @@ import zlib
 from _thread import allocate_lock
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -23,8 +23,8 @@ from telemetry.records import Histogram
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import read_small, replace_file
 from telemetry.util.gil import let_others_run
+from telemetry.util.imports import private
 from telemetry.util.processes import slug
-from telemetry.util.threads import no_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -131,7 +131,7 @@ class Exposition:
 
     def page(self, accept: str, accept_encoding: str) -> Page:
         """The answer to a scrape with these headers: OpenMetrics or Prometheus's older text, and gzip if accepted."""
-        library = _library()
+        library = _LIBRARY
         content_type = library.choose_encoder(accept)[1]
         openmetrics, zipped = content_type.startswith("application/"), library.gzip_accepted(accept_encoding)
         with self._rendering:
@@ -148,7 +148,7 @@ class Exposition:
 
 def rendered(states: Iterable[RankState], machine: Numbers, run: str, node: str, *, openmetrics: bool = False) -> bytes:
     """Render the metrics of a node as OpenMetrics, or as Prometheus's older text."""
-    library = _library()
+    library = _LIBRARY
     ranks = [
         ({"run": run, "rank": str(state.head.rank)}, numbers)
         for state in states
@@ -249,24 +249,22 @@ class _Library(NamedTuple):
     openmetrics: Callable[[Any], bytes]
 
 
-@cache
-def _library() -> _Library:
-    """Import the library at the first scrape, because most ranks are never scraped, and it takes 11 ms.
-
-    A process that is forked while another thread imports a module can never import that module. So a fork waits.
-    """
-    with no_fork:
-        from prometheus_client import exposition
-        from prometheus_client.core import Metric, Sample
-        from prometheus_client.openmetrics import exposition as openmetrics
+def _import_library() -> _Library:
+    """Import it for us alone: a script may set ``PROMETHEUS_MULTIPROC_DIR`` before it imports its own."""
+    client = private("prometheus_client", "prometheus_client.exposition", "prometheus_client.openmetrics.exposition")
+    exposition, openmetrics = client.exposition, client.openmetrics.exposition
     render = openmetrics.generate_latest
     if "escaping" in signature(render).parameters:
         # Our names are valid in any scheme, so none of them changes the text. The default scheme goes through each
         # character in Python, which takes twice the time (0.26).
         render = partial(render, escaping=openmetrics.ALLOWUTF8)
     return _Library(
-        Metric, Sample, exposition.choose_encoder, exposition.gzip_accepted, exposition.generate_latest, render
-    )
+        client.Metric, client.samples.Sample, exposition.choose_encoder, exposition.gzip_accepted,
+        exposition.generate_latest, render,
+    )  # fmt: skip
+
+
+_LIBRARY: Final = _import_library()
 
 
 # -- discovery -----------------------------------------------------------------------------------------------------

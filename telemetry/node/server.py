@@ -1,4 +1,4 @@
-"""The HTTP server of a node, which only the rank that serves imports. It answers GET /metrics and GET /healthz.
+"""The HTTP server of a node. It answers GET /metrics and GET /healthz.
 
 So nothing can be triggered from outside. It has few connections, and a deadline for the client of each.
 """

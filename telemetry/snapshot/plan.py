@@ -103,6 +103,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _Message = TypeVar("_Message", Request, Plan)
+_request_decoder: Final = msgspec.json.Decoder(Request)
+_plan_decoder: Final = msgspec.json.Decoder(Plan)
 
 
 def new_id() -> str:
@@ -138,7 +140,7 @@ class Meeting:
         if number is None:
             return None
         self._read = number
-        plan = self._message(f"{number}.plan.json", Plan)
+        plan = self._message(f"{number}.plan.json", _plan_decoder)
         self._answered.add(plan.request.id)
         return plan
 
@@ -153,7 +155,7 @@ class Meeting:
                 continue
             self._answered.add(id_)  # so that one that cannot be read is reported once
             try:
-                request = self._message(name, Request)
+                request = self._message(name, _request_decoder)
             except FileNotFoundError:
                 continue  # it has just been withdrawn
             self._answered.discard(id_)
@@ -190,8 +192,8 @@ class Meeting:
     def _numbers(self) -> list[int]:
         return [int(match[1]) for name in self._names() if (match := _PLAN_FILE.fullmatch(name))]
 
-    def _message(self, name: str, kind: type[_Message]) -> _Message:
-        return msgspec.json.decode(read_small(self._folder / name, _MAX_FILE_BYTES), type=kind)
+    def _message(self, name: str, decoder: msgspec.json.Decoder[_Message]) -> _Message:
+        return decoder.decode(read_small(self._folder / name, _MAX_FILE_BYTES))
 
     def _write(self, name: str, message: Request | Plan) -> bool:
         self._folder.mkdir(0o700, parents=True, exist_ok=True)

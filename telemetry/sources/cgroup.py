@@ -27,7 +27,7 @@ def _number(path: str | Path) -> int | None:
     return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
 
 
-def _pairs(path: str | Path) -> dict[str, int]:
+def read_pairs(path: str | Path) -> dict[str, int]:
     """The lines of a name and a number; empty if the file cannot be read."""
     words = [line.split(None, 2) for line in (_read(path) or "").splitlines()]
     return {pair[0]: int(pair[1]) for pair in words if len(pair) > 1 and pair[1].isdigit()}
@@ -125,7 +125,7 @@ class PressureSource:
 
     def _used(self, limited: Path, now: int) -> float | None:
         """Cores used by all processes of the group that sets the limit."""
-        used_us = _pairs(limited / "cpu.stat").get("usage_usec")
+        used_us = read_pairs(limited / "cpu.stat").get("usage_usec")
         # In version 1 the controllers are mounted together.
         used = _number(limited / "cpuacct.usage") if used_us is None else used_us * 1000
         before, self._used_before = self._used_before, None if used is None else (used, now)
@@ -134,7 +134,7 @@ class PressureSource:
         return (used - before[0]) / (now - before[1])
 
     def _throttled(self, stat: Path | None) -> float | None:
-        pairs = {} if stat is None else _pairs(stat)
+        pairs = {} if stat is None else read_pairs(stat)
         if "nr_periods" not in pairs or "nr_throttled" not in pairs:
             return None
         now = (pairs["nr_periods"], pairs["nr_throttled"])
@@ -181,7 +181,7 @@ def oom_kills(path: str | Path) -> int | None:
     Args:
         path: the group's file of `EVENTS`.
     """
-    return _pairs(path).get("oom_kill")
+    return read_pairs(path).get("oom_kill")
 
 
 class OomCounter:
@@ -222,7 +222,7 @@ class OomCounter:
 # A cgroup's limit holds for all processes in it and below it. So the groups above this process's own count, too. Page
 # cache is given back when memory is short, so it counts as available.
 
-_KIB: Final = 1024
+KIB: Final = 1024
 
 _RECLAIMABLE: Final = ("active_file", "inactive_file", "slab_reclaimable")
 _RECLAIMABLE_BELOW: Final = ("total_active_file", "total_inactive_file")
@@ -254,14 +254,14 @@ class MemoryLimits:
     def tightest(self) -> MemoryLimit | None:
         """The limit that leaves least; None if nothing can be read. Limits may change while the process runs."""
         limits = [_limit_of(folder, first=first) for folder, first in self._groups]
-        machine = _pairs(self._meminfo)
+        machine = read_pairs(self._meminfo)
         if "MemTotal:" in machine and "MemAvailable:" in machine:
-            limits.append(MemoryLimit(machine["MemAvailable:"] * _KIB, machine["MemTotal:"] * _KIB))
+            limits.append(MemoryLimit(machine["MemAvailable:"] * KIB, machine["MemTotal:"] * KIB))
         return min((limit for limit in limits if limit is not None), default=None)
 
     def shared_memory(self) -> int | None:
         """Bytes of shared memory of this process's own group and the groups below; None without a group."""
-        stats = (_pairs(folder / "memory.stat") for folder, _ in self._groups)
+        stats = (read_pairs(folder / "memory.stat") for folder, _ in self._groups)
         return next((stat.get("total_shmem", stat["shmem"]) for stat in stats if "shmem" in stat), None)
 
 
@@ -271,7 +271,7 @@ def _limit_of(folder: Path, *, first: bool) -> MemoryLimit | None:
     used = None if limit is None else _number(folder / ("memory.usage_in_bytes" if first else "memory.current"))
     if limit is None or used is None:
         return None
-    stat = _pairs(folder / "memory.stat")
+    stat = read_pairs(folder / "memory.stat")
     below = any(name.startswith("total_") for name in stat)
     cache = sum(stat.get(name, 0) for name in (_RECLAIMABLE_BELOW if below else _RECLAIMABLE))
     return MemoryLimit(max(0, limit - max(0, used - cache)), limit)

@@ -15,7 +15,12 @@ from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from types import ModuleType
+
+try:
+    import pynvml
+except ImportError:
+    pynvml = None
+codecs.lookup("ascii")  # the binding's calls would import this codec later
 
 Handle = Any
 """An opaque ``nvmlDevice_t``."""
@@ -167,9 +172,7 @@ class Nvml(Driver):
 
     def __init__(self, environ: Mapping[str, str] = os.environ, clock: Callable[[], int] = now_ns) -> None:
         super().__init__(clock)
-        # Imported here, not on the sampling thread: a child forked during an import inherits the lock of that module
-        # without the thread that would release it, and hangs when it imports the module itself.
-        self.binding = _binding()
+        self.binding = pynvml
         self.version = ""
         self.unreadable: dict[int, DriverError] = {}
         self._environ = environ
@@ -184,8 +187,8 @@ class Nvml(Driver):
         """See `Driver.open`. NVML counts these calls, so other users of it in this process are not affected."""
         if self._initialised:
             return
-        if isinstance(self.binding, ImportError):
-            raise NoGpuError(f"the package nvidia-ml-py is not installed: {self.binding}")
+        if self.binding is None:
+            raise NoGpuError("the package nvidia-ml-py is not installed")
         try:
             self.call("nvmlInit")
         except DriverError as error:
@@ -272,15 +275,6 @@ class Nvml(Driver):
             if error.code not in _NOT_OFFERED:
                 raise
             return None
-
-
-def _binding() -> ModuleType | ImportError:
-    codecs.lookup("ascii")  # the binding's calls would import this codec later
-    try:
-        import pynvml
-    except ImportError as error:
-        return error.with_traceback(None)
-    return pynvml  # type: ignore[no-any-return]
 
 
 class NvmlGpu(Gpu):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.records import HostSample, ProcessSample
-from telemetry.sources.cgroup import PressureSource
+from telemetry.sources.cgroup import KIB, PressureSource, read_pairs
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.files import read_small
@@ -220,8 +221,7 @@ def started() -> int:
 
 
 # -- the machine and this process --------------------------------------------------------------------------------------
-# psutil reads the machine. Processes come from the raw `/proc/PID/stat` and `statm`, which take 7 µs where psutil's
-# richer calls take milliseconds.
+# Raw files: `/proc/PID/stat` and `statm` take 7 µs where psutil's richer calls take milliseconds.
 
 
 class HostSource:
@@ -229,25 +229,22 @@ class HostSource:
 
     name = "host"
 
-    def __init__(self) -> None:
-        import psutil
-
-        self._psutil = psutil
-        self._cores = psutil.cpu_count() or 1
-        self._before: tuple[float, float] | None = None
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._before: tuple[int, int] | None = None
 
     def read(self) -> HostSample:
         """CPU use since the previous reading; None at the first."""
-        times, ratio = self._psutil.cpu_times(), None
-        # User time already includes guest time.
-        others = sum(getattr(times, name, 0.0) for name in ("iowait", "irq", "softirq", "steal"))
-        total = times.user + times.nice + times.system + times.idle + others
-        busy = total - times.idle - getattr(times, "iowait", 0.0)
+        # user, nice, system, idle, iowait, irq, softirq, steal; then guests, whose time is in user and nice, too
+        ticks = [int(each) for each in read_small(self._proc / "stat").split(b"\n", 1)[0].split()[1:9]]
+        total, ratio = sum(ticks), None
+        busy = total - ticks[3] - ticks[4]
         if self._before is not None and total > self._before[1]:
             ratio = min(1.0, max(0.0, (busy - self._before[0]) / (total - self._before[1])))
         self._before = (busy, total)
-        memory = self._psutil.virtual_memory()
-        return HostSample(ratio, self._cores, memory.total - memory.available, memory.total)
+        memory = read_pairs(self._proc / "meminfo")
+        available, size = memory["MemAvailable:"] * KIB, memory["MemTotal:"] * KIB
+        return HostSample(ratio, os.cpu_count() or 1, size - available, size)
 
 
 class ProcessSource:

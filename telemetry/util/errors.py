@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _QUIET_SECONDS: Final = 60.0
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120 - strings to compare
-_OUR_MODULES: Final = sys.stdlib_module_names | {
-    "telemetry", "torch", "msgspec", "psutil", "pynvml", "amdsmi", "structlog",
-}  # fmt: skip
+_OUR_MODULES: Final = sys.stdlib_module_names | {"telemetry", "torch", "msgspec", "pynvml", "amdsmi", "structlog"}
 """Top-level modules whose exceptions our own code, and what it calls, may raise."""
 _MAX_KINDS: Final = 4
 

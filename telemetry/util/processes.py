@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # -- what distinguishes processes with the same pid, and what kind of process this is ----------------------------------
 
+DISABLED_VARIABLE: Final = "TELEMETRY_DISABLED"
+FALSE_WORDS: Final = frozenset({"0", "false", "no", "off", ""})
 
 STATE, START_TICKS = 0, 19
 """Places in `stat_fields`."""
@@ -74,6 +76,11 @@ def process_name(pid: int) -> str:
 def runs_without_gil() -> bool:
     """Whether threads of this process run Python at the same time. The ring relies on the GIL."""
     return not getattr(sys, "_is_gil_enabled", lambda: True)()  # from Python 3.13 on
+
+
+def disabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether TELEMETRY_DISABLED turns everything off. Anything but an explicit "no" counts as yes."""
+    return environ.get(DISABLED_VARIABLE, "").strip().lower() not in FALSE_WORDS
 
 
 def is_loader_worker() -> bool:

@@ -144,15 +144,15 @@ def test_the_threads_of_a_rank_that_serves(trained):
 def test_modules_beyond_torch(trained):
     roots = {name.split(".")[0] for name in trained["modules"]}
     assert roots & set(UNWANTED) <= {"torch"}, "the loop itself may load more of torch"
-    assert {"telemetry", "psutil", "msgspec"} <= roots
-    assert not {"prometheus_client", "structlog"} & roots, "ours is not in the script's way"
+    assert {"telemetry", "msgspec"} <= roots
+    assert not {"prometheus_client", "structlog", "psutil"} & roots, "ours is not in the script's way"
     for command in ("telemetry.cli", "telemetry.report", "telemetry.demo", "telemetry.doctor", "argparse"):
         assert command not in trained["modules"]
 
 
 @pytest.mark.parametrize("port", ["0", "off"])
 def test_modules_of_a_process_without_torch(port, tmp_path):
-    """``telemetry run`` leaves importing torch to the script. Without a port there is no HTTP server."""
+    """``telemetry run`` leaves importing torch to the script."""
     source = f"""
         import os, sys
         from tests.faults.inside import own_threads, steps, until
@@ -171,7 +171,6 @@ def test_modules_of_a_process_without_torch(port, tmp_path):
         telemetry.stop()
         loaded = {{name.split(".")[0] for name in set(sys.modules) - before}}
         assert not loaded & set({UNWANTED!r}), loaded & set({UNWANTED!r})
-        assert {port!r} == "0" or not {{"http.server", "prometheus_client"}} & set(sys.modules)
         """
     run(tmp_path, source, env=quiet(TELEMETRY_PORT=port))
 
