@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from telemetry.diagnosis.memory import MAX_READINGS, MemoryWatch, ReadingHistory
+from telemetry.diagnosis.memory import MAX_READINGS, MAX_SPACING_SECONDS, History, MemoryWatch
 from telemetry.log_lines import MemoryForecast
 from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, GpuSample, MemorySample, TorchMemorySample
 
@@ -22,7 +22,6 @@ class Watched:
     def __init__(self, **parts):
         self.parts = parts
         self.now = 0.0
-        self.first_epoch = False
         self.watch = MemoryWatch()
 
     def view(self):
@@ -41,7 +40,9 @@ class Watched:
                 workers_bytes=int(at[WORKERS]) if WORKERS in at else None,
                 workers_shared_bytes=int(at["copyable"]) if "copyable" in at else None,
                 shared_memory_bytes=int(at.get(SHARED_MEMORY, 0.0)),
-                shared_memory_free_bytes=int(at.get("shared_memory_size", LIMIT) - at.get(SHARED_MEMORY, 0.0)),
+                shared_memory_free_bytes=int(
+                    at.get("shared_memory_size", LIMIT) - at.get(SHARED_MEMORY, 0.0) - at.get("shared by others", 0.0)
+                ),
                 memory_available_bytes=int(LIMIT - used),
                 memory_limit_bytes=int(LIMIT),
             )
@@ -50,7 +51,7 @@ class Watched:
                 allocator = TorchMemorySample(allocated, allocated + 2 * 10**9)
                 gpu = GpuSample(0, "u", "n", memory_used_bytes=allocated + 4 * 10**9, memory_total_bytes=80 * 10**9)
             now = int(self.now * 1e9)
-            self.watch.tick(sample, gpu, allocator, workers_end=self.first_epoch, now=now)
+            self.watch.tick(sample, gpu, allocator, now=now)
             self.now += every
         return self.view()
 
@@ -74,11 +75,11 @@ def saw_tooth(size, seconds):
 
 HEALTHY = {
     "start-up": {TRAINING: lambda now: 12 * GB * min(1.0, now / 300)},
-    "levels off": {TRAINING: lambda now: 25 * GB * (1 - math.exp(-now / 900))},
+    "levels off": {TRAINING: lambda now: 40 * GB * (1 - math.exp(-now / 900))},
     "a cache that fills": {WORKERS: lambda now: min(20 * GB, 10 * GB * now / HOUR)},
     "one jump": {TRAINING: lambda now: 5 * GB if now < 2000 else 25 * GB},
-    "workers that are started anew": {WORKERS: noisy(saw_tooth(12 * GB, 700), 0.1 * GB)},
-    "few long epochs": {WORKERS: saw_tooth(12 * GB, 2500)},
+    "workers that are started anew": {WORKERS: noisy(saw_tooth(20 * GB, 1200), 0.1 * GB)},
+    "few long epochs": {WORKERS: saw_tooth(20 * GB, 3000)},
     "checkpoints": {TRAINING: lambda now: 4 * GB + (20 * GB if now % 600 < 20 else 0)},
     "others at random": {"others": noisy(flat(20 * GB), 15 * GB), TRAINING: flat(4 * GB)},
 }
@@ -87,10 +88,7 @@ HEALTHY = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_end_is_forecast_for_memory_that_does_not_run_out(name):
     run = Watched(**HEALTHY[name])
-    if name == "few long epochs":
-        run.first_epoch = True
     for minutes in range(1, 240):
-        run.first_epoch &= run.now < 2500
         growth = run.live(60.0 * minutes)
         if growth is not None and (name != "a cache that fills" or run.now > 3 * HOUR):
             assert growth.exhausted_in_seconds is None, f"after {minutes} min: {growth}"
@@ -125,13 +123,14 @@ def test_the_end_is_forecast_at_half_of_the_run_s_life(name):
     assert growth.exhausted_in_seconds == pytest.approx(death / 2, rel=0.25)
 
 
-def test_a_leak_that_begins_on_the_second_day_is_found():
+@pytest.mark.parametrize(("per_hour", "hours"), [(20, 1.5), (60, 0.5)])
+def test_a_leak_that_begins_on_the_second_day_is_found(per_hour, hours):
     begins = 30 * HOUR
-    run = Watched(**{TRAINING: lambda now: 4 * GB + max(0.0, now - begins) * 20 * GB / HOUR})
+    run = Watched(**{TRAINING: lambda now: 4 * GB + max(0.0, now - begins) * per_hour * GB / HOUR})
     assert run.live(begins, every=60.0).where is None
-    growth = run.live(begins + 1.5 * HOUR, every=60.0)
+    growth = run.live(begins + hours * HOUR, every=60.0)
     assert (growth.where, growth.exhausted) == (TRAINING, "memory")
-    assert growth.exhausted_in_seconds == pytest.approx(1.5 * HOUR, rel=0.25)
+    assert growth.exhausted_in_seconds == pytest.approx((60 / per_hour - hours) * HOUR, rel=0.25)
     run.now += 600
     assert run.view().exhausted_in_seconds == pytest.approx(growth.exhausted_in_seconds - 600), "it gets shorter"
 
@@ -175,12 +174,20 @@ def test_shared_memory_has_a_size_of_its_own():
     assert growth.exhausted_in_seconds == pytest.approx((8 - 0.1 - 3) / 2 * HOUR, rel=0.05)
 
 
+def test_growth_of_others_in_shared_memory_is_told_without_a_part():
+    shared = {"shared by others": line(0.1 * GB, 2 * GB), "shared_memory_size": flat(8 * GB)}
+    growth = Watched(**{SHARED_MEMORY: flat(0.5 * GB), TRAINING: flat(4 * GB)} | shared).live(1.5 * HOUR)
+    assert (growth.where, growth.exhausted) == (None, SHARED_MEMORY)
+    assert growth.exhausted_in_seconds == pytest.approx((8 - 0.5 - 0.1 - 3) / 2 * HOUR, rel=0.05)
+    assert growth.bytes_per_second[SHARED_MEMORY] == 0
+
+
 def test_the_gpu_has_what_others_leave_of_it():
     run = Watched(**{TRAINING: flat(4 * GB), CUDA: noisy(line(10 * GB, 10 * GB), 3 * GB)})
-    growth = run.live(2 * HOUR)
+    growth = run.live(3 * HOUR)
     assert (growth.where, growth.exhausted) == (CUDA, CUDA)
     # 80 GB, of which other processes and the context have 2 GB.
-    assert growth.exhausted_in_seconds == pytest.approx((80 - 2 - 30) / 10 * HOUR, rel=0.15)
+    assert growth.exhausted_in_seconds == pytest.approx((80 - 2 - 40) / 10 * HOUR, rel=0.15)
     assert "loss.item()" in run.line_field().advice
 
 
@@ -198,11 +205,11 @@ def test_what_was_not_measured_is_absent():
 
 
 def test_a_history_takes_a_fixed_amount_of_memory():
-    history = ReadingHistory(2.0, 64.0)
+    history = History()
     for second in range(0, 200_000, 2):
         history.add(float(second), 3.0 * second)
-        assert len(history.readings) < MAX_READINGS
+        assert len(history.readings) <= MAX_READINGS
     seconds = [reading.seconds for reading in history.readings]
     assert seconds == sorted(seconds)
     assert all(reading.value == pytest.approx(3.0 * reading.seconds) for reading in history.readings)
-    assert seconds[0] >= 200_000 - MAX_READINGS * 64 - 64
+    assert seconds[0] >= 200_000 - (MAX_READINGS + 1) * MAX_SPACING_SECONDS

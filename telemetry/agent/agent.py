@@ -340,8 +340,8 @@ class Agent:
                 self._keep_up()
         with self.errors.contained("memory"):
             if self.accounting.steps_total:
-                newest, workers_end = self._collectors.samples, self._workers_end_with_first_epoch()
-                self._memory.tick(newest.memory, newest.gpu, newest.torch_memory, workers_end=workers_end)
+                newest = self._collectors.samples
+                self._memory.tick(newest.memory, newest.gpu, newest.torch_memory)
         self._diagnose()
         self._keep_up()
         with self.errors.contained("snapshot"):
@@ -507,12 +507,6 @@ class Agent:
         return max(0.0, (self._deadline_ns - now_ns()) / NS - _CLOSE_SECONDS)
 
     # -- the other ranks ---------------------------------------------------------------------------------------
-
-    def _workers_end_with_first_epoch(self) -> bool:
-        """Whether workers start anew in each epoch and none has ended yet. Then they may still give memory back."""
-        source = self.tracker.loaders.newest()
-        anew = source is not None and source.settings.get("persistent_workers") is False
-        return anew and self.accounting.ledger.epoch_boundaries < 1
 
     def _lead(self) -> None:
         if self._node is not None:

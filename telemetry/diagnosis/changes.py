@@ -129,7 +129,7 @@ class Block:
         at_seconds: its start on the clock of `Totals.wall_seconds`. ``step``, ``at_loop_seconds``: number of steps, and
             seconds of the training loop, before it.
         steps: number of steps that ended in it. ``wait_seconds``, ``compute_seconds``: their sums over these steps.
-        signals: means of sampled figures by name, without unknown ones.
+        signals: figures by name, without unknown ones: means of counters, and gauges at its end.
     """
 
     at_seconds: float
@@ -173,22 +173,14 @@ class BlockBuilder:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._start: Totals | None = None
-        self._signals: dict[str, tuple[float, int]] = {}
 
-    def add(self, totals: Totals, signals: Mapping[str, float]) -> Block | None:
-        """Add the totals and sampled figures of a tick. Returns a block if one is full now."""
-        if self._start is None:
-            self._start = totals
-        for name, value in signals.items():
-            total, count = self._signals.get(name, (0.0, 0))
-            self._signals[name] = (total + value, count + 1)
-        passed = totals.passed_since(self._start)
-        full = passed.loop_seconds >= self._seconds and passed.steps > 0
-        return self._take(totals, self._start) if full else None
-
-    def _take(self, totals: Totals, start: Totals) -> Block:
-        """The block from ``start`` on, with the sampled figures and those that come from counters."""
-        added = totals - start
+    def add(self, totals: Totals, gauges: Mapping[str, float]) -> Block | None:
+        """Add the totals and the gauges of a tick. Returns a block if one is full now."""
+        start = self._start = self._start or totals
+        passed = totals.passed_since(start)
+        if passed.loop_seconds < self._seconds or passed.steps == 0:
+            return None
+        self._start, added = totals, totals - start
         workers, cpu, own, delay = added.sampled.workers, added.sampled.cpu, added.own, added.run_queue_delay_seconds
         known = {
             "fetch_seconds": workers.fetch_busy_seconds / workers.fetches if workers.fetches else None,
@@ -199,10 +191,8 @@ class BlockBuilder:
             "waiting_for_ranks_ratio": own.in_sync_samples / own.stack_samples if own.stack_samples else None,
             "core_wait_seconds": None if delay is None else delay / added.steps,
         }
-        signals = {name: total / count for name, (total, count) in self._signals.items()}
-        signals |= {name: value for name, value in known.items() if value is not None}
+        signals = {**gauges, **{name: value for name, value in known.items() if value is not None}}
         signals |= {f"{part}_seconds": spent / added.steps for part, spent in (added.compute_parts or {}).items()}
-        self._start, self._signals = totals, {}
         wait = max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds)
         ended = max(0.0, wait + added.compute_seconds - added.open_step_seconds)  # long steps fit in no block exactly
         compute = min(ended, max(0.0, added.compute_seconds - added.open_step_seconds))
@@ -335,10 +325,10 @@ class GrowthDetector:
         self._loop_seconds = 0.0
         self.growth: StepChange | None = None
 
-    def tick(self, totals: Totals, signals: Mapping[str, float]) -> None:
-        """Add the totals and the sampled figures of a tick."""
+    def tick(self, totals: Totals, gauges: Mapping[str, float]) -> None:
+        """Add the totals and the gauges of a tick."""
         self._loop_seconds = totals.loop_seconds
-        block = self._builder.add(totals, signals)
+        block = self._builder.add(totals, gauges)
         if block is not None and self._keep(block):
             found = find_growth(self._blocks)
             if found is not None:
@@ -538,9 +528,9 @@ class ChangeDetector:
         self._undone_below = 0.0
         self.ratio: float | None = None
 
-    def tick(self, totals: Totals, signals: Mapping[str, float]) -> StepChange | None:
-        """Add the totals and sampled figures of a tick. Returns the change that they confirm."""
-        block = self._builder.add(totals, signals)
+    def tick(self, totals: Totals, gauges: Mapping[str, float]) -> StepChange | None:
+        """Add the totals and gauges of a tick. Returns the change that they confirm."""
+        block = self._builder.add(totals, gauges)
         return None if block is None else self.add(block)
 
     def add(self, block: Block) -> StepChange | None:

@@ -1,13 +1,17 @@
-"""Memory that grows: whether the growth lasts, when the memory is used up, and what to do."""
+"""Memory that grows: whether the growth lasts, when the memory is used up, and what to do.
+
+Each figure has one history. A leak grows evenly: its slope is the median of all slopes between two readings (Theil and
+Sen). Memory that levels off, grows in steps or falls again, as workers' does at the end of an epoch, is no leak.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.diagnosis.changes import levels, parts
 from telemetry.log_lines import MemoryForecast
 from telemetry.records import CUDA, MEMORY_PARTS, SHARED_MEMORY, TRAINING, WORKERS
 from telemetry.util.clock import NS, now_ns
@@ -17,205 +21,161 @@ if TYPE_CHECKING:
 
     from telemetry.records import GpuSample, MemorySample, TorchMemorySample
 
+# -- the numbers -------------------------------------------------------------------------------------------------------
+# Measured by `tests.faults.leak_campaign`, or by the made-up runs of `tests/test_memory_growth.py`.
 
-# -- the history of one figure in a fixed amount of memory, however long the run ---------------------------------------
+MAX_READINGS: Final = 128
+SPACING_SECONDS: Final = 2.0
+MAX_SPACING_SECONDS: Final = 128.0
+"""A history has so many readings, with the distance that they have at first and at last: it reaches back 4 hours."""
 
-MAX_READINGS: Final = 64
-"""The most readings in one history."""
+SHARES: Final = (2 / 3, 1 / 3, 1 / 6, 1 / 12)
+"""Shares of the history, its newest part, that are judged. A leak that begins on the second day is found by the shorter
+ones. The first third is left out, because it is the start-up: tensors and caches of 12 GB are no leak."""
+
+MIN_READINGS: Final = 8
+MIN_SECONDS: Final = 20.0
+"""Least readings, and least seconds, that are judged: a run that lives for 90 s is told at 40 % of its life."""
+
+MIN_BYTES: Final = 16 << 20
+MIN_LIMIT_RATIO: Final = 0.01
+MIN_SMALL_RATIO: Final = 0.05
+"""Growth of less than 16 MiB, or than 1 % of the memory, is ignored. Of a small /dev/shm, such as the 64 MB of a
+container, 5 % count."""
+
+MIN_TIMES_FALL: Final = 2.0
+"""Growth counts if it is this many times the largest fall of the figure. If workers are started anew in each epoch,
+their memory falls by as much as it grows: without this, half of the judgements in epochs of 20 minutes are wrong."""
+
+MIN_EVEN: Final = 0.3
+"""Each quarter of the time must grow by this share of the mean, so that one jump of 20 GB is no growth."""
+
+SLOWING: Final = 0.75
+"""Growth that becomes less in each third of the time, and less than this share of the first, levels off. Without this,
+memory that levels off at 85 % of the limit is told to run out for an hour."""
+
+HORIZON: Final = 3.0
+"""The end is forecast for at most so many times the time in which growth was seen: from a third of a run's life on."""
+
+MIN_SHARE: Final = 0.3
+"""A part is named if it causes this share of the growth: other processes may do."""
+
+COPIED_SHARE: Final = 0.5
+"""Workers copy on write, as from a list, if their shared memory falls by this share of the growth of their own."""
+
+JUDGE_SECONDS: Final = 5.0
+"""Least seconds between two judgements, which take milliseconds while memory grows."""
+
+# -- the history of one figure -----------------------------------------------------------------------------------------
 
 
-class TimedReading(NamedTuple):
+class Reading(NamedTuple):
     """A figure at a time in seconds."""
 
     seconds: float
     value: float
 
 
-class ReadingHistory:
-    """Readings that are evenly spread over the time since the first one.
-
-    When the history is full, neighbours are merged, and the spacing doubles. At the maximum spacing the oldest readings
-    are dropped instead.
+class History:
+    """Readings at even distances in a fixed amount of memory: those of the whole run, later those of the last 4 hours.
 
     Args:
-        spacing: seconds between two readings at first. Readings in between are merged.
-        max_spacing: largest distance of two readings in seconds.
         highest: whether merged readings become the highest of them, and not their mean.
 
     Attributes:
-        readings: the merged readings, the oldest first.
+        readings: the readings, the oldest first.
     """
 
-    def __init__(self, spacing: float, max_spacing: float, *, highest: bool = False) -> None:
-        self.readings: list[TimedReading] = []
-        self._spacing = spacing
+    def __init__(self, *, highest: bool = False) -> None:
+        self.readings: list[Reading] = []
+        self._spacing = SPACING_SECONDS
         self._highest = highest
-        self._max_spacing = max_spacing
-        self._slot = 0
-        self._now: list[TimedReading] = []  # readings to merge
+        self._now: list[Reading] = []  # to be merged
 
     def add(self, seconds: float, value: float) -> bool:
         """Add a reading. Returns whether `readings` has changed."""
-        changed = bool(self._now) and int(seconds / self._spacing) != self._slot
-        if changed:
-            self._close_slot()
-        self._slot = int(seconds / self._spacing)
-        self._now.append(TimedReading(seconds, value))
-        return changed
+        full = bool(self._now) and int(seconds / self._spacing) != int(self._now[0].seconds / self._spacing)
+        if full:
+            self.readings.append(self._merged(self._now))
+            self._now = []
+            if len(self.readings) == MAX_READINGS and self._spacing < MAX_SPACING_SECONDS:
+                self._spacing *= 2
+                self.readings = [
+                    self._merged(pair) for pair in zip(self.readings[::2], self.readings[1::2], strict=True)
+                ]
+            elif len(self.readings) > MAX_READINGS:
+                del self.readings[0]
+        self._now.append(Reading(seconds, value))
+        return full
 
-    def _close_slot(self) -> None:
-        self.readings.append(self._merge(self._now))
-        self._now = []
-        if len(self.readings) < MAX_READINGS:
-            return
-        if 2 * self._spacing > self._max_spacing:
-            del self.readings[0]
-            return
-        self._spacing *= 2
-        self.readings = [self._merge(pair) for pair in zip(self.readings[::2], self.readings[1::2], strict=True)]
-
-    def _merge(self, readings: Sequence[TimedReading]) -> TimedReading:
+    def _merged(self, readings: Sequence[Reading]) -> Reading:
         times, values = zip(*readings, strict=True)
-        return TimedReading(fmean(times), max(values) if self._highest else fmean(values))
+        return Reading(fmean(times), max(values) if self._highest else fmean(values))
 
 
-# -- whether a figure grows for good, and how fast ---------------------------------------------------------------------
-# Memory also grows at the start of a run, up to a cache's size, in steps, and in a saw-tooth while workers live. These
-# are no leaks. So only even growth counts, and only if it is large compared with each fall of the figure so far.
-
-SHARES: Final = (2 / 3, 1 / 3, 1 / 6)
-"""Shares of the history, its newest part, that are judged. The first third is always left out: it is the start-up."""
-
-_MIN_READINGS: Final = 8
-_MIN_SECONDS: Final = 20.0
-
-_MIN_TIMES_FALL: Final = 2.0
-"""Growth counts if it is this many times the largest fall of the figure. If workers are started anew in each epoch,
-their memory falls by as much as it grows."""
-
-_QUARTERS: Final = 4
-_MIN_EVEN: Final = 0.3
-"""Each quarter of the time must grow over the last by this share of the mean. A single jump is no growth."""
-
-_SLOWING: Final = 0.75
-"""Growth slows down if it is less in each third of the time than in the one before, and if the last third has less than
-this share of the first. It is then assumed to slow down further in the same way."""
-
-_THIRDS: Final = 3
+# -- whether a figure grows for good -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LastingGrowth:
-    """Growth that lasts.
-
-    Attributes:
-        per_second: growth per second over the judged time. ``seconds``: length of that time.
-        since: start of that time.
-        slowing: growth in a third of that time over that in the third before it; 1 if it does not slow down.
-        newest: growth in the last third.
-    """
+class Growth(NamedTuple):
+    """Growth that lasts: its slope, and the time in which it was seen."""
 
     per_second: float
-    seconds: float
     since: float
-    slowing: float = 1.0
-    newest: float = 0.0
-
-    def seconds_to(self, amount: float) -> float:
-        """Time until it has grown by an amount; infinite if the growth ends before."""
-        if self.slowing >= 1:
-            return amount / self.per_second
-        # A geometric series of thirds, of which the next has grown by `following`.
-        following = self.newest * self.slowing
-        left = 1 - amount * (1 - self.slowing) / following if following > 0 else 0.0
-        return self.seconds / _THIRDS * math.log(left) / math.log(self.slowing) if left > 0 else math.inf
+    seconds: float
 
 
-def lasting_growth(readings: Sequence[TimedReading], at_least: float) -> LastingGrowth | None:
-    """The growth over the longest part of the history with growth of ``at_least`` so much; None if there is none."""
-    if len(readings) < _MIN_READINGS:
-        return None
-    first, last = readings[0].seconds, readings[-1].seconds
-    fall: float | None = None
-    for share in SHARES:
-        window = [reading for reading in readings if reading.seconds >= last - share * (last - first)]
+def lasting_growth(readings: Sequence[Reading], at_least: float) -> Growth | None:
+    """The growth over the longest part of the history that grows evenly, by ``at_least``; None if there is none.
+
+    The first third is always left out: it is the start-up.
+    """
+    for share in SHARES if long_enough(readings) else ():
+        last = readings[-1].seconds
+        window = [each for each in readings if each.seconds >= last - share * (last - readings[0].seconds)]
         seconds = window[-1].seconds - window[0].seconds
-        if len(window) < _MIN_READINGS or seconds < _MIN_SECONDS:
+        if len(window) < MIN_READINGS or seconds < MIN_SECONDS:
             return None
-        quarters = _quarters(window)
-        # Checked first: it takes no time, and most figures do not grow.
-        if quarters[-1] - quarters[0] < at_least * (_QUARTERS - 1) / _QUARTERS:
+        quarters = levels(_values(window), 4)
+        if quarters[-1] - quarters[0] < 0.75 * at_least:  # checked first: most figures do not grow
             continue
-        fall = _largest_fall(readings) if fall is None else fall
-        slope = slope_of(window)
+        slope, thirds = slope_of(window), [slope_of(third) for third in parts(window, 3)]
         grown = slope * seconds
-        if grown < max(at_least, _MIN_TIMES_FALL * fall):
-            continue
-        if min(b - a for a, b in pairwise(quarters)) < _MIN_EVEN * grown / _QUARTERS:
-            continue
-        return LastingGrowth(slope, seconds, window[0].seconds, *_slowing(window))
+        slows = thirds[0] > thirds[1] > thirds[2] and thirds[2] < SLOWING * thirds[0]
+        even = min(later - earlier for earlier, later in pairwise(quarters)) >= MIN_EVEN * grown / 4
+        if even and not slows and grown >= max(at_least, MIN_TIMES_FALL * _largest_fall(readings)):
+            return Growth(slope, window[0].seconds, seconds)
     return None
 
 
-def slope_of(readings: Sequence[TimedReading]) -> float:
-    """The median slope between two readings (Theil and Sen). A single wrong reading does not change it."""
+def long_enough(readings: Sequence[Reading]) -> bool:
+    """Whether the readings are enough to judge growth."""
+    return len(readings) >= MIN_READINGS and SHARES[0] * (readings[-1].seconds - readings[0].seconds) >= MIN_SECONDS
+
+
+def slope_of(readings: Sequence[Reading]) -> float:
+    """The median slope between two readings. A single wrong reading does not change it."""
     return median((b.value - a.value) / (b.seconds - a.seconds) for a, b in combinations(readings, 2))
 
 
-def long_enough(readings: Sequence[TimedReading]) -> bool:
-    """Whether the readings are enough to judge growth."""
-    return len(readings) >= _MIN_READINGS and SHARES[0] * (readings[-1].seconds - readings[0].seconds) >= _MIN_SECONDS
+def _slope_of_stairs(readings: Sequence[Reading]) -> float:
+    """The slope from the first to the last quarter.
 
-
-def peak(readings: Sequence[TimedReading], growth: LastingGrowth) -> float:
-    """The highest value that the figure reaches now and then, at the time of the last reading.
-
-    This is the highest reading since the growth began, moved along it. A peak, such as a checkpoint, uses up the
-    memory. For growth that slows down this would be too high, so it is the last reading.
+    What workers share is seldom read, so their own is a staircase, where most pairs of readings have no slope.
     """
-    last = readings[-1]
-    if growth.slowing < 1:
-        return last.value
-    return max(r.value + growth.per_second * (last.seconds - r.seconds) for r in readings if r.seconds >= growth.since)
+    first, *_, last = parts(readings, 4)
+    seconds = median(each.seconds for each in last) - median(each.seconds for each in first)
+    return (median(_values(last)) - median(_values(first))) / seconds
 
 
-def slope_since(readings: Sequence[TimedReading], since: float) -> float | None:
-    """The slope from a time on, from its first to its last quarter; None if there are fewer than four readings.
-
-    The shared memory of workers is seldom read, so their own is a staircase, where most pairs have no slope.
-    """
-    window = [reading for reading in readings if reading.seconds >= since]
-    if len(window) < _QUARTERS:
-        return None
-    values, part = _quarters(window), len(window) // _QUARTERS
-    seconds = median(r.seconds for r in window[-part:]) - median(r.seconds for r in window[:part])
-    return (values[-1] - values[0]) / seconds
+def _values(readings: Sequence[Reading]) -> list[float]:
+    return [reading.value for reading in readings]
 
 
-def _slowing(window: Sequence[TimedReading]) -> tuple[float, float]:
-    """``slowing`` and ``newest`` of `LastingGrowth`."""
-    bounds = [(len(window) - 1) * part // _THIRDS for part in range(_THIRDS + 1)]
-    thirds = [window[a : b + 1] for a, b in pairwise(bounds)]
-    slopes = [slope_of(third) for third in thirds]
-    newest = slopes[-1] * (thirds[-1][-1].seconds - thirds[-1][0].seconds)
-    slows = slopes[0] > slopes[1] > slopes[2] and slopes[2] < _SLOWING * slopes[0]
-    return (math.sqrt(max(0.0, slopes[2]) / slopes[0]) if slows else 1.0), newest
-
-
-def _quarters(window: Sequence[TimedReading]) -> list[float]:
-    bounds = [len(window) * part // _QUARTERS for part in range(_QUARTERS + 1)]
-    return [median(r.value for r in window[a:b]) for a, b in pairwise(bounds)]
-
-
-def _largest_fall(readings: Sequence[TimedReading]) -> float:
+def _largest_fall(readings: Sequence[Reading]) -> float:
     """The largest fall below an earlier reading. A single reading that stands out does not count."""
-    values = [reading.value for reading in readings]
-    smooth = [median(values[max(0, i - 1) : i + 2]) for i in range(len(values))]
-    fall, highest = 0.0, smooth[0]
-    for value in smooth:
-        highest = max(highest, value)
-        fall = max(fall, highest - value)
-    return fall
+    values = _values(readings)
+    smooth = [median(values[max(0, at - 1) : at + 2]) for at in range(len(values))]
+    return max(highest - value for highest, value in zip(accumulate(smooth, max), smooth, strict=True))
 
 
 # -- when the memory of a run is used up, and by which part ------------------------------------------------------------
@@ -225,27 +185,11 @@ USED: Final = "used"
 SHARED_MEMORY_USED: Final = "shared_memory_used"
 """What this run and all others use of the limit and of /dev/shm, as minus the bytes that are left."""
 
+_OF_ALL: Final = {USED, SHARED_MEMORY_USED}
+"""Of these, peaks count."""
+
 COPYABLE: Final = "copyable"
 """Anonymous memory that the workers share with the process that forked them."""
-
-_MIN_BYTES: Final = 16 << 20
-_MIN_LIMIT_RATIO: Final = 0.01
-"""Growth of less than 16 MiB, or than this share of the limit, within the judged time is ignored."""
-
-_MIN_SMALL_RATIO: Final = 0.05
-"""In a small /dev/shm, such as the 64 MB of a container, growth by this share counts although it is below 16 MiB."""
-
-_HORIZON: Final = 4.0
-"""The end of the memory is forecast for at most this many times the judged time."""
-
-_FIRST_EPOCH_HORIZON: Final = 2.0
-"""The same limit if the workers grow and are started anew in each epoch, and no epoch has ended yet."""
-
-_MIN_SHARE: Final = 0.3
-"""A part is named if it causes this share of the growth."""
-
-_COPIED_SHARE: Final = 0.5
-"""Workers copy on write if their shared memory falls by this share of the growth of their own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,106 +214,85 @@ class MemoryGrowth:
     copied_on_write: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReadings:
-    """What is judged.
+def memory_outlook(
+    histories: Mapping[str, Sequence[Reading]], free: Mapping[str, float], limit: float | None
+) -> MemoryGrowth:
+    """Judge the histories. Parts that were not measured for long enough are missing in the result.
 
-    Attributes:
+    Args:
         histories: bytes over seconds of `MEMORY_PARTS`, `USED`, `SHARED_MEMORY_USED` and `COPYABLE`.
         free: bytes that are left of ``memory``, ``shared_memory`` and ``cuda``, as far as they are known.
-        limit_bytes: the memory limit, from which the least relevant growth is derived; None if not known.
-        workers_end: whether the workers are started anew in each epoch, and no epoch has ended yet.
+        limit: the memory limit; None if not known.
     """
-
-    histories: Mapping[str, Sequence[TimedReading]]
-    free: Mapping[str, float]
-    limit_bytes: float | None
-    workers_end: bool
-
-    def of(self, name: str) -> Sequence[TimedReading]:
-        """One history; empty if it was not measured."""
-        return self.histories.get(name, ())
-
-    def least(self) -> float:
-        """The least growth of the memory that counts."""
-        return _least(self.limit_bytes)
-
-    def shared_memory_growth(self) -> LastingGrowth | None:
-        """The growth of what this run and all others use of /dev/shm."""
-        own, free = self.of(SHARED_MEMORY), self.free.get(SHARED_MEMORY)
-        size = None if not own or free is None else own[-1].value + free
-        return lasting_growth(self.of(SHARED_MEMORY_USED), _least(size))
-
-
-def _least(limit: float | None) -> float:
-    """The least growth that counts for memory with a limit."""
-    if limit is None:
-        return float(_MIN_BYTES)
-    return max(min(_MIN_BYTES, _MIN_SMALL_RATIO * limit), _MIN_LIMIT_RATIO * limit)
-
-
-def memory_outlook(now: MemoryReadings) -> MemoryGrowth:
-    """Judge the histories. Parts that were not measured for long enough are missing in the result."""
-    growths = {part: lasting_growth(now.of(part), now.least()) for part in MEMORY_PARTS}
-    rates = {
-        part: 0.0 if growth is None else growth.per_second
-        for part, growth in growths.items()
-        if long_enough(now.of(part))
+    sizes = {
+        part: histories[part][-1].value + free[part]
+        for part in (SHARED_MEMORY, CUDA)
+        if part in free and histories.get(part)
     }
+    judged = {
+        part: lasting_growth(histories[part], _least(sizes.get(part, limit)))
+        for part in MEMORY_PARTS
+        if long_enough(histories.get(part, ()))
+    }
+    growths = {part: growth for part, growth in judged.items() if growth is not None}
+    rates = {part: growths[part].per_second if part in growths else 0.0 for part in judged}
+    # Others may use /dev/shm, too: then no part is named.
+    of_all = lasting_growth(histories.get(SHARED_MEMORY_USED, ()), _least(sizes.get(SHARED_MEMORY)))
+    own = SHARED_MEMORY if SHARED_MEMORY in growths else None
     ends = (
-        _end_of_memory(now, growths),
-        _end_of_part(SHARED_MEMORY, now.shared_memory_growth(), now.free.get(SHARED_MEMORY)),
-        _end_of_part(CUDA, growths[CUDA], now.free.get(CUDA)),
+        _end_of_memory(histories, free.get(MEMORY), growths, _least(limit)),
+        _end(SHARED_MEMORY, own, of_all or growths.get(SHARED_MEMORY), free.get(SHARED_MEMORY)),
+        _end(CUDA, CUDA, growths.get(CUDA), free.get(CUDA)),
     )
     first = min((end for end in ends if end is not None), key=lambda end: end.exhausted_in_seconds or 0, default=None)
     if first is not None:
         if first.where is not None:  # its growth was seen, even if it is too uneven to be judged by itself
-            rates[first.where] = first.where_bytes_per_second or 0.0
+            rates[first.where] = rates.get(first.where) or first.where_bytes_per_second or 0.0
         return replace(first, bytes_per_second=rates)
-    where = max(rates, key=lambda part: rates[part], default=None)
-    if where is None or rates[where] <= 0:
-        return MemoryGrowth(dict.fromkeys(rates, 0.0))
-    growth, free = growths[where], now.free.get(where, now.free.get(MEMORY))
-    if growth is not None and free is not None and growth.seconds_to(free) == math.inf:
-        return MemoryGrowth(dict.fromkeys(rates, 0.0))  # the growth ends before the memory is used up
-    return MemoryGrowth(rates, where, rates[where])
+    where = max(growths, key=lambda part: rates[part], default=None)
+    return MemoryGrowth(rates, where, None if where is None else rates[where])
 
 
-def _end_of_memory(now: MemoryReadings, growths: Mapping[str, LastingGrowth | None]) -> MemoryGrowth | None:
-    growth, free = lasting_growth(now.of(USED), now.least()), now.free.get(MEMORY)
-    if growth is None:  # the memory of others goes up and down, but a part of this run may still grow
-        own = [growth for part, growth in growths.items() if growth is not None and part != CUDA]
-        growth = max(own, key=lambda growth: growth.per_second, default=None)
+def _least(size: float | None) -> float:
+    """The least growth that counts for memory of a size."""
+    if size is None:
+        return float(MIN_BYTES)
+    return max(min(MIN_BYTES, MIN_SMALL_RATIO * size), MIN_LIMIT_RATIO * size)
+
+
+def _end(exhausted: str, where: str | None, growth: Growth | None, free: float | None) -> MemoryGrowth | None:
+    """The end of a memory by its growth; None if it is not in sight."""
+    if growth is None or free is None or free > HORIZON * growth.seconds * growth.per_second:
+        return None
+    return MemoryGrowth({}, where, growth.per_second, free / growth.per_second, exhausted)
+
+
+def _end_of_memory(
+    histories: Mapping[str, Sequence[Reading]], free: float | None, growths: Mapping[str, Growth], least: float
+) -> MemoryGrowth | None:
+    """The end of the memory of the cgroup or the machine, which the parts of this run share with others."""
+    used, own = histories.get(USED, ()), [growth for part, growth in growths.items() if part != CUDA]
+    # The memory of others may go up and down while a part of this run grows.
+    growth = lasting_growth(used, least) or max(own, key=lambda each: each.per_second, default=None)
     if growth is None or free is None:
         return None
-    free = max(0.0, min(free, -peak(now.of(USED), growth)))
-    slopes = {
-        part: slope
-        for part in MEMORY_PARTS
-        if part != CUDA and (slope := slope_since(now.of(part), growth.since)) is not None
+    # A peak, such as a checkpoint, uses up the memory: the highest one since the growth began, moved along it.
+    last = used[-1].seconds
+    peak = max(each.value + growth.per_second * (last - each.seconds) for each in used if each.seconds >= growth.since)
+    end = _end(MEMORY, None, growth, max(0.0, min(free, -peak)))
+    since = {
+        name: [reading for reading in histories.get(name, ()) if reading.seconds >= growth.since]
+        for name in (TRAINING, WORKERS, SHARED_MEMORY, COPYABLE)
     }
+    slopes = {name: _slope_of_stairs(readings) for name, readings in since.items() if len(readings) >= 4}
+    copyable = slopes.pop(COPYABLE, 0.0)
     where = max(slopes, key=lambda part: slopes[part], default=None)
-    if where is not None and slopes[where] < _MIN_SHARE * growth.per_second:
-        where = None
-    horizon, copied = _HORIZON, False
-    if where == WORKERS:
-        copyable = now.of(COPYABLE)
-        shared = slope_since(copyable, growth.since)
-        copied = shared is not None and -shared >= _COPIED_SHARE * slopes[WORKERS]
-        if copied and copyable[-1].value < free:
-            return None  # all that they can copy fits
-        horizon = _FIRST_EPOCH_HORIZON if now.workers_end else _HORIZON
-    seconds = growth.seconds_to(free)
-    if seconds > horizon * growth.seconds:
-        return None
-    return MemoryGrowth({}, where, growth.per_second if where is None else slopes[where], seconds, MEMORY, copied)
-
-
-def _end_of_part(part: str, growth: LastingGrowth | None, free: float | None) -> MemoryGrowth | None:
-    if growth is None or free is None:
-        return None
-    seconds = growth.seconds_to(free)
-    return MemoryGrowth({}, part, growth.per_second, seconds, part) if seconds <= _HORIZON * growth.seconds else None
+    if end is None or where is None or slopes[where] < MIN_SHARE * growth.per_second:
+        return end
+    copied = where == WORKERS and -copyable >= COPIED_SHARE * slopes[where]
+    if copied and since[COPYABLE][-1].value < free:
+        return None  # all that they can copy fits
+    return replace(end, where=where, where_bytes_per_second=slopes[where], copied_on_write=copied)
 
 
 # -- what to do about memory that grows --------------------------------------------------------------------------------
@@ -395,45 +318,24 @@ _BY_PART: Final = {
 }
 
 
-def memory_advice(growth: MemoryGrowth) -> str:
-    """The advice; empty if it is not known what grows."""
-    if growth.where is None:
-        return ""
-    return _COPIED if growth.copied_on_write else _BY_PART[growth.where]
-
-
 # -- follows the memory of a run ---------------------------------------------------------------------------------------
-
-READ_SECONDS: Final = 2.0
-"""Readings that come faster are merged."""
-
-_SPANS: Final = (1350.0, 64.0)
-"""Maximum seconds between two readings, for the two histories of each figure: they reach back a day and an hour."""
-
-_JUDGE_SECONDS: Final = 5.0
-
-_MAX_MISSED: Final = 3
-"""A forecast is withdrawn only after this many judgements without one, because a busy machine changes the pace."""
 
 
 class MemoryWatch:
     """Keeps the memory histories of one rank, and judges them."""
 
     def __init__(self) -> None:
-        self._histories: tuple[dict[str, ReadingHistory], ...] = tuple({} for _ in _SPANS)
+        self._histories: dict[str, History] = {}
         self._last: MemorySample | None = None
-        self._changed = False
         self._judged_ns = 0
+        self._changed = False
         self._growth: MemoryGrowth | None = None
-        self._missed = 0
 
     def tick(
         self,
         sample: MemorySample | None,
         gpu: GpuSample | None,
         allocator: TorchMemorySample | None,
-        *,
-        workers_end: bool,
         now: int | None = None,
     ) -> None:
         """Take a new reading, if there is one, and judge the histories if they have changed.
@@ -444,22 +346,19 @@ class MemoryWatch:
             sample: the newest reading.
             gpu: that of the GPU.
             allocator: that of the CUDA allocator.
-            workers_end: the workers start anew in each epoch, and the first epoch has not ended.
             now: monotonic nanoseconds.
         """
         if sample is None or sample is self._last:
             return
         self._last = sample
         now = now_ns() if now is None else now
-        for name, value in _values(sample, allocator).items():
-            for histories, span in zip(self._histories, _SPANS, strict=True):
-                if name not in histories:  # of what others use, peaks count
-                    highest = name in {USED, SHARED_MEMORY_USED}
-                    histories[name] = ReadingHistory(READ_SECONDS, span, highest=highest)
-                self._changed |= histories[name].add(now / NS, value)
-        if self._changed and now - self._judged_ns >= _JUDGE_SECONDS * NS:
-            self._changed = False
-            self._take(self._judge(_free(sample, gpu, allocator), sample, workers_end=workers_end), now)
+        for name, value in _figures(sample, allocator).items():
+            history = self._histories.setdefault(name, History(highest=name in _OF_ALL))
+            self._changed |= history.add(now / NS, value)
+        if self._changed and now - self._judged_ns >= JUDGE_SECONDS * NS:
+            self._changed, self._judged_ns = False, now
+            readings = {name: history.readings for name, history in self._histories.items()}
+            self._growth = memory_outlook(readings, _free(sample, gpu, allocator), sample.memory_limit_bytes)
 
     def view(self, now: int | None = None) -> MemoryGrowth | None:
         """The growth as of now; None before the first judgement."""
@@ -480,27 +379,11 @@ class MemoryWatch:
             exhausted_in_seconds=growth.exhausted_in_seconds,
             exhausted=growth.exhausted,
             copied_on_write=growth.copied_on_write,
-            advice=memory_advice(growth) or None,
+            advice=_COPIED if growth.copied_on_write else _BY_PART.get(growth.where or ""),
         )
 
-    def _take(self, growth: MemoryGrowth, now: int) -> None:
-        forecast = self._growth is not None and self._growth.exhausted_in_seconds is not None
-        self._missed = self._missed + 1 if forecast and growth.exhausted_in_seconds is None else 0
-        self._growth = self.view(now) if 0 < self._missed <= _MAX_MISSED else growth
-        self._judged_ns = now
 
-    def _judge(self, free: Mapping[str, float], sample: MemorySample, *, workers_end: bool) -> MemoryGrowth:
-        """Judge the longer history, or the shorter one if growth began only lately."""
-        found = MemoryGrowth()
-        for histories in self._histories:
-            kept = {name: history.readings for name, history in histories.items()}
-            found = memory_outlook(MemoryReadings(kept, free, sample.memory_limit_bytes, workers_end))
-            if found.where_bytes_per_second is not None:
-                break
-        return found
-
-
-def _values(sample: MemorySample, allocator: TorchMemorySample | None) -> dict[str, float]:
+def _figures(sample: MemorySample, allocator: TorchMemorySample | None) -> dict[str, float]:
     """The measured values, by the name of their history."""
     left, shared_left = sample.memory_available_bytes, sample.shared_memory_free_bytes
     values = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import deque
 from contextlib import suppress
@@ -31,25 +32,16 @@ if TYPE_CHECKING:
 # Most of it is cheap: `statm` takes 7 µs and no lock. But it does not show which pages a forked worker still shares
 # with the training process, and so hides memory that is copied on write. `smaps_rollup` shows it, but the kernel goes
 # through all pages for it (12 ms for each GiB of small pages) and keeps the process from mapping memory meanwhile. So
-# it is read for a few workers only, one at a time, and seldom, and never for the training process.
+# it is read of one worker, for which all others count, because they were forked from the same process.
 
 READ_SECONDS: Final = 2.0
-"""The first readings have this distance. It grows with the age of the run, because the run's trend is what matters."""
-
 _AGE_RATIO: Final = 1 / 64
 _MAX_READ_SECONDS: Final = 60.0
-
-_MAX_PROBED: Final = 2
-"""At most this many workers are searched for shared pages. All were forked from the same process."""
+"""Seconds between two readings: 2 at first, then this part of the run's age, because its trend is what matters."""
 
 _MAX_PROBE_RATIO: Final = 0.0005
 """Reading `smaps_rollup` may take this share of a core: the last reading decides when the next one comes."""
 
-_MIN_PROBE_SECONDS: Final = 30.0
-"""Minimum time between two probes. The ratio would allow small workers more than their trend needs. A worker that was
-never probed waits less long."""
-
-_FIRST_PROBES_RATIO: Final = 0.2
 _KIB: Final = 1024
 
 
@@ -82,8 +74,8 @@ class MemorySource:
         self._began_ns = self._due_ns = now_ns()
         self._probe_due_ns = 0
         self._newest = MemorySample()
-        self._pids: frozenset[int] = frozenset()
-        self._shared: dict[int, int] = {}  # anonymous bytes that each worker shares, by pid
+        self._probed: int | None = None  # a worker, and the anonymous bytes that it shares
+        self._shared: int | None = None
 
     def read(self) -> MemorySample:
         """Return the newest reading, after making a new one if that is due.
@@ -104,56 +96,47 @@ class MemorySource:
         if own is None:
             raise CollectorError("/proc/self/stat cannot be read")
         workers, shared = self._of_workers(now)
-        room, limit = self._size_of_shared_memory(), self._limits.tightest()
-        own_shared = self._limits.shared_memory()
+        used, free = self._size_of_shared_memory()
+        own_shared, limit = self._limits.shared_memory(), self._limits.tightest()
         return MemorySample(
             training_bytes=own.anonymous_bytes,
             workers_bytes=workers,
             workers_shared_bytes=shared,
-            shared_memory_bytes=own_shared if own_shared is not None or room is None else room[0],
-            shared_memory_free_bytes=None if room is None else room[1],
+            shared_memory_bytes=used if own_shared is None else own_shared,
+            shared_memory_free_bytes=free,
             memory_available_bytes=None if limit is None else limit.available,
             memory_limit_bytes=None if limit is None else limit.limit,
         )
 
     def _of_workers(self, now: int) -> tuple[int | None, int | None]:
         """What the workers have to themselves, and what they share; None until the shared part is known."""
-        anonymous: dict[int, int] = {}
-        for pid in filter(None, self._workers()):
-            stat = self._stat(pid)
-            if stat is not None and is_worker_of_ours(stat.parent):
-                anonymous[pid] = stat.anonymous_bytes
-        pids = frozenset(anonymous)
-        if pids != self._pids:
-            self._pids, self._shared = pids, {}
-        probed = sorted(pids)[:_MAX_PROBED]
-        missing = [pid for pid in probed if pid not in self._shared]
-        if now >= self._probe_due_ns and probed:
-            # The worker with the oldest reading: a dictionary keeps the order of insertion.
-            self._probe(missing[0] if missing else next(iter(self._shared)), sooner=len(missing) > 1)
-        if not self._shared:
+        stats = {pid: stat for pid in filter(None, self._workers()) if (stat := self._stat(pid)) is not None}
+        anonymous = {pid: stat.anonymous_bytes for pid, stat in stats.items() if is_worker_of_ours(stat.parent)}
+        probed = min(anonymous, default=None)
+        if probed != self._probed:
+            self._probed, self._shared = probed, None
+        if probed is not None and now >= self._probe_due_ns:
+            self._shared = self._probe(probed)
+        if self._shared is None:
             return None, None
-        shared = sum(self._shared.values()) // len(self._shared) * len(pids)
+        shared = self._shared * len(anonymous)
         return max(0, sum(anonymous.values()) - shared), shared
 
-    def _probe(self, pid: int, *, sooner: bool) -> None:
+    def _probe(self, pid: int) -> int:
         started = thread_time_ns()
         try:
             shared = shared_bytes(read_small(f"/proc/{pid}/smaps_rollup"))
         except OSError:  # it has ended, or the kernel is older than 4.14: then nothing counts as shared
             shared = 0
-        took = (thread_time_ns() - started) / NS
-        self._shared.pop(pid, None)
-        self._shared[pid] = shared
-        pause = _MIN_PROBE_SECONDS * (_FIRST_PROBES_RATIO if sooner else 1.0)
-        self._probe_due_ns = now_ns() + int(NS * max(pause, took / _MAX_PROBE_RATIO))
+        self._probe_due_ns = now_ns() + int((thread_time_ns() - started) / _MAX_PROBE_RATIO)
+        return shared
 
-    def _size_of_shared_memory(self) -> tuple[int, int] | None:
+    def _size_of_shared_memory(self) -> tuple[int | None, int | None]:
         """Bytes used and free; None if there is no such file system."""
         try:
             found = os.statvfs(self._shared_memory)
         except OSError:
-            return None
+            return None, None
         return (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_bavail * found.f_frsize
 
 
@@ -164,17 +147,9 @@ def shared_bytes(content: bytes) -> int:
     files that are written through a mapping are private, too, as long as no other process maps them. `Pss_Anon` leaves
     these out, so the smaller of the two is what the process has to itself.
     """
-    found = dict(line.split(b":", 1) for line in content.splitlines()[1:] if b":" in line)
-    anonymous, private = _kib(found.get(b"Anonymous")), _kib(found.get(b"Private_Dirty"))
-    proportional = found.get(b"Pss_Anon")
-    if proportional is not None:
-        private = min(private, _kib(proportional))
-    return max(0, anonymous - private) * _KIB
-
-
-def _kib(value: bytes | None) -> int:
-    words = (value or b"").split()
-    return int(words[0]) if words and words[0].isdigit() else 0
+    found = {name: int(kib) * _KIB for name, kib in re.findall(rb"(\w+): +(\d+) kB", content)}
+    private = min(found.get(b"Private_Dirty", 0), found.get(b"Pss_Anon", sys.maxsize))
+    return max(0, found.get(b"Anonymous", 0) - private)
 
 
 # -- the memory of PyTorch's CUDA caching allocator, without importing torch or initialising CUDA ----------------------
