@@ -60,21 +60,17 @@ def find(target: str, *, module: bool) -> Program:
         LaunchError: it is missing, or cannot be read.
         SyntaxError: it cannot be compiled; the error has file and line, like Python's own.
     """
+    _enter(folder(target, module=module))
+    return _find_module(target) if module else _compiled(target)
+
+
+def _enter(folder: str) -> None:
+    """Put the program's folder into the place of telemetry's own in ``sys.path``; empty for none."""
     imports.end()
-    if not module:
-        program = _compiled(target)
-        _enter(_folder_of(Path(target)))
-        return program
-    _enter(_working_folder())
-    return _find_module(target)
-
-
-def _enter(folder: str | None) -> None:
-    """Put the program's folder into the place of telemetry's own in ``sys.path``; None for none."""
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # -P, -I: Python has put no folder there, and must not
         with_m = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
         own = 0 if with_m and _working_folder() is None else 1  # then Python has put none there
-        sys.path[:own] = [] if folder is None else [folder]
+        sys.path[:own] = [folder] if folder else []
     imports.step_aside("telemetry")
 
 

@@ -6,7 +6,6 @@ The training script is started like any other, and what is shown is what the oth
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from telemetry.report.command import PageError, page_recorder, report
-from telemetry.report.logs import load
+from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import stalls_of
 from telemetry.top.command import top
 from telemetry.top.endpoints import ScrapeError, fetch, metric_values
@@ -273,25 +272,14 @@ def _look_at(child: subprocess.Popen[bytes], run: Path, seconds: float) -> None:
     except subprocess.TimeoutExpired:
         say("3. What one sees of it meanwhile:", "", f"   $ {_command_line('top', '--once', run)}", "")
         top(str(run), [], once=True)
-        url = _endpoint(run)
         try:
+            url = load(run)[-1].head.metrics_url
             lines = lines_that_matter(fetch(url)) if url else []
-        except ScrapeError:  # it has ended at this moment
+        except (NoRunError, ScrapeError):  # it has not started, or has ended at this moment
             lines = []
         if lines:
             say("", "   and what Prometheus would scrape (a part of it):", "", f"   $ curl -s {url}")
             say(*(f"   {line}" for line in lines))
-
-
-def _endpoint(run: Path) -> str | None:
-    """The URL of the metrics, from the first line of the run's log; None without one."""
-    for log in (run / "logs").glob("rank-*.jsonl"):
-        with log.open(encoding="utf-8") as lines:
-            first = lines.readline()
-        if first.endswith("\n"):
-            url: str | None = json.loads(first).get("metrics_url")
-            return url
-    return None
 
 
 _MATTER: Final = re.compile(
