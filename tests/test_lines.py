@@ -181,9 +181,8 @@ def test_the_folder_keeps_the_newest_profiles_of_a_rank(tmp_path):
 def a_stalled_run(tmp_path, source, **event):
     code = {"file": str(source), "line": 2, "function": "load", "calls": "Image.resize", "share_ratio": 0.61}
     alone = {"file": "/gone/train.py", "line": 9, "function": "load", "share_ratio": 0.2}
-    damaged = {"file": 3, "line": "x"}
     said = "61 % of each fetch is Image.resize at data.py:2"
-    evidence = {"lines": [code, alone, damaged], "lines_of": "fetch", "line_verdict": said, "lost_seconds": {}}
+    evidence = {"lines": [code, alone], "lines_of": "fetch", "line_verdict": said, "lost_seconds": {}}
     opened = line("stall_open", cause="workers_cpu_bound", opened="2026-01-01T00:00:05.000Z", evidence={"a": 1})
     told = line("stall_lines", cause="workers_cpu_bound", evidence=evidence)
     write(

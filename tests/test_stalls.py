@@ -597,7 +597,7 @@ def reported(tmp_path, capsys, advice, *options):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("low", "told"), [(1.0, "1 to 4.1"), (None, "4.1"), (4.1, "4.1"), ("much", "4.1")])
+@pytest.mark.parametrize(("low", "told"), [(1.0, "1 to 4.1"), (None, "4.1"), (4.1, "4.1")])
 def test_the_report_writes_the_range(tmp_path, capsys, low, told):
     text = reported(tmp_path, capsys, RANGE | {"predicted_low": low})
     assert f"try num_workers=8: use more workers, predicted {told} times the steps per second (why)" in text

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -60,18 +60,33 @@ class _AnyEvent(Line, frozen=True, kw_only=True):
 
 
 _DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(AnyLine)
+_LINE_BREAK: Final = re.compile(rb"\\(n|u000[aA])")
 _EVENT_DECODER: Final = msgspec.json.Decoder(_AnyEvent)
 
 
 def decoded(raw: bytes) -> Line | None:
     """The record of a line; None if it is damaged. One of an event that only a newer version knows is a `Line`."""
     try:
+        if _LINE_BREAK.search(raw):
+            raw = msgspec.json.encode(_unbroken(msgspec.json.decode(raw)))
         line = _DECODER.decode(raw)
         if isinstance(line, (StallLine, StragglerCodeLine)):
             line.evidence.update(msgspec.convert(line.evidence, StallEvidence))
-    except (ValueError, RecursionError):
+    except (ValueError, OverflowError, RecursionError):
         return _of_unknown_event(raw)
     return line
+
+
+def _unbroken(value: Any) -> Any:
+    """The fields without line breaks in their texts, which would forge a line of the report. Stacks have them."""
+    match value:
+        case str():
+            return value.replace("\n", " ")
+        case list():
+            return [_unbroken(each) for each in value]
+        case dict():
+            return {_unbroken(name): each if name == "stacks" else _unbroken(each) for name, each in value.items()}
+    return value
 
 
 def _of_unknown_event(raw: bytes) -> Line | None:
