@@ -121,7 +121,6 @@ def test_an_optimizer_with_a_closure_has_all_parts(tmp_path):
     assert parts.get("forward", 0) > 0
 
 
-@unmended("the agent stops before os.execv is called, and does not go on when that has failed")
 @pytest.mark.parametrize("how", ["'./program', ['program']", "'/bin/true', []", "'/bin/true', ['a' + chr(0)]"])
 def test_a_failed_exec_does_not_end_the_run(how, tmp_path):
     source = f"""
