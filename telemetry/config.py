@@ -68,7 +68,8 @@ def _port(value: Any) -> Any:
 def _parts(value: Any) -> list[Any]:
     parts = value.lower().split(",") if isinstance(value, str) else value or ()
     words = [part.strip() if isinstance(part, str) else part for part in parts]
-    return [word for word in dict.fromkeys(words) if word not in {"", "none"}]
+    found = [word for word in dict.fromkeys(words) if word]
+    return [] if found == ["none"] else found
 
 
 def _callback(value: Any) -> Any:
