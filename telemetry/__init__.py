@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from telemetry._version import __version__
+from telemetry.util import clock as _clock  # noqa: F401 - now: a script may replace functions of `time` before it starts
 
 if TYPE_CHECKING:
     from telemetry.api import metrics, phase, request_snapshot, resumed, start, step, stop, tokens, watch

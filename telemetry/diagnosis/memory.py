@@ -35,7 +35,7 @@ ones. The first third is left out, because it is the start-up: tensors and cache
 
 MIN_READINGS: Final = 8
 MIN_SECONDS: Final = 20.0
-"""Least readings, and least seconds, that are judged: a run that lives for 90 s is told at 40 % of its life."""
+"""At fewer readings or seconds nothing is judged: a run that lives for 90 s is told at 40 % of its life."""
 
 MIN_BYTES: Final = 16 << 20
 MIN_LIMIT_RATIO: Final = 0.01
@@ -64,7 +64,7 @@ COPIED_SHARE: Final = 0.5
 """Workers copy on write, as from a list, if their shared memory falls by this share of the growth of their own."""
 
 JUDGE_SECONDS: Final = 5.0
-"""Least seconds between two judgements, which take milliseconds while memory grows."""
+"""Minimum seconds between two judgements, which take milliseconds while memory grows."""
 
 # -- the history of one figure -----------------------------------------------------------------------------------------
 
@@ -124,10 +124,14 @@ class Growth(NamedTuple):
     seconds: float
 
 
-def lasting_growth(readings: Sequence[Reading], at_least: float) -> Growth | None:
-    """The growth over the longest part of the history that grows evenly, by ``at_least``; None if there is none.
+def lasting_growth(readings: Sequence[Reading], minimum: float) -> Growth | None:
+    """The growth over the longest part of the history that grows evenly; None if no part does.
 
     The first third is always left out: it is the start-up.
+
+    Args:
+        readings: the history.
+        minimum: growth in bytes that counts.
     """
     for share in SHARES if long_enough(readings) else ():
         last = readings[-1].seconds
@@ -136,13 +140,13 @@ def lasting_growth(readings: Sequence[Reading], at_least: float) -> Growth | Non
         if len(window) < MIN_READINGS or seconds < MIN_SECONDS:
             return None
         quarters = levels(_values(window), 4)
-        if quarters[-1] - quarters[0] < 0.75 * at_least:  # checked first: most figures do not grow
+        if quarters[-1] - quarters[0] < 0.75 * minimum:  # checked first: most figures do not grow
             continue
         slope, thirds = slope_of(window), [slope_of(third) for third in parts(window, 3)]
         grown = slope * seconds
         slows = thirds[0] > thirds[1] > thirds[2] and thirds[2] < SLOWING * thirds[0]
         even = min(later - earlier for earlier, later in pairwise(quarters)) >= MIN_EVEN * grown / 4
-        if even and not slows and grown >= max(at_least, MIN_TIMES_FALL * _largest_fall(readings)):
+        if even and not slows and grown >= max(minimum, MIN_TIMES_FALL * _largest_fall(readings)):
             return Growth(slope, window[0].seconds, seconds)
     return None
 
@@ -230,17 +234,17 @@ def memory_outlook(
         if part in free and histories.get(part)
     }
     judged = {
-        part: lasting_growth(histories[part], _least(sizes.get(part, limit)))
+        part: lasting_growth(histories[part], _min_growth(sizes.get(part, limit)))
         for part in MEMORY_PARTS
         if long_enough(histories.get(part, ()))
     }
     growths = {part: growth for part, growth in judged.items() if growth is not None}
     rates = {part: growths[part].per_second if part in growths else 0.0 for part in judged}
     # Others may use /dev/shm, too: then no part is named.
-    of_all = lasting_growth(histories.get(SHARED_MEMORY_USED, ()), _least(sizes.get(SHARED_MEMORY)))
+    of_all = lasting_growth(histories.get(SHARED_MEMORY_USED, ()), _min_growth(sizes.get(SHARED_MEMORY)))
     own = SHARED_MEMORY if SHARED_MEMORY in growths else None
     ends = (
-        _end_of_memory(histories, free.get(MEMORY), growths, _least(limit)),
+        _end_of_memory(histories, free.get(MEMORY), growths, _min_growth(limit)),
         _end(SHARED_MEMORY, own, of_all or growths.get(SHARED_MEMORY), free.get(SHARED_MEMORY)),
         _end(CUDA, CUDA, growths.get(CUDA), free.get(CUDA)),
     )
@@ -253,8 +257,8 @@ def memory_outlook(
     return MemoryGrowth(rates, where, None if where is None else rates[where])
 
 
-def _least(size: float | None) -> float:
-    """The least growth that counts for memory of a size."""
+def _min_growth(size: float | None) -> float:
+    """The minimum growth, in bytes, that counts for memory of a size."""
     if size is None:
         return float(MIN_BYTES)
     return max(min(MIN_BYTES, MIN_SMALL_RATIO * size), MIN_LIMIT_RATIO * size)
@@ -268,12 +272,12 @@ def _end(exhausted: str, where: str | None, growth: Growth | None, free: float |
 
 
 def _end_of_memory(
-    histories: Mapping[str, Sequence[Reading]], free: float | None, growths: Mapping[str, Growth], least: float
+    histories: Mapping[str, Sequence[Reading]], free: float | None, growths: Mapping[str, Growth], minimum: float
 ) -> MemoryGrowth | None:
     """The end of the memory of the cgroup or the machine, which the parts of this run share with others."""
     used, own = histories.get(USED, ()), [growth for part, growth in growths.items() if part != CUDA]
     # The memory of others may go up and down while a part of this run grows.
-    growth = lasting_growth(used, least) or max(own, key=lambda each: each.per_second, default=None)
+    growth = lasting_growth(used, minimum) or max(own, key=lambda each: each.per_second, default=None)
     if growth is None or free is None:
         return None
     # A peak, such as a checkpoint, uses up the memory: the highest one since the growth began, moved along it.

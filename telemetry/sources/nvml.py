@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 try:
     import pynvml
-except ImportError:
-    pynvml = None
+
+    _import_error = ""
+except ImportError as error:
+    pynvml, _import_error = None, str(error)
 codecs.lookup("ascii")  # the binding's calls would import this codec later
 
 Handle = Any
@@ -188,7 +190,7 @@ class Nvml(Driver):
         if self._initialised:
             return
         if self.binding is None:
-            raise NoGpuError("the package nvidia-ml-py is not installed")
+            raise NoGpuError(f"the package nvidia-ml-py is not installed: {_import_error}")
         try:
             self.call("nvmlInit")
         except DriverError as error:
