@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import telemetry
 from telemetry.cli import main
 from telemetry.util.text import (
     binary_size,
@@ -24,6 +25,7 @@ from telemetry.util.text import (
     shortened,
     table,
 )
+from tests.faults.processes import HANG
 
 # -- commands that a new user gets slightly wrong: each says what to type instead -----------------------------------
 
@@ -202,3 +204,16 @@ def test_a_table_has_columns_of_equal_width():
     assert table(["name", "calls"], rows) == ["    name  calls", "a kernel      1", "       b   1000"]
     assert table(["name", "calls"], rows, names_first=True) == ["name      calls", "a kernel      1", "b          1000"]
     assert [shortened("x" * size, 10) for size in (10, 11)] == ["x" * 10, "x" * 7 + "..."]
+
+
+def test_a_missing_package_is_named(tmp_path):
+    """Also by the doctor, which needs it itself. The version is there without any package."""
+    python = [sys.executable, "-S", "-m", "telemetry"]  # without site-packages
+    env = {"PYTHONPATH": str(Path(telemetry.__file__).parents[1])}
+    version, doctor = (
+        subprocess.run([*python, word], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG)
+        for word in ("--version", "doctor")
+    )
+    assert (version.returncode, version.stdout) == (0, f"telemetry {telemetry.__version__}\n")
+    assert doctor.returncode == 1
+    assert "telemetry: the package msgspec is not installed" in doctor.stderr
