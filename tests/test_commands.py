@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import telemetry
+from telemetry._version import __version__
 from telemetry.cli import main
 from telemetry.util.text import (
     binary_size,
@@ -209,11 +209,11 @@ def test_a_table_has_columns_of_equal_width():
 def test_a_missing_package_is_named(tmp_path):
     """Also by the doctor, which needs it itself. The version is there without any package."""
     python = [sys.executable, "-S", "-m", "telemetry"]  # without site-packages
-    env = {"PYTHONPATH": str(Path(telemetry.__file__).parents[1])}
+    env = {"PYTHONPATH": str(Path(__file__).parents[1])}
     version, doctor = (
         subprocess.run([*python, word], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG)
         for word in ("--version", "doctor")
     )
-    assert (version.returncode, version.stdout) == (0, f"telemetry {telemetry.__version__}\n")
+    assert (version.returncode, version.stdout) == (0, f"telemetry {__version__}\n")
     assert doctor.returncode == 1
     assert "telemetry: the package msgspec is not installed" in doctor.stderr
