@@ -139,13 +139,11 @@ def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
     top = commands.add_parser(
         "top",
         help="watch a running job in the terminal: all ranks, worst first",
-        usage="telemetry top [--once] RUN_DIR\n       telemetry top [--once] --url URL [--url URL ...]",
         description="Shows all ranks of a job, worst first; h lists the keys. Needs textual: "
         "pip install 'torch-telemetry[top]'.",
         epilog="Without a terminal, or with TERM=dumb, one frame is printed as text.",
     )
-    top.add_argument("run_dir", metavar="RUN_DIR", nargs="?", help="the run folder")
-    top.add_argument("--url", metavar="URL", action="append", default=[], help="metrics of a node instead of a folder")
+    top.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
     top.add_argument("--once", action="store_true", help="print one frame as text, and end")
     top.set_defaults(command=_top)
 
@@ -257,9 +255,7 @@ def _run(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     from telemetry.top import command
 
-    if (options.run_dir is None) == (not options.url):
-        return _usage_error("top needs a run folder, or --url, and not both")
-    return command.top(options.run_dir, options.url, once=options.once)
+    return command.top(options.run_dir, once=options.once)
 
 
 def _report(options: argparse.Namespace) -> int:

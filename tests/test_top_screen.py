@@ -196,13 +196,13 @@ class Screen:
         return "\n".join(strip.text.rstrip() for strip in strips)
 
 
-def with_screen(test, *rows, snapshots=True, size=(80, 24), **more):
+def with_screen(test, *rows, size=(80, 24), **more):
     """Run a test with an app that shows these ranks; returns the app's exit status."""
     pytest.importorskip("textual")
     from telemetry.top.app import Reader, TopApp
 
     async def run():
-        source, requests = Source(replace(view(*rows, **more), seen=NOW)), Snapshots() if snapshots else None
+        source, requests = Source(replace(view(*rows, **more), seen=NOW)), Snapshots()
         reader = Reader(source, "Reading")
         app = TopApp(reader, FRAME, requests)
         async with app.run_test(size=size) as pilot:
@@ -280,15 +280,11 @@ def test_a_snapshot_is_asked_for_before():
     assert with_screen(test, *RANKS)[1].requested == ["2", "all", "closed"]
 
 
-def test_without_a_folder_or_a_rank_a_snapshot_says_why_not():
+def test_without_a_rank_there_is_no_snapshot():
     async def test(screen):
-        assert "a snapshot is requested through the run folder" in await screen.press("n")
-
-    async def test_none(screen):
         assert "there is no rank to take a snapshot of" in await screen.press("n")
 
-    with_screen(test, *RANKS, snapshots=False)
-    with_screen(test_none, text="no rank")
+    with_screen(test, text="no rank")
 
 
 def test_typing_a_text_to_find():

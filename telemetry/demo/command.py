@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,6 @@ from telemetry.report.command import PageError, page_recorder, report
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import stalls_of
 from telemetry.top.command import top
-from telemetry.top.endpoints import ScrapeError, fetch, metric_values
 from telemetry.util.processes import disabled
 from telemetry.util.text import show, warn
 
@@ -271,11 +271,11 @@ def _look_at(child: subprocess.Popen[bytes], run: Path, seconds: float) -> None:
         child.wait(seconds)
     except subprocess.TimeoutExpired:
         say("3. What one sees of it meanwhile:", "", f"   $ {_command_line('top', '--once', run)}", "")
-        top(str(run), [], once=True)
+        top(str(run), once=True)
         try:
             url = load(run)[-1].head.metrics_url
-            lines = lines_that_matter(fetch(url)) if url else []
-        except (NoRunError, ScrapeError):  # it has not started, or has ended at this moment
+            lines = lines_that_matter(_served(url)) if url else []
+        except (NoRunError, OSError):  # it has not started, or has ended at this moment
             lines = []
         if lines:
             say("", "   and what Prometheus would scrape (a part of it):", "", f"   $ curl -s {url}")
@@ -284,18 +284,25 @@ def _look_at(child: subprocess.Popen[bytes], run: Path, seconds: float) -> None:
 
 _MATTER: Final = re.compile(
     r"training_(time_seconds_total|steps_total|exposed_wait_seconds_total|process_\w+|stall_active"
-    r"|gpu_(utilization|sm_active)_ratio)|telemetry_overhead_seconds_total"
+    r"|gpu_(utilization|sm_active)_ratio)\b|telemetry_overhead_seconds_total\b"
 )
+_without_proxy: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _served(url: str) -> str:
+    """What an endpoint on this machine serves.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    with _without_proxy.open(url, timeout=_EXIT_SECONDS) as answer:
+        return bytes(answer.read()).decode()
 
 
 def lines_that_matter(text: str) -> list[str]:
     """The samples of an exposition that a person should see first, as they were served."""
-    return [
-        line
-        for line in text.splitlines()
-        for name, _, value in metric_values(line)
-        if _MATTER.fullmatch(name) and (name != "training_stall_active" or value)
-    ]
+    lines = [line for line in text.splitlines() if _MATTER.match(line)]
+    return [line for line in lines if not line.startswith("training_stall_active") or float(line.rpartition(" ")[2])]
 
 
 def say(*lines: str) -> None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.events import Key
 
-    from telemetry.top.endpoints import Endpoints
     from telemetry.top.run_folder import RunFolder
     from telemetry.top.text import Frame, Styled
     from telemetry.top.view import JobView
@@ -52,21 +51,19 @@ _HANG_UP_SECONDS: Final = 3.0
 _MAX_SAID: Final = 4096
 _MAX_FIND: Final = 40
 
-NO_FOLDER: Final = "a snapshot is requested through the run folder: telemetry snapshot RUN_DIR"
-
 
 class Reader(threading.Thread):
-    """Reads the run on a thread of its own, so that keys stay quick while a file system or an endpoint is slow.
+    """Reads the run on a thread of its own, so that keys stay quick while a file system is slow.
 
     Args:
-        run: the run folder or the endpoints, which only this thread uses.
+        run: the run folder, which only this thread uses.
         begin: text before the first view.
 
     Attributes:
         closed: set it to end the thread. Do not wait for it: a dead file system may hold it.
     """
 
-    def __init__(self, run: RunFolder | Endpoints, begin: str) -> None:
+    def __init__(self, run: RunFolder, begin: str) -> None:
         super().__init__(name="telemetry-top", daemon=True)
         self._run = run
         self.view = waiting(begin, time.time())
@@ -154,7 +151,7 @@ class StyledLines(Widget):
 class TopApp(App[None]):
     """The screen: a frame, and below it one line: the keys, a question, a message, or the text to find.
 
-    It starts and ends the reader. ``snapshots``: None if no snapshot can be requested.
+    It starts and ends the reader.
     """
 
     CSS = """
@@ -186,7 +183,7 @@ class TopApp(App[None]):
         Binding("n", "snapshot"),
     ]
 
-    def __init__(self, reader: Reader, frame: Frame, snapshots: SnapshotRequest | None) -> None:
+    def __init__(self, reader: Reader, frame: Frame, snapshots: SnapshotRequest) -> None:
         super().__init__(ansi_color=True)  # the terminal's own colours
         self._reader, self._frame, self._snapshots = reader, frame, snapshots
         self._choice = Choice()
@@ -226,11 +223,10 @@ class TopApp(App[None]):
     def on_unmount(self) -> None:
         """End the reader and the snapshot requests."""
         self._reader.closed.set()
-        if self._snapshots is not None:
-            self._snapshots.close()
+        self._snapshots.close()
 
     def _look(self) -> None:
-        if self._snapshots is not None and self._snapshots.said:
+        if self._snapshots.said:
             self._message, self._snapshots.said = self._snapshots.said, ""
             self.draw()
         elif self._drawn != (self._reader.view, int(time.time())):
@@ -262,7 +258,7 @@ class TopApp(App[None]):
             event.prevent_default()
             self._asked = False
             rank = {"y": str((self._choice.selected or (0,))[0]), "a": "all"}.get(event.key)
-            if rank is None or self._snapshots is None:
+            if rank is None:
                 self._message = "no snapshot was requested"
             else:
                 self._message = self._snapshots.begin(rank)
@@ -363,9 +359,7 @@ class TopApp(App[None]):
     def action_snapshot(self) -> None:
         """Ask whether to request a snapshot."""
         rows = self._choice.rows(self._reader.view)
-        if self._snapshots is None:
-            self._message = NO_FOLDER
-        elif not rows:
+        if not rows:
             self._message = "there is no rank to take a snapshot of"
         else:
             # The question stays about this rank, even if the order changes before the answer.

@@ -9,15 +9,11 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from telemetry.top.endpoints import Endpoints
 from telemetry.top.run_folder import RunFolder
 from telemetry.top.text import Frame
 from telemetry.util.text import complain, show
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _DUMB: Final = ("dumb", "unknown")
 """Values of TERM for terminals that cannot place text and have no colours."""
@@ -27,12 +23,11 @@ _BEATS_SECONDS: Final = 1.2
 """One frame shows the difference of two heartbeats, which come once a second."""
 
 
-def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:
-    """Show a run folder or endpoints. Returns the exit status: 1 without anything to show, or without Textual."""
-    run = Endpoints(urls) if run_dir is None else RunFolder(Path(run_dir))
-    named = " ".join(urls) if run_dir is None else run_dir
+def top(run_dir: str, *, once: bool) -> int:
+    """Show the run in a folder. Returns the exit status: 1 without anything to show, or without Textual."""
+    run = RunFolder(Path(run_dir))
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"  # None: it is closed
-    frame = Frame(encoding, _shows_blocks(encoding), named)
+    frame = Frame(encoding, _shows_blocks(encoding), run_dir)
     try:
         if once or not _is_terminal():
             return _print(run, frame)
@@ -41,8 +36,7 @@ def top(run_dir: str | None, urls: Sequence[str], *, once: bool) -> int:
             return 1
         from telemetry.top.app import Reader, SnapshotRequest, TopApp
 
-        snapshots = None if run_dir is None else SnapshotRequest(Path(run_dir))
-        app = TopApp(Reader(run, f"Reading {named}"), frame, snapshots)
+        app = TopApp(Reader(run, f"Reading {run_dir}"), frame, SnapshotRequest(Path(run_dir)))
         for name in ("COLUMNS", "LINES"):  # Textual takes them for the terminal's size, and then follows no resize
             os.environ.pop(name, None)
         app.run(mouse=False)  # the mouse selects text, as in any other command
@@ -70,10 +64,10 @@ def _shows_blocks(encoding: str) -> bool:
     return True
 
 
-def _print(run: Endpoints | RunFolder, frame: Frame) -> int:
+def _print(run: RunFolder, frame: Frame) -> int:
     view = run.poll()
     if view.running:
-        time.sleep(_BEATS_SECONDS * (2 if isinstance(run, Endpoints) else 1))
+        time.sleep(_BEATS_SECONDS)
         view = run.poll()
     width = min(max(80, shutil.get_terminal_size((100, 24)).columns), 200)
     text = frame.printed(view, width=width, now=time.time(), rows=_PRINTED_ROWS)

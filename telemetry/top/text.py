@@ -177,7 +177,7 @@ class Frame:
     Attributes:
         encoding: encoding of the terminal. Characters that it lacks are escaped.
         blocks: whether bars are made of blocks. Without colours, letters are easier to distinguish.
-        place: the run folder or the endpoints, as a person gave them.
+        place: the run folder, as a person gave it.
     """
 
     encoding: str
@@ -334,7 +334,7 @@ class Frame:
         return lines
 
     def _safe(self, text: str) -> str:
-        """A text from a log or an endpoint as one line without control characters, in the terminal's encoding."""
+        """A text from a log as one line without control characters, in the terminal's encoding."""
         shown = text if text.isascii() and text.isprintable() else one_line(text)
         return shown if shown.isascii() else shown.encode(self.encoding, "backslashreplace").decode(self.encoding)
 

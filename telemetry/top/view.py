@@ -1,6 +1,6 @@
 """The view of a job and its ranks: states, the verdict, the order of the ranks.
 
-`run_folder` and `endpoints` make a `RankRow` of each rank; `job_view` adds its state and makes a `JobView` of them.
+`run_folder` makes a `RankRow` of each rank; `job_view` adds its state and makes a `JobView` of them.
 """
 
 from __future__ import annotations
