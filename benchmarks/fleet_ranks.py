@@ -38,7 +38,7 @@ from telemetry.records import (
     TorchMemorySample,
     WorkersSample,
 )
-from telemetry.totals import OwnTotals, Totals
+from telemetry.totals import StackTotals, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -117,9 +117,9 @@ class SimulatedRank:
                 samples=32 * steps,
                 tokens=65536 * steps,
                 compute_parts=dict.fromkeys(COMPUTE_PARTS, (loop - waited) / len(COMPUTE_PARTS)),
-                own=OwnTotals(
-                    stack_samples=int(loop - waited),
-                    in_sync_samples=int((loop - waited) * (0.6 if self.cause == "straggler" else 0.05)),
+                stacks=StackTotals(
+                    samples=int(loop - waited),
+                    in_sync=int((loop - waited) * (0.6 if self.cause == "straggler" else 0.05)),
                 ),
                 overhead_seconds={"training": 4e-6 * steps, "agent": 0.005 * age},
             ),

@@ -171,15 +171,11 @@ def worker_fetches(effort: Effort) -> list[Row]:
     rows = []
     for kind, name in (("hot", "hot, nothing else is done"), ("cold", "cold, after a convolution of an image")):
         taken = pool.answers[0][kind] if pool.answers else {}
-        floor, added, tokens, samples = (
-            spread(taken[what]).scaled(US) if taken else None for what in ("floor", "timed", "tokens", "samples")
-        )
+        floor, added = (spread(taken[what]).scaled(US) if taken else None for what in ("floor", "timed"))
         note = f"{pool.answers[0]['fetches']} fetches counted" if pool.answers else pool.missing
         rows += [
             Row(_FETCH, f"{name}: floor adds: two stamps, stored in shared memory", "us", floor),
             Row(_FETCH, f"{name}: telemetry adds", "us", added, Target(BELOW, 5.0) if kind == "hot" else None, note),
-            Row(_FETCH, f"{name}: telemetry adds, with tokens to count", "us", tokens),
-            Row(_FETCH, f"{name}: telemetry adds, with samples to count", "us", samples),
         ]
     return rows
 

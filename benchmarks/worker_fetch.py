@@ -3,8 +3,6 @@
 The fetcher is torch's own, patched in the same way as by the probe. The data set returns a ready batch, so that the
 added cost is visible. In the cold measurement, an image-like transform runs before each fetch and evicts the caches.
 The floor is the least cost of any timing: a stamp before and after, each stored where another process can read it.
-``tokens`` is the same as ``timed`` with batches that have ``input_ids``, whose tokens are counted; ``samples`` with a
-loader whose samples are counted in each fetch.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
-from telemetry.hooks.batches import BatchCounter
 from telemetry.hooks.worker import timed_fetch
 from telemetry.hooks.worker_block import WorkerBlock
 
@@ -29,14 +26,9 @@ _HOT_CALLS: Final = 500
 
 
 class Ready:
-    """A data set of one ready batch.
+    """A data set of one ready batch."""
 
-    Args:
-        batch: the batch.
-    """
-
-    def __init__(self, batch: object) -> None:
-        self.batch = batch
+    batch: Final = (torch.zeros(8, 3), torch.zeros(8))
 
     def __getitem__(self, index: object) -> object:
         return self.batch
@@ -54,42 +46,26 @@ def _floor(original: Callable[[Any, Any], Any], block: WorkerBlock) -> Callable[
     return fetch
 
 
-def _timed(fetch: Callable[[Any, Any], Any], block: WorkerBlock) -> Callable[[Any, Any], Any]:
-    return timed_fetch(fetch, block, 0, BatchCounter(block, 0, stream=False))
-
-
 def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
     """Nanoseconds that are added to a fetch, one reading per round.
 
-    ``{"hot": {"floor": [...], "timed": [...], "tokens": [...], "samples": [...]}, "cold": the same, "fetches": ...}``.
+    ``{"hot": {"floor": [...], "timed": [...]}, "cold": the same, "fetches": ...}``.
     """
     torch.set_num_threads(1)
     block = WorkerBlock(1)
     block.counters(0).pid = 1  # as in a worker that has begun
-    ids = torch.zeros(8, 512, dtype=torch.long)
-    plain, texts = (
-        _MapDatasetFetcher(Ready(batch), False, lambda batch: batch, False)
-        for batch in ([torch.zeros(8, 3), torch.zeros(8)], {"input_ids": ids, "attention_mask": ids, "labels": ids})
-    )
-    bare, counted, sized = _MapDatasetFetcher.fetch, WorkerBlock(1), WorkerBlock(1)
-    sized.head.samples_wanted = 1
-    kinds = {
-        "bare": (bare, plain),
-        "floor": (_floor(bare, WorkerBlock(1)), plain),
-        "timed": (_timed(bare, block), plain),
-        "tokens": (_timed(bare, counted), texts),
-        "samples": (_timed(bare, sized), plain),
-    }
-    indices = [0]  # the fetchers make no batches: they pass it on to the data set
+    fetcher, bare = _MapDatasetFetcher(Ready(), False, lambda batch: batch, False), _MapDatasetFetcher.fetch
+    kinds = {"bare": bare, "floor": _floor(bare, WorkerBlock(1)), "timed": timed_fetch(bare, block, 0)}
+    indices = [0]  # the fetcher makes no batches: it passes them on to the data set
     image, kernel = torch.rand(1, 3, 256, 256), torch.rand(8, 3, 5, 5)
 
-    def hot(fetch: Callable[[Any, Any], Any], fetcher: Any) -> float:
+    def hot(fetch: Callable[[Any, Any], Any]) -> float:
         start = perf_counter_ns()
         for _ in range(_HOT_CALLS):
             fetch(fetcher, indices)
         return (perf_counter_ns() - start) / _HOT_CALLS
 
-    def cold(fetch: Callable[[Any, Any], Any], fetcher: Any) -> float:
+    def cold(fetch: Callable[[Any, Any], Any]) -> float:
         readings = []
         for _ in range(5):
             torch.nn.functional.conv2d(image, kernel).relu().sum()
@@ -100,9 +76,9 @@ def measure(hot_rounds: int, cold_rounds: int) -> dict[str, Any]:
 
     answer: dict[str, Any] = {}
     for name, loop, rounds in (("hot", hot, hot_rounds), ("cold", cold, cold_rounds)):
-        added: dict[str, list[float]] = {"floor": [], "timed": [], "tokens": [], "samples": []}
+        added: dict[str, list[float]] = {"floor": [], "timed": []}
         for _ in range(rounds):
-            taken = {kind: loop(*kinds[kind]) for kind in random.sample([*kinds], len(kinds))}
+            taken = {kind: loop(kinds[kind]) for kind in random.sample([*kinds], len(kinds))}
             for kind, readings in added.items():
                 readings.append(taken[kind] - taken["bare"])
         answer[name] = added

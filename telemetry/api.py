@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telemetry.hooks.patching import WeakMap
-from telemetry.util import imports, threads
+from telemetry.util import imports
 from telemetry.util.clock import now_ns
 from telemetry.util.errors import let_pass, say
 from telemetry.util.processes import disabled, is_loader_worker, runs_without_gil
@@ -93,7 +93,6 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
             for variable, close in _config.unknown_variables().items():
                 hint = f"; did you mean {close}?" if close else ""
                 agent.errors.tell("config", f"{variable} is no setting of ours and was ignored{hint}")
-            threads.begin()
             agent.start()
         except Exception as error:
             stop()
@@ -137,7 +136,6 @@ def stop() -> None:
     agent, _agent = _agent, None
     if agent is not None:
         agent.stop()
-        threads.end()
 
 
 def leaving(code: object) -> None:
@@ -206,8 +204,6 @@ def metrics() -> dict[str, float]:
 
 def tokens(number: int, /) -> None:
     """Count so many tokens for the current step of this rank. In an evaluation or a checkpoint it counts nothing.
-
-    The number replaces the tokens that the agent finds by itself in batches with ``input_ids``.
 
     Args:
         number: tokens; numpy's whole numbers will do. A tensor will not: reading it could wait for the GPU.
@@ -356,7 +352,6 @@ def _register_fork_handler() -> None:
     global _fork_handler_registered  # noqa: PLW0603
     if not _fork_handler_registered:
         os.register_at_fork(after_in_child=_after_fork_in_child)
-        threads.register()
         _fork_handler_registered = True
 
 

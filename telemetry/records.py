@@ -35,7 +35,7 @@ COPY: Final = "copy"
 COMPILE: Final = "compile"
 
 COMPUTE_PARTS: Final = (COPY, FORWARD, BACKWARD, OPTIMIZER, COMPILE, OTHER)
-"""The parts of the compute. ``copy``, of batches to the device, is absent if nothing shows it: then forward has it."""
+"""The parts of the compute. ``copy``, of batches to the device, is absent if no framework shows it: forward has it."""
 
 _STUCK_IN: Final = {
     DATA_WAIT: "waiting for a batch",
@@ -493,14 +493,10 @@ class Epochs(msgspec.Struct, frozen=True):
 
     Attributes:
         count: how many have ended. ``seconds``: mean duration of one.
-        samples: samples in one of them; None if torch's own sampler does not choose them.
-        distinct: whether each of them is another sample, because the sampler draws each index once; None if unknown.
     """
 
     count: int
     seconds: float
-    samples: int | None = None
-    distinct: bool | None = None
 
 
 # -- the pace of a rank as its peers see it, and the loader of its batches ---------------------------------------------
@@ -535,36 +531,30 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         node: name of its node, for a rank on another node; None for a rank of this node.
         node_ranks: number of ranks on that node; 0 for a rank of this node. ``node_fastest``: whether it is one of the
             fastest of them. If the others wait even for these, they wait for all ranks of that node.
-        backward_seconds: the part of the compute in backward passes, on the GPU's clock; None on a host, or if the
-            window was not split, or has compilations. ``sm_active_ratio``, ``sm_clock_hertz``: means of the GPU's
-            figures in the window; None if unknown.
     """
 
     rank: int
     seconds: float
     steps: int
-    compute_seconds: float = msgspec.field(name="compute")
-    exposed_wait_seconds: float | None = msgspec.field(name="exposed")
-    away_seconds: float = msgspec.field(name="away")
-    stack_samples: int = msgspec.field(name="samples", default=0)
-    in_sync_samples: int = msgspec.field(name="in_sync", default=0)
+    compute_seconds: float
+    exposed_wait_seconds: float | None
+    away_seconds: float
+    stack_samples: int = 0
+    in_sync_samples: int = 0
     on_gpu: bool = False
     cause: str | None = None
     where: str | None = None
     phase: str | None = None
-    seconds_without_step: float = msgspec.field(name="still", default=0.0)
-    waits_for_ranks: bool = msgspec.field(name="still_in_sync", default=False)
-    gpu_busy_ratio: float | None = msgspec.field(name="gpu_busy", default=None)
+    seconds_without_step: float = 0.0
+    waits_for_ranks: bool = False
+    gpu_busy_ratio: float | None = None
     away_in: str | None = None
-    core_wait_seconds: float | None = msgspec.field(name="core_wait", default=None)
-    cores_busy_ratio: float | None = msgspec.field(name="cores_busy", default=None)
+    core_wait_seconds: float | None = None
+    cores_busy_ratio: float | None = None
     node: str | None = None
     node_ranks: int = 0
     node_fastest: bool = False
     last_step: int = 0
-    backward_seconds: float | None = msgspec.field(name="backward", default=None)
-    sm_active_ratio: float | None = msgspec.field(name="sm_active", default=None)
-    sm_clock_hertz: float | None = msgspec.field(name="sm_clock", default=None)
 
     @property
     def in_sync_ratio(self) -> float:
@@ -601,23 +591,23 @@ class LoaderTraits(msgspec.Struct, frozen=True):
     """What a DataLoader's data set and sampler show without being run. None: unknown.
 
     Attributes:
-        iterable: whether the data set is an IterableDataset. ``asks_for_worker``: whether one of its functions uses
-            ``get_worker_info``, as one does that divides the items among the workers.
+        iterable_data: whether the data set is an IterableDataset. ``asks_for_its_worker``: whether one of its functions
+            uses ``get_worker_info``, as one does that divides the items among the workers.
         shuffled: whether the batches come in random order.
-        set_epoch: whether the data set has ``set_epoch()``, which workers that are kept do not see.
+        has_set_epoch: whether the data set has ``set_epoch()``, which workers that are kept do not see.
         one_by_one: whether each sample is fetched by a call of ``__getitem__`` of its own.
         batch_size: samples of a batch.
-        code: file, line and name of the function that makes the samples, if it is the user's: the line that yields or
-            returns one.
+        sample_code: file, line and name of the function that makes the samples, if it is the user's: the line that
+            yields or returns one.
     """
 
-    iterable: bool | None = msgspec.field(name="iterable_data", default=None)
-    asks_for_worker: bool | None = msgspec.field(name="asks_for_its_worker", default=None)
+    iterable_data: bool | None = None
+    asks_for_its_worker: bool | None = None
     shuffled: bool | None = None
-    set_epoch: bool | None = msgspec.field(name="has_set_epoch", default=None)
+    has_set_epoch: bool | None = None
     one_by_one: bool | None = None
     batch_size: int | None = None
-    code: tuple[str, int, str] | None = msgspec.field(name="sample_code", default=None)
+    sample_code: tuple[str, int, str] | None = None
 
 
 # -- the newest collective of a rank, as its flight recorder has it ---------------------------------------------------

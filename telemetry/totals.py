@@ -112,18 +112,6 @@ class GarbageTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerTotals:
-    """Times of the training thread in the timed waits for workers' batches, see `SamplerTimer`."""
-
-    timed_batches: int = 0
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    receive_cpu_seconds: float = 0.0
-    boundary_seconds: float = 0.0
-    boundary_cpu_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class CompileTotals:
     """Compilations by ``torch.compile`` of functions that had been compiled already. ``again_seconds``: by function."""
 
@@ -132,24 +120,29 @@ class CompileTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnTotals:
-    """Work of the training thread outside of its waits, where it was timed or sampled.
+class StackTotals:
+    """The time of the training thread by the samples of its stack, in ns but for the two numbers of samples.
 
     Attributes:
-        fetch_seconds, fetch_cpu_seconds: wall clock and CPU clock of its own fetches. ``collate_seconds``: their
-            collation.
-        releases, release_seconds: observed releases of batches of workers, and their time.
-        stack_samples: samples of its stack while it computed. ``in_sync_samples``: those in which ranks wait for one
-            another.
+        samples: samples in which it computed. ``in_sync``: those of them in which ranks wait for one another.
+        step: time in the compute of steps. ``freeing``: its part in the statement that asks for batches, which frees
+            the one before.
+        wait, wait_cpu: time in waits for batches in mid-epoch; the part in which the thread was not blocked.
+            ``sampler``, ``sampler_cpu``: the same of the part in the sampler of a DataLoader.
+        boundary, boundary_sampler, boundary_sampler_cpu: the same at epoch boundaries.
     """
 
-    fetch_seconds: float = 0.0
-    fetch_cpu_seconds: float = 0.0
-    releases: int = 0
-    release_seconds: float = 0.0
-    stack_samples: int = 0
-    in_sync_samples: int = 0
-    collate_seconds: float = 0.0
+    samples: int = 0
+    in_sync: int = 0
+    step: int = 0
+    freeing: int = 0
+    wait: int = 0
+    wait_cpu: int = 0
+    sampler: int = 0
+    sampler_cpu: int = 0
+    boundary: int = 0
+    boundary_sampler: int = 0
+    boundary_sampler_cpu: int = 0
 
 
 # -- what is sampled: each sampled value is added up as its integral over the time of its tick -------------------------
@@ -235,7 +228,6 @@ class GpuTotals:
             ``garbage_seconds``: over the same time. The driver and the events do not measure at the same moments, so
             only sums are compared.
         slowed_ratio: share of the compute that was lost because the GPU's clock was throttled.
-        sm_active_ratio: of the first GPU, if hardware counters give it. ``sm_clock_hertz``: of the first GPU.
     """
 
     utilization_ratio: Sampled = Sampled()
@@ -243,8 +235,6 @@ class GpuTotals:
     exposed_wait_seconds: float = 0.0
     garbage_seconds: float = 0.0
     slowed_ratio: Sampled = Sampled()
-    sm_active_ratio: Sampled = Sampled()
-    sm_clock_hertz: Sampled = Sampled()
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +286,8 @@ class Totals:
             number by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
         gpu_energy_joules: energy of the whole GPUs, by category of the ledger; None before its second reading.
-        compute_parts: seconds of the compute by part, see `ComputeSplit`; None before it is known.
+        compute_parts: seconds of the compute by part, as the host's stacks show them, see `PartReader`; None before it
+            is known.
         samples, tokens: numbers in batches that the training took, without those that a restart threw away.
     """
 
@@ -317,9 +308,8 @@ class Totals:
     wait_seconds_by_source: dict[str | None, float] = field(default_factory=dict)
     epochs: EpochTotals = EpochTotals()
     deliveries: Deliveries = Deliveries()
-    sampler: SamplerTotals = SamplerTotals()
     garbage: GarbageTotals = GarbageTotals()
-    own: OwnTotals = OwnTotals()
+    stacks: StackTotals = StackTotals()
     process_cpu_seconds: float | None = 0.0
     run_queue_delay_seconds: float | None = 0.0
     thread_cpu_seconds: float | None = 0.0

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import threading
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,25 @@ from hypothesis import settings
 from torch.utils.data._utils import worker as worker_module
 
 import telemetry
-from telemetry.agent.accounting import Ledger, spans
+from telemetry.agent.accounting import Accounting, Ledger
+from telemetry.config import Config
 from telemetry.hooks.attachment import Attachment
-from telemetry.hooks.batches import TrainedBatches
+from telemetry.hooks.garbage import GarbageTimer
 from telemetry.hooks.ring import Ring
-from telemetry.hooks.timers import GarbageTimer
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import PhaseSpan, Step
 from telemetry.report.logs import load
 from telemetry.util import threads
 from telemetry.util.clock import now_ns
+from telemetry.util.errors import ErrorLog
 from tests.report_logs import summarize
 from tests.start_order import start_order
 
 # Tests that compare stderr are not about the last line; those of the line itself remove this.
 os.environ.setdefault("TELEMETRY_END_LINE", "off")
+
+# Kineto writes two lines to stderr for each snapshot, and reads this once in a process.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 # No deadline: the duration of an example depends on the machine, not on the code.
 settings.register_profile("telemetry", deadline=None)
@@ -89,59 +93,48 @@ def small_heap():
     gc.freeze()
 
 
-@dataclass
 class Observed:
-    """A tracker attached to the real torch, and the ledger of what it has seen."""
+    """A tracker attached to the real torch, and its accounting, which is read when the test asks for it."""
 
-    tracker: StepTracker
-    attachment: Attachment
-    ledger: Ledger
-    errors: list
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.tracker, self.errors = StepTracker(Ring()), ErrorLog()
+        self.attachment = Attachment(self.tracker, partial(self.errors.note, "attach"))
+        self.accounting = Accounting(self.tracker, self.attachment, Config.load({}), self.errors, now_ns())
+        self.ledger = self.accounting.ledger
         self.steps: list[Step] = []
         self.phases: list[PhaseSpan] = []
-        self.batches = TrainedBatches()
+        self.waited_for: str | None = None
 
     def read(self) -> Ledger:
         """Bring the ledger up to now, as the agent thread does once a second."""
-        waiting = self.tracker.waiting_since
-        ended = self.batches.ended
-        taken = self.tracker.ring.drain(1 << 20)
-        self.ledger.fold(spans(taken))
-        self.batches.fold(taken)
-        self.batches.forget(ended)
-        source = self.batches.take_source()
+        self.accounting.update()
+        self.attachment.optimizer.read_new()
+        source = self.accounting.batches.take_source()
         self.waited_for = source and source.kind
-        self.ledger.advance(now_ns(), waiting)
-        self.steps += self.ledger.take_steps()
+        self.steps += self.accounting.take_steps()
         self.phases += self.ledger.take_phases()
-        assert self.tracker.ring.closed == len(self.steps), "the training thread counts steps as the ledger does"
+        assert self.tracker.ring.closed == self.accounting.steps_total, "the training thread counts steps as the ledger"
         self.check_sum()
         return self.ledger
 
     @property
     def garbage(self) -> GarbageTimer:
         """The collections up to now."""
-        source = self.tracker.loaders.newest()
-        self.tracker.garbage.read(workers=source is not None and source.kind == "workers")
+        self.tracker.garbage.read()
         return self.tracker.garbage
 
     def check_sum(self) -> None:
         assert sum(self.ledger.ns.values()) == self.ledger.at_ns - self.ledger.start_ns
-        assert not self.errors
+        assert not self.errors.counts, self.errors.counts
         assert self.tracker.errors == 0, self.tracker.last_error
 
 
 @pytest.fixture
 def observed():
-    errors: list = []
-    tracker = StepTracker(Ring())
-    attachment = Attachment(tracker, errors.append)
-    ledger = Ledger(now_ns())
-    attachment.attach()
-    yield Observed(tracker, attachment, ledger, errors)
-    attachment.detach()
+    watched = Observed()
+    watched.attachment.attach()
+    yield watched
+    watched.attachment.detach()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from telemetry.records import (
     TorchMemorySample,
     WorkersSample,
 )
-from telemetry.totals import OwnTotals, Totals
+from telemetry.totals import StackTotals, Totals
 
 
 def published(numbers):
@@ -58,7 +58,7 @@ def full_view():
         totals=Totals(
             steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
             overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
-            own=OwnTotals(stack_samples=30, in_sync_samples=10), samples=96, tokens=960,
+            stacks=StackTotals(samples=30, in_sync=10), samples=96, tokens=960,
             gpu_energy_joules=dict.fromkeys(CATEGORIES, 9.5),
             compute_parts=dict.fromkeys(COMPUTE_PARTS, 4.5),
         ),

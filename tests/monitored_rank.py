@@ -12,7 +12,8 @@ from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.config import Config
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
-from telemetry.sources.lines import ThreadSampler
+from telemetry.sources.sampler import Sampler
+from telemetry.util.clock import sleep
 from telemetry.util.errors import ErrorLog
 from tests.slice_cases import IDLE
 
@@ -57,14 +58,9 @@ class Run:
             take_source=lambda: SimpleNamespace(kind="workers", settings={}),
         )
         self.collectors = SimpleNamespace(samples=Samples(), cpu_seconds=0.0)
-        self.thread_sampler = ThreadSampler(tracker)
-        self.builder = TotalsBuilder(
-            self.accounting,
-            tracker,
-            self.collectors,
-            self.thread_sampler,
-            Overhead(tracker, [self.collectors]),
-        )
+        self.sampler = Sampler(tracker, sleep)
+        overhead = Overhead(tracker, [self.collectors])
+        self.builder = TotalsBuilder(self.accounting, tracker, self.collectors, self.sampler, overhead)
         self.stall_monitor = StallMonitor(
             config,
             tracker,

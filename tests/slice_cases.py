@@ -44,19 +44,6 @@ def pace(rank: int, *, steps=10, compute=1.0, exposed=0.0, away=0.0, **fields) -
     )  # fmt: skip
 
 
-def on_gpu(*, compiled=0.0) -> Slice:
-    """This rank waits in its backward pass for rank 1, whose GPU has busier SMs."""
-    return a_slice(
-        gpu_utilization_ratio=1.0,
-        parts={"forward": 0.4, "backward": 0.6, "compile": compiled},
-        sm_active_ratio=0.5,
-        sm_clock_hertz=1.7e9,
-        peers=(
-            pace(1, on_gpu=True, gpu_busy_ratio=1.0, backward_seconds=0.45, sm_active_ratio=0.8, sm_clock_hertz=1.7e9),
-        ),
-    )
-
-
 STARVED = dict(wait=0.6, compute=0.4)
 CASES = {
     "loader_on_training_thread": a_slice(source="training_thread", **STARVED),
@@ -109,7 +96,6 @@ CASES = {
         gpu_utilization_ratio=0.99,
         peers=(pace(1, stack_samples=50, in_sync_samples=2, on_gpu=True, gpu_busy_ratio=0.5),),
     ),
-    "straggler, with a slow GPU": on_gpu(),
     "straggler, out of its steps": a_slice(peers=(pace(1, compute=0.5, exposed=0.0, away=0.5),)),
     "host_bound": a_slice(gpu_utilization_ratio=0.6),
     "gpu_throttled": a_slice(gpu_utilization_ratio=1.0, gpu_clock_ratio=0.5, gpu_throttled=("hw_thermal",)),
@@ -137,7 +123,6 @@ paces = st.builds(
     RankPace, rank=st.integers(0, 9), seconds=amount, steps=st.integers(0, 10**6), compute_seconds=amount,
     exposed_wait_seconds=st.none() | amount, away_seconds=amount, stack_samples=st.integers(0, 100),
     in_sync_samples=st.integers(0, 100), cause=st.none() | st.sampled_from(list(CAUSES)),
-    backward_seconds=st.none() | amount, sm_active_ratio=ratio, sm_clock_hertz=st.none() | amount,
     where=st.none() | st.just("f (train.py:1)"),
 )  # fmt: skip
 slices = st.builds(
@@ -148,7 +133,7 @@ slices = st.builds(
     process_cpu=st.none() | amount, fetches=st.none() | st.integers(0, 10**6), fetch_busy=st.none() | amount,
     workers=st.none() | samples, cores=st.floats(0.05, 512), throttled_ratio=ratio, gpu_utilization_ratio=ratio,
     fetch_wait=amount, transfer_wait=amount, head_of_line=amount, timed_fetch=amount, timed_fetch_cpu=amount, startup=amount,
-    release=amount, releases=st.integers(0, 10**6), sm_active_ratio=ratio, sm_clock_hertz=st.none() | amount,
+    release=amount, releases=st.integers(0, 10**6),
     parts=st.none() | st.dictionaries(st.sampled_from(["forward", "backward", "compile"]), amount),
     own_runnable=st.none() | amount, samples=st.integers(0, 100), in_sync=st.integers(0, 100), host_cpu_ratio=ratio,
     where=st.none() | st.just("f (train.py:1)"), peers=st.lists(paces, max_size=3).map(tuple), gpu_clock_ratio=ratio,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from msgspec import structs
-
 from telemetry.agent.collectors import Samples
 from telemetry.agent.totals import Readings, integrated
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
@@ -30,13 +28,13 @@ from telemetry.totals import (
     Conditions,
     EpochTotals,
     GarbageTotals,
-    OwnTotals,
     SampledTotals,
-    SamplerTotals,
+    StackTotals,
     Tick,
     Totals,
     together,
 )
+from telemetry.util.clock import NS
 from telemetry.util.processes import identify
 
 
@@ -114,12 +112,27 @@ class Slice:
     gpu_utilization_ratio: float | None = None
     gpu_clock_ratio: float | None = None
     gpu_throttled: tuple[str, ...] = ()
-    sm_active_ratio: float | None = None
-    sm_clock_hertz: float | None = None
     parts: dict[str, float] | None = None
 
 
 _START = Totals(compute_parts={})
+
+
+def _stacks(part: Slice) -> StackTotals:
+    """What samples show of the training thread, one for each nanosecond."""
+    waited = part.timed_fetch or (part.wait - part.boundary_wait - part.garbage_wait) * (part.timed_waits > 0)
+    timed = (part.batches or part.steps) / part.timed_waits if part.timed_waits else 0.0
+    cpu = part.timed_fetch_cpu + timed * (part.timed_sampler_cpu + part.timed_receiving_cpu)
+    freeing = (part.batches or part.steps) * part.release / part.releases if part.releases else 0.0
+    in_ns = {
+        "step": part.compute, "freeing": freeing, "wait": waited, "wait_cpu": cpu,
+        "sampler": timed * part.timed_sampler, "sampler_cpu": timed * part.timed_sampler_cpu,
+        "boundary": part.boundary_wait, "boundary_sampler": part.boundary_sampler,
+        "boundary_sampler_cpu": part.boundary_sampler_cpu,
+    }  # fmt: skip
+    return StackTotals(
+        part.samples, part.in_sync, **{name: max(0, int(NS * seconds)) for name, seconds in in_ns.items()}
+    )
 
 
 def next_tick(before: Totals, part: Slice) -> Tick:
@@ -137,7 +150,6 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             ),
             gpus=(GpuSample(
                 0, "", "", utilization_ratio=part.gpu_utilization_ratio, throttled=part.gpu_throttled,
-                sm_active_ratio=part.sm_active_ratio, sm_clock_hertz=part.sm_clock_hertz,
             ),),
         ),
     )  # fmt: skip
@@ -147,7 +159,7 @@ def next_tick(before: Totals, part: Slice) -> Tick:
     }  # fmt: skip
     histogram = part.workers and part.workers.fetch_duration
     added = Totals(
-        wall_seconds=part.seconds, ledger_seconds=spent, steps=part.steps, batches=part.batches,
+        wall_seconds=part.seconds, ledger_seconds=spent, steps=part.steps, batches=part.batches or part.steps,
         exposed_wait_seconds=part.exposed, exposed_after_first_seconds=part.exposed,
         outlier_wait_seconds=part.outlier_wait, checkpoint_steps=part.checkpoint_steps,
         checkpoint_steps_compute_seconds=part.checkpoint_steps_compute, wait_seconds_by_source={part.source: part.wait},
@@ -159,17 +171,11 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             from_busy=part.from_busy, transfer_wait_busy_worker_seconds=part.transfer_wait_busy,
             transfer_wait_long_fetch_seconds=part.transfer_wait_long, head_of_line_wait_seconds=part.head_of_line,
         ),
-        sampler=SamplerTotals(
-            part.timed_waits, part.timed_sampler, part.timed_sampler_cpu, part.timed_receiving_cpu,
-            part.boundary_sampler, part.boundary_sampler_cpu,
-        ),
         garbage=GarbageTotals(
             part.garbage, part.garbage_wait, part.boundary_garbage, part.collections, part.younger_collections,
         ),
         compiles=CompileTotals(part.recompilations, part.recompile_seconds),
-        own=OwnTotals(
-            part.timed_fetch, part.timed_fetch_cpu, part.releases, part.release, part.samples, part.in_sync,
-        ),
+        stacks=_stacks(part),
         process_cpu_seconds=part.process_cpu, run_queue_delay_seconds=part.own_runnable,
         worker_fetches=part.worker_fetches, worker_fetch_seconds=part.worker_fetch,
         sampled=integrated(SampledTotals(), readings),
@@ -190,11 +196,6 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         peers=part.peers,
     )  # fmt: skip
     return Tick(totals, conditions)
-
-
-def with_part(evidence: Evidence, part: str, **changes: Any) -> Evidence:
-    """Evidence of which one part has other figures."""
-    return structs.replace(evidence, **{part: structs.replace(getattr(evidence, part), **changes)})
 
 
 def evidence_over(slices, *, rank=0, cause=None, **recurring: float) -> Evidence:

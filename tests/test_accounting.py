@@ -6,20 +6,24 @@ import math
 import subprocess
 import sys
 import threading
-from itertools import count
+from functools import partial
+from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.agent.accounting import ExposedWait, Ledger, StepStats, spans
+from telemetry.agent.accounting import Accounting, ExposedWait, Ledger, StepStats
 from telemetry.agent.collectors import Samples
 from telemetry.agent.totals import GpuEnergy, Readings, integrated
+from telemetry.config import Config
 from telemetry.hooks import ring as r
+from telemetry.hooks.attachment import Attachment
 from telemetry.hooks.batches import BatchMark, TrainedBatches
 from telemetry.hooks.device import wait_class
 from telemetry.hooks.loaders import LoaderHandle
-from telemetry.hooks.ring import CAPACITY, Ring
+from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import (
     CATEGORIES,
@@ -37,6 +41,7 @@ from telemetry.records import (
 )
 from telemetry.sources.proc import ProcessSource
 from telemetry.totals import EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals, difference, together
+from telemetry.util.errors import ErrorLog
 from telemetry.util.sketch import Sketch
 from tests.monitored_rank import Run
 
@@ -268,7 +273,7 @@ def test_long_and_short_waits_are_scaled_apart():
     assert exposed.seconds == pytest.approx(16.0 * 0.9)
 
 
-# -- a ring that overflows ---------------------------------------------------------------------------------------------
+# -- the ring: read in any pieces, and full ----------------------------------------------------------------------------
 
 CODES = (
     r.STEP,
@@ -283,13 +288,16 @@ CODES = (
 
 
 class Both:
-    """A ring with its reader, and a ledger that is told of every span there is."""
+    """A ring of four entries with its reader, and a ledger that is told of every span there is."""
 
     def __init__(self) -> None:
-        self.ring, self.ledger, self.truth = Ring(), Ledger(0), Ledger(0)
-        self.now = 0
-        self.steps: list = []
-        self.true_steps: list = []
+        tracker, errors = StepTracker(Ring()), ErrorLog()
+        attachment = Attachment(tracker, partial(errors.note, "attach"))
+        self.accounting = Accounting(tracker, attachment, Config.load({}), errors, 0)
+        self.ring, self.ledger, self.truth = tracker.ring, self.accounting.ledger, Ledger(0)
+        self.now = 1
+        self.steps: list[Step] = []
+        self.true_steps: list[Step] = []
 
     def span(self, gap: int, length: int, code: int) -> None:
         """The next span. An ordinary batch is stored as the hook does it."""
@@ -302,110 +310,106 @@ class Both:
             ring.head += r.STRIDE
         else:
             ring.push(start, end, code)
-        self.truth.fold(spans([(start, end, code, None)]))
+        during, after = CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7]
+        flags = (bool(code & flag) for flag in (r.CLOSES, r.OPENS, r.BATCH | r.JOINS, r.LEAVES))
+        self.truth.fold([(start, end, during, after, *flags)])
         self.true_steps += self.truth.take_steps()
 
-    def read(self, most: int = 1 << 20, *, waiting: int = 0) -> None:
-        """What the agent thread does: as far as ``most`` entries, or to the end and on to now."""
-        before, last_step = dict(self.ledger.ns), self.ledger.last_step_ns or 0
-        lost, head = self.ring.lost, self.ring.head
-        self.ledger.fold(spans(self.ring.drain(most, head)))
-        if self.ring.tail == head:
-            if lost is not None:
-                self.ledger.fold([lost])
-            self.ledger.advance(self.now, waiting)
+    def read(self, most: int = 1 << 20) -> None:
+        """Read at most so many entries."""
+        self.accounting._fold(self.ring.drain(most))
         self.steps += self.ledger.take_steps()
-        assert all(self.ledger.ns[category] >= before[category] for category in CATEGORIES)
-        assert (self.ledger.last_step_ns or 0) >= last_step
         assert sum(self.ledger.ns.values()) == self.ledger.at_ns
-
-    def check(self) -> None:
-        self.read()
-        self.truth.advance(self.now)
-        for name in ("ns", "category", "batches", "step_is_open", "last_step_ns"):
-            assert getattr(self.ledger, name) == getattr(self.truth, name), name
-        assert len(self.steps) + self.ledger.dropped_steps == len(self.true_steps) == self.ring.closed
-        assert self.ledger.dropped_steps == self.ring.dropped
-        kept = iter(self.true_steps)
-        assert all(step in kept for step in self.steps), "a step that was kept is measured as if none had been dropped"
 
 
 LENGTHS = st.integers(0, 50)
 
 
-@given(
-    st.lists(
-        st.one_of(st.tuples(LENGTHS, LENGTHS, st.sampled_from(CODES)), st.sampled_from([1, 3, 7, 1 << 20])), max_size=80
-    )
-)
-@settings(deadline=None, max_examples=60)
-def test_whatever_is_dropped_the_books_are_exact(events):
-    """With no room but for a few entries, at any point of any sequence of spans and readings."""
-    both = Both()
-    for number in range(CAPACITY - 4):
-        both.span(1, 1, r.STEP if number % 3 else r.code(r.S_EVALUATION, r.S_EVALUATION))
-    for event in events:
-        if isinstance(event, int):
-            both.read(event)
-        else:
-            both.span(*event)
-    both.check()
+bursts = st.lists(st.tuples(LENGTHS, LENGTHS, st.sampled_from(CODES)), max_size=10)
 
 
-@given(st.lists(st.tuples(LENGTHS, LENGTHS, st.integers(0, 50), st.booleans()), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=30)
-def test_a_wait_seen_in_progress_and_then_dropped_is_booked_once(waits):
-    """The reader looks in the middle of a wait, and empties the ring only when its span has been dropped."""
-    both = Both()
-    for compute, before, after, dropping in waits:
-        while both.ring.head < both.ring.tail + r.WORDS:
-            both.span(1, 1, r.STEP)
-        if dropping:
-            both.span(1, 1, r.STEP)
-        start = both.now + compute
-        seen, lost, head = start + before, both.ring.lost, both.ring.head
-        both.span(compute, before + after, r.STEP)
-        both.ledger.fold(spans(both.ring.drain(1 << 20, head)))
-        if lost is not None:
-            both.ledger.fold([lost])
-        both.ledger.advance(seen, start)
-        both.steps += both.ledger.take_steps()
-    both.check()
+@given(st.lists(st.tuples(bursts, st.integers(0, 4)), max_size=20))
+def test_what_did_not_fit_into_the_ring_is_other_and_its_steps_are_counted(events):
+    """Spans, and readings of so many entries, in any sequence."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(r, "WORDS", 4 * r.STRIDE)
+        patch.setattr(r, "MASK", 4 * r.STRIDE - 1)
+        both, full = Both(), False
+        for spans, most in events:
+            for span in spans:
+                both.span(*span)
+                full |= bool(both.ring._gap_since)
+            both.read(most)
+        both.read()
+        for _ in range(2):
+            both.span(1, 1, r.STEP)  # a gap ends with the next span that fits
+        both.read()
+    ledger, truth = both.ledger, both.truth
+    assert len(both.steps) + ledger.dropped_steps == len(both.true_steps) == both.ring.closed
+    kept = iter(both.true_steps)
+    assert all(step in kept for step in both.steps), "a step that was kept is measured as if none had been dropped"
+    for name in ("at_ns", "category", "step_is_open", "last_step_ns"):
+        assert getattr(ledger, name) == getattr(truth, name), name
+    if full:
+        assert all(ledger.ns[category] <= truth.ns[category] for category in CATEGORIES if category != OTHER)
+    else:
+        assert (ledger.ns, ledger.batches) == (truth.ns, truth.batches)
 
 
-def test_a_wait_for_the_first_batch_that_was_dropped_is_the_first_wait():
-    both = Both()
-    for _ in range(CAPACITY + 1):
-        both.span(0, 10, r.code(r.S_DATA_WAIT, r.S_STARTUP))
-    both.check()
-    assert both.ledger.first_wait_ns == both.ledger.ns[DATA_WAIT] == 10 * (CAPACITY + 1)
+def loader_with_one_worker() -> LoaderHandle:
+    return LoaderHandle(SimpleNamespace(_workers=[SimpleNamespace(pid=1)]), None)
+
+
+BEGINS = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.BEGINS)
+JOINED = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.BATCH | r.JOINS)
 
 
 @pytest.mark.parametrize("dropped", [1, 3])
 def test_batches_are_numbered_again_once_the_iteration_is_certain(dropped):
-    handle = LoaderHandle(type("Iterator", (), {"_workers": []})(), None)
-    batches, ring, epochs = TrainedBatches(), Ring(), count(1)
-    begins = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.BEGINS)
+    loader, batches, ring, epochs = loader_with_one_worker(), TrainedBatches(), Ring(), count(1)
 
     def epoch() -> None:
         number = next(epochs)
-        ring.push(1, 2, begins, BatchMark(handle, None, 0, number))
-        ring.push(2, 3, r.STEP, BatchMark(handle, None, 0, number))
+        ring.push(1, 2, BEGINS, BatchMark(loader, 0, number))
+        ring.push(2, 3, r.STEP, BatchMark(loader, 0, number))
 
     epoch()
     batches.fold(ring.drain(1 << 20))
-    while ring.head < ring.tail + r.WORDS:
+    while not ring._gap_since:
         ring.push(3, 4, r.STEP)
     for _ in range(dropped):
         epoch()
     batches.fold(ring.drain(1 << 20))
-    handle.arrivals.clear()
+    loader.arrivals.clear()
     ring.push(3, 4, r.STEP)
     batches.fold(ring.drain(1 << 20))
-    assert not handle.arrivals
+    assert not loader.arrivals
     epoch()
     batches.fold(ring.drain(1 << 20))
-    assert [(a.epoch, a.number) for a in handle.arrivals] == [(2 + dropped, 0)]
+    assert [(a.epoch, a.number) for a in loader.arrivals] == [(2 + dropped, 0)]
+
+
+@given(
+    epochs=st.lists(st.integers(0, 8), max_size=4),
+    cuts=st.lists(st.integers(0, 99), max_size=12),
+    joined=st.sets(st.integers(0, 40)),
+)
+def test_batches_have_the_same_numbers_and_waits_in_whatever_pieces_they_are_read(epochs, cuts, joined):
+    def numbered(*, in_pieces: bool) -> tuple[list, int]:
+        loader, followed, entries = loader_with_one_worker(), TrainedBatches(), []
+        for epoch, batches in enumerate(epochs):
+            mark = BatchMark(loader, 0, epoch)
+            entries.append((0, 0, BEGINS, mark))
+            for place in range(batches):
+                number = len(entries)
+                kind = JOINED if number in joined else r.STEP
+                entries.append((10 * number, 11 * number, kind, None if place else mark))
+        edges = sorted(cut % (len(entries) + 1) for cut in cuts) if in_pieces else range(len(entries) + 1)
+        for first, last in pairwise([0, *edges, len(entries)]):
+            followed.fold(entries[first:last])
+        return list(loader.arrivals), followed._waits.get(loader, 0)
+
+    assert numbered(in_pieces=True) == numbered(in_pieces=False)
 
 
 # -- the sum and the difference of two totals --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from telemetry.agent.stuck import StuckRank
 from telemetry.diagnosis.causes import advise
 from telemetry.records import FETCH_BUCKETS, Histogram
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, with_workers
-from tests.slices import evidence_over, with_part
+from tests.slices import evidence_over
 
 
 def changed(part, **fields):
@@ -214,19 +214,19 @@ def test_what_the_process_took_to_start_is_in_no_step(cause):
 def test_the_cores_are_those_that_others_leave():
     shared = a_slice(**STARVED, process_cpu=0.9, cores=2.0, host_cpu_ratio=1.0, host_cores=2)
     start = changed(shared, seconds=0.01, wait=0.0, compute=0.0, startup=0.01, steps=0, process_cpu=3.0)
-    assert evidence_over([start, *[shared] * 10]).cpu.cores == evidence_over([shared]).cpu.cores == 1.0
+    assert evidence_over([start, *[shared] * 10]).cores == evidence_over([shared]).cores == 1.0
     # A pod with 8 cores on a machine of 128 that has 100 idle: another rank of the pod takes 6 of the 8.
     pod = own(host_cores=128, host_cpu_ratio=28 / 128, quota=8.0, quota_used=7.0)
-    cpu = evidence_over([pod]).cpu
-    assert (cpu.cores, cpu.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
-    assert evidence_over([changed(pod, quota_used=1.0)]).cpu.cores == pytest.approx(8.0)
+    pod_alone = evidence_over([pod])
+    assert (pod_alone.cores, pod_alone.cores_of_others) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert evidence_over([changed(pod, quota_used=1.0)]).cores == pytest.approx(8.0)
 
 
 def test_a_checkpoint_step_begun_before_the_window_is_not_compared():
     part = a_slice(compute=0.5, checkpoint=0.5, steps=2, checkpoint_steps=1, checkpoint_steps_compute=0.9)
-    assert evidence_over([part]).checkpoints.around_seconds == 0.0
+    assert evidence_over([part]).around_checkpoints_seconds == 0.0
     whole = changed(part, checkpoint_steps_compute=0.4)
-    assert evidence_over([whole]).checkpoints.around_seconds == pytest.approx(0.3)
+    assert evidence_over([whole]).around_checkpoints_seconds == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(("early", "each"), [(0.3, 0.3), (1.2, 1.2)])
@@ -313,8 +313,8 @@ def uneven(slowest_seconds=0.06, from_busy_seconds=None, cpu_ratio=None, **setti
 
     evidence = evidence_over([at(10), at(20), at(30)])
     if from_busy_seconds is not None:
-        evidence = with_part(evidence, "transfer", seconds=0.002, from_busy_seconds=from_busy_seconds)
-    return evidence if cpu_ratio is None else with_part(evidence, "workers", cpu_ratio=cpu_ratio)
+        evidence = structs.replace(evidence, transfer_seconds=0.002, transfer_from_busy_seconds=from_busy_seconds)
+    return evidence if cpu_ratio is None else structs.replace(evidence, worker_cpu_ratio=cpu_ratio)
 
 
 def test_prefetching_covers_the_longest_fetch():
@@ -324,7 +324,7 @@ def test_prefetching_covers_the_longest_fetch():
         return changed(one, workers={"fetch_duration": Histogram(FETCH_BUCKETS, counts, 1.0)})
 
     evidence = evidence_over([part(1), part(40, 0, 0, 0, 0, 0, 0, 0, 1)])
-    assert evidence.fetches.longest_seconds == FETCH_BUCKETS[8]  # 268 ms, of steps of 8 ms: 34 batches ahead
+    assert evidence.longest_fetch_seconds == FETCH_BUCKETS[8]  # 268 ms, of steps of 8 ms: 34 batches ahead
     advice = advise("uneven_batches", evidence)[0]
     assert advice.setting == "prefetch_factor"
     assert 16 <= int(advice.value) <= 32
@@ -335,7 +335,7 @@ def test_prefetching_covers_the_longest_fetch():
 def test_steps_that_compute_nothing_hide_no_fetch(compute):
     """No number of batches ahead is infinite, or is advised as such."""
     late = structs.replace(evidence_over([CASES["uneven_batches"]]), compute_seconds=compute)
-    advice = advise("uneven_batches", with_part(late, "fetches", longest_seconds=1.0))
+    advice = advise("uneven_batches", structs.replace(late, longest_fetch_seconds=1.0))
     assert all(int(a.value) <= 64 for a in advice if a.setting == "prefetch_factor")
 
 
@@ -407,12 +407,12 @@ def test_busier_workers_transfer_more_batches_late():
 )
 def test_which_worker_is_called_slow(fetched, slowest):
     evidence = evidence_over([changed(HELD, workers={"fetched": each}) for each in fetched])
-    assert evidence.fetches.slowest_seconds == slowest
+    assert evidence.slowest_fetch_seconds == slowest
 
 
 def test_kept_workers_first_finish_the_batches_of_a_left_epoch():
     short = with_workers(busy=0.5, cpu=0.5, fetches=10, workers=2, boundary_wait=0.6, boundaries=4, left=4, **STARVED)
-    assert evidence_over([short]).fetches.seconds == pytest.approx(0.1)
+    assert evidence_over([short]).fetch_seconds == pytest.approx(0.1)
     whole = first(STARTUP, changed(short, left=0))
     assert whole.predicted_speedup == pytest.approx(1 / (0.4 + 0.4), rel=0.01)
     assert advise(STARTUP, evidence_over([short])) == ()  # three fetches to an edge are as long as it is

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.config import Config, SettingError
 from telemetry.hooks.loaders import LoaderRegistry
+from telemetry.hooks.ring import CAPACITY, S_COMPUTE, STEP
 from telemetry.hooks.worker_block import WorkerCounters
 from telemetry.records import FETCH_BUCKETS, GpuSample, StallRecord
 from telemetry.report.logs import load
@@ -102,8 +103,6 @@ def test_patch_and_port_off_leave_torch_alone_serve_nothing_and_watch_still_work
 
 def test_a_million_steps_a_second_are_counted_if_not_kept(agent):
     """A ring that overflows drops steps and counts them. The ledger stays complete."""
-    from telemetry.hooks.ring import CAPACITY, STEP
-
     with agent.errors.contained("test"):
         ring = agent.tracker.ring
         for _ in range(CAPACITY + 500):
@@ -162,10 +161,9 @@ def test_sampling_at_random_times_keeps_the_training_s_random_state(tmp_path, mo
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
-    sampled, sample = [], agent._thread_sampler.sample
-    monkeypatch.setattr(agent._thread_sampler, "sample", lambda: sampled.append(sample()))
-    before = random.getstate()
-    wait_for(lambda: len(sampled) >= 5)
+    agent.tracker.category = S_COMPUTE  # as in a step
+    before, seen = random.getstate(), agent._sampler.seen
+    wait_for(lambda: seen.samples >= 5)
     assert random.getstate() == before
     telemetry.stop()
 

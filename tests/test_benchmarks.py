@@ -124,7 +124,7 @@ def test_sinks_that_are_not_installed_are_not_measured(monkeypatch):
 def test_a_fetch_in_a_worker():
     answer = worker_fetch.measure(hot_rounds=2, cold_rounds=2)
     assert answer["fetches"] == 2 * 500 + 2 * 5
-    assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 8
+    assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 4
 
 
 def test_comparisons_of_recorded_runs():

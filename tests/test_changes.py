@@ -21,7 +21,7 @@ from telemetry.diagnosis.changes import Block, ChangeDetector, GrowthDetector, g
 from telemetry.diagnosis.lines import LineShare
 from telemetry.records import FASTER, GROWS, SLOWER, UNCLEAR
 from telemetry.records import STEADY as STEADY_TREND
-from telemetry.util.profiles import StackProfile
+from telemetry.util.profiles import StackProfile, StackTime
 from telemetry.util.stacks import Spot
 from tests.running_agent import log_lines, scrape, wait_for
 
@@ -289,7 +289,7 @@ def test_the_line_that_grows_is_named_and_not_the_longest(followed):
         profile = StackProfile()
         for stack, samples in ((sleeps, first), (sums, second)):
             for _ in range(samples):
-                profile.add(stack, 1_000_000, 1_000_000)
+                profile.add(stack, StackTime(1_000_000, 1_000_000))
         return profile
 
     newest = part(60, 60) if followed else None

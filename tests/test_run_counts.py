@@ -22,38 +22,25 @@ import json, os, signal, sys, time
 import telemetry
 import torch
 from quick_optimizers import QuickSGD
-from torch.utils.data import DataLoader, Dataset
-
-class Texts(Dataset):
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        return torch.arange(1 + index * 7 % 23)
-
-def packed(items):
-    return {"input_ids": torch.cat(items)}
+from torch.utils.data import DataLoader
 
 kill, counts = sys.argv[1] == "kill", sys.argv[2]
-weight, trained = torch.zeros(1, requires_grad=True), 0
-optimizer = QuickSGD([weight], lr=0.1)
+weight = torch.zeros(1, requires_grad=True)
+optimizer, loader = QuickSGD([weight], lr=0.1), DataLoader(range(60), 4, num_workers=2, multiprocessing_context="fork")
 for _ in range(2):
-    loader = DataLoader(Texts(), 4, num_workers=2, collate_fn=packed, shuffle=True, multiprocessing_context="fork")
     for number, batch in enumerate(loader, 1):
         weight.sum().backward()
         optimizer.step()
-        trained += batch["input_ids"].numel()
+        telemetry.tokens(100 + number)
         if number == 11:
             break
-with open(counts, "a") as file:
-    file.write(f"{trained}\\n")
 with open(counts) as file:
-    tokens = sum(map(int, file))
+    samples = (1 + len(file.readlines())) * 88
 deadline = time.monotonic() + 60
-while telemetry.metrics().get("tokens_total") != tokens:
-    assert time.monotonic() < deadline, (telemetry.metrics(), tokens)
+while telemetry.metrics().get("samples_total") != samples:
+    assert time.monotonic() < deadline, (telemetry.metrics(), samples)
     time.sleep(0.02)
-with open(counts + ".shown", "a") as file:
+with open(counts, "a") as file:
     file.write(json.dumps(telemetry.metrics()) + "\\n")
 if kill:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -69,14 +56,16 @@ def attempt(folder: Path, how: str) -> int:
 
 
 def test_counts_go_on_over_attempts_and_are_the_scripts_own(tmp_path):
+    (tmp_path / "counts").touch()
     assert [attempt(tmp_path, how) for how in ("kill", "end", "kill", "end")] == [-9, 0, -9, 0]
-    tokens = [int(each) for each in (tmp_path / "counts").read_text().split()]
-    shown = [json.loads(each) for each in (tmp_path / "counts.shown").read_text().splitlines()]
-    assert [each["tokens_total"] for each in shown] == [sum(tokens[: n + 1]) for n in range(4)]
-    assert [each["samples_total"] for each in shown] == [88, 176, 264, 352]
-    found = summarize(load(tmp_path / "run"))
+    shown = [json.loads(each) for each in (tmp_path / "counts").read_text().splitlines()]
+    tokens = 2 * (11 * 100 + sum(range(12)))
+    assert [(each["samples_total"], each["tokens_total"]) for each in shown] == [
+        (88 * n, tokens * n) for n in range(1, 5)
+    ]
+    ranks = summarize(load(tmp_path / "run"))["ranks"]
     # What a killed process has not written into its log is not in the report.
-    assert [rank["tokens"] for rank in found["ranks"]][1::2] == tokens[1::2]
+    assert [(rank["samples"], rank["tokens"]) for rank in ranks][1::2] == [(88, tokens)] * 2
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Samples of threads: when they are taken, for which line they count, in workers and in this process; turns of the GIL."""
+"""Samples of threads: how much time each stands for, what the thread did, in workers and in this process; the GIL."""
 
 from __future__ import annotations
 
@@ -7,39 +7,190 @@ import os
 import sys
 import threading
 import time
+import zlib
+from collections import Counter
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.accounting import Accounting
-from telemetry.agent.ticks import BetweenTicks
-from telemetry.config import Config
+from telemetry.agent.agent import Agent
 from telemetry.diagnosis.lines import line_shares
-from telemetry.hooks import ring, worker_lines
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.hooks.worker import WorkerProbe
-from telemetry.hooks.worker_block import WorkerBlock
-from telemetry.hooks.worker_lines import SampleBursts, WorkerSampler
-from telemetry.sources.lines import LineSampler, StepSampler, ThreadSampler
-from telemetry.sources.proc import is_running
-from telemetry.util import gil, sample_times, threads
+from telemetry.sources import sampling
+from telemetry.sources.sampler import Sampler
+from telemetry.sources.sampling import SampleClock
+from telemetry.util import gil, threads
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.errors import ErrorLog
-from telemetry.util.gil import SWITCH_SECONDS, GilTurns, restore_switch_interval, shorten_switch_interval, thread_waits
-from telemetry.util.profiles import FETCH, LATE_WAITS, STEP, WAIT, AttributedSamples, StackProfile
-from telemetry.util.sample_times import FIRST_SAMPLES, MAX_SHARE, SampleTimes
+from telemetry.util.gil import GilTurns, SwitchInterval
+from telemetry.util.profiles import FETCH, StackProfile
 from telemetry.util.stacks import Spot
-from tests.running_agent import at_work, wait_for
+from tests.running_agent import wait_for
+from tests.sampled_thread import in_a_step, often, sampled
 
+MS = 1_000_000
 NUMBERS = [(i * 7919) % 1000003 for i in range(400_000)]
+NOISE = bytes(i * 7919 % 64 for i in range(200_000))
+
+
+# -- a thread of which everything is known -----------------------------------------------------------------------------
+
+HOLDS, RELEASES, WAITS, QUEUES = "holds the GIL", "computes without it", "waits", "has no core"
+
+
+class Host:
+    """A thread that goes through the same moments again and again, each of so many ms, and one that samples it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, moments: list[tuple[str, float]]) -> None:
+        self.moments = [(kind, int(ms * MS)) for kind, ms in moments]
+        self.round = sum(ns for _, ns in self.moments)
+        self.now = 1000 * self.round
+        self.waits = self.cost = 0
+        self.late = int  # ns for which the sampling thread has no core after a sleep
+        self.sample_cost = 20_000
+        self.seen = 0
+        patch.setattr(sampling, "now_ns", lambda: self.now)
+        patch.setattr(sampling, "cpu_ns", lambda _thread: self.cpu())
+        patch.setattr(sampling, "read_schedule", lambda _pid, _thread: None)
+        patch.setattr(sampling, "thread_waits", lambda: self.waits)
+        patch.setattr(sampling, "thread_time_ns", lambda: self.cost)
+        patch.setattr(sampling, "is_running", lambda _thread: self.moments[self.seen][0] == QUEUES)
+        patch.setattr(sampling, "stack_of", self.look)
+        self.clock = SampleClock(self.sleep)
+
+    def place(self) -> tuple[int, int]:
+        """The moment, and how much of it is left."""
+        at = self.now % self.round
+        for number, (_, ns) in enumerate(self.moments):
+            if at < ns:
+                return number, ns - at
+            at -= ns
+        raise AssertionError
+
+    def cpu(self) -> int:
+        rounds, at = divmod(self.now, self.round)
+        used = 0
+        for kind, ns in self.moments:
+            if kind in {HOLDS, RELEASES}:
+                used += rounds * ns + min(ns, at)
+            at = max(0, at - ns)
+        return used
+
+    def sleep(self, seconds: float) -> None:
+        self.now, self.waits = self.now + int(seconds * NS) + self.late(), self.waits + 1
+        self.seen, left = self.place()
+        if self.moments[self.seen][0] == HOLDS:
+            self.now, self.waits = self.now + left, self.waits + 1
+
+    def look(self, _ident: int, _until: object) -> tuple[Spot, ...]:
+        self.now += 20_000
+        self.cost += self.sample_cost
+        return (Spot("", self.seen, "", ""),)
+
+    def sample(self, mean_seconds: float = 0.02, max_share: float = 1.0) -> sampling.Sample:
+        self.clock.draw(mean_seconds, max_share)
+        while not self.clock.wait(0, 1.0):
+            pass
+        self.clock.wait_until_due(0)
+        return self.clock.take(0, 0)
+
+
+SHOWN = {HOLDS: (False, True), RELEASES: (False, False), WAITS: (True, False), QUEUES: (False, False)}
+"""Of each kind of moment: whether the thread is blocked, and whether it held the GIL for which another waited."""
+
+
+@given(st.lists(st.tuples(st.sampled_from([*SHOWN]), st.floats(1, 60)), min_size=2, max_size=6), st.floats(0, 4))
+@settings(max_examples=10, derandomize=True, phases=[Phase.generate])
+def test_samples_stand_for_the_time_of_each_moment(moments, late_ms):
+    """Also of C calls that hold the GIL, in which no sample can be taken, and if the sampling thread gets no core."""
+    times: Counter[int | str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        host = Host(patch, moments)
+        host.clock._random.seed(1)
+        host.late = lambda chance=Random(2): int(chance.expovariate(1) * late_ms * MS)
+        for _ in range(3000):
+            sample = host.sample()
+            number = sample.stack[0].line
+            times[number] += sample.wall_ns
+            times["right"] += sample.wall_ns * ((sample.blocked, sample.held) == SHOWN[moments[number][0]])
+    whole = sum(times[number] for number in range(len(moments)))
+    for number, (_, ns) in enumerate(host.moments):
+        assert times[number] / whole == pytest.approx(ns / host.round, abs=0.05)
+    assert times["right"] > 0.9 * whole, "some looks take until the next moment"
+
+
+def test_samples_become_rarer_if_they_cost_too_much(monkeypatch):
+    """10 ms of CPU each, of which they may take a fifth of a core; and then nearly nothing."""
+    host = Host(monkeypatch, [(WAITS, 50)])
+    host.sample_cost = 10 * MS
+    costly = [host.sample(0.001, 0.2).wall_ns for _ in range(200)][-1]
+    assert costly == pytest.approx(50 * MS, rel=0.1)
+    host.sample_cost = 0
+    assert [host.sample(0.001, 0.2).wall_ns for _ in range(200)][-1] == 1 * MS
+
+
+def test_a_process_that_was_stopped_counts_for_no_line(monkeypatch):
+    host = Host(monkeypatch, [(HOLDS, 3_600_000)])
+    assert host.sample().wall_ns < 60 * NS
+
+
+# -- a real thread -----------------------------------------------------------------------------------------------------
+
+
+def holds() -> None:
+    sorted(NUMBERS[:100_000])
+
+
+def computes() -> None:
+    zlib.compress(NOISE)
+
+
+def rests() -> None:
+    time.sleep(0.006)
+
+
+def test_the_time_of_a_real_thread_is_in_its_functions():
+    """Against its own timers: of a call that holds the GIL, one that releases it, and one that waits."""
+    spent, over = Counter(), threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            for work in (holds, computes, rests):
+                start = now_ns()
+                work()
+                spent[work.__name__] += now_ns() - start
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    clock, samples = SampleClock(time.sleep), 0
+    times, blocked, held = Counter(), Counter(), Counter()
+    while samples < 500:
+        clock.draw(0.005, 1.0)
+        clock.wait(thread.native_id, 1.0)
+        clock.wait_until_due(thread.native_id)
+        sample = clock.take(thread.ident, thread.native_id)
+        name = next((spot.function for spot in sample.stack if spot.function in spent), "")
+        samples += bool(name)
+        times[name] += sample.wall_ns
+        blocked[name] += sample.wall_ns * sample.blocked
+        held[name] += sample.wall_ns * sample.held
+    over.set()
+    thread.join()
+    for name, ns in spent.items():
+        assert times[name] / times.total() == pytest.approx(ns / spent.total(), abs=0.1), (times, spent)
+    assert max(blocked["holds"] / times["holds"], blocked["computes"] / times["computes"]) < 0.3
+    assert held["holds"] > 0.5 * times["holds"]
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
 
 
 class Planted(Dataset):
-    """Each batch: a long C call that holds the GIL, a short wait, the switch interval and the names of our threads."""
+    """Each batch: a long C call that holds the GIL, a short wait; the switch interval, and names of our threads."""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -50,666 +201,257 @@ class Planted(Dataset):
         return (sys.getswitchinterval(), *threads.running())
 
 
-class Short(Planted):
-    """Fetches of 2 ms, which tell the switch interval."""
-
-    def __getitem__(self, index: int) -> float:
-        time.sleep(0.002)  # planted
-        return sys.getswitchinterval()
-
-
-SHORT_LINE = Short.__getitem__.__code__.co_firstlineno + 1
 PLANTED_LINE = Planted.__getitem__.__code__.co_firstlineno + 1
 
 
-def loader_of(block: WorkerBlock, method: str, data: Dataset) -> DataLoader:
-    probe = WorkerProbe(None, block)
-    return DataLoader(
-        data, batch_size=None, num_workers=block.workers, worker_init_fn=probe, multiprocessing_context=method
-    )
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_is_asked_tells_its_line(observed, method):
+    batches = iter(DataLoader(Planted(), batch_size=None, num_workers=1, multiprocessing_context=method))
+    (loader,) = observed.tracker.loaders.live()
+    usual = next(batches)
+    assert "telemetry-lines" not in usual
+    assert loader.block.sampled() == []
 
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_that_is_asked_tells_its_line(method):
-    block = WorkerBlock(1)
-    batches = iter(loader_of(block, method, Planted()))
-    usual, *running = next(batches)
-    assert "telemetry-lines" not in running
-    assert block.sampled() == []
-    session = now_ns()
-    block.ask_samples(session, session + 600 * NS)
-
-    def enough():
-        next(batches)
+    def lines_of(session: int):
+        assert next(batches)
         return [
-            lines
-            for found in block.sampled()
+            (found.began_ns, lines)
+            for found in loader.block.sampled()
             if found.session == session and (lines := line_shares(StackProfile.unpacked(found.content), FETCH))
         ]
 
-    ((first, *_),) = wait_for(enough, 60)
+    loader.block.ask_samples(1, now_ns() + 600 * NS)
+    ((began, (first, *_)),) = wait_for(lambda: lines_of(1), 60)
     assert (first.file, first.line, first.calls) == (__file__, PLANTED_LINE, None)
     assert first.share > 0.5
-    wait_for(lambda: next(batches)[0] == pytest.approx(SWITCH_SECONDS))
     assert "telemetry-lines" in next(batches)
-    block.ask_samples(session, 1)
-    wait_for(lambda: next(batches) == [usual, *running])
+    loader.block.ask_samples(2, now_ns() + 600 * NS)
+    ((later, _),) = wait_for(lambda: lines_of(2), 60)
+    assert later > began, "a new request forgets the one before"
+    loader.block.ask_samples(2, 1)
+    wait_for(lambda: next(batches) == usual, 60)
 
 
-def test_a_new_session_forgets_the_one_before():
-    block = WorkerBlock(1)
-    batches = iter(loader_of(block, "fork", Planted()))
-
-    def sampled_in(session):
-        next(batches)
-        return [found for found in block.sampled() if found.session == session]
-
-    block.ask_samples(1, now_ns() + 600 * NS)
-    (first,) = wait_for(lambda: sampled_in(1))
-    block.ask_samples(2, now_ns() + 600 * NS)
-    (second,) = wait_for(lambda: sampled_in(2))
-    assert second.began_ns > first.began_ns
-    assert second.pid == first.pid
-
-
-def test_a_worker_of_short_fetches_rests_most_of_the_time():
-    """With the switch interval of the process, which costs least. Its line is told nevertheless."""
-    block = WorkerBlock(1)
-    batches = iter(loader_of(block, "fork", Short()))
-    usual = next(batches)
-    block.ask_samples(1, now_ns() + 600 * NS)
-    intervals = []
-
-    def named():
-        intervals.append(next(batches))
-        return [
-            lines for found in block.sampled() if (lines := line_shares(StackProfile.unpacked(found.content), FETCH))
-        ]
-
-    ((first, *_),) = wait_for(named, 60)
-    assert (first.file, first.line) == (__file__, SHORT_LINE)
-    assert min(intervals) == pytest.approx(SWITCH_SECONDS)
-    assert intervals.count(usual) > len(intervals) / 2
-
-
-# -- the switch interval, in a process ---------------------------------------------------------------------------
+# -- the training thread, and others -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def interval():
-    before = sys.getswitchinterval()
-    yield before
-    restore_switch_interval("lines")
-    sys.setswitchinterval(before)
+def _often(monkeypatch):
+    often(monkeypatch)
 
 
-def test_an_interval_that_other_code_has_set_stays(interval):
-    shorten_switch_interval("lines")
-    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
-    sys.setswitchinterval(2 * interval)
-    restore_switch_interval("lines")
-    assert sys.getswitchinterval() == pytest.approx(2 * interval)
+def sample_until(made: Sampler, true, seconds: float = 60):
+    """Take samples on this thread until something is true."""
+
+    def found():
+        made.wait(0.05)
+        return true()
+
+    return wait_for(found, seconds)
 
 
-def test_the_interval_stays_short_while_somebody_needs_it(interval):
-    shorten_switch_interval("lines")
-    shorten_switch_interval("agent")
-    restore_switch_interval("lines")
-    assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
-    restore_switch_interval("agent")
-    assert sys.getswitchinterval() == pytest.approx(interval)
+@pytest.fixture
+def thread():
+    """Starts a thread that calls a function again and again, until the test ends."""
+    over, started = threading.Event(), []
+
+    def run(work) -> None:
+        torch.set_num_threads(1)
+        while not over.is_set():
+            work()
+
+    def start(work, name: str = "busy") -> threading.Thread:
+        started.append(threading.Thread(target=run, args=(work,), name=name))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    over.set()
+    for one in started:
+        one.join()
 
 
-def test_a_forked_child_has_the_usual_interval(interval):
-    shorten_switch_interval("lines")
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if abs(sys.getswitchinterval() - interval) < 1e-6 else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+def backward() -> None:
+    a = torch.rand(500, 500, requires_grad=True)
+    (a @ a @ a).sum().backward()
 
 
-def test_a_sample_that_a_c_call_delayed_stands_for_the_delay_too():
-    times = SampleTimes(0.01)
-    at_once, late = times.weight_ns(5 * NS, 5 * NS), times.weight_ns(5 * NS, 5 * NS + NS // 4)
-    assert at_once == NS // 100
-    assert late == at_once + NS // 4
-    assert times.weight_ns(0, 3600 * NS) < 60 * NS  # the process was stopped
+@pytest.mark.usefixtures("_often")
+@pytest.mark.parametrize(("device", "waits"), [(None, False), (0, True)])
+def test_a_backward_pass_that_computes_waits_for_no_other_rank(thread, device, waits):
+    """On a host. With a device its thread may spin on a core while the others are waited for."""
+    made = Sampler(in_a_step(thread(backward), device=device), time.sleep)
+    made.wanted.ranks = True
+    sample_until(made, lambda: made.seen.samples >= 40)
+    place = f"backward (test_sampling.py:{backward.__code__.co_firstlineno + 2})"
+    assert made.take_place() == place
+    assert (made.seen.in_sync > made.seen.samples / 4) is waits
+    assert made.take_place() is None, "since the last call"
 
 
-def test_a_worker_with_many_fetches_per_second_is_sampled_in_bursts():
-    """The rest makes up for the part of the time: fetches that are sampled are about as many as with few per second."""
-    for rate, part in ((5, 1.0), (12.5, 1.0), (25, 0.5), (125, 0.1), (1000, 0.1)):
-        times = SampleTimes(0.01)
-        bursts = SampleBursts(times, 0, 7)
-        bursts.begin(2 * NS, 7 + 2 * rate)
-        assert times.max_share == MAX_SHARE, "unless these are its first samples"
-        times.samples, times.part = FIRST_SAMPLES, 1.0
-        bursts = SampleBursts(times, 0, 7)
-        usual, share = times.weight_ns(0, 0), times.max_share
-        assert bursts.rest(NS // 100) is None
-        assert bursts.rest(NS // 5) == 0, "the rate is not known yet"
-        bursts.begin(2 * NS, 7 + 2 * rate)
-        assert times.part == pytest.approx(part)
-        assert times.weight_ns(0, 0) == pytest.approx(usual / part)
-        assert bursts.rest(2 * NS + NS // 100) is None
-        rests = [bursts.rest(2 * NS + NS // 10) for _ in range(1000)]
-        assert sum(rests) / len(rests) == pytest.approx(0.1 / part - 0.1, rel=0.1)
-        assert (len(set(rests)) > 900) == (part < 1)
-        assert times.max_share + part * rate * 0.0004 < 0.01 or rate > 125
-        assert times.max_share <= share
-        bursts.begin(3 * NS, 7 + 3 * rate)
-        assert times.part == pytest.approx(part)
-        bursts.begin(3 * NS + NS // 10, 7 + 3 * rate)
-        assert times.part == pytest.approx(part, rel=0.05), "a moment without a fetch changes it by little"
-
-
-def test_gaps_are_random_and_their_mean_is_the_weight():
-    times = SampleTimes(0.01)
-    gaps = [times.gap() for _ in range(20_000)]
-    assert sum(gaps) / len(gaps) == pytest.approx(0.01, rel=0.05)
-    assert len(set(gaps)) > 19_000
-
-
-def test_gaps_grow_until_samples_cost_less_than_1_percent(monkeypatch):
-    """Samples of 1 ms of CPU, and then of 0.01 ms."""
-    spent = iter([*range(0, 101_000_000, 1_000_000), *range(100_010_000, 2_000_000_000, 10_000)])
-    monkeypatch.setattr(sample_times, "thread_time_ns", lambda: next(spent))
-    times = SampleTimes(0.01)
-    for _ in range(100):
-        times.taken()
-    mean = times.weight_ns(0, 0) / NS
-    assert 0.1 < mean < 1  # less than 1 % of a core, and not much less
-    gaps = [times.gap() for _ in range(20_000)]
-    assert sum(gaps) / len(gaps) == pytest.approx(mean, rel=0.05)
-    for _ in range(50_000):
-        times.taken()
-    assert times.weight_ns(0, 0) < NS * mean / 10  # the samples have become cheap
-    assert times.weight_ns(0, 0) >= NS / 100
-
-
-# -- on the agent thread -----------------------------------------------------------------------------------------
-
-
-def test_threads_that_fetch_are_sampled_as_workers():
+@pytest.mark.usefixtures("_often")
+def test_threads_that_fetch_are_sampled_as_workers(thread):
     """As the workers of a loader that uses threads, or that reads ahead."""
-    over = threading.Event()
-
-    def read_ahead() -> None:
-        for _ in DataLoader(Planted(), batch_size=None):
-            if over.is_set():
-                return
-
-    thread = threading.Thread(target=read_ahead)
-    thread.start()
-    sampler = LineSampler(at_work(stepping=False))
-    sampler.want(frozenset({FETCH}))
-
-    def lines():
-        due = now_ns()
-        time.sleep(sampler.gap())
-        sampler.sample(due)
-        return line_shares(sampler.profiles.get(FETCH, StackProfile()), FETCH)
-
-    try:
-        first = wait_for(lines, 60)[0]
-    finally:
-        sampler.want(frozenset())
-        over.set()
-        thread.join()
+    batches = iter(DataLoader(Planted(), batch_size=None))
+    thread(lambda: next(batches))
+    made = Sampler(in_a_step(), time.sleep)
+    made.begin_stall()
+    made.wanted.kinds = frozenset({FETCH})
+    first, *_ = sample_until(made, lambda: line_shares(made.stall.get(FETCH, StackProfile()), FETCH))
     assert (first.file, first.line) == (__file__, PLANTED_LINE)
 
 
-# -- which line --------------------------------------------------------------------------------------------------------
-
-MS = 1_000_000
-GAP_MS = 10
-
-
-def stack(line: int) -> tuple[Spot, ...]:
-    return (Spot("/home/me/train.py", line, "item", "__main__"),)
-
-
-def sampled(*lines: tuple[int, int, int, int]) -> dict[int, int]:
-    """Milliseconds of each line, given (line, samples in time, late samples, ms that these are late in the mean)."""
-    samples = AttributedSamples()
-    for line, in_time, late, delay in lines:
-        for _ in range(in_time):
-            samples.add(stack(line), GAP_MS * MS, 0, delay_ns=MS // 10, waits=1, fetch=1)
-        for _ in range(late):
-            samples.add(stack(line), (GAP_MS + delay) * MS, 0, delay_ns=delay * MS, waits=LATE_WAITS, fetch=1)
-    profile = samples.profile()
-    assert profile.samples == sum(in_time + late for _, in_time, late, _ in lines)
-    return {spot.line: wall // MS for (spot,), (wall, *_) in profile.times.items()}
+@pytest.mark.usefixtures("_often")
+@pytest.mark.parametrize(
+    ("work", "enough"),
+    [
+        (lambda: sum(range(1000)), lambda one: one.free >= 20 and one.without_gil <= one.free / 2),
+        (computes, lambda one: one.without_gil >= 3),
+    ],
+    ids=["holds the GIL", "computes without it"],
+)
+def test_another_thread_that_is_often_on_a_core_is_found(thread, work, enough):
+    thread(work)
+    with sampled(in_a_step()) as made:
+        wait_for(lambda: any(map(enough, made.threads.found.values())), 60)
+    (found,) = made.threads.found.values()
+    assert found.name == "busy"
 
 
-# The call of line 1 takes 24 ms. Late samples of other lines count for it where they may have waited for it.
-LATE = {
-    "a line that waits, 15 ms: another thread got the GIL first in a third of the cases": (
-        ((1, 10, 100, 13), (2, 90, 50, 13)),
-        {1: 10 * 10 + 150 * 23, 2: 900},
-    ),
-    "two calls get their parts": (
-        ((1, 5, 60, 13), (2, 3, 30, 13), (3, 200, 30, 13)),
-        {1: 50 + 80 * 23, 2: 30 + 40 * 23, 3: 2000},
-    ),
-    "the next line of the function: the first at which Python looks whether another thread waits": (
-        ((1, 5, 100, 13), (2, 1, 20, 13), (3, 50, 0, 0)),
-        {1: 50 + 120 * 23, 2: 10, 3: 500},
-    ),
-    "the next line is a shorter call": (
-        ((1, 5, 100, 13), (2, 10, 20, 4)),
-        {1: 50 + 100 * 23, 2: 100 + 20 * 14},
-    ),
-    "the next line is mostly a little late, and at times as late as the call": (
-        ((1, 1, 60, 18), (2, 2, 2, 18), (2, 0, 4, 2)),
-        {1: 10 + 62 * 28, 2: 20 + 4 * 12},
-    ),
-    "the next line is a shorter call, some of whose samples are as late: nothing tells whose they are": (
-        ((1, 1, 60, 18), (2, 1, 2, 18), (2, 0, 20, 6)),
-        {1: 10 + 60 * 28, 2: 10 + 2 * 28 + 20 * 16},
-    ),
-    "Python code that is late since others wait, too": (
-        ((1, 5, 60, 13), (2, 100, 30, 2)),
-        {1: 50 + 60 * 23, 2: 1000 + 30 * 12},
-    ),
-}  # fmt: skip
+@pytest.mark.usefixtures("_often")
+def test_outside_of_the_training_loop_nothing_is_kept():
+    tracker = in_a_step()
+    with sampled(tracker) as made:
+        wait_for(lambda: made.steps.samples)
+        tracker.detach()
+        before = made.seen.step
+        time.sleep(0.1)
+    assert made.seen.step < 1.5 * before + 0.05 * NS
 
 
-@pytest.mark.parametrize(("lines", "expected"), LATE.values(), ids=LATE)
-def test_late_samples_count_for_the_call_that_held_the_gil(lines, expected):
-    assert sampled(*lines) == expected
+# -- the switch interval -----------------------------------------------------------------------------------------------
 
 
-def test_the_line_behind_a_call_of_another_function_gets_none_of_its_time():
-    """The call takes 24 ms. Where its samples are seen does not depend on how late they are."""
-    call = Spot("train.py", 9, "decode", "m"), Spot("train.py", 3, "item", "m")
-    behind, waits = (Spot("train.py", 4, "item", "m"),), (Spot("train.py", 5, "item", "m"),)
-    samples = AttributedSamples()
-    for seen, rounds in ((call, 12), (behind, 3), (waits, 5)):
-        for delay in range(2, 24, 2):
-            for _ in range(rounds):
-                wall = (GAP_MS + delay) * MS
-                samples.add(seen, wall, wall, delay_ns=delay * MS, waits=2 * delay, fetch=1)
-    for _ in range(100):
-        samples.add(waits, GAP_MS * MS, 0, delay_ns=0, waits=0, fetch=1)
-    times = {seen: time.wall_ns // MS for seen, time in samples.profile().times.items()}
-    assert times[waits] == pytest.approx(100 * GAP_MS, rel=0.02)
-    assert times[behind] < GAP_MS
-    assert times[call] == pytest.approx(20 * sum(GAP_MS + delay for delay in range(2, 24, 2)), rel=0.01)
-
-
-def test_a_call_that_is_not_on_the_next_line_keeps_its_time():
-    """Every third item is packed, too, in a call as long as the first."""
-    call = Spot("train.py", 9, "decode", "m"), Spot("train.py", 3, "item", "m")
-    behind, rarer = (Spot("train.py", 4, "item", "m"),), (Spot("train.py", 8, "item", "m"),)
-    samples = AttributedSamples()
-    for seen, rounds in ((call, 12), (behind, 2), (rarer, 4)):
-        for delay in range(2, 24, 2):
-            for _ in range(rounds):
-                wall = (GAP_MS + delay) * MS
-                samples.add(seen, wall, wall, delay_ns=delay * MS, waits=2 * delay, fetch=1)
-    once = sum(GAP_MS + delay for delay in range(2, 24, 2))
-    times = {seen: time.wall_ns / MS / once for seen, time in samples.profile().times.items()}
-    assert times == {
-        call: pytest.approx(13.5, rel=0.01),
-        behind: pytest.approx(0, abs=0.1),
-        rarer: pytest.approx(4.5, rel=0.01),
-    }
-
-
-@pytest.mark.parametrize("lines", [((1, 100, 20, 5), (2, 90, 50, 13)), ((1, 100, 0, 0), (2, 90, 2, 13))])
-def test_without_a_call_that_holds_it_each_line_keeps_its_samples(lines):
-    assert sampled(*lines) == {line: in_time * 10 + late * (10 + delay) for line, in_time, late, delay in lines}
-
-
-def test_a_line_that_waits_gets_no_cpu_time_of_the_line_before_it():
-    """In each fetch line 1 computes for 10 ms, and line 2 waits for 30."""
-    samples = AttributedSamples()
-    for fetch in range(20):
-        for line, on_core in ((1, 0.2), (1, 1.0), (2, 0.8), (2, 0.0), (2, 0.0)):
-            cpu_ns = int(on_core * GAP_MS * MS)
-            samples.add(stack(line), GAP_MS * MS, cpu_ns, delay_ns=0, waits=0, fetch=fetch)
-    assert samples.profile().times == {stack(1): (400 * MS, 400 * MS, 0), stack(2): (600 * MS, 0, 0)}
-
-
-def test_python_code_that_others_wait_for_is_on_a_core():
-    samples = AttributedSamples()
-    for fetch in range(20):
-        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=1, fetch=fetch)
-    assert samples.profile().times == {stack(1): (200 * MS, 200 * MS, 200 * MS)}
-
-
-def test_the_first_sample_of_a_fetch_says_nothing_about_its_line():
-    """The CPU time before it is that of the fetch before."""
-    samples = AttributedSamples()
-    for fetch in range(20):
-        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=0, fetch=fetch)
-    assert samples.profile().times == {stack(1): (200 * MS, 80 * MS, 0)}, "as long as nothing else tells"
-    for fetch in range(20, 25):
-        samples.add(stack(1), GAP_MS * MS, 4 * MS, delay_ns=0, waits=0, fetch=fetch)
-        samples.add(stack(1), GAP_MS * MS, 0, delay_ns=0, waits=0, fetch=fetch)
-    assert samples.profile().times == {stack(1): (300 * MS, 0, 0)}
-
-
-def in_turns(*lines: tuple[int, int, int], on_core: float = 0.5) -> dict[int, int]:
-    """Milliseconds of each line, given (line, samples that did not wait for the GIL, samples that did)."""
-    samples = AttributedSamples()
-    for line, free, waited in lines:
-        for waits in (*[0] * free, *[1] * waited):
-            samples.add(stack(line), GAP_MS * MS, int(on_core * GAP_MS * MS), delay_ns=0, waits=waits, fetch=1)
-    return {spot.line: wall // MS for (spot,), (wall, *_) in samples.profile().times.items()}
-
-
-# Line 1 is Python code, the last line a read behind it.
-TURNS = {
-    "for the code that made them wait": (((1, 0, 30), (2, 1, 10), (3, 100, 8)), {1: 300 + 60, 2: 110 + 20, 3: 1000}),
-    "at most half of its time": (((1, 0, 10), (2, 100, 20)), {1: 150, 2: 1150}),
-    "at most half of its time, of each": (((1, 0, 10), (2, 0, 90), (3, 400, 90)), {1: 150, 2: 1350, 3: 4900 - 500}),
-    "not if both hold the GIL at times": (((1, 0, 30), (2, 100, 40)), {1: 300, 2: 1400}),
-    "not if neither holds it most of the time": (((1, 20, 10), (2, 100, 8)), {1: 300, 2: 1080}),
-    "not from too few samples": (((1, 0, 3), (2, 100, 8)), {1: 30, 2: 1080}),
-}
-
-
-@pytest.mark.parametrize(("lines", "expected"), TURNS.values(), ids=TURNS)
-def test_samples_that_waited_their_turn_count(lines, expected):
-    assert in_turns(*lines) == expected
-
-
-def test_code_that_is_not_on_a_core_does_not_hold_the_gil():
-    """It waits, perhaps for the thread that does."""
-    assert in_turns((1, 0, 30), (2, 100, 8), on_core=0.1) == {1: 300, 2: 1080}
-
-
-def test_a_line_that_waits_for_who_holds_the_gil_does_not_hold_it():
-    """Line 1 computes for 8 ms, and others hold the GIL while line 2 waits for them for 8 ms."""
-    samples = AttributedSamples()
-    for fetch in range(40):
-        for line, on_core in ((1, 1.0), (2, 0.7), (2, 0.0)):
-            cpu_ns = int(on_core * GAP_MS * MS)
-            samples.add(stack(line), GAP_MS * MS, cpu_ns, delay_ns=0, waits=1, fetch=fetch)
-    assert samples.profile().times[stack(2)] == (800 * MS, 0, 0)
-
-
-def test_a_call_that_is_sampled_late_holds_the_gil():
-    samples = AttributedSamples()
-    for waits in (1, *[LATE_WAITS] * 9, *[0] * 10):
-        late = waits == LATE_WAITS
-        samples.add(stack(1 if waits else 2), GAP_MS * MS, GAP_MS * MS, delay_ns=20 * MS * late, waits=waits, fetch=1)
-    assert {spot.line: time.gil_ns // MS for (spot,), time in samples.profile().times.items()} == {1: 100, 2: 0}
-
-
-def test_waits_of_a_thread_are_counted():
-    before = thread_waits()
-    for _ in range(5):
-        time.sleep(0.001)
-    assert thread_waits() - before >= 5
-
-
-def test_a_worker_notices_that_a_call_held_the_gil(monkeypatch):
-    numbers = [(i * 7919) % 1000003 for i in range(400_000)]
-    waited, fetches = [], set()
-
-    class Recording(AttributedSamples):
-        def add(self, stack, wall_ns, cpu_ns, *, delay_ns, waits, fetch) -> None:
-            waited.append(waits)
-            fetches.add(fetch)
-
-    monkeypatch.setattr(worker_lines, "AttributedSamples", Recording)
-    monkeypatch.setattr(worker_lines, "fetch_part", lambda stack: stack)
-    block = WorkerBlock(1)
-    block.ask_samples(1, now_ns() + 600 * NS)
-    block.counters(0).fetching_since_ns = 1
-    WorkerSampler(block, 0).ask()
-    (thread,) = [each for each in threads._running.values() if each.name == "telemetry-lines"]
-    try:
-        wait_for(lambda: sorted(numbers) and max(waited, default=0) >= LATE_WAITS, 60)
-    finally:
-        block.ask_samples(1, 1)
-        thread.join(60)
-    assert not thread.is_alive()
-    assert fetches == {1}, "the first one since samples were asked for"
-
-
-# -- on the agent thread -----------------------------------------------------------------------------------------
-
-
-def test_what_holds_up_another_wake_up_counts_as_well():
-    """The agent thread has more to do than sample. What is due then may be as late as a sample."""
-    sampler = LineSampler(at_work())
-    sampler.late(now_ns() - NS)
-    sampler.sample(now_ns())
-    assert sampler.gap() == float("inf")
-    sampler.want(frozenset({WAIT}))
-    sampler.sample(now_ns())
-    assert sampler.profiles == {}, "nothing is sampled that is not wanted"
-    sampler.want(frozenset({STEP}))
-    try:
-        sampler.late(now_ns())
-        assert sampler.profiles == {}
-        sampler.late(now_ns() - NS)
-        ((seen, (wall, *_)),) = sampler.profiles["step"].times.items()
-        assert sampler.profiles["step"].samples == 0
-    finally:
-        sampler.want(frozenset())
-    assert sys._getframe().f_code.co_name in {spot.function for spot in seen}
-    assert NS <= wall < 2 * NS
-
-
-def test_what_other_wake_ups_cost_makes_samples_no_rarer(monkeypatch):
-    spent = SimpleNamespace(ns=0)
-    monkeypatch.setattr(sample_times, "thread_time_ns", lambda: spent.ns)
-    sampler = LineSampler(at_work())
-    sampler.want(frozenset({STEP}))
-    try:
-        usual = sampler._times.weight_ns(0, 0)
-        for _ in range(10):
-            sampler.gap()
-            spent.ns += 50 * MS
-            sampler.late(now_ns() - NS)
-        sampler.gap()
-        spent.ns += MS // 10
-        sampler.sample(now_ns())
-        assert sampler._times.weight_ns(0, 0) == usual
-        sampler.gap()
-        spent.ns += 50 * MS
-        sampler.sample(now_ns())
-        assert sampler._times.weight_ns(0, 0) > usual
-    finally:
-        sampler.want(frozenset())
-
-
-class NeverDue(LineSampler):
-    """Samples are due in a thousand seconds. Tells how late the agent thread was with anything else."""
-
-    def __init__(self) -> None:
-        super().__init__(at_work())
-        self.due: list[int] = []
-
-    def gap(self) -> float:
-        return 1000.0
-
-    def late(self, due_ns: int) -> None:
-        self.due.append(due_ns)
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_the_end_of_a_wait_may_be_late_as_well(alone):
-    lines, errors = NeverDue(), ErrorLog()
-
-    class Often:
-        sample_seconds = 0.002
-
-    class Threads:
-        def sample(self) -> None:
-            pass
-
-    ends = now_ns() + NS // 5
-    steps = StepSampler(StepTracker(Ring()))
-    between = BetweenTicks(1.0, Often(), Threads(), lines, steps=steps, errors=errors, turns=GilTurns())
-    between.wait_until(ends, alone=alone)
-    assert errors.counts == {}
-    assert ends - 3 * MS < lines.due[-1] < ends + 10 * NS, "the next wake-up would be due at most 3 ms later"
-    assert (len(lines.due) > 1) is not alone
-
-
-# -- the training thread -----------------------------------------------------------------------------------------------
-
-
-class Backward:
-    """A thread that goes back through large products until it is told to end."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self) -> None:
-        torch.set_num_threads(1)
-        while not self.over.is_set():
-            a = torch.rand(700, 700, requires_grad=True)
-            loss = (a @ a @ a).sum()
-            loss.backward()
+def about(seconds: float):
+    return pytest.approx(seconds, abs=2e-6)
 
 
 @pytest.fixture
-def backward():
-    made = Backward()
-    yield made
-    made.over.set()
-    made.thread.join()
+def usual():
+    before = sys.getswitchinterval()
+    yield before
+    gil.switch_interval.restore()
+    sys.setswitchinterval(before)
 
 
-def seen(sampler: ThreadSampler, what) -> bool:
-    sampler.sample()
-    return what(sampler.take())
+def burst(interval: SwitchInterval, inside) -> None:
+    interval.shorten()
+    assert sys.getswitchinterval() < 0.001
+    inside()
+    interval.restore()
 
 
-def test_a_backward_pass_that_computes_waits_for_no_other_rank(backward):
-    sampler = ThreadSampler(at_work(backward.thread))
-    line = Backward.run.__code__.co_firstlineno + 5
-    place = f"run (test_sampling.py:{line})"
-    assert wait_for(lambda: seen(sampler, lambda now: (now.in_sync, now.where) == (0, place)))
+def test_no_burst_leaves_its_interval_behind(usual):
+    """Neither if the script reads, sets or restores the interval during it, nor if it restores ours later."""
+    interval, read = SwitchInterval(), []
+    burst(interval, lambda: read.append(sys.getswitchinterval()))
+    assert sys.getswitchinterval() == about(usual)
+    burst(interval, lambda: sys.setswitchinterval(2 * usual))
+    assert sys.getswitchinterval() == about(2 * usual), "it is the script's own"
+    burst(interval, lambda: (sys.setswitchinterval(0.1), sys.setswitchinterval(read[0])))
+    assert sys.getswitchinterval() == about(2 * usual)
+    for heal in (interval.restore, lambda: burst(interval, int)):
+        sys.setswitchinterval(read[0])
+        heal()
+        assert sys.getswitchinterval() == about(2 * usual), "of before"
+    sys.setswitchinterval(1e-5)
+    interval.shorten()
+    assert sys.getswitchinterval() == about(1e-5), "it is short enough"
 
 
-def test_a_backward_pass_that_is_on_no_core_waits_for_the_others(backward):
-    sampler = ThreadSampler(at_work(backward.thread, device=0))  # there it may spin on a core
-    assert wait_for(lambda: seen(sampler, lambda now: now.in_sync == 1))
+def test_a_script_that_saves_and_restores_the_interval_keeps_it(tmp_path, monkeypatch, usual):
+    """All the time, beside a real agent, so also during its bursts."""
+    often(monkeypatch)
+    telemetry.start(tmp_path, port="off", start_line=False, interval_seconds=0.1)
+    read, end = set(), time.monotonic() + 60
+    for _ in DataLoader(range(1_000_000_000), batch_size=None):
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(0.01)
+        sum(range(2_000))
+        sys.setswitchinterval(before)
+        read.add(before)
+        if len(read) > 1 or time.monotonic() > end:
+            break
+    telemetry.stop()
+    assert len(read) == 2, "also the short one"
+    assert sys.getswitchinterval() == about(usual)
 
 
-def test_a_thread_that_waits_is_not_running():
-    over = threading.Event()
-    waiting = threading.Thread(target=over.wait)
-    waiting.start()
-    try:
-        assert wait_for(lambda: not is_running(waiting.native_id))
-    finally:
-        over.set()
-        waiting.join()
-    assert wait_for(lambda: not is_running(waiting.native_id))  # it is gone
+def test_a_forked_child_has_the_usual_interval(usual):
+    gil.switch_interval.shorten()
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if abs(sys.getswitchinterval() - usual) < 1e-6 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 # -- turns of the GIL --------------------------------------------------------------------------------------------------
 
 
-class Thread:
-    """The agent thread. Its clock, and how often it has waited, are those of the test."""
-
-    def __init__(self):
-        self.now, self.waits, self.turns = 1000 * NS, 7, GilTurns()
-
-    def wait(self, seconds, *, wakes):
-        self.turns.begin()
-        self.now += int(seconds * NS)
-        self.waits += wakes
-        self.turns.check()
-
-    @property
-    def short(self):
-        return abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6
+def test_waits_of_a_thread_are_counted():
+    before = gil.thread_waits()
+    for _ in range(5):
+        time.sleep(0.001)
+    assert gil.thread_waits() - before >= 5
 
 
 @pytest.fixture
-def thread(monkeypatch):
-    usual, thread = sys.getswitchinterval(), Thread()
-    monkeypatch.setattr(gil, "now_ns", lambda: thread.now)
-    monkeypatch.setattr(gil, "thread_waits", lambda: thread.waits)
-    yield thread
-    thread.turns.end()
-    assert sys.getswitchinterval() == pytest.approx(usual)
+def turns(monkeypatch, usual):
+    """The turns of an agent thread. Its clock, and how often it has waited, are those of the test."""
+    made = SimpleNamespace(now=1000 * NS, waits=7, turns=GilTurns())
+    monkeypatch.setattr(gil, "now_ns", lambda: made.now)
+    monkeypatch.setattr(gil, "thread_waits", lambda: made.waits)
+
+    def work(seconds: float, waits: int) -> bool:
+        """A part of a tick. Returns whether the interval is short after it."""
+        made.now, made.waits = made.now + int(seconds * NS), made.waits + waits
+        made.turns.check()
+        return sys.getswitchinterval() < usual / 2
+
+    return made.turns, work
 
 
-LATE_AGAIN = [(2, 500, True), (61, 10, False), (2, 500, True), (61, 10, True), (60, 10, False)]
-NO_HELP = [(2, 500, True), (2, 4000, False), *[(100, 4000, False)] * 30, (700, 10, False), (2, 500, True)]
+def test_a_tick_that_waits_long_for_the_gil_shortens_the_interval(turns):
+    turns, work = turns
+    short = []
+    for parts in (
+        [(0.1, 30), (30, 1)],  # other threads had their turns; a hung file system is no wait for the GIL
+        [(2, 500), (0.1, 1)],
+        [(0.1, 1)],  # it has no need any more
+        [(0.1, 1)],
+    ):
+        turns.tick_begins()
+        turns.begin()
+        short.append([work(*part) for part in parts])
+        turns.tick_ends()
+        assert sys.getswitchinterval() == about(0.005), "between two ticks it is the script's own"
+    assert short == [[False, False], [True, True], [True], [False]]
 
 
-@pytest.mark.parametrize(
-    "moments",
-    [
-        pytest.param([(0.1, 30, False)], id="other threads had their turns"),
-        pytest.param([(30, 1, False)], id="a hung file system is no wait for the GIL"),
-        pytest.param([(2, 500, True), *[(1, 10, True)] * 55, *[(1, 10, None)] * 9, (1, 10, False)], id="for a while"),
-        pytest.param(LATE_AGAIN, id="for longer if it is needed again"),
-        pytest.param(NO_HELP, id="C calls of seconds hold the GIL: not again for an hour"),
-    ],
-)
-def test_a_long_wait_for_the_gil_shortens_the_interval(thread, moments):
-    """Moments: how long a piece of work took, how often the thread woke meanwhile, and whether it is short then."""
-    for seconds, wakes, short in moments:
-        thread.wait(seconds, wakes=wakes)
-        assert short is None or thread.short is short, (seconds, wakes)
-
-
-def test_beside_many_threads_it_stays(thread):
-    """Each of them waits for the others, and with a short interval they would take turns ten times as often."""
-    over = threading.Event()
-    others = [threading.Thread(target=over.wait) for _ in range(8)]
-    for other in others:
-        other.start()
-    thread.wait(2, wakes=500)
-    over.set()
-    for other in others:
-        other.join()
-    assert not thread.short
-    thread.wait(2, wakes=500)
-    assert thread.short
-
-
-def test_a_sleep_is_not_counted(thread):
+def test_a_sleep_is_not_counted(turns):
     """The stamp at which the sleep ends is said beforehand."""
-    thread.turns.begin(thread.now + 10 * NS)
-    thread.now += 10 * NS
-    thread.waits += 500
-    thread.turns.check()
-    assert not thread.short
+    turns, work = turns
+    turns.begin(1010 * NS)
+    assert not work(10, 500)
 
 
-def test_it_is_looked_at_while_spans_are_counted(thread, monkeypatch):
-    """Until then each chunk takes 0.2 s, in which the thread wakes 20 times."""
-    tracker = StepTracker(Ring())
-    for number in range(500):
-        tracker.ring.push(number, number + 1, ring.STEP)
-
-    def turn(_):
-        thread.now += 0 if thread.short else NS // 5
-        thread.waits += 20
-
-    monkeypatch.setattr("telemetry.agent.accounting.sleep", turn)
-    accounting = Accounting(tracker, SimpleNamespace(clock=None), Config(), ErrorLog(), now_ns())
-    thread.turns = accounting.turns
-    thread.turns.begin()
-    accounting.update()
-    assert thread.short
-
-
-def test_the_agent_says_how_late_its_thread_is(tmp_path, monkeypatch):
+def test_an_agent_that_is_late_has_a_short_interval_in_its_tick(tmp_path, monkeypatch, usual):
     """Its clock goes forward by two seconds at each look, in which the thread has waited a hundred times."""
-    looks, told = itertools.count(), threading.Event()
+    looks, short = itertools.count(), threading.Event()
     monkeypatch.setattr(gil, "now_ns", lambda: now_ns() + 2 * NS * next(looks))
     monkeypatch.setattr(gil, "thread_waits", lambda: 100 * next(looks))
-    monkeypatch.setattr(gil, "shorten_switch_interval", lambda _: told.set())
+    monkeypatch.setattr(Agent, "_diagnose", lambda _: sys.getswitchinterval() < usual / 2 and short.set())
     telemetry.start(tmp_path, port="off", start_line=False)
-    try:
-        assert told.wait(60)
-    finally:
-        telemetry.stop()
+    assert short.wait(60)
+    telemetry.stop()
+    assert sys.getswitchinterval() == about(usual)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import queue
-import sys
 import threading
 import time
-import zlib
 
 import pytest
 import torch
 from msgspec import structs
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent import findings
 from telemetry.diagnosis.lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
-from telemetry.hooks.ring import S_COMPUTE, Ring
+from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
-from telemetry.sources import lines
-from telemetry.sources.lines import BusyThread, StepSampler
-from telemetry.sources.proc import Schedule, ThreadLoad, ThreadLoads
+from telemetry.sources.proc import ThreadLoad, ThreadLoads
+from telemetry.sources.sampler import BusyThread, Sampler
 from telemetry.totals import GarbageTotals
-from telemetry.util.clock import NS, now_ns
-from telemetry.util.profiles import STEP
+from telemetry.util.clock import NS, now_ns, sleep
+from telemetry.util.profiles import STEP, StackProfile, StackTime
 from telemetry.util.stacks import STANDARD_LIBRARY, Spot
+from tests.data_sets import Numbers
+from tests.sampled_thread import often
 from tests.slice_cases import a_slice
 from tests.slices import evidence_over
 
@@ -49,21 +47,21 @@ LOCK = Spot(f"{STANDARD_LIBRARY}threading.py", 327, "wait", "threading")
 COMPUTE = evidence_over([a_slice(steps=100, wait=0.5, compute=9.5, seconds=10.0)])
 
 
-def sampled(
-    *stacks: tuple[tuple[Spot, ...], int], gil: float = 0.0, on_core: float = 1.0, wait: int = 0
-) -> StepSampler:
-    """Samples of steps: stacks, with so many samples each, of which a share waited for the GIL."""
-    sampler = StepSampler(StepTracker(Ring()))
+MS = 1_000_000
+
+
+def sampled(*stacks: tuple[tuple[Spot, ...], int], gil: float = 0.0, on_core: float = 1.0, wait: int = 0) -> Sampler:
+    """Samples of steps: stacks, with so many samples of 1 ms each, of which a share waited for the GIL."""
+    sampler, profile = Sampler(StepTracker(Ring()), sleep), StackProfile()
     for stack, samples in stacks:
         for number in range(samples):
-            held = 1_000_000 if number < gil * samples else 0
-            sampler.steps.add(stack, 1_000_000, int(on_core * 1_000_000), gil_ns=held)
-    sampler.bursts = sampler.steps.samples // 4
-    sampler.wait_ns = wait * 1_000_000
+            profile.add(stack, StackTime(MS, int(on_core * MS), MS * (number < gil * samples)))
+    sampler.run[STEP] = profile
+    sampler.seen.step, sampler.seen.wait = profile.wall_ns, wait * MS
     return sampler
 
 
-def kinds(time: StepTime, sampler: StepSampler, evidence=COMPUTE) -> list[str]:
+def kinds(time: StepTime, sampler: Sampler, evidence=COMPUTE) -> list[str]:
     return [finding.kind for finding in findings_of(time, sampler, evidence)]
 
 
@@ -140,9 +138,7 @@ def test_a_method_is_named_with_its_class():
 )
 def test_what_is_work_on_the_host(stack, gil, on_core, found):
     sampler = sampled((stack, 80), gil=gil, on_core=on_core)
-    for model, samples in MODEL:
-        for _ in range(samples):
-            sampler.steps.add(model, 1_000_000, 1_000_000)
+    sampler.steps.merge(sampled(*MODEL).steps)
     assert kinds(CALM, sampler) == ["host_work"] * found
 
 
@@ -173,14 +169,9 @@ def test_work_on_the_host_beside_a_busy_gpu_costs_nothing():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_step_that_waits_for_the_thread_that_reads_its_loader_needs_more_workers(workers):
     """A step takes 100 ms, of which it waits 80 ms for a thread that takes 100 ms for each batch."""
-    cores = structs.replace(COMPUTE.cpu, cores=8.0)
-    evidence = structs.replace(COMPUTE, source=None, read_by_thread=True, cpu=cores)
+    evidence = structs.replace(COMPUTE, source=None, read_by_thread=True, cores=8.0)
     if workers:
-        evidence = structs.replace(
-            evidence,
-            workers=structs.replace(evidence.workers, count=2, cpu_ratio=0.1),
-            fetches=structs.replace(evidence.fetches, seconds=0.2),
-        )
+        evidence = structs.replace(evidence, workers=2, worker_cpu_ratio=0.1, fetch_seconds=0.2)
     waiting = sampled(((LOCK, QUEUE, LOOP), 80), ((LINEAR, CALL, LOOP._replace(line=22)), 20), on_core=0.1)
     (finding,) = findings_of(CALM, waiting, evidence)
     assert (finding.kind, finding.share_ratio) == ("reader_thread", pytest.approx(0.8))
@@ -257,14 +248,14 @@ def test_the_load_of_threads_that_want_more_cores_than_there_are(monkeypatch):
 def a_thread(cpu: float, *, free: int = 20, without_gil: int = 0) -> BusyThread:
     thread = BusyThread("metrics", int(cpu * NS), NS, free, without_gil)
     for _ in range(40):
-        thread.profile.add((HELPER,), 1_000_000, 1_000_000)
+        thread.profile.add((HELPER,), StackTime(MS, MS))
     return thread
 
 
 def test_a_training_thread_that_sleeps_anyway_does_not_wait_for_the_gil():
     """As in a wait for a device: it sleeps as often while the GIL is free."""
     sampler = sampled(*MODEL)
-    sampler.threads[7] = a_thread(0.4)
+    sampler.threads.found[7] = a_thread(0.4)
     sampler.free, sampler.idle = 30, 14
     assert kinds(StepTime(10.0, blocked_ratio=0.5), sampler) == []
     assert kinds(StepTime(10.0, blocked_ratio=0.9), sampler) == ["gil_held"]
@@ -282,7 +273,7 @@ def test_a_training_thread_that_sleeps_anyway_does_not_wait_for_the_gil():
 )
 def test_a_thread_that_holds_the_gil(thread, blocked, share):
     sampler = sampled(*MODEL)
-    sampler.threads[7] = thread
+    sampler.threads.found[7] = thread
     told = findings_of(StepTime(10.0, blocked_ratio=blocked), sampler, COMPUTE)
     assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share)])
     for finding in told:
@@ -295,14 +286,14 @@ def test_the_line_of_a_thread_is_not_the_one_in_which_it_sleeps():
     """It is seen there as well when it has slept and wants the GIL, which another thread holds."""
     thread = a_thread(0.8)
     for _ in range(60):
-        thread.profile.add((LOOP,), 1_000_000, 1_000_000)
+        thread.profile.add((LOOP,), StackTime(MS, MS))
     sampler = sampled(*MODEL)
-    sampler.threads[7] = thread
+    sampler.threads.found[7] = thread
     assert "train.py:20" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
     for _ in range(60):
-        thread.resting.add((LOOP,), 1_000_000, 1_000_000)
+        thread.resting.add((LOOP,), StackTime(MS, MS))
     for _ in range(10):  # it has just got the GIL, and does not run yet
-        thread.resting.add((HELPER,), 1_000_000, 1_000_000)
+        thread.resting.add((HELPER,), StackTime(MS, MS))
     assert "metrics.py:5" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
 
 
@@ -319,112 +310,21 @@ def test_the_line_of_a_thread_is_not_the_one_in_which_it_sleeps():
     ],
 )
 def test_collections_that_the_script_has_called_for(garbage, own_ratio, share):
-    evidence = structs.replace(COMPUTE, garbage=structs.replace(COMPUTE.garbage, own_ratio=own_ratio))
+    evidence = structs.replace(COMPUTE, own_collections_ratio=own_ratio)
     told = findings_of(StepTime(10.0, garbage=garbage), sampled(*MODEL), evidence)
     assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share, abs=0.01)])
 
 
 def test_a_collection_is_no_work_of_the_line_that_calls_for_it():
-    evidence = structs.replace(COMPUTE, garbage=structs.replace(COMPUTE.garbage, own_ratio=1.0))
+    evidence = structs.replace(COMPUTE, own_collections_ratio=1.0)
     sampler, garbage = sampled(((LOOP,), 80), *MODEL, gil=0.9), GarbageTotals(seconds=4.0, collections=40)
     assert kinds(StepTime(10.0, garbage=garbage), sampler, evidence) == ["host_work", "own_gc_collect"]
     for _ in range(10):
-        sampler.collecting.add((LOOP,), 1_000_000, 1_000_000)
+        sampler.collecting.add((LOOP,), StackTime(MS, MS))
     assert kinds(StepTime(10.0, garbage=garbage), sampler, evidence) == ["own_gc_collect"]
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
-
-
-def count(end: threading.Event) -> None:
-    while not end.is_set():
-        sum(range(1000))
-
-
-def compress(end: threading.Event) -> None:
-    """Computes without the GIL."""
-    data = os.urandom(1 << 20)
-    while not end.is_set():
-        zlib.compress(data)
-
-
-@pytest.mark.parametrize(
-    ("work", "enough"),
-    [(count, lambda thread: thread.free >= 12), (compress, lambda thread: thread.without_gil >= 3)],
-)
-def test_a_burst_of_samples_names_a_busy_thread_and_ends(monkeypatch, work, enough):
-    monkeypatch.setattr(lines, "_EVERY_SECONDS", ((1e9, 0.2),))
-    tracker, end = StepTracker(Ring()), threading.Event()
-    tracker.category = S_COMPUTE
-    other = threading.Thread(target=work, args=(end,), name="busy")
-    other.start()
-    sampler, interval, waits = StepSampler(tracker), sys.getswitchinterval(), itertools.cycle((0, 0, 1))
-    try:
-        while not any(thread.profile.samples and enough(thread) for thread in sampler.threads.values()):
-            due = now_ns() + int(sampler.gap() * NS)
-            time.sleep(max(0.0, (due - now_ns()) / NS))
-            sampler.sample(due, next(waits))
-    finally:
-        sampler.end()
-        end.set()
-        other.join()
-    (found,) = sampler.threads.values()
-    assert found.name == "busy"
-    assert work is compress or found.without_gil <= found.free / 2  # a thread that waits for the GIL does not run
-    assert sampler.steps.samples
-    assert sys.getswitchinterval() == interval
-
-
-def test_a_burst_that_waits_for_a_long_call_counts_for_it():
-    """All its samples would come after the call."""
-    tracker, due = StepTracker(Ring()), now_ns()
-    tracker.category = S_COMPUTE
-    sampler = StepSampler(tracker)
-    sampler._next_ns = due
-    tracker.garbage._stamps.append((False, due + NS // 10, 0, 0, (), False))
-    sampler.sample(due - NS // 10, 9)
-    assert sampler.steps.samples == sampler.collecting.samples == 1
-    assert sampler.gap() > 0.1, "the burst is over"
-    sampler._next_ns = now_ns()
-    sampler.sample(now_ns(), 0)
-    sampler.sample(now_ns() - 20 * NS, 0)
-    sampler.end()
-    first, second = (time.wall_ns for time in sampler.steps.times.values())
-    assert second < first
-
-
-@pytest.mark.parametrize(("without_core", "samples"), [(0, 1), (NS // 10, 0)])
-def test_the_line_after_a_collection_that_ended_while_the_sampling_thread_had_no_core_gets_none_of_it(
-    monkeypatch, without_core, samples
-):
-    tracker, due, queued = StepTracker(Ring()), now_ns() + NS, itertools.count(0, without_core)
-    tracker.category, tracker.native_thread = S_COMPUTE, 0
-    sampler = StepSampler(tracker)
-    monkeypatch.setattr(lines, "read_schedule", lambda _, thread: Schedule(1, next(queued) if thread else 0))
-    sampler._next_ns = 0
-    sampler.sample(now_ns(), 0)  # begins a burst
-    tracker.garbage._stamps.append((False, due + NS // 10, 0, 0, (), False))
-    sampler.sample(due, 9)
-    assert sampler.collecting.samples == sampler.steps.samples == samples
-
-
-def test_outside_of_the_training_loop_no_sample_is_taken():
-    sampler = StepSampler(StepTracker(Ring()))
-    for _ in range(30):
-        sampler.sample(now_ns(), 0)
-    assert not sampler.steps.samples
-    assert sampler.gap() > 0
-
-
 # -- runs --------------------------------------------------------------------------------------------------------------
-
-
-class Numbers(Dataset):
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def loop_in_python():
@@ -439,6 +339,7 @@ def collect():
 
 
 COLLECT_LINE = collect.__code__.co_firstlineno + 1
+MATRIX = torch.randn(200, 200)
 
 
 def compute():
@@ -446,96 +347,80 @@ def compute():
         MATRIX @ MATRIX
 
 
-MATRIX = torch.randn(200, 200)
-RUNS = {
-    "loop": (loop_in_python, "host_work", LOOP_LINE),
-    "gc": (collect, "own_gc_collect", COLLECT_LINE),
-    "gc that others follow": (collect, "own_gc_collect", COLLECT_LINE),
-}
-
-
 def follow(phase: str, info: dict) -> None:
     """Follows collections, as profilers do. Each late sample of a collection meets it, or what it calls."""
-    sum(number for number in range(2_000))
+    sum(number for number in range(200))
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """Looks at the process, and samples it, more often than a real run."""
+def found(tmp_path, monkeypatch, small_heap):
+    """Takes steps beside an agent that looks often, until one is the last. Returns what it has found."""
+    often(monkeypatch)
     monkeypatch.setattr(findings, "_EVERY_SECONDS", 1.0)
-    monkeypatch.setattr(lines, "_EVERY_SECONDS", ((1e9, 0.2),))
+
+    def run(step, batches=(), *, samples: int = 1 << 60):
+        agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
+        until = now_ns() + 60 * NS
+        try:
+            for _ in batches or DataLoader(Numbers(1 << 40), batch_size=None):
+                step()
+                ended = any(one.lines for one in agent.findings.newest) or agent._sampler.steps.samples > samples
+                if ended or now_ns() > until:
+                    break
+        finally:
+            telemetry.stop()
+        return agent.findings.newest
+
+    return run
 
 
-@pytest.mark.usefixtures("quick", "small_heap")
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_run_without_a_stall_says_what_its_steps_do(tmp_path, kind):
-    work, found, line = RUNS[kind]
-    before, gc.callbacks[:] = [*gc.callbacks], [follow] if kind == "gc that others follow" else []
+@pytest.mark.parametrize(
+    ("work", "kind", "line", "callbacks"),
+    [
+        (loop_in_python, "host_work", LOOP_LINE, []),
+        (collect, "own_gc_collect", COLLECT_LINE, []),
+        (collect, "own_gc_collect", COLLECT_LINE, [follow]),
+    ],
+    ids=["loop", "gc", "gc that others follow"],
+)
+def test_a_run_without_a_stall_says_what_its_steps_do(found, work, kind, line, callbacks):
+    gc.callbacks.extend(callbacks)
     heap = [[number] for number in range(30_000)]
-    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
-    until = now_ns() + 60 * NS
     try:
-        for _ in DataLoader(Numbers(), batch_size=None):
-            work()
-            compute()
-            if now_ns() > until or any(finding.lines for finding in agent.findings.newest):
-                break
+        told = found(lambda: (work(), compute()))
     finally:
-        telemetry.stop()
-        gc.callbacks[:] = before
-    told = [(finding.kind, [hot.line for hot in finding.lines[:1]]) for finding in agent.findings.newest]
-    assert told == [(found, [line])], agent.findings.newest
+        for one in callbacks:
+            gc.callbacks.remove(one)
+    assert [(one.kind, [hot.line for hot in one.lines[:1]]) for one in told] == [(kind, [line])]
     assert len(heap)
 
 
-class Slow(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.02)
-        return torch.full((4,), float(index))
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_loader_that_another_thread_reads_ahead_is_found(tmp_path):
-    model = torch.nn.Linear(4, 1)
+def test_a_loader_that_another_thread_reads_ahead_is_found(found):
+    model, over = torch.nn.Linear(1, 1), threading.Event()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     batches: queue.Queue[torch.Tensor] = queue.Queue(2)
-    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
-    until, over = now_ns() + 60 * NS, threading.Event()
 
     def read():
-        for batch in DataLoader(Slow(), batch_size=2):
+        for batch in DataLoader(Numbers(1 << 40, seconds=0.02), batch_size=2):
             batches.put(batch)
             if over.is_set():
                 return
 
+    def step():
+        optimizer.zero_grad()
+        model(batches.get().float().view(-1, 1)).sum().backward()
+        optimizer.step()
+
     reader = threading.Thread(target=read)
     reader.start()
-    try:
-        while now_ns() < until and not agent.findings.newest:
-            optimizer.zero_grad()
-            model(batches.get()).sum().backward()
-            optimizer.step()
-    finally:
-        over.set()
-        batches.get()
-        reader.join()
-        telemetry.stop()
-    (finding,) = agent.findings.newest
+    (finding,) = found(step, iter(int, 1))
+    over.set()
+    batches.get()
+    reader.join()
     assert finding.kind == "reader_thread"
     assert finding.lines[0].calls == "Queue.get"
     assert finding.advice[0].setting == "num_workers"
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_model_whose_operators_take_the_time_is_fine(tmp_path):
-    agent = telemetry.start(tmp_path, port="off", interval_seconds=0.25, start_line=False, end_line=False)
-    try:
-        for number, _ in enumerate(DataLoader(Numbers(), batch_size=None)):
-            compute()
-            if number % 100 == 99:
-                loop_in_python()
-                if agent._step_monitor.sampler.steps.samples > 120 and agent._step_monitor.sampler.bursts > 40:
-                    break
-    finally:
-        telemetry.stop()
-    assert agent.findings.newest == []
+def test_a_model_whose_operators_take_the_time_is_fine(found):
+    assert found(compute, samples=1000) == []

@@ -62,35 +62,32 @@ def test_an_iterator_alive_before_the_start_counts():
     iterator = iter(DataLoader(Numbers(6), batch_size=1))
     next(iterator)
     agent = telemetry.start(port="off", start_line=False, run_dir=None)
-    try:
-        rest = list(iterator)
-        agent.accounting.update()
-        assert len(rest) == 5
-        assert agent.accounting.stats.steps == 5
-    finally:
-        telemetry.stop()
+    assert len(list(iterator)) == 5
+    agent.accounting.update()
+    assert agent.accounting.stats.steps == 5
 
 
 def test_two_loaders_zipped_are_one_step(observed):
-    first, second = (
-        DataLoader(Numbers(5, seconds=0.002), batch_size=1),
-        DataLoader(Numbers(5, seconds=0.002), batch_size=1),
-    )
-    for _ in zip(first, second):
+    loader = DataLoader(Numbers(5, seconds=0.002), batch_size=1)
+    for _ in zip(loader, loader):
         pass
     observed.read()
     assert len(observed.steps) == 5
     assert all(step.wait_seconds >= 0.004 for step in observed.steps)  # both waits belong to it
 
 
-def test_alternating_loaders_with_optimizer_steps_are_separate_steps(observed):
+def optimizer() -> torch.optim.Optimizer:
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(1)
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def test_alternating_loaders_with_optimizer_steps_are_separate_steps(observed):
+    train = optimizer().step
     iterators = [iter(DataLoader(Numbers(4), batch_size=1)) for _ in range(2)]
     for turn in range(8):
         next(iterators[turn % 2])
-        weight.grad = torch.ones(1)
-        optimizer.step()
+        train()
     observed.read()
     assert len(observed.steps) == 7  # and one open
     assert observed.tracker.optimizer_steps == 8
@@ -99,42 +96,35 @@ def test_alternating_loaders_with_optimizer_steps_are_separate_steps(observed):
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_loader_that_joins_in_mid_step_adds_to_that_step(observed, asks):
     """The fast path, which the steps before it took, does not note the optimizer steps at the start of a step."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    train = optimizer().step
     joins = iter(DataLoader(Numbers(4), batch_size=1))
     for number, _ in enumerate(DataLoader(Numbers(12), batch_size=1)):
         if number == 8:
             if asks:
-                observed.tracker.time_next_batch()
+                observed.tracker.slow_path()
             next(joins)
-        weight.grad = torch.ones(1)
-        optimizer.step()
+        train()
     observed.read()
     assert len(observed.steps) == 12
 
 
 def test_gradient_accumulation_tells_batches_from_optimizer_steps(observed):
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    train = optimizer().step
     for index, _ in enumerate(DataLoader(Numbers(12), batch_size=1)):
-        weight.grad = torch.ones(1)
         if index % 4 == 3:
-            optimizer.step()
+            train()
     observed.read()
     assert len(observed.steps) == 12
     assert observed.tracker.optimizer_steps == 3
 
 
 def test_fetches_on_another_thread_are_no_waits(observed):
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    ready: list = []
+    step, ready = optimizer().step, []
     thread = threading.Thread(target=lambda: ready.extend(DataLoader(Numbers(6, seconds=0.005), batch_size=1)))
     thread.start()
     thread.join()
     for _ in ready:
-        weight.grad = torch.ones(1)
-        optimizer.step()
+        step()
         time.sleep(0.002)
     ledger = observed.read()
     assert ledger.ns[DATA_WAIT] == 0
@@ -143,13 +133,11 @@ def test_fetches_on_another_thread_are_no_waits(observed):
 
 
 def test_training_on_another_thread_than_the_one_that_started(observed):
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    step = optimizer().step
 
     def train() -> None:
         for _ in DataLoader(Numbers(6), batch_size=1):
-            weight.grad = torch.ones(1)
-            optimizer.step()
+            step()
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -168,6 +156,27 @@ def test_a_loader_inside_a_dataset_is_part_of_the_outer_wait(observed):
     assert len(list(DataLoader(Outer(), batch_size=None))) == 2
     observed.read()
     assert len(observed.steps) == 2
+
+
+def test_what_is_read_of_an_optimizer_s_tensors_runs_no_code_of_the_script(observed):
+    """Neither a subclass of tensors nor a mode notices that the agent looks where they are and how often it stepped."""
+    calls = []
+
+    class Noted(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            calls.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    noted = Noted(torch.zeros(1))
+    noted.grad = torch.ones(1)
+    adam = torch.optim.Adam([noted])
+    for _ in DataLoader(Numbers(4)):
+        adam.step()
+    calls.clear()
+    observed.read()
+    assert calls == []
+    assert observed.tracker.trained_on == "cpu"
 
 
 # -- the start of an iteration, and its end where the loop is left -----------------------------------------------------
@@ -267,7 +276,7 @@ def test_it_is_back_one_batch_after_the_reason_has_gone(tracker, loop, what, val
 
 
 def test_a_timed_batch_switches_it_off_for_one_batch(tracker, loop):
-    tracker.time_next_batch()
+    tracker.time_next_wait()
     assert tracker.fast_path_iterator_id == 0
     next(loop)
     assert tracker.fast_path_iterator_id == id(loop)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Final
 from telemetry.agent.evaluations import EvaluationWaits
 from telemetry.hooks.batches import TrainedBatches
 from telemetry.hooks.device import device_in_use, wait_class
-from telemetry.hooks.ring import BATCH, CLOSES, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP, DroppedSpans
+from telemetry.hooks.ring import BATCH, CLOSES, GAP, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
 from telemetry.records import (
     CATEGORIES,
     CHECKPOINT,
     COMPUTE,
     DATA_WAIT,
     EVALUATION,
+    OTHER,
     STARTUP,
     Epochs,
     Histogram,
@@ -30,7 +31,7 @@ from telemetry.util.gil import GilTurns
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from telemetry.config import Config
     from telemetry.hooks.attachment import Attachment
@@ -91,22 +92,19 @@ class Ledger:
         self._span_at_ns = start_ns
         self._span_category = STARTUP
         self._waiting_at_ns: int | None = None  # `advance` has booked a wait from here on; its span comes later
-        self._dropped: DroppedSpans | None = None
         self.step_is_open = False
+        self._cut = False  # whether the begin of the open step was dropped
         self._wait_ns = 0
         self._compute_ns = 0
         self._checkpoint = False  # whether the open step has written a checkpoint
-        self._before_dropped = (0, 0, False)  # the open step's wait, compute and checkpoint before spans were dropped
+        self._dropped = 0  # steps that the ring has dropped
         self._phase_start_ns: int | None = None
         self.phases: list[PhaseSpan] = []
         self._steps: list[Step] = []
 
-    def fold(self, spans: Iterable[Span | DroppedSpans]) -> None:
+    def fold(self, spans: Iterable[Span]) -> None:
         """Book spans in the order in which they happened."""
         for span in spans:
-            if isinstance(span, DroppedSpans):
-                self._fold_dropped(span)
-                continue
             start, end, during, after, closes, opens, batch, left = span
             usual = closes and opens and batch and not left
             if usual and during == DATA_WAIT and after == COMPUTE and self.fold_steps(((start, end, 0, None),)):
@@ -114,6 +112,9 @@ class Ledger:
             self._pass(start)
             if closes and self.step_is_open:
                 self._close(start)
+            elif closes and self._cut:
+                self.dropped_steps, self.last_step_ns = self.dropped_steps + 1, start
+            self._cut = self._cut and not closes
             if opens:
                 self.step_is_open, self._wait_ns, self._compute_ns, self._checkpoint = True, 0, 0, False
             self._enter(during, start)
@@ -247,60 +248,21 @@ class Ledger:
         elif self._span_category == COMPUTE:
             self._compute_ns += passed
 
-    def _fold_dropped(self, dropped: DroppedSpans) -> None:
-        """Book the sums of dropped spans. If the stretch has grown since the last call, book only the new part."""
-        before = self._dropped
-        if before is not None and (dropped.stretch, dropped.end_ns) <= (before.stretch, before.end_ns):
-            return
-        if before is not None and before.stretch < dropped.stretch:
-            before = None
-        waiting_at, running = self._waiting_at_ns, self._span_category
-        if before is None:
-            self._pass(dropped.start_ns)
-            self._enter(CATEGORIES[dropped.first], dropped.start_ns)
-            self._before_dropped = self._wait_ns, self._compute_ns, self._checkpoint
-            self.at_epoch_boundary, self._epoch = False, _Epoch()
-        known = dropped.start_ns if before is None else before.end_ns
-        early = max(0, self.at_ns - known)  # the part of the stretch that `advance` has booked
-        waited = 0 if waiting_at is None else min(early, max(0, self.at_ns - waiting_at))
-        booked = dict.fromkeys(CATEGORIES, 0)
-        booked[DATA_WAIT] = waited
-        booked[running] += early - waited
-        earlier = before.ns if before is not None else (0,) * len(CATEGORIES)
-        owed = {c: new - old - booked[c] for c, new, old in zip(CATEGORIES, dropped.ns, earlier, strict=True)}
-        self._book_owed(owed, dropped.end_ns, first_batch=not self.batches and not dropped.batches)
-        self.batches += dropped.batches - (before.batches if before is not None else 0)
-        self.dropped_steps += dropped.steps - (before.steps if before is not None else 0)
-        self.last_step_ns = dropped.last_step_ns or self.last_step_ns
-        self.step_is_open, (wait, compute, checkpoint) = dropped.open, self._before_dropped
-        inherits = not dropped.opened
-        self._wait_ns = dropped.wait_ns + wait * inherits
-        self._compute_ns = dropped.compute_ns + compute * inherits
-        self._checkpoint = dropped.checkpoint or (checkpoint and inherits)
-        self.category = self._span_category = CATEGORIES[dropped.category]
-        if dropped.entered_ns != (before.entered_ns if before is not None else 0):
-            # The previous phase ended at an unknown moment.
-            self._phase_start_ns = dropped.entered_ns if self.category in _PHASES else None
-        self._span_at_ns, self._waiting_at_ns, self._dropped = dropped.end_ns, None, dropped
+    def fold_gap(self, start: int, end: int, dropped: int, *, opened: bool) -> None:
+        """Book the time of spans that did not fit into the ring as other. ``dropped``: steps that were dropped so far.
 
-    def _book_owed(self, owed: dict[str, int], stamp: int, *, first_batch: bool) -> None:
-        """Book the time up to a stamp, to each category what it is owed.
-
-        A category is owed a negative time if it was booked time of another one. It keeps that time, and the others get
-        less.
+        The step that was open at its start is one of them. If one is ``opened`` at its end, it is counted when it ends.
         """
-        left = max(0, stamp - self.at_ns)
-        given = {category: max(0, amount) for category, amount in owed.items()}
-        excess = sum(given.values()) - left
-        for category in sorted(given, key=lambda category: given[category], reverse=True):
-            cut = min(max(0, excess), given[category])
-            given[category] -= cut
-            excess -= cut
-        for category, amount in given.items():
-            self.ns[category] += amount
-        self.at_ns += left
-        if first_batch:
-            self.first_wait_ns += given[DATA_WAIT]
+        self._pass(start)
+        self._enter(OTHER, start)
+        self._pass(end)
+        self.count_dropped(dropped)
+        self.step_is_open, self._cut = False, opened
+        self.at_epoch_boundary, self._epoch = False, _Epoch()
+
+    def count_dropped(self, dropped: int) -> None:
+        """Count the steps that the ring has dropped. ``dropped``: all of them so far."""
+        self.dropped_steps, self._dropped = self.dropped_steps + dropped - self._dropped, dropped
 
     def _count_boundary(self, waited: int, *, batch: bool) -> None:
         """Count a request that has ended. If it brought no batch, an iteration has ended or begun."""
@@ -592,9 +554,9 @@ class Accounting:
         tracker, ring = self._tracker, self._tracker.ring
         with self._errors.contained("ledger"):
             # This order matters, and all of it comes before the ring is emptied. A request in progress here was already
-            # in progress at ``now``, or its span is in the ring. ``head`` shows whether ``lost`` comes after it.
+            # in progress at ``now``, or its span is in the ring.
             ended = self.batches.ended
-            now, waiting_since, lost, head = now_ns(), tracker.waiting_since, ring.lost, ring.head
+            now, waiting_since, head = now_ns(), tracker.waiting_since, ring.head
             self.updated_ns = now
             while taken := ring.drain(_CHUNK, head):
                 self._fold(taken)
@@ -606,10 +568,8 @@ class Accounting:
                 self.batches.fold(taken)
                 if len(taken) == _CHUNK:
                     sleep(0)
-                    self.turns.check(goes_on=True)  # beside C calls of 2 ms, one update took over 20 s
+                    self.turns.check()  # beside C calls of 2 ms, one update took over 20 s
             self.batches.forget(ended)
-            if lost is not None:
-                self.ledger.fold((lost,))
             self.ledger.advance(now, waiting_since)
             self._look_for_batches(waiting_since)
             self._update_exposed()
@@ -623,9 +583,13 @@ class Accounting:
         ordinary = next((place for place, entry in enumerate(taken) if entry[2] != STEP), len(taken))
         booked = ledger.fold_steps(taken[:ordinary])
         if not booked:  # the last reading ended during a wait
-            ledger.fold(spans(taken[:1]))
-            booked = 1 + ledger.fold_steps(taken[1:ordinary])
-        ledger.fold(spans(taken[booked:]))
+            ledger.fold((start, end, *_decoded(code)) for start, end, code, _ in taken[: min(1, ordinary)])
+            booked = min(1, ordinary) + ledger.fold_steps(taken[1:ordinary])
+        for start, end, code, source in taken[booked:]:
+            if code & GAP:
+                ledger.fold_gap(start, end, source, opened=bool(code & OPENS))
+            else:
+                ledger.fold(((start, end, *_decoded(code)),))
         self.evaluations.fold(taken[ordinary:])
 
     def take_steps(self) -> list[Step]:
@@ -639,8 +603,9 @@ class Accounting:
             self.update()
 
     def close(self) -> None:
-        """Count a step that ``break`` has left. It gets no duration, because nobody saw its end."""
-        self.stats.steps += self.ledger.step_is_open
+        """Count steps that no later span shows: the last ones that were dropped, and one that ``break`` has left."""
+        self.ledger.count_dropped(self._tracker.ring.dropped)
+        self.stats.steps += self._tracker.ring.open
 
     @property
     def phase_has_ended(self) -> bool:
@@ -678,17 +643,13 @@ class Accounting:
         return None if self.unseen_steps else self.batches.samples
 
     def tokens(self) -> int | None:
-        """Tokens that the training took; None if unknown. What the script reports counts more than its batches."""
-        told = self._tracker.tokens_told
-        return None if told is None and self.unseen_steps else self.batches.tokens(told)
+        """Tokens of the training that the script has reported; None before the first."""
+        return self._tracker.tokens_told
 
     def epochs(self) -> Epochs | None:
         """The whole epochs so far; None before the end of the first."""
-        seconds, sizes = self.ledger.epoch_seconds, self.batches.sizes
-        if seconds is None:
-            return None
-        known = (None, None) if sizes is None else (sizes.total, sizes.distinct)
-        return Epochs(self.ledger.epoch_boundaries, round(seconds, 6), *known)
+        seconds = self.ledger.epoch_seconds
+        return None if seconds is None else Epochs(self.ledger.epoch_boundaries, round(seconds, 6))
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -724,15 +685,6 @@ class Accounting:
             self.exposed_source = f"{device}_events"
             # Copies: the training thread goes on adding.
             self.exposed.gpu(waited, clock.sampled.copy(), clock.at_boundary.copy())
-
-
-def spans(entries: Iterable[Entry]) -> Iterator[Span | DroppedSpans]:
-    """Ring entries as spans for the ledger."""
-    for start, end, code, origin in entries:
-        if isinstance(origin, DroppedSpans):
-            yield origin
-        else:
-            yield (start, end, *_decoded(code))
 
 
 @cache

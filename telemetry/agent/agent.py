@@ -23,7 +23,7 @@ from telemetry.agent.lines import LineMonitor
 from telemetry.agent.log import EventLog
 from telemetry.agent.snapshots import SnapshotControl
 from telemetry.agent.stalls import StallMonitor
-from telemetry.agent.ticks import BetweenTicks, TickPace
+from telemetry.agent.ticks import TickPace
 from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
 from telemetry.agent.trial import TrialRun
 from telemetry.config import TRIAL_VARIABLE
@@ -39,13 +39,13 @@ from telemetry.node.peers import JobLink, PeerPaces
 from telemetry.node.prometheus import TargetFile
 from telemetry.records import LOADER_TIMEOUT
 from telemetry.sinks.output import FigureOutput
-from telemetry.sources.lines import ThreadSampler
 from telemetry.sources.proc import planned_threads
+from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import NS, WallClock, now_ns
 from telemetry.util.errors import ErrorLog, say
 from telemetry.util.files import StandardStreams
 from telemetry.util.processes import identify, job_labels, slug
-from telemetry.util.threads import OwnThread
+from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from telemetry.agent.stuck import StuckRank
@@ -60,16 +60,15 @@ the sampling interval. A dead serving rank is replaced in 3 s."""
 _RANK_SECONDS: Final = 0.9
 """Minimum time between two readings of the node's ranks and of torch.distributed: about one a second."""
 
-_PUBLISH_SECONDS: Final = 2.0
-"""Of two ticks that are closer than this, only one publishes the state. Publishing is 40 % of the cost of a tick, and
-Prometheus scrapes only once in many seconds."""
-
 _STOP_SECONDS: Final = 2.0
 """``stop`` takes at most this long: for a tick in progress, the end of the log, and then the user's callback, the sinks
 and the export of a snapshot."""
 
 _GPU_ERROR_SECONDS: Final = 0.2
 """How long ``stop`` waits for the GPU's driver after a failure, whose cause may be an error of the GPU."""
+
+_IMPORT_SECONDS: Final = 0.02
+"""Seconds between two looks for torch in a script that has not imported it yet."""
 
 _CLOSE_SECONDS: Final = 0.2
 """``stop`` keeps this part for closing files and leaving the board."""
@@ -126,13 +125,14 @@ class Agent:
             errors,
             run_dir / f"gpu-memory-rank-{identity.rank}.{identity.pid}.pickle" if config.oom_snapshot else None,
         )
-        self._thread_sampler = ThreadSampler(tracker)
+        self._wake = Wake()
+        self._sampler = Sampler(tracker, self._wake.wait)
         self.attempt = AttemptLog(run_dir, identity.pid, tracker, accounting, wall=wall, errors=errors)
         self._run_so_far = RunSoFar(run_dir / FOLDER, self.attempt, identity, errors)
         self.figures = FigureOutput(config, identity, self._run_so_far, errors, wall)
         own_threads = (self._collectors, self._node, self._job, self.figures)
         self.overhead = Overhead(tracker, [part for part in own_threads if part is not None])
-        self._builder = TotalsBuilder(accounting, tracker, self._collectors, self._thread_sampler, self.overhead)
+        self._builder = TotalsBuilder(accounting, tracker, self._collectors, self._sampler, self.overhead)
         self._memory = MemoryWatch()
 
         # What it reports.
@@ -143,10 +143,10 @@ class Agent:
             errors=errors, wall=wall,
         )  # fmt: skip
         self.findings = FindingLog(self.event_log)
-        self._step_monitor = StepMonitor(tracker, self.findings, self.event_log)
-        self._changes = ChangeMonitor(self._step_monitor.sampler, self.findings)
-        self._evaluations = EvaluationMonitor(accounting.evaluations, self._step_monitor.sampler)
-        self._line_monitor = LineMonitor(tracker, run_dir / "profiles", errors, self.event_log)
+        self._step_monitor = StepMonitor(tracker, self._sampler, self.findings, self.event_log)
+        self._changes = ChangeMonitor(self._sampler, self.findings)
+        self._evaluations = EvaluationMonitor(accounting.evaluations, self._sampler)
+        self._line_monitor = LineMonitor(tracker, self._sampler, run_dir / "profiles", errors, self.event_log)
         self._stall_monitor = StallMonitor(
             config, tracker, stall_counts, errors=errors, event_log=self.event_log, wall=wall,
             lines=self._line_monitor, sinks=self.figures, findings=self.findings,
@@ -163,12 +163,7 @@ class Agent:
         # Its thread.
         self._thread = OwnThread(self._main, name="telemetry-agent")
         self._tick_pace = TickPace(config, accounting)
-        self._between_ticks = BetweenTicks(
-            config.interval_seconds, self._stall_monitor, self._thread_sampler, self._line_monitor.sampler,
-            steps=self._step_monitor.sampler, errors=errors, turns=accounting.turns,
-        )  # fmt: skip
         self._rank_due_ns = 0
-        self._published = self._skipped = False  # whether the newest tick published, and was skipped
         self.running = self._ended = False
         self._deadline_ns = 0  # for `stop`
         self._last_words = ""  # the run's last line, once it has ended
@@ -237,7 +232,7 @@ class Agent:
     def _end(self) -> None:
         self._deadline_ns = self._deadline_ns or now_ns() + int(_STOP_SECONDS * NS)
         self._ended = True
-        self._between_ticks.end()
+        self._wake.set()
         if self._thread.ident is None:  # the thread could not be started
             self._finish()
         elif get_ident() != self._thread.ident:
@@ -291,6 +286,7 @@ class Agent:
         next_tick = now_ns()
         while not self._ended:
             due = now_ns() >= next_tick
+            self.attachment.look()
             with self.errors.contained("agent"):
                 if due:
                     self._tick_or_skip()
@@ -299,16 +295,29 @@ class Agent:
                 self._lead()
             if due:  # after a suspended machine or a long stop, continue from now
                 next_tick = max(next_tick + int(interval * NS), now_ns())
-            stamp = min(next_tick, now_ns() + int(_LEAD_SECONDS * NS))
-            self._between_ticks.wait_until(stamp, alone=self.identity.world_size < 2)
+            self.accounting.turns.tick_ends()
+            self._wait_until(min(next_tick, now_ns() + int(_LEAD_SECONDS * NS)))
         self._finish()
+
+    def _wait_until(self, stamp: int) -> None:
+        """Sleep until a stamp (monotonic ns), and take the samples that are due meanwhile."""
+        if self._sampler.stall is not None:  # C calls that hold the GIL make ticks long: their code must be sampled
+            stamp = max(stamp, now_ns() + int(self.config.interval_seconds / 2 * NS))
+        if self.attachment.awaits_torch:
+            stamp = min(stamp, now_ns() + int(_IMPORT_SECONDS * NS))
+        turns = self.accounting.turns
+        while not self._wake.is_set() and (left := (stamp - now_ns()) / NS) > 0:
+            turns.begin(stamp)
+            with self.errors.contained("lines"):
+                self._sampler.wait(left)
+        turns.check()
+        turns.tick_begins()
 
     def _settle_rank(self) -> None:
         """Follow the rank of this process. Series, log, stalls and snapshots continue under the new rank."""
         self._rank_due_ns = now_ns() + int(_RANK_SECONDS * NS)
         if self._membership.look(self._board, steps=self.accounting.steps_total):
             self.event_log.rank_has_changed()
-            self._published = False  # so that the next tick publishes
 
     def _tick_or_skip(self) -> None:
         self._account()
@@ -316,12 +325,9 @@ class Agent:
             self.attempt.tick(*self._stall_monitor.stuck_time)
         with self.errors.contained("jsonl"):
             self.event_log.write_gpu_errors()  # at once: they may end the process
-        # A tick that did not publish, or was skipped, is followed by one that publishes.
-        busy = self._stall_monitor.active_cause is not None or not self._published
-        if not self._tick_pace.skips(busy=busy, wanted=self.event_log.is_due):
+        if not self._tick_pace.skips(busy=self._stall_monitor.active_cause is not None):
             self._tick()
             return
-        self._skipped = True
         with self.errors.contained("snapshot"):  # the other ranks need it in each interval
             self.snapshots.tick(None)
         with self.errors.contained("diagnose"):
@@ -348,26 +354,19 @@ class Agent:
             self.snapshots.tick(self._stall_monitor)
         self._keep_up()
         self.overhead.measure()
-        rare = 2 * self.config.interval_seconds > _PUBLISH_SECONDS
-        self._published, self._skipped = self._skipped or not self._published or rare, False
-        if self._published:
-            with self.errors.contained("attempts"):
-                self._run_so_far.tick()
-            with self.errors.contained("exposition"):
-                self._publish()
+        with self.errors.contained("attempts"):
+            self._run_so_far.tick()
+        with self.errors.contained("exposition"):
+            self._publish()
         self._keep_up()
         with self.errors.contained("jsonl"):
             self.event_log.write_what_is_due()
         with self.errors.contained("sinks"):
             self._write_figures()
-        with self.errors.contained("diagnose"):  # last: the parts would be timed while this thread works
-            self.tracker.time_next_batch(self._stall_monitor.waits_to_time)
-            self._builder.time_next_steps()
 
     def _diagnose(self) -> None:
         stalls = self._stall_monitor
         with self.errors.contained("diagnose"):
-            self.tracker.batch_release.read()
             tick = self._builder.tick(self._peer_paces.take(self._paces_of_others()))
             if self.trial is not None:
                 self.trial.tick(tick, self._node)
@@ -379,6 +378,9 @@ class Agent:
             self._tell(self._evaluations.tick(tick, self.accounting.ledger.evaluations))
             self.job_hang.tick()
         with self.errors.contained("lines"):
+            wanted = self._sampler.wanted
+            wanted.waits, wanted.slow_rank = stalls.waits_matter, stalls.samples_closely
+            wanted.ranks = self.identity.world_size > 1
             if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
                 stalls.log_hot_lines()
             self._step_monitor.tick(tick, self._collectors.samples, stalls.evidence)
@@ -389,12 +391,13 @@ class Agent:
 
     def _keep_up(self) -> None:
         self._account(keep_up=True)
-        self._between_ticks.turns.check()
+        self.accounting.turns.check()
 
     def _account(self, *, keep_up: bool = False) -> None:
         """Count everything up to now. ``keep_up``: only if the last count was long ago."""
         (self.accounting.keep_up if keep_up else self.accounting.update)()
         with self.errors.contained("ledger"):
+            self.attachment.optimizer.read_new()
             steps = self.accounting.take_steps()
             self.snapshots.add_steps(steps)
             self.attempt.add_steps(steps)
@@ -408,8 +411,8 @@ class Agent:
             with self.errors.contained("trial"):
                 self.trial.script_ended(self._builder.tick())
         with self.errors.contained("agent"):
-            self.accounting.close()
             self.attempt.settle_replay(ended=True)
+            self.accounting.close()
         with self.errors.contained("snapshot"):
             self.snapshots.end()
         with self.errors.contained("jsonl"):
@@ -440,10 +443,11 @@ class Agent:
             self._last_words = self._end_line(logged=logged)
         self._wait_for_others()
         self._close()
+        self.accounting.turns.tick_ends()
 
     def _end_diagnosis(self) -> None:
         """Close the stall that is open, tell what the whole run shows, and log what has changed."""
-        totals, end = self._builder.update(), self.attempt.end.settled
+        totals, end = self._builder.end(), self.attempt.end.settled
         timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
         self._stall_monitor.end(totals, timed_out=timed_out)
         self._changes.tell(totals)

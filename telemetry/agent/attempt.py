@@ -539,7 +539,8 @@ class AttemptLog:
             else:
                 self._replay.settle(0, first_wait)
         if self._replay.settled or ended:  # the other samples count as trained
-            self._accounting.batches.settle(self.resumption().replayed_batches or 0)
+            steps = self._accounting.steps_total + self._accounting.ledger.step_is_open
+            self._accounting.batches.settle((self.resumption().replayed_batches or 0) / max(1, steps))
 
     def close(self) -> None:
         """Remove the heartbeat, because the process ends by itself and the log is complete."""

@@ -13,7 +13,7 @@ from telemetry.hooks.ring import BEGINS, S_EVALUATION
 from telemetry.records import EVALUATION
 from telemetry.totals import Totals, difference
 from telemetry.util.clock import NS
-from telemetry.util.profiles import STEP, WAIT
+from telemetry.util.profiles import EVALUATING, EVALUATION_WAIT, STEP, WAIT, StackProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.findings import Finding
     from telemetry.hooks.ring import Entry
     from telemetry.records import LoaderSettings
-    from telemetry.sources.lines import StepSampler
+    from telemetry.sources.sampler import Sampler
     from telemetry.totals import Tick
 
 
@@ -105,7 +105,7 @@ _ENOUGH: Final = 2
 class EvaluationMonitor:
     """Finds out whether evaluations lose time to their own loader. Used on the agent thread."""
 
-    def __init__(self, waits: EvaluationWaits, sampler: StepSampler) -> None:
+    def __init__(self, waits: EvaluationWaits, sampler: Sampler) -> None:
         self._waits = waits
         self._sampler = sampler
         self._before = Totals()
@@ -131,7 +131,8 @@ class EvaluationMonitor:
 
     def judge(self, totals: Totals) -> Finding | None:
         """What the evaluations so far have shown, if it is worth telling."""
-        waits, profile, computing = self._waits.costliest, self._sampler.evaluation, self._sampler.evaluating
+        waits, run = self._waits.costliest, self._sampler.run
+        profile, computing = (run.get(kind) or StackProfile() for kind in (EVALUATION_WAIT, EVALUATING))
         if waits is None:
             return None
         times = EvaluationTimes(

@@ -15,7 +15,6 @@ from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
 from telemetry.log_lines import ChangedFigure, ChangeLine, FindingLine, StepCodeLine
-from telemetry.sources.lines import StepSampler
 from telemetry.sources.proc import ThreadLoads
 from telemetry.util.profiles import STEP, StackProfile
 from telemetry.util.threads import OwnThread, natives
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import FindingKind, HotLine, StepTrend
     from telemetry.sources.proc import ThreadLoad
+    from telemetry.sources.sampler import Sampler
     from telemetry.totals import Tick, Totals
 
 # -- the findings of this process --------------------------------------------------------------------------------------
@@ -99,14 +99,10 @@ _FIRST_STEPS: Final = 10
 
 
 class StepMonitor:
-    """Finds what costs the steps of one rank time without a stall. Used on the agent thread.
+    """Finds what costs the steps of one rank time without a stall. Used on the agent thread."""
 
-    Attributes:
-        sampler: samples the training thread now and then.
-    """
-
-    def __init__(self, tracker: StepTracker, findings: FindingLog, event_log: EventLog) -> None:
-        self.sampler = StepSampler(tracker)
+    def __init__(self, tracker: StepTracker, sampler: Sampler, findings: FindingLog, event_log: EventLog) -> None:
+        self._sampler = sampler
         self._tracker = tracker
         self._findings = findings
         self._event_log = event_log
@@ -139,25 +135,24 @@ class StepMonitor:
                     worker_loads=worker_loads,
                     torch_threads=torch_threads() if load is not None and load.active > cores else None,
                 )
-                for finding in findings_of(time, self.sampler, evidence):
+                for finding in findings_of(time, self._sampler, evidence):
                     self._findings.tell(finding)
-        if self.sampler.steps.samples >= _MORE * self._logged:
+        if self._sampler.steps.samples >= _MORE * self._logged:
             self._log_lines()
 
     def end(self) -> None:
-        """End the sampling, and log the lines of the steps once more."""
-        self.sampler.end()
-        if self.sampler.steps.samples > self._logged:
+        """Log the lines of the steps once more."""
+        if self._sampler.steps.samples > self._logged:
             self._log_lines()
 
     def lines(self) -> list[HotLine]:
         """The lines in which the steps of the run spend their time, the largest share first. Empty if not known yet."""
-        return [line.told() for line in line_shares(self.sampler.steps, STEP)]
+        return [line.told() for line in line_shares(self._sampler.steps, STEP)]
 
     def _log_lines(self) -> None:
         lines = self.lines()
         if lines:
-            self._logged = self.sampler.steps.samples
+            self._logged = self._sampler.steps.samples
             self._event_log.write(StepCodeLine(lines=lines, samples=self._logged))
 
     def _thread_loads(self, *, itself: bool) -> tuple[ThreadLoad | None, list[ThreadLoad]]:
@@ -191,7 +186,7 @@ def torch_threads() -> int | None:
     torch = sys.modules.get("torch")
     answers: list[int] = []
     if torch is not None:
-        thread = OwnThread(lambda: answers.append(torch.get_num_threads()), name="telemetry-threads", others_code=True)
+        thread = OwnThread(lambda: answers.append(torch.get_num_threads()), name="telemetry-threads")
         thread.start()
         thread.join(1.0)
     return answers[0] if answers else None
@@ -211,7 +206,7 @@ class ChangeMonitor:
         findings: gets the growth.
     """
 
-    def __init__(self, sampler: StepSampler, findings: FindingLog) -> None:
+    def __init__(self, sampler: Sampler, findings: FindingLog) -> None:
         self._sampler = sampler
         self._findings = findings
         self._detector = ChangeDetector()

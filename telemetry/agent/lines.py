@@ -14,10 +14,8 @@ from telemetry.diagnosis.lines import (
     line_shares,
     line_verdict,
     verdict_part,
-    with_measured_collation,
 )
 from telemetry.log_lines import StragglerCodeLine
-from telemetry.sources.lines import LineSampler
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import remove_file, replace_file
 from telemetry.util.profiles import FETCH, SAMPLER, STEP, WAIT, StackProfile
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from telemetry.hooks.loaders import LoaderHandle
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import Advice
+    from telemetry.sources.sampler import Sampler
     from telemetry.util.errors import ErrorLog
 
 MAX_BYTES: Final = 1 << 18
@@ -114,7 +113,7 @@ def _work_of(stall: DetectedStall) -> tuple[str, ...]:
     slow line.
     """
     kinds, evidence = CAUSES[stall.cause].work, stall.evidence
-    if stall.cause == "worker_startup" and evidence.edges.first_fetch_ratio >= _MOSTLY:
+    if stall.cause == "worker_startup" and evidence.first_fetch_ratio >= _MOSTLY:
         return (FETCH,)
     return (FETCH,) if evidence.source == "watched" and evidence.read_by_thread and FETCH in kinds else kinds
 
@@ -123,17 +122,17 @@ class LineMonitor:
     """Has the open stall of one rank sampled, and finds its lines. Used on the agent thread.
 
     Args:
-        tracker: the state of the training thread, and its loaders.
+        tracker: has the loaders of the training thread.
+        sampler: samples the threads of this process.
         folder: gets the folded stacks.
         errors: counts profiles that cannot be written.
         event_log: writes the lines of a rank that holds others up.
-
-    Attributes:
-        sampler: samples the threads of this process.
     """
 
-    def __init__(self, tracker: StepTracker, folder: Path, errors: ErrorLog, event_log: EventLog) -> None:
-        self.sampler = LineSampler(tracker)
+    def __init__(
+        self, tracker: StepTracker, sampler: Sampler, folder: Path, errors: ErrorLog, event_log: EventLog
+    ) -> None:
+        self._sampler = sampler
         self._loaders = tracker.loaders
         self._folder = folder
         self._errors = errors
@@ -192,8 +191,6 @@ class LineMonitor:
             return None
         self._write(profile, kind, stall.cause)
         lines, evidence, cause = line_shares(profile, kind), stall.evidence, stall.cause
-        if kind == WAIT:
-            lines = with_measured_collation(lines, evidence)
         if not lines:
             return None
         verdict = line_verdict(evidence, kind, lines[0], cause=cause)
@@ -235,6 +232,7 @@ class LineMonitor:
         self._number += 1
         self._named = ()
         self._lines_due = _FIRST_LINES_SECONDS
+        self._sampler.begin_stall()
 
     def _forget(self) -> None:
         """Forget a closed stall, and end the sampling of its workers."""
@@ -245,7 +243,7 @@ class LineMonitor:
             self._session = 0
             self._asked = {}
             self._ended_workers = StackProfile()
-            self.sampler.profiles = {}
+            self._sampler.stall = None
 
     def _sample(self, wanted: tuple[str, ...], stall: DetectedStall | None) -> None:
         """Have this work sampled. Fetches may be in workers, in workers that are threads, or ahead, on a thread."""
@@ -255,12 +253,12 @@ class LineMonitor:
             self._ask(live)
         ahead = stall is not None and (stall.evidence.source == "read_ahead" or stall.evidence.read_by_thread)
         threads = ahead or any(handle.threads for handle in live)
-        self.sampler.want(kinds if threads else kinds - {FETCH})
+        self._sampler.wanted.kinds = kinds if threads else kinds - {FETCH}
 
     def _pause(self) -> None:
         self._loaders.sampling = (0, 0)
         self._loaders.asked.clear()
-        self.sampler.want(frozenset())
+        self._sampler.wanted.kinds = frozenset()
 
     # -- the workers
 
@@ -298,7 +296,7 @@ class LineMonitor:
 
     def _profile_of(self, stall: DetectedStall | None) -> tuple[StackProfile | None, str]:
         """The samples that count for a stall, or for a slow rank without one, and the kind of work in them."""
-        profiles = self.sampler.profiles
+        profiles = self._sampler.stall or {}
         if stall is None:
             return profiles.get(STEP), STEP
         kinds = _work_of(stall)

@@ -181,11 +181,6 @@ class EventLog:
         if self._began:
             self.write(structs.replace(self.head(), continued=True))
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a window is over or a phase has ended. Errors alone wait for the next tick."""
-        return self._window_is_over(self._accounting.ledger.wall_seconds) or self._accounting.phase_has_ended
-
     def _window_is_over(self, wall_seconds: float) -> bool:
         return wall_seconds - self._before.wall_seconds >= _ENOUGH * self._seconds
 

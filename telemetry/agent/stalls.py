@@ -76,7 +76,7 @@ class StallCallback:
             text = f"not told of a stall ({stall.cause}): the call for an earlier one has not returned"
             self._errors.note(_SOURCE, text)
             return
-        thread = OwnThread(self._call, self._callback, stall.log_fields(), name="telemetry-on-stall", others_code=True)
+        thread = OwnThread(self._call, self._callback, stall.log_fields(), name="telemetry-on-stall")
         with self._errors.contained(_SOURCE):  # no thread can be started
             thread.start()
             self._thread = thread
@@ -166,16 +166,8 @@ def slow_rank(stall: DetectedStall, stuck: StuckRank | None) -> Straggler | None
 
 # -- turns ticks into stalls -------------------------------------------------------------------------------------------
 
-_WORTH_TIMING: Final = 0.02
-_TIMED_WAITS: Final = 32
-"""If waits take this share of the loop, the next 32 batches are timed in parts instead of one, because a sampler may
-work only once in a few batches. With 5 µs each, this takes less than 0.2 ms a second."""
-
-_SAMPLE_SECONDS: Final = 0.1
-_CLOSE_SAMPLE_SECONDS: Final = 0.02
-"""Seconds between samples of the training thread: usually, and while one rank holds the others up. A sample costs the
-agent thread 0.12 ms, including its wake-up. A rank of the zoo's `straggler-compute` pauses for 60 ms in steps of 71 ms.
-Predictions were up to 42 % off with ten samples a second, and up to 15 % with fifty."""
+_WAITS_MATTER: Final = 0.02
+"""Waits are sampled more often if they take this share of the loop."""
 
 
 class StallMonitor:
@@ -185,7 +177,7 @@ class StallMonitor:
 
     Attributes:
         stuck_monitor: finds out whether this rank is stuck, and where.
-        waits_to_time: how many of the next batches are timed in parts: more if waits matter.
+        waits_matter: whether the waits since the tick before took time worth a look.
         costliest: the closed stall that cost most.
         closed_stuck: the newest closed stall in which the rank was stuck.
     """
@@ -223,7 +215,7 @@ class StallMonitor:
         self._lines = lines
         self._opened = ""
         self._counts = counts
-        self.waits_to_time = 1
+        self.waits_matter = False
         self.costliest: StallRecord | None = None
         self.closed_stuck: StallRecord | None = None
 
@@ -246,8 +238,7 @@ class StallMonitor:
         if added.steps:
             self._last_step = tick
             self._longest_phase, self._phase_waited_for = max(self._longest_phase, self._phase_waited_for), 0.0
-        waits_matter = added.wait_seconds >= _WORTH_TIMING * added.loop_seconds > 0
-        self.waits_to_time = _TIMED_WAITS if waits_matter else 1
+        self.waits_matter = added.wait_seconds >= _WAITS_MATTER * added.loop_seconds > 0
         stuck = self._stuck = self.stuck_monitor.tick(
             None if did_not_run else added,
             tick.conditions.source,
@@ -269,15 +260,14 @@ class StallMonitor:
         return (0.0, None) if self._stuck is None else (self._stuck.seconds, self._stuck.category)
 
     @property
-    def sample_seconds(self) -> float:
-        """Mean time between two samples of the training thread, in seconds.
+    def samples_closely(self) -> bool:
+        """Whether the training thread is to be sampled often.
 
-        It is shorter while this rank, or a peer, waits for a slow rank, so that the slow rank samples itself as often.
-        It is also shorter as soon as this rank seems to wait: with ten samples a second over 10 s, a rank that was 12 %
-        slower seemed to cost 23 %.
+        It is while this rank, or a peer, waits for a slow rank, so that the slow rank samples itself as often. And it
+        is as soon as this rank seems to wait: with ten samples a second over 10 s, a rank that was 12 % slower seemed
+        to cost 23 %.
         """
-        closely = self._one_is_slow or self._detector.may_have_straggler
-        return _CLOSE_SAMPLE_SECONDS if closely else _SAMPLE_SECONDS
+        return self._one_is_slow or self._detector.may_have_straggler
 
     @property
     def stuck(self) -> StuckRank | None:
@@ -300,8 +290,8 @@ class StallMonitor:
 
     def _waits_for_ranks(self) -> bool:
         """Whether this rank has spent the time since its newest step in calls that wait for other ranks."""
-        now, then = self._last.totals.own, self._last_step.totals.own
-        return mostly_in_sync(now.stack_samples - then.stack_samples, now.in_sync_samples - then.in_sync_samples)
+        now, then = self._last.totals.stacks, self._last_step.totals.stacks
+        return mostly_in_sync(now.samples - then.samples, now.in_sync - then.in_sync)
 
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall

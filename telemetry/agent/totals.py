@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Final, Protocol
 
 from telemetry.agent.collectors import Samples
-from telemetry.agent.compute import ComputeSplit
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
 from telemetry.hooks.loaders import LoaderHandle
 from telemetry.node.metrics import EnergyView
 from telemetry.records import COMPUTE
+from telemetry.sources.compiles import CompilationReader
 from telemetry.totals import (
+    CompileTotals,
     Conditions,
     CpuTotals,
     GarbageTotals,
     GpuTotals,
-    OwnTotals,
     Sampled,
     SampledTotals,
-    SamplerTotals,
+    StackTotals,
     Tick,
     Totals,
     WorkerTotals,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from telemetry.agent.collectors import CollectorPoller
     from telemetry.hooks.tracker import StepTracker
     from telemetry.records import GpuSample, LoaderSettings, RankPace, WorkersSample
-    from telemetry.sources.lines import ThreadSampler, ThreadSamples
+    from telemetry.sources.sampler import Sampler
 
 
 # -- the energy of a GPU -----------------------------------------------------------------------------------------------
@@ -226,8 +226,6 @@ def _gpu(tick: Readings) -> GpuTotals:
         exposed_wait_seconds=(exposed or 0.0) * only_loop,
         garbage_seconds=tick.garbage_seconds * only_loop,
         slowed_ratio=Sampled.over(slowed, tick.compute_seconds),
-        sm_active_ratio=Sampled.over(None if gpu is None else gpu.sm_active_ratio, tick.seconds),
-        sm_clock_hertz=Sampled.over(None if gpu is None else gpu.sm_clock_hertz, tick.seconds),
     )
 
 
@@ -304,18 +302,21 @@ class TotalsBuilder:
         accounting: Accounting,
         tracker: StepTracker,
         collectors: CollectorPoller,
-        thread_sampler: ThreadSampler,
+        sampler: Sampler,
         overhead: Overhead,
     ) -> None:
         self._accounting = accounting
         self._tracker = tracker
         self._collectors = collectors
-        self._thread_sampler = thread_sampler
+        self._sampler = sampler
         self._overhead = overhead
         self.totals = Totals()
         self._loader: LoaderSettings = {}
         self.energies: dict[str, GpuEnergy] = {}
-        self._compute = ComputeSplit(tracker)
+        self._compiled = CompilationReader()
+        self._parts_seen: dict[str, int] = {}
+        self._to_split = 0.0  # compute since samples were last taken
+        self._ends = False
         self._integrated = self.totals  # the totals when samples were last integrated
         self._process_cpu_seconds = 0.0  # at that time. The first tick adds everything from before
         self._children_cpu_seconds: float | None = None
@@ -323,7 +324,6 @@ class TotalsBuilder:
         self._requests_elsewhere = 0
         self._source_kind: str | None = None  # not the source, so that no loader's queue is kept alive
         self._where: str | None = None
-        self._since = Totals()  # the totals at the tick before
         self._usual_clock: float | None = None
         self._first_wait_to_come = 0.0
         self._exposed: float | None = 0.0  # as the clock measures it, which reads the first wait late
@@ -350,7 +350,7 @@ class TotalsBuilder:
             quota_cores=quota,
             host_cores=0 if host is None else host.cpu_count,
             on_gpu=self._tracker.accelerator is not None,
-            recompiled_because=self._compute.reason,
+            recompiled_because=self._compiled.reason,
             peers=peers,
         )
         if workers is not None:
@@ -363,12 +363,12 @@ class TotalsBuilder:
                 worker_cores=workers.allowed_cores,
             )
         self._requests_elsewhere = elsewhere
-        self._since = before
         return Tick(totals, conditions)
 
-    def time_next_steps(self) -> None:
-        """Time the parts of the next steps, if those since the last tick were long enough. The last thing of a tick."""
-        self._compute.ask(self.totals, self._since)
+    def end(self) -> Totals:
+        """Update the totals at the end of the run. Compute without samples takes the shares of all others."""
+        self._ends = True
+        return self.update()
 
     def loader_settings(self) -> LoaderSettings:
         """The settings of the loader of the newest batches, and its batch size; empty before the first batch."""
@@ -378,24 +378,22 @@ class TotalsBuilder:
     def current(self) -> Totals:
         """The newest totals, counted again if more has happened. Only `update` integrates samples."""
         if self._accounting.updated_ns != self._updated_ns:
-            self.totals = self._by_source(self._count(None), self.totals)
+            self.totals = self._by_source(self._count(), self.totals)
         return self.totals
 
     def update(self) -> Totals:
         """Update the totals and integrate the samples since the last update. Called once a tick, and at the end."""
-        sampled = self._thread_sampler.take()
-        self._where = sampled.where
-        self.totals = self._with_samples(self._by_source(self._count(sampled), self.totals))
+        self._where = self._sampler.take_place()
+        self.totals = self._with_samples(self._by_source(self._count(), self.totals))
         self._integrated = self.totals
         return self.totals
 
-    def _count(self, sampled: ThreadSamples | None) -> Totals:
-        """Count up to now. ``sampled``: new samples of the training thread."""
+    def _count(self) -> Totals:
+        """Count up to now."""
         self._updated_ns = self._accounting.updated_ns
         accounting, tracker = self._accounting, self._tracker
         ledger, stats, process = accounting.ledger, accounting.stats, self._collectors.samples.process
         first_wait, seconds = ledger.first_wait_ns / NS, ledger.seconds()
-        self._compute.update(seconds[COMPUTE])
         counted = replace(
             self.totals,
             wall_seconds=ledger.wall_seconds,
@@ -419,14 +417,15 @@ class TotalsBuilder:
             overhead_seconds=self._overhead.seconds(),
             samples=accounting.trained_samples(),
             tokens=accounting.tokens(),
-            compute_parts=self._compute.seconds,
-            compiles=self._compute.compiles,
+            compute_parts=self._split(seconds[COMPUTE]),
+            compiles=self._compiles(),
+            stacks=self._stacks(),
         )
-        return self._with_loaders(counted, sampled)
+        return self._with_loaders(counted)
 
     def _garbage(self) -> GarbageTotals:
-        garbage, source = self._tracker.garbage, self._tracker.loaders.newest()
-        garbage.read(workers=source is not None and source.kind == "workers")
+        garbage = self._tracker.garbage
+        garbage.read()
         younger, whole = gc.get_stats()[1:3]
         return GarbageTotals(
             seconds=garbage.ns / NS,
@@ -436,9 +435,39 @@ class TotalsBuilder:
             younger_collections=younger["collections"],
         )
 
-    def _with_loaders(self, counted: Totals, sampled: ThreadSamples | None) -> Totals:
-        """Count what the workers have done, and the training thread itself for its batches."""
-        ledger, timer = self._accounting.ledger, self._tracker.sampler_timer
+    def _split(self, compute_seconds: float) -> dict[str, float] | None:
+        """The compute by part: what came since the last samples takes the shares of the newest ones."""
+        before, seen = self.totals, self._sampler.seen.parts
+        self._to_split += max(0.0, compute_seconds - before.compute_seconds)
+        new = {part: ns - self._parts_seen.get(part, 0) for part, ns in seen.items()}
+        if self._ends and not any(new.values()):
+            new = seen
+        whole = sum(new.values())
+        if not whole:
+            return before.compute_parts
+        self._parts_seen = dict(seen)
+        added = {part: self._to_split * ns / whole for part, ns in new.items() if ns}
+        self._to_split = 0.0
+        return together(before.compute_parts or {}, added)
+
+    def _stacks(self) -> StackTotals:
+        seen = self._sampler.seen
+        return StackTotals(*(getattr(seen, spec.name) for spec in fields(StackTotals)))
+
+    def _compiles(self) -> CompileTotals:
+        """Add what ``torch.compile`` has compiled again since the last call."""
+        before = self.totals.compiles
+        again = [one for one in self._compiled.take() if one.again]
+        if not again:
+            return before
+        seconds = dict(before.again_seconds)
+        for one in again:
+            seconds[one.function] = seconds.get(one.function, 0.0) + one.seconds
+        return CompileTotals(before.again + len(again), seconds)
+
+    def _with_loaders(self, counted: Totals) -> Totals:
+        """Count what the workers have done."""
+        ledger = self._accounting.ledger
         workers, epochs = self._collectors.samples.workers, counted.epochs
         epochs = replace(
             epochs,
@@ -458,31 +487,7 @@ class TotalsBuilder:
             counted = replace(counted, deliveries=workers.deliveries, worker_fetches=workers.fetches_total)
             if histogram is not None:
                 counted = replace(counted, worker_fetch_seconds=histogram.total, fetch_counts=histogram.counts)
-        return replace(
-            counted,
-            epochs=epochs,
-            sampler=SamplerTotals(
-                timed_batches=timer.batches,
-                seconds=timer.sampler_ns / NS,
-                cpu_seconds=timer.sampler_cpu_ns / NS,
-                receive_cpu_seconds=timer.receiving_cpu_ns / NS,
-                boundary_seconds=timer.boundary_sampler_ns / NS,
-                boundary_cpu_seconds=timer.boundary_sampler_cpu_ns / NS,
-            ),
-            own=self._own(sampled),
-        )
-
-    def _own(self, sampled: ThreadSamples | None) -> OwnTotals:
-        tracker, before = self._tracker, self.totals.own
-        return OwnTotals(
-            fetch_seconds=tracker.timed_fetch_ns / NS,
-            fetch_cpu_seconds=tracker.timed_fetch_cpu_ns / NS,
-            collate_seconds=tracker.timed_collate_ns / NS,
-            releases=tracker.batch_release.freed,
-            release_seconds=tracker.batch_release.ns / NS,
-            stack_samples=before.stack_samples + (0 if sampled is None else sampled.samples),
-            in_sync_samples=before.in_sync_samples + (0 if sampled is None else sampled.in_sync),
-        )
+        return replace(counted, epochs=epochs)
 
     def _by_source(self, counted: Totals, before: Totals) -> Totals:
         """Attribute the waits since the last totals to the current source of batches."""

@@ -8,9 +8,12 @@ script runs after that: no last checkpoint, no upload, no ``finally`` block and 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
+import sys
 from concurrent.futures import Future
+from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
@@ -18,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from telemetry.hooks.checkpoints import SAVING
-from telemetry.hooks.patching import ImportWatch, Patches, unseen
+from telemetry.hooks.patching import Patches, is_imported, unseen
 from telemetry.records import LoaderSettings
 from telemetry.totals import Conditions, Totals
 from telemetry.util.files import replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
     from telemetry.hooks.tracker import StepTracker
@@ -192,7 +196,7 @@ class TrialRun:
             wait_ratio=waited / passed.loop_seconds if passed.loop_seconds > 0 else 0.0,
             settings=conditions.settings,
             iterated_at=conditions.iterated_at,
-            one_worker_at_most=conditions.traits.asks_for_worker is False,  # None without an IterableDataset
+            one_worker_at_most=conditions.traits.asks_for_its_worker is False,  # None without an IterableDataset
             on_gpu=conditions.on_gpu,
             cores=conditions.cores,
             unsaved=self._unsaved,
@@ -246,3 +250,89 @@ class TrialRun:
             return complete
 
         return save
+
+
+# -- calls a function when a module has been imported, without importing it --------------------------------------------
+# The settings must be there before the first loader is made. So a trial, and no other run, has an import hook.
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls back once for each watched module: now if it is already imported, else when it has been imported.
+
+    It is in ``sys.meta_path`` only while it waits for a module.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._waiting: dict[str, Callable[[ModuleType], None]] = {}
+        self._on_error = on_error
+        self._searching: set[str] = set()
+
+    def when_imported(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        """Call ``then(module)``. An exception in it goes to ``on_error`` and does not fail the import."""
+        if is_imported(name):
+            self._call(then, sys.modules[name])
+            return
+        self._waiting[name] = then
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the other finders' spec for a watched module, with a loader that calls back; else None."""
+        del path, target
+        if fullname not in self._waiting or fullname in self._searching:
+            return None
+        self._searching.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        except (ImportError, AttributeError, ValueError):
+            return None  # the other finders will raise the reason
+        finally:
+            self._searching.discard(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        # It stays watched: a caller that asks for a spec may not import the module.
+        spec.loader = _Announcing(spec.loader, lambda module: self._imported(fullname, module))
+        return spec
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        then = self._waiting.pop(name, None)
+        if then is not None:
+            self._call(then, module)
+        if not self._waiting:
+            self.close()
+
+    def _call(self, then: Callable[[ModuleType], None], module: ModuleType) -> None:
+        try:
+            then(module)
+        except Exception as error:
+            self._on_error(error)
+
+
+class _Announcing(Loader):
+    """The real loader, with a call after the import. It removes itself before the module's code runs."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then(module)

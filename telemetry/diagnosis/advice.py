@@ -93,8 +93,8 @@ def _cpu_words(share: float | None) -> str:
 
 def _with_workers(evidence: Evidence, action: str, workers: int, gain: float | None, because: str) -> Advice:
     """Advice for a number of workers. Unless each is known to give items of its own, it says how to divide them."""
-    divided = evidence.traits.asks_for_worker and evidence.workers.same_batches is False
-    if evidence.traits.iterable and not divided:
+    divided = evidence.traits.asks_for_its_worker and evidence.same_batches is False
+    if evidence.traits.iterable_data and not divided:
         action = f"{SPLIT}; then {action} (num_workers={workers})"
         because += "; without that, each worker gives all items, and the epoch takes as long as now"
         low = 1.0 if gain is not None and gain > 1 else None
@@ -148,12 +148,12 @@ def on_training_thread(evidence: Evidence) -> list[Advice]:
 
 def _slow_sampler(evidence: Evidence) -> list[Advice]:
     """Advice if the sampler, which the training thread runs for the workers, is slow."""
-    now, own, cpu = evidence.step_seconds, own_time(evidence), evidence.sampler.cpu_ratio
+    now, own, cpu = evidence.step_seconds, own_time(evidence), evidence.sampler_cpu_ratio
     each, at_edges = own.all_sampler / evidence.steps, own.edge_sampler
-    if evidence.edges.count < THRESHOLDS.epoch_boundaries and evidence.sampler.edge_share > 0:
+    if evidence.edges < THRESHOLDS.epoch_boundaries and evidence.edge_share_of_sampler > 0:
         # Epochs are longer than the window, so the starts in it are not representative.
-        rest = now - evidence.sampler.edge_seconds / evidence.steps
-        now = rest / max(1e-9, 1 - evidence.sampler.edge_share)
+        rest = now - evidence.edge_sampler_seconds / evidence.steps
+        now = rest / max(1e-9, 1 - evidence.edge_share_of_sampler)
         each = own.sampler / evidence.steps + now - rest
         at_edges = (now - rest) * evidence.steps
     if each <= 0:
@@ -166,9 +166,9 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
     without = replace(
         without_own_time(evidence),
         compute_seconds=evidence.compute_seconds + own.all_garbage,
-        cpu=replace(evidence.cpu, process_seconds_per_step=less(evidence.cpu.process_seconds_per_step, each * on_cpu)),
+        process_cpu_per_step_seconds=less(evidence.process_cpu_per_step_seconds, each * on_cpu),
     )
-    at_least = step_with(without, max(1, evidence.workers.count))
+    at_least = step_with(without, max(1, evidence.workers))
     if cpu is not None and cpu + _run_queue_delay_ratio(evidence) < ON_CPU:
         action = "make the sampler not wait: keep what it reads in memory, or draw indices ahead on another thread"
     elif at_edges >= ON_CPU * each * evidence.steps:
@@ -181,7 +181,7 @@ def _slow_sampler(evidence: Evidence) -> list[Advice]:
 
 def _run_queue_delay_ratio(evidence: Evidence) -> float:
     window = evidence.window_seconds
-    return min(1.0, (evidence.cpu.own_runnable_seconds or 0.0) / window) if window > 0 else 0.0
+    return min(1.0, (evidence.own_runnable_seconds or 0.0) / window) if window > 0 else 0.0
 
 
 def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | None = None) -> list[Advice]:
@@ -189,7 +189,7 @@ def _fetch_in_workers(evidence: Evidence, action: str, why: str, fetch: float | 
     fetch = evidence.wait_seconds / evidence.steps if fetch is None else fetch
     moved, in_worker, first = _without_own_fetches(evidence, fetch)
     workers, step = best_workers(moved, in_worker, boundary=first)
-    if evidence.edges.count >= THRESHOLDS.epoch_boundaries and not evidence.traits.set_epoch:
+    if evidence.edges >= THRESHOLDS.epoch_boundaries and not evidence.traits.has_set_epoch:
         action += " that are kept between epochs (persistent_workers=True)"
     on_cpu = evidence.own_fetch_cpu_ratio
     because = f"{why}: {ms(fetch)} of every {ms(evidence.step_seconds)}{_cpu_words(on_cpu)}"
@@ -205,31 +205,31 @@ def _without_own_fetches(evidence: Evidence, fetch: float) -> tuple[Evidence, Fe
         The evidence without them, the fetches in workers, and the seconds per step of the first fetches of epochs,
         which are not prefetched.
     """
-    own_cpu, compute = evidence.cpu.process_seconds_per_step, evidence.step_compute_seconds
+    own_cpu, compute = evidence.process_cpu_per_step_seconds, evidence.step_compute_seconds
     if evidence.own_fetch_cpu_ratio is not None:
         fetch_cpu = min(fetch * evidence.own_fetch_cpu_ratio, own_cpu or fetch)
     else:  # CPU time beyond the compute was spent on fetches
         fetch_cpu = fetch if own_cpu is None else min(fetch, max(0.0, own_cpu - compute))
     rest = compute if own_cpu is None else max(min(own_cpu, compute), own_cpu - fetch_cpu)
     in_workers = _SHARED_CORES_FACTOR * fetch_cpu + _WORKER_BATCH_SECONDS * evidence.batches_per_step
-    moved = replace(evidence, cpu=replace(evidence.cpu, process_seconds_per_step=_SHARED_CORES_FACTOR * rest))
-    first = evidence.edges.count * fetch / evidence.batches_per_step / evidence.steps
+    moved = replace(evidence, process_cpu_per_step_seconds=_SHARED_CORES_FACTOR * rest)
+    first = evidence.edges * fetch / evidence.batches_per_step / evidence.steps
     return moved, Fetch(fetch, in_workers), first
 
 
 def cpu_bound(evidence: Evidence) -> list[Advice]:
     """Advice if the workers' CPU time is the limit."""
-    rows = _fetched_row_by_row(evidence, evidence.fetches.cpu_seconds)
+    rows = _fetched_row_by_row(evidence, evidence.fetch_cpu_seconds)
     return rows or [*_first_fetches(evidence), *_more_workers(evidence), _cheaper_in_worker(evidence)]
 
 
 def io_bound(evidence: Evidence) -> list[Advice]:
     """Advice if the workers wait for storage or the network."""
-    fetch, blocked = evidence.fetches.seconds, evidence.workers.blocked_ratio
+    fetch, blocked = evidence.fetch_seconds, evidence.worker_blocked_ratio
     advice = _first_fetches(evidence) or _more_workers(evidence, ", if the storage can serve more requests at once")
     if fetch is not None and blocked is not None:
         because = f"workers are blocked for {100 * blocked:.0f} % of the {ms(fetch)} that a batch takes"
-        read, count = evidence.fetches.read_bytes, evidence.fetches.count
+        read, count = evidence.read_bytes, evidence.fetches
         if read and count:
             because += f", and read {read / count / 1e6:.1f} MB from storage for each"
         advice.append(_faster_storage(because))
@@ -238,21 +238,21 @@ def io_bound(evidence: Evidence) -> list[Advice]:
 
 def throttled(evidence: Evidence) -> list[Advice]:
     """Advice if there are too few cores, or the workers may not use all of them."""
-    runnable, cores = evidence.workers.runnable_ratio, evidence.workers.cores
-    share = runnable if runnable is not None else evidence.workers.blocked_ratio or 0.0
+    runnable, cores = evidence.worker_runnable_ratio, evidence.worker_cores
+    share = runnable if runnable is not None else evidence.worker_blocked_ratio or 0.0
     because = f"workers wait for a core for {100 * share:.0f} % of their time in fetches"
-    if evidence.cpu.throttled_ratio:
-        used_up = 100 * evidence.cpu.throttled_ratio
-        because += f"; the CPU quota of {evidence.cpu.cores:g} cores was used up in {used_up:.0f} % of its periods"
+    if evidence.throttled_ratio:
+        used_up = 100 * evidence.throttled_ratio
+        because += f"; the CPU quota of {evidence.cores:g} cores was used up in {used_up:.0f} % of its periods"
     if cores is None:
         more = _do("give the job more CPU cores; more workers would not help", because)
     else:
-        because += f": they may run on {cores} of {evidence.cpu.cores:g} cores"
-        free = replace(evidence, workers=replace(evidence.workers, cores=None))
-        gain = gain_of(evidence, step_with(free, max(1, evidence.workers.count)))
+        because += f": they may run on {cores} of {evidence.cores:g} cores"
+        free = replace(evidence, worker_cores=None)
+        gain = gain_of(evidence, step_with(free, max(1, evidence.workers)))
         action = "let the workers run on every core: a worker_init_fn, taskset or OMP_PROC_BIND restricts them to a few"
         more = _do(action, because, gain)
-    rows = _fetched_row_by_row(evidence, evidence.fetches.cpu_seconds)
+    rows = _fetched_row_by_row(evidence, evidence.fetch_cpu_seconds)
     return rows or [*_fewer_workers(evidence), more, _cheaper_in_worker(evidence)]
 
 
@@ -260,19 +260,19 @@ def _fewer_workers(evidence: Evidence) -> list[Advice]:
     """Advice to use fewer workers, so that the training thread has a core. The gain is at most its run-queue delay."""
     crowded = crowded_out(evidence)
     fetch = alone_in_worker(evidence)
-    unknown = fetch is None or evidence.fetches.cpu_seconds is None
-    if fetch is None or unknown or evidence.workers.count < 2 or not evidence.steps or not crowded:
+    unknown = fetch is None or evidence.fetch_cpu_seconds is None
+    if fetch is None or unknown or evidence.workers < 2 or not evidence.steps or not crowded:
         return []
     alone = replace(evidence, compute_seconds=max(0.0, evidence.compute_seconds - crowded))
-    steps = {workers: predicted_step(alone, fetch, workers) for workers in range(1, evidence.workers.count)}
+    steps = {workers: predicted_step(alone, fetch, workers) for workers in range(1, evidence.workers)}
     best = min(steps.values())
     fewest = min(workers for workers, step in steps.items() if step <= 1.01 * best)
     fewer = max(1, fewest // _loaders(evidence))
     if fewer >= _workers_each(evidence):
         return []
-    best = max(best, evidence.step_seconds - (evidence.cpu.own_runnable_seconds or 0.0) / evidence.steps)
+    best = max(best, evidence.step_seconds - (evidence.own_runnable_seconds or 0.0) / evidence.steps)
     because = (
-        f"{evidence.workers.count} workers and the training thread share {evidence.cpu.cores:g} cores, and "
+        f"{evidence.workers} workers and the training thread share {evidence.cores:g} cores, and "
         f"that thread waited {crowded:.1f} s of {evidence.loop_seconds:.1f} s for one"
     )
     return [Advice("use fewer workers", "num_workers", str(fewer), gain_of(evidence, best), because)]
@@ -310,7 +310,7 @@ def slow_source(evidence: Evidence) -> list[Advice]:
 def _read_by_thread(evidence: Evidence) -> list[Advice]:
     """Advice if another thread reads a DataLoader ahead for the watched iterable: the loader itself is too slow."""
     why = "another thread already reads the DataLoader ahead"
-    if evidence.workers.count:
+    if evidence.workers:
         return [replace(one, because=f"{why}; {one.because}") for one in _more_workers(evidence)]
     fetch = evidence.step_seconds  # that thread fetches all the time
     because = f"{why}, and fetches each batch itself: {ms(fetch)}"
@@ -321,15 +321,15 @@ def _read_by_thread(evidence: Evidence) -> list[Advice]:
 def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
     """Advice to use more workers. ``provided``: what the storage must be able to do, which is not known."""
     fetch = alone_in_worker(evidence)
-    if fetch is None or evidence.fetches.seconds is None or not evidence.steps:
+    if fetch is None or evidence.fetch_seconds is None or not evidence.steps:
         return []
     workers, step = best_workers(evidence, fetch)
     more = math.ceil(workers / _loaders(evidence))
-    if workers <= evidence.workers.count or more <= _workers_each(evidence):
+    if workers <= evidence.workers or more <= _workers_each(evidence):
         return []
     because = (
-        f"{evidence.workers.count} workers, each with {ms(evidence.fetches.seconds)} a batch, deliver one every "
-        f"{ms(evidence.fetches.seconds / max(1, evidence.workers.count))}; more workers deliver more{provided}"
+        f"{evidence.workers} workers, each with {ms(evidence.fetch_seconds)} a batch, deliver one every "
+        f"{ms(evidence.fetch_seconds / max(1, evidence.workers))}; more workers deliver more{provided}"
     )
     low = low_gain(evidence, step, fetch) if provided else None
     advice = _with_workers(evidence, "use more workers", more, gain_of(evidence, step), because)
@@ -338,16 +338,16 @@ def _more_workers(evidence: Evidence, provided: str = "") -> list[Advice]:
 
 def _loaders(evidence: Evidence) -> int:
     """Number of DataLoaders with workers that the loop reads at once. ``num_workers`` is set for each of them."""
-    return max(1, round(evidence.workers.count / _workers_each(evidence)))
+    return max(1, round(evidence.workers / _workers_each(evidence)))
 
 
 def _workers_each(evidence: Evidence) -> int:
     """Present ``num_workers`` of the loader that the training thread waits for."""
-    return int(evidence.settings.get("num_workers") or evidence.workers.count or 1)
+    return int(evidence.settings.get("num_workers") or evidence.workers or 1)
 
 
 def _cheaper_in_worker(evidence: Evidence) -> Advice:
-    took = evidence.fetches.cpu_seconds
+    took = evidence.fetch_cpu_seconds
     because = "fetches take most of the workers' time on the CPU"
     return _cheaper(because if took is None else f"each batch takes {ms(took)} of CPU time in a worker", evidence)
 
@@ -368,15 +368,15 @@ def _faster_storage(because: str) -> Advice:
 
 def startup(evidence: Evidence) -> list[Advice]:
     """Advice if workers start and stop at epoch boundaries."""
-    now, at_edges, loop = evidence.step_seconds, evidence.edges.wait_seconds, evidence.loop_seconds
-    around = evidence.edges.around_seconds
-    boundary, often = (at_edges + around) / evidence.steps, f"{evidence.edges.count} epochs began in the window"
-    if evidence.edges.count < THRESHOLDS.epoch_boundaries:
+    now, at_edges, loop = evidence.step_seconds, evidence.edge_wait_seconds, evidence.loop_seconds
+    around = evidence.around_edges_seconds
+    boundary, often = (at_edges + around) / evidence.steps, f"{evidence.edges} epochs began in the window"
+    if evidence.edges < THRESHOLDS.epoch_boundaries:
         # Epochs are longer than the window, so the starts in it are not representative.
         rest = now - at_edges / evidence.steps
-        now = rest / max(1e-9, 1 - evidence.edges.share)
+        now = rest / max(1e-9, 1 - evidence.edge_share)
         boundary = now - rest
-        often = f"{100 * evidence.edges.share:.0f} % of the loop is spent at epoch boundaries"
+        often = f"{100 * evidence.edge_share:.0f} % of the loop is spent at epoch boundaries"
     if evidence.settings.get("persistent_workers"):
         rest = now - boundary
         if rest <= 0:
@@ -384,8 +384,8 @@ def startup(evidence: Evidence) -> list[Advice]:
         longer = times_less(boundary, rest, _BOUNDARY_SHARE)
         because = f"{often}: {at_edges:.1f} s of {loop:.1f} s were waits for first batches, although the workers are "
         because += "persistent"
-        if evidence.edges.first_fetch_ratio >= _MIN_MENTIONED:
-            ratio = 100 * evidence.edges.first_fetch_ratio
+        if evidence.first_fetch_ratio >= _MIN_MENTIONED:
+            ratio = 100 * evidence.first_fetch_ratio
             because += f"; for {ratio:.0f} % of it the first fetch takes longer than others"
         if around >= _MIN_MENTIONED * at_edges:
             because += f", and {around:.1f} s for batches next to them: workers start and end one by one"
@@ -400,7 +400,7 @@ def startup(evidence: Evidence) -> list[Advice]:
     if evidence.settings.get("loader_used_again") is False:
         action = "make the DataLoader once, with persistent_workers=True, and iterate over it in every epoch"
         return [_do(action, f"{because}; every epoch made a new DataLoader", gain, low)]
-    if evidence.traits.set_epoch:
+    if evidence.traits.has_set_epoch:
         action = "keep the workers between epochs (persistent_workers=True), and give them the epoch in shared memory"
         because += "; the data set has set_epoch(), which workers that are kept would not see"
         return [_do(action, because, gain, low)]
@@ -415,14 +415,14 @@ def _left_at_boundaries(evidence: Evidence) -> tuple[float | None, float | None]
     take longer than others. After an epoch that was left early, kept workers first finish the batches that it had
     requested.
     """
-    left = evidence.edges.left * _prefetch_factor(evidence)
-    fetch, longest, first = evidence.fetches.seconds, evidence.fetches.longest_seconds, None
-    if evidence.traits.iterable:
-        first = evidence.edges.first_fetch_seconds
+    left = evidence.iterations_left * _prefetch_factor(evidence)
+    fetch, longest, first = evidence.fetch_seconds, evidence.longest_fetch_seconds, None
+    if evidence.traits.iterable_data:
+        first = evidence.first_fetch_seconds
     if fetch is not None:
-        seconds = (left * fetch + evidence.edges.count * (fetch if first is None else first)) / evidence.steps
+        seconds = (left * fetch + evidence.edges * (fetch if first is None else first)) / evidence.steps
         return seconds, seconds
-    return (None, None) if longest is None else (0.0, (left + evidence.edges.count) * longest / evidence.steps)
+    return (None, None) if longest is None else (0.0, (left + evidence.edges) * longest / evidence.steps)
 
 
 def _first_fetches(evidence: Evidence) -> list[Advice]:
@@ -434,7 +434,7 @@ def _first_fetches(evidence: Evidence) -> list[Advice]:
     then, supply = max(now - lost / evidence.steps, evidence.step_compute_seconds), evidence.supply_seconds
     # A buffer that gives its items sooner is filled later: then the workers have as much to do as now.
     low, gain = (None, None) if supply is None else (gain_of(evidence, max(then, supply)), gain_of(evidence, then))
-    first, fetch = evidence.edges.first_fetch_seconds, evidence.fetches.seconds
+    first, fetch = evidence.first_fetch_seconds, evidence.fetch_seconds
     because = f"the first fetches of epochs take {100 * lost / loop:.0f} % of the loop"
     if first is not None and fetch is not None:
         because += f": {first:.1f} s each, and {ms(fetch)} for the mean of all fetches"
@@ -455,22 +455,22 @@ def uneven(evidence: Evidence) -> list[Advice]:
     if supply is None or in_order is None:
         return []
     because = (
-        f"{evidence.workers.count} workers are enough on average (a batch every {ms(supply)}, "
+        f"{evidence.workers} workers are enough on average (a batch every {ms(supply)}, "
         f"{ms(compute)} of compute), but single batches are late"
     )
-    if evidence.waits.head_of_line_seconds > 0:
-        because += f"; for {evidence.waits.head_of_line_seconds:.1f} s finished batches waited behind a slow one"
-    boundary = evidence.edges.wait_seconds / evidence.steps
+    if evidence.head_of_line_seconds > 0:
+        because += f"; for {evidence.head_of_line_seconds:.1f} s finished batches waited behind a slow one"
+    boundary = evidence.edge_wait_seconds / evidence.steps
     advice = _further_ahead(evidence, max(compute, in_order) + boundary, because)
-    in_random_order = evidence.traits.shuffled or evidence.traits.shuffled is None or evidence.traits.iterable
-    if not evidence.settings.get("in_order") or evidence.workers.count < 2 or not in_random_order:
+    in_random_order = evidence.traits.shuffled or evidence.traits.shuffled is None or evidence.traits.iterable_data
+    if not evidence.settings.get("in_order") or evidence.workers < 2 or not in_random_order:
         return advice
-    transfer_wait = evidence.waits.transfer_seconds / evidence.steps  # unchanged: no worker prefetches more
+    transfer_wait = evidence.transfer_wait_seconds / evidence.steps  # unchanged: no worker prefetches more
     gain = gain_of(evidence, max(compute, supply) + boundary + transfer_wait)
     action = "take batches in the order in which they are finished, if their order does not matter"
     if in_order <= compute:
         return [*advice, Advice(action, "in_order", "False", gain, because)]
-    slowest = ms(evidence.fetches.slowest_seconds or 0.0)
+    slowest = ms(evidence.slowest_fetch_seconds or 0.0)
     because += f"; one worker takes {slowest} a batch, and the others wait for its turn"
     alike = "give every worker an equal share of the slow data: distribute shards by where they are stored"
     return [Advice(action, "in_order", "False", gain, because), _do(alike, because, gain), *advice]
@@ -484,7 +484,7 @@ def _transferred_by_busy_workers(evidence: Evidence) -> bool:
     torch.multiprocessing, sharing strategies.)
     """
     by_descriptor = evidence.settings.get("sharing_strategy") == "file_descriptor"
-    return by_descriptor and (evidence.workers.cpu_ratio or 0.0) >= ON_CPU
+    return by_descriptor and (evidence.worker_cpu_ratio or 0.0) >= ON_CPU
 
 
 def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice]:
@@ -494,7 +494,7 @@ def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice
     is the predicted step without late batches and without the transfer. This adds both. With busy workers
     prefetching alone does not help: fetches are no longer late, but transfers are.
     """
-    compute, longest, workers = evidence.step_compute_seconds, evidence.fetches.longest_seconds, evidence.workers.count
+    compute, longest, workers = evidence.step_compute_seconds, evidence.longest_fetch_seconds, evidence.workers
     factor = _prefetch_factor(evidence)
     wanted = 4 * factor
     if longest is not None and compute >= _NO_COMPUTE:
@@ -507,7 +507,7 @@ def _further_ahead(evidence: Evidence, step: float, because: str) -> list[Advice
     if longest is not None and longest > hidden_now:  # some batches will still be late
         late = max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
         step += late * max(0.0, longest - hidden) / (longest - hidden_now)
-    idle, busy, moved = evidence.transfer.seconds, evidence.transfer.from_busy_seconds, with_transfer(evidence, step)
+    idle, busy, moved = evidence.transfer_seconds, evidence.transfer_from_busy_seconds, with_transfer(evidence, step)
     if idle is not None and busy is not None and busy > idle and _transferred_by_busy_workers(evidence):
         at_once = step + idle * evidence.batches_per_step
         if moved >= _SLOW_TRANSFER * at_once:
@@ -532,12 +532,12 @@ def transfer(evidence: Evidence) -> list[Advice]:
     if evidence.source == "workers":
         collected = own_time(evidence).garbage / evidence.steps
         evidence = without_own_time(evidence)
-    now, compute, waited = evidence.step_seconds, evidence.step_compute_seconds, evidence.waits.transfer_seconds
+    now, compute, waited = evidence.step_seconds, evidence.step_compute_seconds, evidence.transfer_wait_seconds
     waited /= evidence.steps
-    freed = min(compute, (evidence.transfer.freeing_seconds or 0.0) * evidence.batches_per_step)
+    freed = min(compute, (evidence.freeing_seconds or 0.0) * evidence.batches_per_step)
     crowded = _crowded_by_pickling(evidence) * (compute - freed)
     # Another way must carry the bytes that are written to the pipe now.
-    each = (evidence.fetches.written_bytes or 0.0) / evidence.fetches.count if evidence.fetches.count else 0.0
+    each = (evidence.written_bytes or 0.0) / evidence.fetches if evidence.fetches else 0.0
     size = each * evidence.batches_per_step
     kept = min(waited + freed, size * _MAPPED_BYTE_SECONDS)
     gain = low = background = None
@@ -559,7 +559,7 @@ def transfer(evidence: Evidence) -> list[Advice]:
             if supply is not None:
                 gain, low = gain_of(evidence, max(then - collected, supply)), gain
     else:
-        ready = evidence.transfer.ready_batches or 0.0
+        ready = evidence.ready_batches or 0.0
         because = f"{ready:.1f} batches are ready on average, and a step still takes {ms(now)}"
     action = (
         "send less data: few large tensors per batch instead of many small ones or Python objects; "
@@ -581,18 +581,18 @@ def _crowded_by_pickling(evidence: Evidence) -> float:
 
     The run-queue delay is spread evenly over the loop. The share of pickling is its share of the load on the cores.
     """
-    pickling, delay = evidence.workers.pickling_cores, evidence.cpu.own_runnable_seconds
+    pickling, delay = evidence.pickling_cores, evidence.own_runnable_seconds
     if not pickling or not delay or evidence.loop_seconds <= 0:
         return 0.0
-    fetching = (evidence.workers.busy_ratio or 0.0) * evidence.workers.count * (evidence.workers.cpu_ratio or 0.0)
+    fetching = (evidence.worker_busy_ratio or 0.0) * evidence.workers * (evidence.worker_cpu_ratio or 0.0)
     # Pickling is not part of a fetch, so the others' cores include it.
-    beside = max(pickling, evidence.cpu.cores_of_others or 0.0)
+    beside = max(pickling, evidence.cores_of_others or 0.0)
     return min(1.0, delay / evidence.loop_seconds) * pickling / (fetching + beside)
 
 
 def stuck_worker(evidence: Evidence) -> list[Advice]:
     """Advice if a fetch does not end."""
-    fetching, longest = evidence.fetches.in_progress_seconds, max(evidence.fetches.long_seconds, default=0.0)
+    fetching, longest = evidence.fetching_seconds, max(evidence.long_fetches, default=0.0)
     for_seconds = f"has been in progress for {fetching:.0f} s"
     if fetching < longest:
         for_seconds = f"was in progress for {longest:.0f} s"
@@ -609,7 +609,7 @@ def stuck_worker(evidence: Evidence) -> list[Advice]:
 def checkpoint(evidence: Evidence) -> list[Advice]:
     """Advice if checkpoints take much of the time."""
     whole, saving, around = (
-        evidence.loop_and_checkpoint_seconds, evidence.checkpoints.seconds, evidence.checkpoints.around_seconds,
+        evidence.loop_and_checkpoint_seconds, evidence.checkpoint_seconds, evidence.around_checkpoints_seconds,
     )  # fmt: skip
     because = f"checkpoints took {saving:.1f} s of {whole:.1f} s"
     if around >= _MIN_MENTIONED * saving:
@@ -623,13 +623,13 @@ def checkpoint(evidence: Evidence) -> list[Advice]:
     seldom = times_less(take, without, _CHECKPOINT_SHARE)
     # A rare checkpoint takes as long as the first ones, which had no older file to reuse: torch.save of 250 MB takes
     # 1.0 s into a new file, but 0.3 s just after a file of that size was released.
-    early = evidence.checkpoints.early_seconds
-    rare = max(1, evidence.checkpoints.count) * early
+    early = evidence.early_checkpoint_seconds
+    rare = max(1, evidence.checkpoints) * early
     if rare >= _MUCH_LONGER * take:
         because += f"; the first of them took {early:.1f} s each, and rare ones will take as long"
     action = f"write a checkpoint {seldom} times less often"
-    if evidence.checkpoints.count > 1 and evidence.steps > evidence.checkpoints.count:
-        every = evidence.steps / evidence.checkpoints.count
+    if evidence.checkpoints > 1 and evidence.steps > evidence.checkpoints:
+        every = evidence.steps / evidence.checkpoints
         action = f"write a checkpoint every {seldom * every:.0f} steps, not every {every:.0f}"
     gain = gain_over_window(evidence, without + max(take, rare) / seldom, now=whole)
     behind = "write checkpoints in the background with torch.distributed.checkpoint.async_save"
@@ -638,13 +638,13 @@ def checkpoint(evidence: Evidence) -> list[Advice]:
 
 def garbage(evidence: Evidence) -> list[Advice]:
     """Advice if garbage collections stop the training thread."""
-    loop, garbage, inside = evidence.loop_seconds, evidence.garbage.seconds, own_time(evidence).all_garbage
+    loop, garbage, inside = evidence.loop_seconds, evidence.garbage_seconds, own_time(evidence).all_garbage
     supply = evidence.supply_seconds if evidence.source == "workers" else 0.0
     gain = None
     if supply is not None:  # a step is never shorter than the workers' supply
         gain = gain_over_window(evidence, max(loop - garbage, supply * evidence.steps), now=loop)
     because = f"garbage collection stopped the training thread for {garbage:.1f} s of {loop:.1f} s"
-    freeze, own = "call gc.freeze() after the model and the data set are built", evidence.garbage.own_ratio
+    freeze, own = "call gc.freeze() after the model and the data set are built", evidence.own_collections_ratio
     if inside >= garbage / 2:
         because += f", {inside:.1f} s of it inside next()"
     if own is not None and own >= THRESHOLDS.own_collections:
@@ -665,18 +665,18 @@ def recompiling(evidence: Evidence) -> list[Advice]:
 
     No speed-up is predicted: what is new after a compilation also takes longer the first time, which is not recorded.
     """
-    found, loop = evidence.recompiling, evidence.loop_seconds
-    seconds, count = found.seconds or 0.0, found.count or 0
+    loop, reason = evidence.loop_seconds, evidence.recompiled_because
+    seconds, count = evidence.recompile_seconds or 0.0, evidence.recompilations or 0
     because = (
         f"torch.compile has compiled functions again {count} times, which took {seconds:.1f} s of {loop:.1f} s; "
-        f"mostly {found.function}"
+        f"mostly {evidence.recompiled_function}"
     )
-    because += f"; the newest time because of {found.reason}" if found.reason else ""
+    because += f"; the newest time because of {reason}" if reason else ""
     # Torch compiles for any size once it has seen two, unless the script or a setting forbids it.
     sizes = "compile it once for all sizes: torch.compile(dynamic=True), or torch._dynamo.mark_dynamic for a dimension"
     same = "give it the same sizes each time: pad batches to a few lengths, and drop the last batch (drop_last=True)"
     values = "keep numbers and flags that change from step to step out of the compiled function, or make them tensors"
-    by_value = found.reason is not None and not any(word in found.reason for word in _ABOUT_SIZES)
+    by_value = reason is not None and not any(word in reason for word in _ABOUT_SIZES)
     return [_do(action, because) for action in ((values, sizes) if by_value else (sizes, same, values))]
 
 
@@ -692,7 +692,7 @@ def slow_rank(evidence: Evidence) -> list[Advice]:
 
 def host_bound(evidence: Evidence) -> list[Advice]:
     """Advice if the GPU has nothing to run although batches are ready."""
-    idle, loop = evidence.gpu.idle_seconds or 0.0, evidence.loop_seconds
+    idle, loop = evidence.gpu_idle_seconds or 0.0, evidence.loop_seconds
     because = f"no kernel ran for {idle:.1f} s of {loop:.1f} s, although batches were ready"
     if evidence.pace.where is not None:
         because += f"; the training thread was mostly in {evidence.pace.where}"
@@ -711,7 +711,7 @@ def host_bound(evidence: Evidence) -> list[Advice]:
 
 def gpu_throttled(evidence: Evidence) -> list[Advice]:
     """Advice if the GPU's clock is throttled."""
-    slowed, loop = evidence.gpu.slowed_seconds or 0.0, evidence.loop_seconds
+    slowed, loop = evidence.gpu_slowed_seconds or 0.0, evidence.loop_seconds
     because = f"the GPU throttles its clock (temperature or power), which cost {slowed:.1f} s of {loop:.1f} s"
     gain = gain_over_window(evidence, loop - slowed, now=loop)
     return [_do("check the cooling and the power supply of the node, or move the job", because, gain)]

@@ -181,14 +181,19 @@ class BlockBuilder:
         if passed.loop_seconds < self._seconds or passed.steps == 0:
             return None
         self._start, added = totals, totals - start
-        workers, cpu, own, delay = added.sampled.workers, added.sampled.cpu, added.own, added.run_queue_delay_seconds
+        workers, cpu, stacks, delay = (
+            added.sampled.workers,
+            added.sampled.cpu,
+            added.stacks,
+            added.run_queue_delay_seconds,
+        )
         known = {
             "fetch_seconds": workers.fetch_busy_seconds / workers.fetches if workers.fetches else None,
             "read_bytes_per_second": added.sampled.read_bytes.mean,
             "other_cores": cpu.other_cores.mean,
             "cpu_throttled_ratio": cpu.throttled_ratio.mean,
             "garbage_ratio": added.garbage.seconds / added.loop_seconds if added.loop_seconds > 0 else None,
-            "waiting_for_ranks_ratio": own.in_sync_samples / own.stack_samples if own.stack_samples else None,
+            "waiting_for_ranks_ratio": stacks.in_sync / stacks.samples if stacks.samples else None,
             "core_wait_seconds": None if delay is None else delay / added.steps,
         }
         signals = {**gauges, **{name: value for name, value in known.items() if value is not None}}

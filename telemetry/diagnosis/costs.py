@@ -105,13 +105,13 @@ class OwnTime:
 
 def own_time(evidence: Evidence) -> OwnTime:
     """The own time in a window. It is at most the wait, because the sampler's time is an estimate."""
-    edge = min(evidence.edges.wait_seconds, evidence.wait_seconds)
+    edge = min(evidence.edge_wait_seconds, evidence.wait_seconds)
     middle = evidence.wait_seconds - edge
-    garbage, edge_garbage = min(evidence.garbage.wait_seconds, middle), min(evidence.garbage.edge_seconds, edge)
+    garbage, edge_garbage = min(evidence.garbage_wait_seconds, middle), min(evidence.edge_garbage_seconds, edge)
     sampler = edge_sampler = 0.0
     if evidence.source == "workers":
-        sampler = min(evidence.sampler.seconds or 0.0, middle - garbage)
-        edge_sampler = min(evidence.sampler.edge_seconds, edge - edge_garbage)
+        sampler = min(evidence.sampler_seconds or 0.0, middle - garbage)
+        edge_sampler = min(evidence.edge_sampler_seconds, edge - edge_garbage)
     exposed = 1.0
     if evidence.exposed_seconds is not None and evidence.wait_seconds > 0:
         exposed = min(1.0, evidence.exposed_seconds / evidence.wait_seconds)
@@ -120,11 +120,11 @@ def own_time(evidence: Evidence) -> OwnTime:
 
 def without_own_time(evidence: Evidence) -> Evidence:
     """The same window, with the training thread's own time in ``next()`` counted as compute."""
-    own, exposed, before = own_time(evidence), evidence.exposed_seconds, evidence.waits.transfer_seconds
+    own, exposed, before = own_time(evidence), evidence.exposed_seconds, evidence.transfer_wait_seconds
     middle, edge = own.sampler + own.garbage, own.edge_sampler + own.edge_garbage
-    if middle + edge + evidence.sampler.edge_share <= 0:
+    if middle + edge + evidence.edge_share_of_sampler <= 0:
         return evidence
-    transfer, long_fetch = max(0.0, before - middle), evidence.waits.transfer_long_fetch_seconds
+    transfer, long_fetch = max(0.0, before - middle), evidence.transfer_wait_long_fetch_seconds
     batches = evidence.steps * evidence.batches_per_step
     each = middle / batches if batches else 0.0
     return replace(
@@ -132,23 +132,17 @@ def without_own_time(evidence: Evidence) -> Evidence:
         wait_seconds=evidence.wait_seconds - middle - edge,
         exposed_seconds=None if exposed is None else max(0.0, exposed - own.exposed_ratio * (middle + edge)),
         compute_seconds=evidence.compute_seconds + middle + edge,
-        edges=replace(
-            evidence.edges,
-            wait_seconds=max(0.0, evidence.edges.wait_seconds - edge),
-            share=max(0.0, evidence.edges.share - evidence.sampler.edge_share),
-        ),
-        waits=replace(
-            evidence.waits,
-            transfer_seconds=transfer,
-            transfer_long_fetch_seconds=long_fetch * (transfer / before if before > 0 else 0.0),
-        ),
-        transfer=replace(
-            evidence.transfer,
-            seconds=less(evidence.transfer.seconds, each),
-            from_busy_seconds=less(evidence.transfer.from_busy_seconds, each),
-        ),
-        sampler=replace(evidence.sampler, seconds=0.0, edge_seconds=0.0, edge_share=0.0),
-        garbage=replace(evidence.garbage, wait_seconds=0.0, edge_seconds=0.0),
+        edge_wait_seconds=max(0.0, evidence.edge_wait_seconds - edge),
+        edge_share=max(0.0, evidence.edge_share - evidence.edge_share_of_sampler),
+        transfer_wait_seconds=transfer,
+        transfer_wait_long_fetch_seconds=long_fetch * (transfer / before if before > 0 else 0.0),
+        transfer_seconds=less(evidence.transfer_seconds, each),
+        transfer_from_busy_seconds=less(evidence.transfer_from_busy_seconds, each),
+        sampler_seconds=0.0,
+        edge_sampler_seconds=0.0,
+        edge_share_of_sampler=0.0,
+        garbage_wait_seconds=0.0,
+        edge_garbage_seconds=0.0,
     )
 
 
@@ -164,30 +158,30 @@ def costs(evidence: Evidence) -> dict[str, float]:
     """Seconds lost in the window by cause. Causes that cost nothing are left out."""
     own, of_others = own_time(evidence), without_own_time(evidence)
     # The start of one epoch is no pattern. Those of three are, however long they are: then ``edge_share`` counts.
-    many_edges = evidence.edges.count >= THRESHOLDS.epoch_boundaries
+    many_edges = evidence.edges >= THRESHOLDS.epoch_boundaries
     slow = straggler(evidence.pace, evidence.peers, evidence.earlier_paces)
     lost = {
-        "checkpoint": evidence.checkpoints.seconds,
+        "checkpoint": evidence.checkpoint_seconds,
         # Collections during hidden waits cost nothing.
-        "gc_pause": max(0.0, evidence.garbage.seconds - (1 - own.exposed_ratio) * own.all_garbage),
+        "gc_pause": max(0.0, evidence.garbage_seconds - (1 - own.exposed_ratio) * own.all_garbage),
         "recompiling": _recompiling(evidence),
-        "host_bound": evidence.gpu.idle_seconds or 0.0,
-        "gpu_throttled": evidence.gpu.slowed_seconds or 0.0,
+        "host_bound": evidence.gpu_idle_seconds or 0.0,
+        "gpu_throttled": evidence.gpu_slowed_seconds or 0.0,
         "straggler": slow.lost * evidence.steps if slow is not None else 0.0,
     }
     exposed = of_others.exposed_seconds
     if exposed is not None:
         at_edges = own.exposed_ratio * own.edge_sampler
         if not many_edges:
-            at_edges = evidence.sampler.edge_share * evidence.loop_seconds
+            at_edges = evidence.edge_share_of_sampler * evidence.loop_seconds
         # A slow sampler costs this time with any number of workers.
         lost["loader_on_training_thread"] = own.exposed_ratio * own.sampler + at_edges
         edge = 0.0
         if evidence.source == "workers":  # other sources start nothing; their first batch is like the others
-            share = of_others.edges.wait_seconds / of_others.wait_seconds if of_others.wait_seconds > 0 else 0.0
+            share = of_others.edge_wait_seconds / of_others.wait_seconds if of_others.wait_seconds > 0 else 0.0
             edge = exposed * min(1.0, share)
             first = first_fetch_cost(of_others)
-            lost["worker_startup"] = (edge if many_edges else of_others.edges.share * evidence.loop_seconds) - first
+            lost["worker_startup"] = (edge if many_edges else of_others.edge_share * evidence.loop_seconds) - first
             if first:
                 limit = _what_limits_them(of_others)
                 lost[limit] = lost.get(limit, 0.0) + first
@@ -199,8 +193,8 @@ def costs(evidence: Evidence) -> dict[str, float]:
 
 
 def _recompiling(evidence: Evidence) -> float:
-    often = (evidence.recompiling.count or 0) >= THRESHOLDS.recompilations
-    return (evidence.recompiling.seconds or 0.0) * often
+    often = (evidence.recompilations or 0) >= THRESHOLDS.recompilations
+    return (evidence.recompile_seconds or 0.0) * often
 
 
 def first_fetch_cost(evidence: Evidence) -> float:
@@ -211,35 +205,35 @@ def first_fetch_cost(evidence: Evidence) -> float:
     the advice for `worker_startup` is about that.
     """
     kept = evidence.settings.get("persistent_workers")
-    if kept or evidence.source != "workers" or not evidence.traits.iterable or evidence.wait_seconds <= 0:
+    if kept or evidence.source != "workers" or not evidence.traits.iterable_data or evidence.wait_seconds <= 0:
         return 0.0
-    at_edges = evidence.edges.share * evidence.loop_seconds
-    if evidence.edges.count >= THRESHOLDS.epoch_boundaries:
-        at_edges = (evidence.exposed_seconds or 0.0) * min(1.0, evidence.edges.wait_seconds / evidence.wait_seconds)
-    return at_edges * evidence.edges.first_fetch_ratio
+    at_edges = evidence.edge_share * evidence.loop_seconds
+    if evidence.edges >= THRESHOLDS.epoch_boundaries:
+        at_edges = (evidence.exposed_seconds or 0.0) * min(1.0, evidence.edge_wait_seconds / evidence.wait_seconds)
+    return at_edges * evidence.first_fetch_ratio
 
 
 def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
     named = NAMED_BY_SOURCE.get(evidence.source or "")
     if named is not None:
         return {named: 1.0}
-    if evidence.source != "workers" or evidence.workers.busy_ratio is None:
+    if evidence.source != "workers" or evidence.worker_busy_ratio is None:
         return {"unknown": 1.0}
     stuck_for = _stuck_for(evidence)
     if stuck_for > 0:  # the training thread waited for the whole fetch, and no longer
         stuck = min(1.0, stuck_for / max(evidence.mid_epoch_wait_seconds, 1e-9))
-        usual = replace(evidence, fetches=replace(evidence.fetches, long_seconds=()))
+        usual = replace(evidence, long_fetches=())
         rest = _mid_epoch_shares(usual) if stuck < 1 else {}
         return {"worker_stuck": stuck} | {cause: share * (1.0 - stuck) for cause, share in rest.items()}
     limited = _workers_are_the_limit(evidence)
     limit = _what_limits_them(evidence) if limited else "uneven_batches"
     if limit == "workers_throttled":
         return {limit: 1.0}  # a transfer needs a core, too
-    if not limited and (evidence.workers.runnable_ratio or 0.0) >= THRESHOLDS.runnable:
+    if not limited and (evidence.worker_runnable_ratio or 0.0) >= THRESHOLDS.runnable:
         limit = "workers_throttled"  # too few cores also slow the compute, so supply and compute cannot be compared
     transfer = _transfer_share(evidence, limited=limited)
     # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
-    no_core = transfer * min(1.0, (evidence.cpu.own_runnable_seconds or 0.0) / max(evidence.window_seconds, 1e-9))
+    no_core = transfer * min(1.0, (evidence.own_runnable_seconds or 0.0) / max(evidence.window_seconds, 1e-9))
     shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
     # Whether the workers are the limit is known without their stamps. Why single batches are late is not.
     unmatched = 0.0 if limited else 1.0 - _matched_share(evidence)
@@ -253,18 +247,18 @@ def _matched_share(evidence: Evidence) -> float:
 
     Then other figures show the reason.
     """
-    matched, waited = evidence.waits.fetch_seconds + evidence.waits.transfer_seconds, evidence.mid_epoch_wait_seconds
+    matched, waited = evidence.fetch_wait_seconds + evidence.transfer_wait_seconds, evidence.mid_epoch_wait_seconds
     share = matched / waited if matched > 0 and waited > 0 else 1.0
     return share if share < THRESHOLDS.matched else 1.0
 
 
 def _transfer_share(evidence: Evidence, *, limited: bool) -> float:
     """The share of the wait for batches whose fetch had ended. ``limited``: whether the workers are the limit."""
-    matched = evidence.waits.fetch_seconds + evidence.waits.transfer_seconds
+    matched = evidence.fetch_wait_seconds + evidence.transfer_wait_seconds
     waited = evidence.mid_epoch_wait_seconds
     if matched > 0:
         # A batch that a worker transfers late because of a long fetch would have been on time behind a usual fetch.
-        transfer = max(0.0, evidence.waits.transfer_seconds - evidence.waits.transfer_long_fetch_seconds) / matched
+        transfer = max(0.0, evidence.transfer_wait_seconds - evidence.transfer_wait_long_fetch_seconds) / matched
         transfer *= _matched_share(evidence)
         supply = evidence.supply_seconds
         if not limited or supply is None or not evidence.steps or waited <= 0:
@@ -274,9 +268,9 @@ def _transfer_share(evidence: Evidence, *, limited: bool) -> float:
         return min(transfer, 1.0 - min(1.0, short))
     if limited:
         return 0.0
-    lying_ready = (evidence.transfer.ready_batches or 0.0) >= THRESHOLDS.ready
+    lying_ready = (evidence.ready_batches or 0.0) >= THRESHOLDS.ready
     # A slow transfer delays every batch. If only single batches are late, the wait is not for the transfer.
-    single = evidence.waits.outlier_seconds >= THRESHOLDS.late * max(waited, 1e-9)
+    single = evidence.outlier_wait_seconds >= THRESHOLDS.late * max(waited, 1e-9)
     return 1.0 if lying_ready and not single else 0.0
 
 
@@ -286,26 +280,26 @@ def crowded_out(evidence: Evidence) -> float:
     The workers are fast enough here, so the training thread waits for no batch. Other processes may use cores, too, so
     the workers get only their share of the delay, and none if they do not lack cores themselves.
     """
-    delay = evidence.cpu.own_runnable_seconds
-    if delay is None or (evidence.workers.runnable_ratio or 0.0) < THRESHOLDS.runnable:
+    delay = evidence.own_runnable_seconds
+    if delay is None or (evidence.worker_runnable_ratio or 0.0) < THRESHOLDS.runnable:
         return 0.0
-    running = (evidence.workers.busy_ratio or 0.0) * evidence.workers.count * (evidence.workers.cpu_ratio or 0.0)
-    if running < THRESHOLDS.own_load * evidence.cpu.cores:
+    running = (evidence.worker_busy_ratio or 0.0) * evidence.workers * (evidence.worker_cpu_ratio or 0.0)
+    if running < THRESHOLDS.own_load * evidence.cores:
         return 0.0
-    theirs = running / (running + (evidence.cpu.cores_of_others or 0.0))
+    theirs = running / (running + (evidence.cores_of_others or 0.0))
     return theirs * delay * evidence.compute_seconds / max(evidence.window_seconds, evidence.loop_seconds, 1e-9)
 
 
 def _stuck_for(evidence: Evidence) -> float:
     """Seconds of fetches in stuck workers. Fetches that have ended count, too: this window waited for them."""
-    longest, fetches = max(evidence.fetches.long_seconds, default=0.0), evidence.fetches.count or 0
-    usual = max(0.0, (evidence.fetches.seconds or 0.0) * fetches - longest) / max(1, fetches)  # without the longest one
+    longest, fetches = max(evidence.long_fetches, default=0.0), evidence.fetches or 0
+    usual = max(0.0, (evidence.fetch_seconds or 0.0) * fetches - longest) / max(1, fetches)  # without the longest one
     stuck = max(THRESHOLDS.stuck_fetch_seconds, THRESHOLDS.stuck_fetches * usual)
-    return sum(seconds for seconds in evidence.fetches.long_seconds if seconds >= stuck)
+    return sum(seconds for seconds in evidence.long_fetches if seconds >= stuck)
 
 
 def _workers_are_the_limit(evidence: Evidence) -> bool:
-    if (evidence.workers.busy_ratio or 0.0) >= THRESHOLDS.busy:
+    if (evidence.worker_busy_ratio or 0.0) >= THRESHOLDS.busy:
         return True
     supply = evidence.supply_seconds
     return (
@@ -316,12 +310,12 @@ def _workers_are_the_limit(evidence: Evidence) -> bool:
 
 
 def _what_limits_them(evidence: Evidence) -> str:
-    cpu, blocked, runnable = evidence.workers.cpu_ratio, evidence.workers.blocked_ratio, evidence.workers.runnable_ratio
+    cpu, blocked, runnable = evidence.worker_cpu_ratio, evidence.worker_blocked_ratio, evidence.worker_runnable_ratio
     if cpu is None or blocked is None:
         return "unknown"  # they are busy, but the reason is not known
     if runnable is None:  # they do not run, but it is not known whether they lack a core
-        used_up = (evidence.cpu.throttled_ratio or 0.0) >= THRESHOLDS.throttled
-        all_busy = (evidence.cpu.host_ratio or 0.0) >= THRESHOLDS.cores_busy
+        used_up = (evidence.throttled_ratio or 0.0) >= THRESHOLDS.throttled
+        all_busy = (evidence.host_cpu_ratio or 0.0) >= THRESHOLDS.cores_busy
         runnable = blocked if used_up or all_busy else 0.0
     if runnable >= THRESHOLDS.runnable:
         return "workers_throttled"

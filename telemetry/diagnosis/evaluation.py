@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from telemetry.diagnosis.causes import advise
-from telemetry.diagnosis.evidence import Cpu, Edges, Evidence
+from telemetry.diagnosis.evidence import Evidence
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.lines import LineShare, verdict_part
 from telemetry.records import EVALUATION, Advice, RankPace
@@ -172,8 +172,9 @@ def _with_workers(times: EvaluationTimes) -> tuple[list[Advice], float | None]:
         pace=RankPace(0, times.seconds, times.batches, times.compute_seconds, None, 0.0),
         source=times.kind,
         settings=times.settings,
-        edges=Edges(count=times.evaluations),
-        cpu=Cpu(cores=times.cores, process_seconds_per_step=cpu),
+        edges=times.evaluations,
+        cores=times.cores,
+        process_cpu_per_step_seconds=cpu,
     )
     found = [each for each in advise(_CAUSE_OF.get(times.kind, ""), evidence) if each.setting == "num_workers"]
     if not found:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from telemetry.records import (
-    BACKWARD,
     CHECKPOINT,
-    COMPILE,
     EVALUATION,
     FETCH_BUCKETS,
     OTHER,
@@ -26,7 +25,7 @@ from telemetry.totals import ROUNDING_SECONDS, Totals
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.totals import Conditions, GarbageTotals, GpuTotals, Tick, WorkerTotals
+    from telemetry.totals import Conditions, Tick, WorkerTotals
 
 
 MIN_ITERATED_STEPS: Final = 5
@@ -34,220 +33,82 @@ MAX_STEPS_PER_ITERATOR: Final = 1.5
 """A script that makes a new iterator for so few steps, over at least so many of them, does not iterate over epochs."""
 
 
-# -- the record, and its field in the log ------------------------------------------------------------------------------
-# In the log the parts are one flat object, so their fields have longer names there. docs/output.md explains each field.
-# The docstrings add what only the rules need.
-
-
-class Edges(Struct, frozen=True):
-    """Epoch boundaries.
-
-    Attributes:
-        count: iterations that began. ``left``: iterations that were left before their end.
-        wait_seconds: wait at the boundaries: start and end of an iteration, and its first batch.
-        around_seconds: additional wait for the first and last batches of epochs: workers start, and end, one by one.
-        share: share of the loop in waits at boundaries, if one epoch is longer than the window; 0.0 if that has not
-            been seen.
-        first_fetch_seconds: mean time of a worker's first fetch of an iteration. ``start_seconds``: mean time from the
-            begin of the iteration until that fetch begins. None if unknown.
-        first_fetch_ratio: share of the wait at boundaries in which first fetches take longer than others. It stays
-            known in a window without a boundary.
-    """
-
-    count: int = field(name="edges", default=0)
-    left: int = 0
-    wait_seconds: float = field(name="edge_wait_seconds", default=0.0)
-    around_seconds: float = field(name="around_edges_seconds", default=0.0)
-    share: float = field(name="edge_share", default=0.0)
-    first_fetch_seconds: float | None = None
-    start_seconds: float | None = field(name="worker_start_seconds", default=None)
-    first_fetch_ratio: float = 0.0
-
-
-class Checkpoints(Struct, frozen=True):
-    """Checkpoints.
-
-    Attributes:
-        count: number of steps with one.
-        interval_seconds: training time between the newest checkpoint and the one before; 0.0 if the window has several.
-        early_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
-        around_seconds: additional compute of their steps compared with other steps: work for a checkpoint other than
-            writing it.
-    """
-
-    seconds: float = field(name="checkpoint_seconds", default=0.0)
-    count: int = field(name="checkpoints", default=0)
-    interval_seconds: float = field(name="checkpoint_interval_seconds", default=0.0)
-    early_seconds: float = field(name="early_checkpoint_seconds", default=0.0)
-    around_seconds: float = field(name="around_checkpoints_seconds", default=0.0)
-
-
-class Garbage(Struct, frozen=True):
-    """Garbage collections on the training thread: all, those during requests in mid-epoch, and at epoch boundaries.
-
-    Attributes:
-        own_ratio: share of the collections of all objects that the script has started itself; None without any.
-    """
-
-    seconds: float = field(name="garbage_seconds", default=0.0)
-    wait_seconds: float = field(name="garbage_wait_seconds", default=0.0)
-    edge_seconds: float = field(name="edge_garbage_seconds", default=0.0)
-    own_ratio: float | None = field(name="own_collections_ratio", default=None)
-
-
-class Recompiling(Struct, frozen=True):
-    """Functions that ``torch.compile`` has compiled again, because a check of the code that they had failed.
-
-    Attributes:
-        count: how often. ``seconds``: the time of all of them.
-        function: the function with the longest time, such as ``forward at model.py:12``. ``reason``: the check that
-            failed in the newest one, in torch's words.
-    """
-
-    count: int | None = field(name="recompilations", default=None)
-    seconds: float | None = field(name="recompile_seconds", default=None)
-    function: str | None = field(name="recompiled_function", default=None)
-    reason: str | None = field(name="recompiled_because", default=None)
-
-
-class Waits(Struct, frozen=True):
-    """Waits in mid-epoch by their reason, see `Deliveries`; 0.0 if no batch could be matched with its fetch.
-
-    Attributes:
-        outlier_seconds: wait in single steps that waited much longer than those around them, matched or not.
-        blocking_worker: the worker with the longest head-of-line blocking.
-    """
-
-    outlier_seconds: float = field(name="outlier_wait_seconds", default=0.0)
-    fetch_seconds: float = field(name="fetch_wait_seconds", default=0.0)
-    transfer_seconds: float = field(name="transfer_wait_seconds", default=0.0)
-    transfer_long_fetch_seconds: float = field(name="transfer_wait_long_fetch_seconds", default=0.0)
-    head_of_line_seconds: float = 0.0
-    blocking_worker: int | None = None
-
-
-class Transfer(Struct, frozen=True):
-    """The way of a batch from a worker to the training thread, as means.
-
-    Attributes:
-        seconds: from a worker that is idle. ``from_busy_seconds``: from a worker that is in another fetch.
-        freeing_seconds: time of the training thread to free a batch after the next has come, a part of compute.
-    """
-
-    seconds: float | None = field(name="moving_seconds", default=None)
-    from_busy_seconds: float | None = field(name="moving_from_busy_seconds", default=None)
-    freeing_seconds: float | None = None
-    receiving_cpu_seconds: float | None = None
-    ready_batches: float | None = None
-    slack_seconds: float | None = None
-
-
-class Sampler(Struct, frozen=True):
-    """The sampler of a loader with workers, which runs on the training thread.
-
-    Attributes:
-        seconds: its time in mid-epoch waits, extrapolated from the timed batches. ``edge_seconds``: at epoch
-            boundaries.
-        edge_share: its part of `Edges.share`.
-        cpu_ratio: share of its time on a core.
-    """
-
-    seconds: float | None = field(name="sampler_seconds", default=None)
-    edge_seconds: float = field(name="edge_sampler_seconds", default=0.0)
-    edge_share: float = field(name="edge_share_of_sampler", default=0.0)
-    cpu_ratio: float | None = field(name="sampler_cpu_ratio", default=None)
-
-
-class Fetches(Struct, frozen=True):
-    """Fetches of the workers.
-
-    Attributes:
-        count: batches that they finished. ``seconds``, ``cpu_seconds``: mean of one.
-        longest_seconds: upper bound of all fetches. ``slowest_seconds``: mean of the slowest worker.
-        long_seconds: durations of fetches of more than a second, as last seen.
-        in_progress_seconds: duration so far of the longest fetch in progress at the end of the window.
-    """
-
-    count: int | None = field(name="fetches", default=None)
-    seconds: float | None = field(name="fetch_seconds", default=None)
-    cpu_seconds: float | None = field(name="fetch_cpu_seconds", default=None)
-    longest_seconds: float | None = field(name="longest_fetch_seconds", default=None)
-    slowest_seconds: float | None = field(name="slowest_fetch_seconds", default=None)
-    long_seconds: tuple[float, ...] = field(name="long_fetches", default=())
-    in_progress_seconds: float = field(name="fetching_seconds", default=0.0)
-    read_bytes: float | None = None
-    written_bytes: float | None = None
-
-
-class Workers(Struct, frozen=True):
-    """The DataLoader workers.
-
-    Attributes:
-        configured: ``num_workers`` of the loader. Workers without items may have ended; ``empty``: their number.
-        cores: number of cores that they may use, if it is lower than that of this rank.
-        busy_ratio: share of their time in fetches.
-        cpu_ratio, runnable_ratio, blocked_ratio: shares of the time in fetches. If the kernel does not separate running
-            from run-queue delay, the second is None and the other two come from CPU time alone.
-        pickling_cores: cores that they use outside of fetches, to pickle finished batches.
-    """
-
-    count: int = field(name="workers", default=0)
-    configured: int = field(name="configured_workers", default=0)
-    empty: int = field(name="empty_workers", default=0)
-    same_batches: bool | None = None
-    cores: int | None = field(name="worker_cores", default=None)
-    busy_ratio: float | None = None
-    cpu_ratio: float | None = field(name="worker_cpu_ratio", default=None)
-    runnable_ratio: float | None = field(name="worker_runnable_ratio", default=None)
-    blocked_ratio: float | None = field(name="worker_blocked_ratio", default=None)
-    pickling_cores: float | None = field(name="packing_cores", default=None)
-
-
-class Cpu(Struct, frozen=True):
-    """The cores.
-
-    Attributes:
-        cores: cores that this rank may use and no other process uses.
-        process_seconds_per_step: CPU time of the training process without its workers, startup, evaluations and
-            checkpoints.
-        own_runnable_seconds: time in which the training thread was runnable without a core.
-        throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
-    """
-
-    cores: float = 0.0
-    cores_of_others: float | None = None
-    host_ratio: float | None = field(name="host_cpu_ratio", default=None)
-    process_seconds_per_step: float | None = field(name="process_cpu_per_step_seconds", default=None)
-    own_runnable_seconds: float | None = None
-    throttled_ratio: float | None = None
-
-
-class Gpu(Struct, frozen=True):
-    """The GPU of this rank, or all of them.
-
-    Attributes:
-        idle_seconds: time in the loop without a kernel and without waiting for a batch.
-        slowed_seconds: time lost because its clock was throttled.
-    """
-
-    utilization_ratio: float | None = field(name="gpu_utilization_ratio", default=None)
-    idle_seconds: float | None = field(name="gpu_idle_seconds", default=None)
-    slowed_seconds: float | None = field(name="gpu_slowed_seconds", default=None)
+# -- the record --------------------------------------------------------------------------------------------------------
 
 
 class Evidence(Struct, frozen=True):
-    """One rank over one window. What was not measured is None.
+    """One rank over one window, as the rules and the log have it. What was not measured is None.
 
     Attributes:
         batches_per_step: mostly 1. More if a loop takes several batches per step: from loaders side by side, or between
             two calls of ``step()``. If there are loaders with workers, only their batches count.
         source: where batches come from, see `Conditions`. ``settings``: the settings of that loader.
         traits: what the loader's data set and sampler show. ``read_by_thread``: whether another thread of this process
-            reads a DataLoader.
-        iterated_at: file, line and function in which the newest iterator was made.
-        own_fetch_cpu_ratio: share of the training thread's own fetches that ran on a core. ``own_collate_ratio``: share
-            of them that is collation.
-        compute_parts: the share of each part of the compute, see `COMPUTE_PARTS`; None if the window was not split.
+            reads a DataLoader. ``iterated_at``: file, line and function in which the newest iterator was made.
+        own_fetch_cpu_ratio: share of the training thread's own fetches in which it was on a core, or wanted one.
+        compute_parts: the share of each part of the compute, see `COMPUTE_PARTS`; None if nothing shows it.
+
+        edges: iterations that began. ``iterations_left``: iterations that were left before their end.
+        edge_wait_seconds: wait at epoch boundaries: start and end of an iteration, and its first batch.
+        around_edges_seconds: additional wait for the first and last batches of epochs: workers start, and end, one by
+            one.
+        edge_share: share of the loop in waits at boundaries, if one epoch is longer than the window; 0.0 if that has
+            not been seen.
+        first_fetch_seconds: mean time of a worker's first fetch of an iteration. ``worker_start_seconds``: mean time
+            from the begin of the iteration until that fetch begins.
+        first_fetch_ratio: share of the wait at boundaries in which first fetches take longer than others. It stays
+            known in a window without a boundary.
+
+        checkpoints: number of steps with one.
+        checkpoint_interval_seconds: training time between the newest checkpoint and the one before; 0.0 if the window
+            has several.
+        early_checkpoint_seconds: mean time of the first checkpoints of the run; 0.0 before there are any.
+        around_checkpoints_seconds: additional compute of their steps compared with other steps: work for a checkpoint
+            other than writing it.
+
+        garbage_seconds: garbage collections on the training thread. ``garbage_wait_seconds``: those during requests in
+            mid-epoch. ``edge_garbage_seconds``: at epoch boundaries. ``own_collections_ratio``: share of the
+            collections of all objects that the script has started itself.
+        recompilations: how often ``torch.compile`` has compiled functions again, because a check of the code that they
+            had failed. ``recompile_seconds``: the time of all of them. ``recompiled_function``: the function with the
+            longest time, such as ``forward at model.py:12``. ``recompiled_because``: the check that failed in the
+            newest one, in torch's words.
+
+        outlier_wait_seconds: wait in single steps that waited much longer than those around them.
+        fetch_wait_seconds, transfer_wait_seconds, transfer_wait_long_fetch_seconds, head_of_line_seconds: waits in
+            mid-epoch by their reason, see `Deliveries`; 0.0 if no batch could be matched with its fetch.
+            ``blocking_worker``: the worker with the longest head-of-line blocking.
+        transfer_seconds: mean time of a batch from a worker that is idle. ``transfer_from_busy_seconds``: from a worker
+            that is in another fetch.
+        freeing_seconds: time of the training thread to free a batch after the next has come, a part of compute, by the
+            samples of its stack. ``receiving_cpu_seconds``: time inside ``next()`` in which it was not blocked, without
+            the sampler.
+
+        sampler_seconds: time of the sampler of a loader with workers in mid-epoch waits, by the samples of the training
+            thread's stack. ``edge_sampler_seconds``: at epoch boundaries. ``edge_share_of_sampler``: its part of
+            ``edge_share``. ``sampler_cpu_ratio``: share of its time on a core.
+
+        workers: DataLoader workers. ``configured_workers``: ``num_workers`` of the loader. Workers without items may
+            have ended; ``empty_workers``: their number.
+        worker_cores: number of cores that they may use, if it is lower than that of this rank.
+        worker_busy_ratio: share of their time in fetches. ``worker_cpu_ratio``, ``worker_runnable_ratio``,
+            ``worker_blocked_ratio``: shares of the time in fetches. If the kernel does not separate running from
+            run-queue delay, the second is None and the other two come from CPU time alone.
+        pickling_cores: cores that they use outside of fetches, to pickle finished batches.
+
+        fetches: batches that the workers finished. ``fetch_seconds``, ``fetch_cpu_seconds``: mean of one.
+            ``longest_fetch_seconds``: upper bound of all. ``slowest_fetch_seconds``: mean of the slowest worker.
+        long_fetches: durations of fetches of more than a second, as last seen. ``fetching_seconds``: duration so far of
+            the longest fetch in progress at the end of the window.
+
+        cores: cores that this rank may use and no other process uses. ``cores_of_others``: used by others.
+        process_cpu_per_step_seconds: CPU time of the training process without its workers, startup, evaluations and
+            checkpoints.
+        own_runnable_seconds: time in which the training thread was runnable without a core.
+        throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
+        gpu_idle_seconds: time in the loop without a kernel and without waiting for a batch. ``gpu_slowed_seconds``:
+            lost because the GPU's clock was throttled. Of this rank's GPU, or all of them.
+
         pace: the pace of this rank. ``peers``: other ranks that it may wait for. ``earlier_paces``: paces of this rank
             at the time of those peers' paces that are older.
     """
@@ -266,19 +127,72 @@ class Evidence(Struct, frozen=True):
     read_by_thread: bool = False
     iterated_at: tuple[str, int, str] | None = None
     own_fetch_cpu_ratio: float | None = None
-    own_collate_ratio: float | None = None
     compute_parts: dict[str, float] | None = None
-    edges: Edges = Edges()
-    checkpoints: Checkpoints = Checkpoints()
-    garbage: Garbage = Garbage()
-    recompiling: Recompiling = Recompiling()
-    waits: Waits = Waits()
-    transfer: Transfer = Transfer()
-    sampler: Sampler = Sampler()
-    workers: Workers = Workers()
-    fetches: Fetches = Fetches()
-    cpu: Cpu = Cpu()
-    gpu: Gpu = Gpu()
+    edges: int = 0
+    iterations_left: int = 0
+    edge_wait_seconds: float = 0.0
+    around_edges_seconds: float = 0.0
+    edge_share: float = 0.0
+    first_fetch_seconds: float | None = None
+    worker_start_seconds: float | None = None
+    first_fetch_ratio: float = 0.0
+    checkpoint_seconds: float = 0.0
+    checkpoints: int = 0
+    checkpoint_interval_seconds: float = 0.0
+    early_checkpoint_seconds: float = 0.0
+    around_checkpoints_seconds: float = 0.0
+    garbage_seconds: float = 0.0
+    garbage_wait_seconds: float = 0.0
+    edge_garbage_seconds: float = 0.0
+    own_collections_ratio: float | None = None
+    recompilations: int | None = None
+    recompile_seconds: float | None = None
+    recompiled_function: str | None = None
+    recompiled_because: str | None = None
+    outlier_wait_seconds: float = 0.0
+    fetch_wait_seconds: float = 0.0
+    transfer_wait_seconds: float = 0.0
+    transfer_wait_long_fetch_seconds: float = 0.0
+    head_of_line_seconds: float = 0.0
+    blocking_worker: int | None = None
+    transfer_seconds: float | None = None
+    transfer_from_busy_seconds: float | None = None
+    freeing_seconds: float | None = None
+    receiving_cpu_seconds: float | None = None
+    ready_batches: float | None = None
+    slack_seconds: float | None = None
+    sampler_seconds: float | None = None
+    edge_sampler_seconds: float = 0.0
+    edge_share_of_sampler: float = 0.0
+    sampler_cpu_ratio: float | None = None
+    workers: int = 0
+    configured_workers: int = 0
+    empty_workers: int = 0
+    same_batches: bool | None = None
+    worker_cores: int | None = None
+    worker_busy_ratio: float | None = None
+    worker_cpu_ratio: float | None = None
+    worker_runnable_ratio: float | None = None
+    worker_blocked_ratio: float | None = None
+    pickling_cores: float | None = None
+    fetches: int | None = None
+    fetch_seconds: float | None = None
+    fetch_cpu_seconds: float | None = None
+    longest_fetch_seconds: float | None = None
+    slowest_fetch_seconds: float | None = None
+    long_fetches: tuple[float, ...] = ()
+    fetching_seconds: float = 0.0
+    read_bytes: float | None = None
+    written_bytes: float | None = None
+    cores: float = 0.0
+    cores_of_others: float | None = None
+    host_cpu_ratio: float | None = None
+    process_cpu_per_step_seconds: float | None = None
+    own_runnable_seconds: float | None = None
+    throttled_ratio: float | None = None
+    gpu_utilization_ratio: float | None = None
+    gpu_idle_seconds: float | None = None
+    gpu_slowed_seconds: float | None = None
     peers: tuple[RankPace, ...] = ()
     earlier_paces: tuple[RankPace, ...] = ()
 
@@ -290,17 +204,17 @@ class Evidence(Struct, frozen=True):
     @property
     def loop_and_checkpoint_seconds(self) -> float:
         """Seconds of the loop and of checkpoints, scaled so that the window has as many checkpoints as the run."""
-        return max(self.loop_seconds + self.checkpoints.seconds, self.checkpoints.interval_seconds)
+        return max(self.loop_seconds + self.checkpoint_seconds, self.checkpoint_interval_seconds)
 
     @property
     def mid_epoch_wait_seconds(self) -> float:
         """Seconds of waiting outside of epoch boundaries; below 0.0 if the clocks differ."""
-        return self.wait_seconds - self.edges.wait_seconds
+        return self.wait_seconds - self.edge_wait_seconds
 
     @property
     def on_gpu(self) -> bool:
         """Whether the run is known to use a GPU."""
-        return self.gpu.utilization_ratio is not None
+        return self.gpu_utilization_ratio is not None
 
     @property
     def step_seconds(self) -> float:
@@ -315,37 +229,38 @@ class Evidence(Struct, frozen=True):
     @property
     def supply_seconds(self) -> float | None:
         """Seconds that all workers together need for the batches of one step, if they are always busy."""
-        giving = self.workers.count
-        if self.workers.empty:
-            giving = min(giving, self.workers.configured - self.workers.empty)
-        if self.fetches.seconds is None or giving <= 0:
+        giving = self.workers
+        if self.empty_workers:
+            giving = min(giving, self.configured_workers - self.empty_workers)
+        if self.fetch_seconds is None or giving <= 0:
             return None
-        return self.fetches.seconds * self.batches_per_step / giving
+        return self.fetch_seconds * self.batches_per_step / giving
 
     @property
     def steps_per_iterator(self) -> float | None:
         """Steps for which the script makes a new iterator of its loader; None if it makes few."""
-        if not self.edges.count or self.steps < MIN_ITERATED_STEPS:
+        if not self.edges or self.steps < MIN_ITERATED_STEPS:
             return None
-        steps = self.steps / self.edges.count
+        steps = self.steps / self.edges
         return max(1.0, steps) if steps <= MAX_STEPS_PER_ITERATOR else None
 
 
 def evidence_field(evidence: Evidence) -> dict[str, Any]:
     """The evidence as a field of the log, without figures that were not measured."""
-    fields: dict[str, Any] = {}
-    for name in Evidence.__struct_fields__:
-        value = getattr(evidence, name)
-        if name not in {"pace", "peers", "earlier_paces"}:
-            fields |= to_builtins(value) if isinstance(value, Struct) else {name: value}
+    fields: dict[str, Any] = {
+        name: getattr(evidence, name)
+        for name in Evidence.__struct_fields__
+        if name not in {"pace", "peers", "earlier_paces", "traits"}
+    }
+    fields |= to_builtins(evidence.traits)
     fields["where"] = evidence.pace.where
-    fields["long_fetches"] = [round(seconds, 3) for seconds in evidence.fetches.long_seconds]
+    fields["long_fetches"] = [round(seconds, 3) for seconds in evidence.long_fetches]
     if evidence.peers:
         fields["paces"] = [_of_window(pace) for pace in (evidence.pace, *evidence.peers)]
     if evidence.earlier_paces:
         fields["earlier_paces"] = [_of_window(pace) for pace in evidence.earlier_paces]
     fields = {name: _plain(value) for name, value in fields.items() if value is not None}
-    if evidence.workers.cpu_ratio is not None and evidence.workers.runnable_ratio is None:
+    if evidence.worker_cpu_ratio is not None and evidence.worker_runnable_ratio is None:
         fields["worker_runnable_ratio"] = None  # no schedstat: blocked time may be run-queue delay
     return fields
 
@@ -374,7 +289,7 @@ _MUCH_LONGER: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class RecurringCosts:
-    """The costs of checkpoints and epoch boundaries over the run so far, see `Checkpoints`, `Edges` and `Sampler`.
+    """The costs of checkpoints and epoch boundaries over the run so far, see `Evidence`.
 
     Attributes:
         checkpoint_interval_seconds: with the checkpoint itself; the first interval begins at the start.
@@ -429,7 +344,7 @@ class RecurringCostsWatch:
             began = self._epoch_began
             waited = before.epochs.boundary_wait_seconds - began.epochs.boundary_wait_seconds
             garbage = before.garbage.boundary_wait_seconds - began.garbage.boundary_wait_seconds
-            sampler = before.sampler.boundary_seconds - began.sampler.boundary_seconds
+            sampler = _boundary_sampler(before - began)
             loop = before.loop_seconds - began.loop_seconds
             self._epochs.append(_EpochCosts(loop, max(0.0, waited - garbage), sampler))
             self._first_fetch_ratio = _first_fetch_ratio(before - began)
@@ -481,9 +396,7 @@ def aggregate(
     # The workers while the training loop runs, or at any time in a window without the loop.
     in_loop = added.sampled.workers.sampled_seconds > ROUNDING_SECONDS
     sampled = added.sampled.workers if in_loop else added.sampled.idle_workers
-    cpu = _cpu(added, conditions)
-    workers = _workers(sampled, conditions, cpu.cores, int(settings.get("num_workers") or 0))
-    return Evidence(
+    evidence = Evidence(
         window_seconds=added.wall_seconds,
         steps=added.steps,
         batches_per_step=_batches_per_step(added),
@@ -496,39 +409,167 @@ def aggregate(
         traits=next((c.traits for c in reversed(conditions) if c.source == source), LoaderTraits()),
         iterated_at=conditions[-1].iterated_at,
         read_by_thread=any(c.read_by_thread for c in conditions),
-        own_fetch_cpu_ratio=_share(added.own.fetch_cpu_seconds, added.own.fetch_seconds),
-        own_collate_ratio=_share(added.own.collate_seconds, added.own.fetch_seconds),
+        own_fetch_cpu_ratio=_share(added.stacks.wait_cpu, added.stacks.wait) if source != "workers" else None,
         compute_parts=_compute_parts(added),
-        edges=_edges(added, recurring),
-        checkpoints=_checkpoints(added, recurring),
-        garbage=_garbage(added.garbage),
-        recompiling=_recompiling(added, conditions),
-        waits=_waits(added, sampled),
-        transfer=_transfer(added, sampled),
-        sampler=_sampler(added, recurring),
-        workers=workers,
-        fetches=_fetches(added, sampled, ticks, workers),
-        cpu=cpu,
-        gpu=_gpu(added.sampled.gpu),
         pace=_pace(added, conditions, rank, cause),
         peers=next((c.peers for c in reversed(conditions) if c.peers), ()),
     )
+    evidence = _with_machine(evidence, added, conditions)
+    evidence = _with_workers(evidence, sampled, conditions)
+    evidence = _with_fetches(evidence, added, sampled, ticks)
+    evidence = _with_waits(evidence, added, sampled)
+    evidence = _with_edges(evidence, added, recurring)
+    return _with_other_costs(evidence, added, recurring, conditions[-1].recompiled_because)
 
 
-def _edges(added: Totals, recurring: RecurringCosts) -> Edges:
-    epochs = added.epochs
-    mid_epoch_wait = added.wait_seconds - epochs.boundary_wait_seconds
-    return Edges(
-        count=epochs.boundaries,
-        left=epochs.left,
-        wait_seconds=epochs.boundary_wait_seconds,
-        # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
-        around_seconds=max(0.0, min(mid_epoch_wait, epochs.near_boundary_wait_seconds)),
-        share=recurring.edge_share,
-        first_fetch_seconds=_each(epochs.first_fetch_seconds, epochs.first_fetches),
-        start_seconds=_each(epochs.start_seconds, epochs.first_fetches),
-        first_fetch_ratio=_first_fetch_ratio(added) or recurring.first_fetch_ratio,
+def _with_machine(evidence: Evidence, added: Totals, conditions: Sequence[Conditions]) -> Evidence:
+    cores, of_others = _cores(added, conditions)
+    cpu, gpu = added.sampled.cpu, added.sampled.gpu
+    known, unused = cpu.process_seconds.seconds >= _NEARLY_ALL * added.wall_seconds > 0, gpu.unused_ratio.known
+    return replace(
+        evidence,
+        cores=cores,
+        cores_of_others=of_others,
+        host_cpu_ratio=cpu.host_ratio.mean,
+        process_cpu_per_step_seconds=_each(cpu.process_seconds.integral, added.steps) if known else None,
+        own_runnable_seconds=added.run_queue_delay_seconds,
+        throttled_ratio=cpu.throttled_ratio.mean,
+        gpu_utilization_ratio=gpu.utilization_ratio.mean,
+        gpu_idle_seconds=None if unused is None else max(0.0, unused - gpu.exposed_wait_seconds - gpu.garbage_seconds),
+        gpu_slowed_seconds=gpu.slowed_ratio.known,
     )
+
+
+def _with_workers(evidence: Evidence, sampled: WorkerTotals, conditions: Sequence[Conditions]) -> Evidence:
+    cpu, runnable, blocked = _shares(sampled)
+    by_count = _positive(sampled.seconds_by_count)
+    allowed = next((c.worker_cores for c in reversed(conditions) if c.fetching_seconds is not None), None)
+    return replace(
+        evidence,
+        # Not the maximum: workers of an ended epoch may still exist when those of the next have begun.
+        workers=max(by_count, key=lambda count: (by_count[count], count), default=0),
+        configured_workers=int(evidence.settings.get("num_workers") or 0),
+        empty_workers=conditions[-1].empty_workers,
+        same_batches=next((c.same_batches for c in reversed(conditions) if c.same_batches is not None), None),
+        worker_cores=allowed if allowed is not None and allowed < evidence.cores else None,
+        worker_busy_ratio=sampled.busy_ratio.mean,
+        worker_cpu_ratio=cpu,
+        worker_runnable_ratio=runnable,
+        worker_blocked_ratio=blocked,
+        pickling_cores=sampled.pickling_cores.mean,
+    )
+
+
+def _with_fetches(evidence: Evidence, added: Totals, sampled: WorkerTotals, ticks: Sequence[Tick]) -> Evidence:
+    counted = sampled.counted_seconds > ROUNDING_SECONDS  # there are no figures before they have begun
+    seconds = _each(sampled.fetch_busy_seconds, sampled.fetches) if counted else None
+    if sampled.fetches < _ENOUGH_SAMPLED * added.worker_fetches:  # few workers lived from one tick to the next
+        seconds = _each(added.worker_fetch_seconds, added.worker_fetches)
+    conditions = [tick.conditions for tick in ticks][1:]
+    in_loop = [c for c in conditions if c.in_loop] or conditions
+    fetching = [c.fetching_seconds for c in in_loop if c.fetching_seconds is not None]
+    on_core = evidence.worker_cpu_ratio
+    return replace(
+        evidence,
+        fetches=sampled.fetches if counted else None,
+        fetch_seconds=seconds,
+        fetch_cpu_seconds=seconds * on_core if seconds is not None and on_core is not None else None,
+        # The bound of the highest bucket with a fetch; None if no fetch ended, or one is above the last bound.
+        longest_fetch_seconds=max(
+            (bound for bound, count in zip(FETCH_BUCKETS, added.fetch_counts, strict=False) if count), default=None
+        ),
+        slowest_fetch_seconds=_slowest_fetch(ticks),
+        long_fetches=tuple(
+            now for now, then in pairwise([*fetching, 0.0]) if now > then and now >= _LONG_FETCH_SECONDS
+        ),
+        fetching_seconds=fetching[-1] if fetching else 0.0,
+        read_bytes=added.sampled.read_bytes.known,
+        written_bytes=added.sampled.written_bytes.known,
+    )
+
+
+def _with_waits(evidence: Evidence, added: Totals, sampled: WorkerTotals) -> Evidence:
+    took, stacks, batches = added.deliveries, added.stacks, added.batches
+    blocking, from_busy = _positive(sampled.head_of_line_seconds), took.transfer_wait_busy_worker_seconds
+    freeing, receiving = _share(stacks.freeing, stacks.step), _share(stacks.wait_cpu - stacks.sampler_cpu, stacks.wait)
+    return replace(
+        evidence,
+        outlier_wait_seconds=added.outlier_wait_seconds,
+        fetch_wait_seconds=took.fetch_wait_seconds,
+        transfer_wait_seconds=took.transfer_wait_seconds,
+        transfer_wait_long_fetch_seconds=took.transfer_wait_long_fetch_seconds,
+        head_of_line_seconds=took.head_of_line_wait_seconds,
+        blocking_worker=max(blocking, key=lambda worker: blocking[worker], default=None),
+        transfer_seconds=_each(took.transfer_wait_seconds - from_busy, took.batches - took.from_busy),
+        transfer_from_busy_seconds=_each(from_busy, took.from_busy),
+        freeing_seconds=None if freeing is None else _each(freeing * added.compute_seconds, batches),
+        receiving_cpu_seconds=None if receiving is None else _each(receiving * _mid_epoch_wait(added), batches),
+        ready_batches=sampled.ready_batches.mean,
+        slack_seconds=sampled.slack_seconds.mean,
+    )
+
+
+def _with_edges(evidence: Evidence, added: Totals, recurring: RecurringCosts) -> Evidence:
+    epochs, stacks = added.epochs, added.stacks
+    sampler, mid_epoch_wait = _share(stacks.sampler, stacks.wait), added.wait_seconds - epochs.boundary_wait_seconds
+    on_core = stacks.sampler_cpu + stacks.boundary_sampler_cpu
+    return replace(
+        evidence,
+        edges=epochs.boundaries,
+        iterations_left=epochs.left,
+        edge_wait_seconds=epochs.boundary_wait_seconds,
+        # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
+        around_edges_seconds=max(0.0, min(mid_epoch_wait, epochs.near_boundary_wait_seconds)),
+        edge_share=recurring.edge_share,
+        first_fetch_seconds=_each(epochs.first_fetch_seconds, epochs.first_fetches),
+        worker_start_seconds=_each(epochs.start_seconds, epochs.first_fetches),
+        first_fetch_ratio=_first_fetch_ratio(added) or recurring.first_fetch_ratio,
+        sampler_seconds=None if sampler is None else sampler * _mid_epoch_wait(added),
+        edge_sampler_seconds=_boundary_sampler(added),
+        edge_share_of_sampler=recurring.edge_share_of_sampler,
+        sampler_cpu_ratio=_share(on_core, stacks.sampler + stacks.boundary_sampler),
+    )
+
+
+def _with_other_costs(
+    evidence: Evidence, added: Totals, recurring: RecurringCosts, recompiled_because: str | None
+) -> Evidence:
+    garbage = added.garbage
+    # Python itself collects all objects at most once in ten collections of younger ones.
+    own = max(0.0, garbage.collections - 1 - garbage.younger_collections / _YOUNGER_COLLECTIONS)
+    evidence = replace(
+        evidence,
+        checkpoint_seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),
+        checkpoints=added.checkpoint_steps,
+        checkpoint_interval_seconds=recurring.checkpoint_interval_seconds if added.checkpoint_steps < 2 else 0.0,
+        early_checkpoint_seconds=recurring.early_checkpoint_seconds,
+        around_checkpoints_seconds=_around_checkpoints(added),
+        garbage_seconds=garbage.seconds,
+        garbage_wait_seconds=garbage.wait_seconds,
+        edge_garbage_seconds=garbage.boundary_wait_seconds,
+        own_collections_ratio=own / garbage.collections if garbage.collections else None,
+    )
+    took = _positive(added.compiles.again_seconds)
+    if not took:
+        return evidence
+    return replace(
+        evidence,
+        recompilations=added.compiles.again,
+        # A compilation counts when it has ended, and may have begun before the window.
+        recompile_seconds=min(added.compute_seconds, sum(took.values())),
+        recompiled_function=max(took, key=lambda name: took[name]),
+        recompiled_because=recompiled_because,
+    )
+
+
+def _mid_epoch_wait(added: Totals) -> float:
+    """Seconds of waiting in mid-epoch, without garbage collections."""
+    return max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds - added.garbage.wait_seconds)
+
+
+def _boundary_sampler(added: Totals) -> float:
+    """Seconds of the sampler at epoch boundaries."""
+    return (_share(added.stacks.boundary_sampler, added.stacks.boundary) or 0.0) * added.epochs.boundary_wait_seconds
 
 
 def _first_fetch_ratio(added: Totals) -> float:
@@ -546,135 +587,6 @@ def _usual_fetch(added: Totals) -> float | None:
     return _each(max(0.0, seconds), max(0, added.worker_fetches - added.epochs.first_fetches))
 
 
-def _checkpoints(added: Totals, recurring: RecurringCosts) -> Checkpoints:
-    return Checkpoints(
-        seconds=added.ledger_seconds.get(CHECKPOINT, 0.0),
-        count=added.checkpoint_steps,
-        interval_seconds=recurring.checkpoint_interval_seconds if added.checkpoint_steps < 2 else 0.0,
-        early_seconds=recurring.early_checkpoint_seconds,
-        around_seconds=_around_checkpoints(added),
-    )
-
-
-def _garbage(garbage: GarbageTotals) -> Garbage:
-    # Python itself collects all objects at most once in ten collections of younger ones.
-    own = max(0.0, garbage.collections - 1 - garbage.younger_collections / _YOUNGER_COLLECTIONS)
-    ratio = own / garbage.collections if garbage.collections else None
-    return Garbage(garbage.seconds, garbage.wait_seconds, garbage.boundary_wait_seconds, ratio)
-
-
-def _recompiling(added: Totals, conditions: Sequence[Conditions]) -> Recompiling:
-    took, compute = _positive(added.compiles.again_seconds), added.compute_seconds
-    if not took:
-        return Recompiling()
-    # A compilation counts when it has ended, and may have begun before the window.
-    seconds, function = min(compute, sum(took.values())), max(took, key=lambda name: took[name])
-    return Recompiling(added.compiles.again, seconds, function, conditions[-1].recompiled_because)
-
-
-def _waits(added: Totals, workers: WorkerTotals) -> Waits:
-    took, blocking = added.deliveries, _positive(workers.head_of_line_seconds)
-    return Waits(
-        outlier_seconds=added.outlier_wait_seconds,
-        fetch_seconds=took.fetch_wait_seconds,
-        transfer_seconds=took.transfer_wait_seconds,
-        transfer_long_fetch_seconds=took.transfer_wait_long_fetch_seconds,
-        head_of_line_seconds=took.head_of_line_wait_seconds,
-        blocking_worker=max(blocking, key=lambda worker: blocking[worker], default=None),
-    )
-
-
-def _transfer(added: Totals, workers: WorkerTotals) -> Transfer:
-    took, timed, own = added.deliveries, added.sampler, added.own
-    from_idle = took.transfer_wait_seconds - took.transfer_wait_busy_worker_seconds
-    return Transfer(
-        seconds=_each(from_idle, took.batches - took.from_busy),
-        from_busy_seconds=_each(took.transfer_wait_busy_worker_seconds, took.from_busy),
-        freeing_seconds=_each(own.release_seconds, own.releases),
-        receiving_cpu_seconds=_each(timed.receive_cpu_seconds, timed.timed_batches),
-        ready_batches=workers.ready_batches.mean,
-        slack_seconds=workers.slack_seconds.mean,
-    )
-
-
-def _sampler(added: Totals, recurring: RecurringCosts) -> Sampler:
-    timed = added.sampler
-    return Sampler(
-        seconds=_sampler_seconds(added),
-        edge_seconds=timed.boundary_seconds,
-        edge_share=recurring.edge_share_of_sampler,
-        cpu_ratio=_share(timed.cpu_seconds + timed.boundary_cpu_seconds, timed.seconds + timed.boundary_seconds),
-    )
-
-
-def _workers(sampled: WorkerTotals, conditions: Sequence[Conditions], cores: float, configured: int) -> Workers:
-    cpu, runnable, blocked = _shares(sampled)
-    by_count = _positive(sampled.seconds_by_count)
-    allowed = next((c.worker_cores for c in reversed(conditions) if c.fetching_seconds is not None), None)
-    return Workers(
-        # Not the maximum: workers of an ended epoch may still exist when those of the next have begun.
-        count=max(by_count, key=lambda count: (by_count[count], count), default=0),
-        configured=configured,
-        empty=conditions[-1].empty_workers,
-        same_batches=next((c.same_batches for c in reversed(conditions) if c.same_batches is not None), None),
-        cores=allowed if allowed is not None and allowed < cores else None,
-        busy_ratio=sampled.busy_ratio.mean,
-        cpu_ratio=cpu,
-        runnable_ratio=runnable,
-        blocked_ratio=blocked,
-        pickling_cores=sampled.pickling_cores.mean,
-    )
-
-
-def _fetches(added: Totals, sampled: WorkerTotals, ticks: Sequence[Tick], workers: Workers) -> Fetches:
-    counted = sampled.counted_seconds > ROUNDING_SECONDS  # there are no figures before they have begun
-    seconds = _each(sampled.fetch_busy_seconds, sampled.fetches) if counted else None
-    if sampled.fetches < _ENOUGH_SAMPLED * added.worker_fetches:  # few workers lived from one tick to the next
-        seconds = _each(added.worker_fetch_seconds, added.worker_fetches)
-    conditions = [tick.conditions for tick in ticks][1:]
-    in_loop = [c for c in conditions if c.in_loop] or conditions
-    fetching = [c.fetching_seconds for c in in_loop if c.fetching_seconds is not None]
-    return Fetches(
-        count=sampled.fetches if counted else None,
-        seconds=seconds,
-        cpu_seconds=seconds * workers.cpu_ratio if seconds is not None and workers.cpu_ratio is not None else None,
-        # The bound of the highest bucket with a fetch; None if no fetch ended, or one is above the last bound.
-        longest_seconds=max(
-            (bound for bound, count in zip(FETCH_BUCKETS, added.fetch_counts, strict=False) if count), default=None
-        ),
-        slowest_seconds=_slowest_fetch(ticks),
-        long_seconds=tuple(
-            now for now, then in pairwise([*fetching, 0.0]) if now > then and now >= _LONG_FETCH_SECONDS
-        ),
-        in_progress_seconds=fetching[-1] if fetching else 0.0,
-        read_bytes=added.sampled.read_bytes.known,
-        written_bytes=added.sampled.written_bytes.known,
-    )
-
-
-def _cpu(added: Totals, conditions: Sequence[Conditions]) -> Cpu:
-    cores, of_others = _cores(added, conditions)
-    cpu = added.sampled.cpu
-    process_known = cpu.process_seconds.seconds >= _NEARLY_ALL * added.wall_seconds > 0
-    return Cpu(
-        cores=cores,
-        cores_of_others=of_others,
-        host_ratio=cpu.host_ratio.mean,
-        process_seconds_per_step=_each(cpu.process_seconds.integral, added.steps) if process_known else None,
-        own_runnable_seconds=added.run_queue_delay_seconds,
-        throttled_ratio=cpu.throttled_ratio.mean,
-    )
-
-
-def _gpu(gpu: GpuTotals) -> Gpu:
-    unused = gpu.unused_ratio.known
-    return Gpu(
-        utilization_ratio=gpu.utilization_ratio.mean,
-        idle_seconds=None if unused is None else max(0.0, unused - gpu.exposed_wait_seconds - gpu.garbage_seconds),
-        slowed_seconds=gpu.slowed_ratio.known,
-    )
-
-
 def _waited_for(added: Totals, conditions: Sequence[Conditions]) -> tuple[str | None, LoaderSettings]:
     """The source with the longest wait, and its settings. A loop may read two loaders side by side."""
     waits = {source: seconds for source, seconds in added.wait_seconds_by_source.items() if seconds > ROUNDING_SECONDS}
@@ -690,16 +602,6 @@ def _batches_per_step(added: Totals) -> float:
         return batches / steps
     fetches = sampled.workers.fetches + sampled.idle_workers.fetches
     return max(1.0, min(batches, fetches) / steps)  # some batches come from loaders without workers
-
-
-def _sampler_seconds(added: Totals) -> float | None:
-    """The sampler's time for all workers' batches in mid-epoch, from the timed batches; at most the wait."""
-    each = _each(added.sampler.seconds, added.sampler.timed_batches)
-    if each is None:
-        return None
-    batches = added.deliveries.batches or added.batches - added.epochs.boundaries
-    waited = added.wait_seconds - added.epochs.boundary_wait_seconds - added.garbage.wait_seconds
-    return max(0.0, min(each * batches, waited))
 
 
 def _around_checkpoints(added: Totals) -> float:
@@ -765,26 +667,16 @@ def _pace(added: Totals, conditions: Sequence[Conditions], rank: int, cause: str
         compute_seconds=compute,
         exposed_wait_seconds=added.exposed_after_first_seconds,
         away_seconds=max(0.0, seconds - compute - added.wait_seconds),
-        stack_samples=added.own.stack_samples,
-        in_sync_samples=added.own.in_sync_samples,
+        stack_samples=added.stacks.samples,
+        in_sync_samples=added.stacks.in_sync,
         on_gpu=conditions[-1].on_gpu,
         gpu_busy_ratio=added.sampled.gpu.utilization_ratio.mean,
         away_in=max(away, key=lambda name: away[name], default=None),
         core_wait_seconds=added.run_queue_delay_seconds,
         cores_busy_ratio=added.sampled.cpu.host_ratio.mean,
-        backward_seconds=_backward(added) if conditions[-1].on_gpu else None,
-        sm_active_ratio=added.sampled.gpu.sm_active_ratio.mean,
-        sm_clock_hertz=added.sampled.gpu.sm_clock_hertz.mean,
         cause=cause,
         where=places[0][0] if places else None,
     )
-
-
-def _backward(added: Totals) -> float | None:
-    parts = _compute_parts(added)
-    if parts is None or COMPILE in parts:  # a compilation makes any of the passes longer
-        return None
-    return added.compute_seconds * parts.get(BACKWARD, 0.0)
 
 
 def _compute_parts(added: Totals) -> dict[str, float] | None:

@@ -48,8 +48,6 @@ _NEVER_SEEN: Final = 1.5**2
 """If all of n samples are of one line, its share is at least 1 - 3 / n in 95 of 100 cases: twice this error."""
 
 _MIN_SHARE: Final = 0.01
-_COLLATE_FILE: Final = f"{LOADER_CODE}_utils{os.sep}collate.py"
-_FETCHER_FILE: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
 _PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
@@ -173,33 +171,6 @@ def top_line(profile: StackProfile) -> LineShare | None:
     """The line in which most of the time was spent, if that is the greater part of it; else None."""
     lines = line_shares(profile, STEP, least=_FEW_SAMPLES)
     return lines[0] if lines and lines[0].share >= _GREATER_PART else None
-
-
-def with_measured_collation(lines: tuple[LineShare, ...], evidence: Evidence) -> tuple[LineShare, ...]:
-    """The lines of the training thread's own fetches, with the shares of collation and data set as they were timed.
-
-    A sample is taken when the training thread gives the GIL away. Rows in memory are fetched without that, and
-    collation is not, so the samples show the collation and too little of ``__getitem__``.
-    """
-    collated, code = evidence.own_collate_ratio, evidence.traits.code
-    if collated is None or evidence.source != "training_thread" or code is None or not evidence.traits.one_by_one:
-        return lines
-    collation = [line for line in lines if _is_collation(line)]
-    others = [line for line in lines if not _is_collation(line) and not line.file.endswith(_FETCHER_FILE)]
-    seen, file, number, function = sum(line.share for line in others), *code
-    if not collation or seen >= 1 - collated:
-        return lines
-    missing, whole = 1 - collated - seen, sum(line.share for line in collation)
-    of_samples = [line for line in others if (line.file, line.function) == (file, function)]
-    row = of_samples[0] if of_samples else LineShare(file, number, function, None, 0.0, 0.0, collation[0].error)
-    found = [line for line in others if line is not row]
-    found.append(replace(row, share=row.share + missing, cpu_share=min(1.0, row.cpu_share + missing)))
-    found += [replace(line, share=line.share * collated / whole) for line in collation]
-    return tuple(sorted(found, key=lambda line: -line.share))
-
-
-def _is_collation(line: LineShare) -> bool:
-    return line.file.endswith((_COLLATE_FILE, _FETCHER_FILE)) and "collate" in f"{line.file} {line.calls}"
 
 
 def _inside(stack: Stack, work: str) -> Stack:
@@ -360,13 +331,13 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
 
 def _seconds_of(evidence: Evidence, kind: str) -> float | None:
     if kind == FETCH:
-        return evidence.fetches.seconds
+        return evidence.fetch_seconds
     if kind == WAIT and evidence.steps:
         return evidence.wait_seconds / evidence.steps / evidence.batches_per_step
     if kind == STEP and evidence.steps:
         return evidence.step_compute_seconds
-    if kind == CHECKPOINT and evidence.checkpoints.count:
-        return evidence.checkpoints.seconds / evidence.checkpoints.count
+    if kind == CHECKPOINT and evidence.checkpoints:
+        return evidence.checkpoint_seconds / evidence.checkpoints
     return None
 
 
@@ -406,7 +377,7 @@ def _gain(
     saved = part * min(line.share, 1 - line.error)  # other work takes time as well
     if kind == CHECKPOINT:
         whole = evidence.loop_and_checkpoint_seconds
-        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoints.seconds), now=whole)
+        return gain_over_window(evidence, whole - saved * min(whole, evidence.checkpoint_seconds), now=whole)
     if not evidence.steps:
         return None
     now, supply = evidence.step_seconds, evidence.supply_seconds if evidence.source == "workers" else 0.0
@@ -421,7 +392,7 @@ def _gain(
         own = own_time(evidence)
         then = max(now - saved * own.exposed_ratio * own.all_sampler / evidence.steps, supply)
     elif cause == "host_bound":
-        then = now - min((evidence.gpu.idle_seconds or 0.0) / evidence.steps, saved * evidence.step_compute_seconds)
+        then = now - min((evidence.gpu_idle_seconds or 0.0) / evidence.steps, saved * evidence.step_compute_seconds)
     else:
         then = max(now * (1 - saved), supply)
     return gain_of(evidence, then)
@@ -432,11 +403,11 @@ def _with_shorter_fetch(
 ) -> float | None:
     """Seconds of a step if the workers' fetches become shorter by these shares of wall clock and of CPU time."""
     fetch, batches = alone_in_worker(evidence), evidence.batches_per_step
-    if fetch is None or not evidence.workers.count:
+    if fetch is None or not evidence.workers:
         return None
     if cause == "uneven_batches":  # the workers are fast enough on average: only the waits become shorter
         return evidence.step_seconds - saved * max(0.0, evidence.mid_epoch_wait_seconds) / evidence.steps
     shorter = Fetch(fetch.seconds * (1 - saved) + longer * batches, fetch.cpu_seconds * (1 - saved_cpu))
-    then = predicted_step(evidence, shorter, evidence.workers.count)
-    received = (evidence.transfer.receiving_cpu_seconds or 0.0) * batches  # on the training thread
+    then = predicted_step(evidence, shorter, evidence.workers)
+    received = (evidence.receiving_cpu_seconds or 0.0) * batches  # on the training thread
     return max(then, evidence.step_compute_seconds + received)

@@ -32,25 +32,25 @@ def mended_first(evidence: Evidence) -> list[Advice]:
 
 
 def _wrong_uses(evidence: Evidence) -> Iterator[tuple[FindingKind, Advice]]:
-    if evidence.workers.same_batches:
+    if evidence.same_batches:
         yield "duplicate_samples", _split(evidence)
     if evidence.steps_per_iterator is not None:
         yield "iterator_per_step", _one_iterator(evidence)
-    if evidence.source == "workers" and evidence.workers.empty:
+    if evidence.source == "workers" and evidence.empty_workers:
         yield "empty_workers", _more_shards(evidence)
 
 
 def misuse(evidence: Evidence) -> list[Finding]:
     """What is wrong about the use of the loader, if it costs enough."""
-    found, workers, loop = [], evidence.workers.configured, evidence.loop_seconds
+    found, workers, loop = [], evidence.configured_workers, evidence.loop_seconds
     waiting = min(1.0, (evidence.exposed_seconds or 0.0) / loop) if loop > 0 else 0.0
     for kind, advice in _wrong_uses(evidence):
-        share, place, worth = waiting, evidence.traits.code, bool(evidence.steps) and waiting >= _MIN_SHARE
+        share, place, worth = waiting, evidence.traits.sample_code, bool(evidence.steps) and waiting >= _MIN_SHARE
         if kind == "duplicate_samples":
             worth = workers > 1
             share = max(waiting, 1 - 1 / max(1, workers))  # the waits are for samples that come several times
         elif kind == "iterator_per_step":
-            worth, place = evidence.edges.wait_seconds >= _MIN_SHARE * loop, evidence.iterated_at
+            worth, place = evidence.edge_wait_seconds >= _MIN_SHARE * loop, evidence.iterated_at
         lines: tuple[HotLine, ...] = ()
         if place is not None:
             file, line, function = place
@@ -61,7 +61,7 @@ def misuse(evidence: Evidence) -> list[Finding]:
 
 
 def _split(evidence: Evidence) -> Advice:
-    workers = evidence.workers.configured
+    workers = evidence.configured_workers
     because = f"{workers} workers have given the same batches, so each sample comes several times"
     return Advice(f"{SPLIT}, so that each worker gives a part of the items", None, None, None, because)
 
@@ -69,33 +69,31 @@ def _split(evidence: Evidence) -> Advice:
 def _one_iterator(evidence: Evidence) -> Advice:
     now, steps = evidence.step_seconds, evidence.steps
     because = (
-        f"{evidence.edges.count} iterators were made for {steps} steps; their starts, first batches and ends take "
-        f"{ms(evidence.edges.wait_seconds / steps)} of every {ms(now)}"
+        f"{evidence.edges} iterators were made for {steps} steps; their starts, first batches and ends take "
+        f"{ms(evidence.edge_wait_seconds / steps)} of every {ms(now)}"
     )
     action = (
         "make the iterator once, before the loop, and take each batch from it: batches = iter(loader), next(batches)"
     )
     gain, low, fetch = None, None, alone_in_worker(evidence)
-    if evidence.source == "workers" and fetch is not None and evidence.workers.configured:
+    if evidence.source == "workers" and fetch is not None and evidence.configured_workers:
         # Drawing the indices of an epoch and starting the workers end with the iterators. So does their CPU time: what
         # is left of it is at most the compute of the step.
-        kept, cpu = evidence, evidence.cpu.process_seconds_per_step
+        kept, cpu = evidence, evidence.process_cpu_per_step_seconds
         if cpu is not None:
             cpu = min(cpu, evidence.step_compute_seconds)
-            kept = structs.replace(kept, cpu=structs.replace(kept.cpu, process_seconds_per_step=cpu))
+            kept = structs.replace(kept, process_cpu_per_step_seconds=cpu)
         # Without its CPU time, a fetch may need a core all the time or never.
-        least = fetch if evidence.fetches.cpu_seconds is not None else Fetch(fetch.seconds, 0.0)
+        least = fetch if evidence.fetch_cpu_seconds is not None else Fetch(fetch.seconds, 0.0)
         gain, low = (
-            gain_of(evidence, predicted_step(kept, each, evidence.workers.configured, boundary=0.0))
+            gain_of(evidence, predicted_step(kept, each, evidence.configured_workers, boundary=0.0))
             for each in (least, fetch)
         )
     return Advice(action, None, None, gain, because, None if low == gain else low)
 
 
 def _more_shards(evidence: Evidence) -> Advice:
-    workers = evidence.workers
-    because = (
-        f"{workers.empty} of {workers.configured} workers get no items: the data set has fewer shards than workers"
-    )
-    action = f"divide the data set into at least {workers.configured} shards (files) of about the same size"
-    return Advice(action, None, None, gain_of(evidence, step_with(evidence, workers.configured)), because)
+    empty, workers = evidence.empty_workers, evidence.configured_workers
+    because = f"{empty} of {workers} workers get no items: the data set has fewer shards than workers"
+    action = f"divide the data set into at least {workers} shards (files) of about the same size"
+    return Advice(action, None, None, gain_of(evidence, step_with(evidence, workers)), because)

@@ -26,10 +26,10 @@ MAX_WORKERS: Final = 32
 
 def supply_in_order(evidence: Evidence) -> float | None:
     """`supply_seconds` for batches that are taken in order: the slowest worker limits all."""
-    supply, slowest = evidence.supply_seconds, evidence.fetches.slowest_seconds
+    supply, slowest = evidence.supply_seconds, evidence.slowest_fetch_seconds
     if supply is None or slowest is None or not evidence.settings.get("in_order", True):
         return supply
-    return max(supply, slowest * evidence.batches_per_step / evidence.workers.count)
+    return max(supply, slowest * evidence.batches_per_step / evidence.workers)
 
 
 class Fetch(NamedTuple):
@@ -45,7 +45,7 @@ def predicted_step(evidence: Evidence, fetch: Fetch, workers: int, boundary: flo
     The evidence has the compute, the CPU time of the training process, and the cores that it and its workers may use.
     ``boundary``: seconds per step of waiting at epoch boundaries; by default as measured.
     """
-    boundary = evidence.edges.wait_seconds / evidence.steps if boundary is None else boundary
+    boundary = evidence.edge_wait_seconds / evidence.steps if boundary is None else boundary
     supply, on_the_cores = fetch.seconds / workers, _on_the_cores(evidence, fetch)
     return max(evidence.step_compute_seconds, supply, on_the_cores) + boundary
 
@@ -55,10 +55,10 @@ def alone_in_worker(evidence: Evidence) -> Fetch | None:
 
     Then nothing about workers can be predicted.
     """
-    fetch, cpu = evidence.fetches.seconds, evidence.fetches.cpu_seconds
+    fetch, cpu = evidence.fetch_seconds, evidence.fetch_cpu_seconds
     if fetch is None:
         return None
-    alone = fetch * (1 - (evidence.workers.runnable_ratio or 0.0))
+    alone = fetch * (1 - (evidence.worker_runnable_ratio or 0.0))
     return Fetch(alone * evidence.batches_per_step, (fetch if cpu is None else cpu) * evidence.batches_per_step)
 
 
@@ -70,18 +70,18 @@ def step_with(evidence: Evidence, workers: int) -> float | None:
 
 def _on_the_cores(evidence: Evidence, fetch: Fetch) -> float:
     """Minimum seconds of a step on the available cores, with any number of workers."""
-    cpu = (evidence.cpu.process_seconds_per_step or evidence.step_compute_seconds) + fetch.cpu_seconds
-    on_their_cores = fetch.cpu_seconds / evidence.workers.cores if evidence.workers.cores else 0.0
+    cpu = (evidence.process_cpu_per_step_seconds or evidence.step_compute_seconds) + fetch.cpu_seconds
+    on_their_cores = fetch.cpu_seconds / evidence.worker_cores if evidence.worker_cores else 0.0
     # Ranks of this node that keep pace need the cores equally often.
     beside_peers = peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None))
     with_peers = _with_all_others(evidence, cpu) if beside_peers else 0.0
-    return max(cpu / max(evidence.cpu.cores, 1e-9), with_peers, on_their_cores)
+    return max(cpu / max(evidence.cores, 1e-9), with_peers, on_their_cores)
 
 
 def _with_all_others(evidence: Evidence, cpu: float) -> float:
     """Least seconds of a step if the other processes of the machine use as much CPU time for each step as now."""
-    others = evidence.cpu.cores_of_others
-    return (cpu + others * evidence.step_seconds) / (evidence.cpu.cores + others) if others else 0.0
+    others = evidence.cores_of_others
+    return (cpu + others * evidence.step_seconds) / (evidence.cores + others) if others else 0.0
 
 
 def low_gain(evidence: Evidence, then: float, fetch: Fetch) -> float | None:
@@ -90,7 +90,7 @@ def low_gain(evidence: Evidence, then: float, fetch: Fetch) -> float | None:
     Fetches wait for storage. If a process of this machine serves it, that process needs CPU time for each step. It is
     not known which one that is, so the low end counts all of them. ``then``: the predicted seconds of a step.
     """
-    cpu = (evidence.cpu.process_seconds_per_step or evidence.step_compute_seconds) + fetch.cpu_seconds
+    cpu = (evidence.process_cpu_per_step_seconds or evidence.step_compute_seconds) + fetch.cpu_seconds
     longest = min(evidence.step_seconds, _with_all_others(evidence, cpu))
     low, high = gain_of(evidence, max(then, longest)), gain_of(evidence, then)
     return low if low is not None and high is not None and low < high else None
@@ -102,9 +102,9 @@ def with_transfer(evidence: Evidence, step: float) -> float:
     A transfer needs the worker, too, because it sends the file descriptors of the tensors. A busy worker answers later.
     The shorter the step, the larger the share of time in which the worker is busy.
     """
-    idle, busy, supply = evidence.transfer.seconds, evidence.transfer.from_busy_seconds, evidence.supply_seconds
+    idle, busy, supply = evidence.transfer_seconds, evidence.transfer_from_busy_seconds, evidence.supply_seconds
     if idle is None or busy is None or supply is None or busy <= idle:
-        return step + evidence.waits.transfer_seconds / evidence.steps
+        return step + evidence.transfer_wait_seconds / evidence.steps
     longer = (busy - idle) * evidence.batches_per_step
     step += idle * evidence.batches_per_step
     # Workers are busy for the share supply / then of the time, so then = step + longer * supply / then.
@@ -113,7 +113,7 @@ def with_transfer(evidence: Evidence, step: float) -> float:
 
 def best_workers(evidence: Evidence, fetch: Fetch, boundary: float | None = None) -> tuple[int, float]:
     """The fewest workers that fetch with headroom, or as fast as the cores allow, and the predicted step with them."""
-    most = min(MAX_WORKERS, max(1, math.ceil(MAX_WORKERS_PER_CORE * evidence.cpu.cores)))
+    most = min(MAX_WORKERS, max(1, math.ceil(MAX_WORKERS_PER_CORE * evidence.cores)))
     # Fetches that barely fit under the compute stall on every hiccup. Five workers of 109 ms for steps of 22 ms were
     # predicted to give 5.7 times the steps per second, and gave 4.6 to 5.3.
     enough = max(_HEADROOM * evidence.step_compute_seconds, _on_the_cores(evidence, fetch))

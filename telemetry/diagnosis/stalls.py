@@ -119,7 +119,7 @@ class StallDetector:
             self.stall = self._grown(self.stall, added, self.stall.cause, lost, self._aggregate())
             return StallUpdate("held", self.stall)
         evidence = self._aggregate()
-        seen = evidence.loop_seconds + evidence.checkpoints.seconds
+        seen = evidence.loop_seconds + evidence.checkpoint_seconds
         if seen <= 0:
             return None  # evaluation or startup: there is no training to judge
         lost = costs(evidence)
@@ -134,7 +134,7 @@ class StallDetector:
         if self._ever_opened or len(self._ticks) < 2:
             return None
         evidence = self._aggregate()
-        seen = evidence.loop_seconds + evidence.checkpoints.seconds
+        seen = evidence.loop_seconds + evidence.checkpoint_seconds
         if evidence.steps < MIN_STEPS_OF_A_RUN or seen < MIN_SECONDS_OF_A_RUN:
             return None
         return self._open_if_costly(costs(evidence), evidence, enough=True)

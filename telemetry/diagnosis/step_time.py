@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.lines import LineShare
-    from telemetry.sources.lines import StepSampler
     from telemetry.sources.proc import ThreadLoad
+    from telemetry.sources.sampler import Sampler
 
 _MIN_SHARE: Final = 0.1
 """Least share of the training loop that is worth a person's time."""
@@ -55,7 +55,7 @@ class StepTime:
     torch_threads: int | None = None
 
 
-def findings_of(time: StepTime, sampled: StepSampler, evidence: Evidence) -> list[Finding]:
+def findings_of(time: StepTime, sampled: Sampler, evidence: Evidence) -> list[Finding]:
     """What was found. ``sampled``: the samples of the run so far. ``evidence``: the newest window."""
     host, own = _host_work(sampled, evidence), _own_collections(time, sampled, evidence)
     if host is not None and own is not None and _place(host) == _place(own):
@@ -70,28 +70,26 @@ def _place(finding: Finding) -> tuple[str, int] | None:
 
 # -- work on the host between operators --------------------------------------------------------------------------------
 
-_OF_A_BURST: Final = 2
-"""The samples of a burst see the same step, or a few. So a burst counts as much as two independent samples."""
-
 _NEARLY_ALL: Final = 0.8
 
 _BESIDE: Final = 0.1
 """No speed-up is predicted if the lines that call the work have more time of their own than this part of it."""
 
 
-def _host_work(sampled: StepSampler, evidence: Evidence) -> Finding | None:
+def _host_work(sampled: Sampler, evidence: Evidence) -> Finding | None:
     """The host's own work in the steps: logging, loops in Python. On a GPU it costs what the GPU idles, at most."""
     lines = line_shares(sampled.steps, STEP, only=is_host_work)
     if not lines or not evidence.steps:
         return None
-    in_steps = sampled.steps.wall_ns / (sampled.steps.wall_ns + sampled.wait_ns)
+    seen = sampled.seen
+    in_steps = seen.step / (seen.step + seen.wait + seen.boundary)
     every = line_shares(sampled.steps, STEP)
     worst, named = _largest_work(lines, every)
     share = min(1.0, sum(line.share for line in worst))
-    error = math.sqrt(max(share * (1 - share), 0.01) / (_OF_A_BURST * max(1, sampled.bursts)))
+    error = math.sqrt(max(share * (1 - share), 0.01) / sampled.steps.samples)
     if (share - ERRORS * error) * in_steps < _MIN_SHARE / 2 or share * in_steps < _MIN_SHARE:
         return None
-    idle = evidence.gpu.idle_seconds / evidence.loop_seconds if evidence.gpu.idle_seconds is not None else None
+    idle = evidence.gpu_idle_seconds / evidence.loop_seconds if evidence.gpu_idle_seconds is not None else None
     if evidence.pace.on_gpu and (idle is None or idle < _MIN_SHARE):
         return None
     low, gain, high = (
@@ -148,7 +146,7 @@ def _and(parts: list[str]) -> str:
 # -- a thread of the script's own that reads the loader ----------------------------------------------------------------
 
 
-def _reader_thread(sampled: StepSampler, evidence: Evidence) -> Finding | None:
+def _reader_thread(sampled: Sampler, evidence: Evidence) -> Finding | None:
     """Waits in the steps for another thread, which reads a DataLoader. No hook sees them, so they count as compute."""
     if not evidence.read_by_thread or evidence.source is not None or not evidence.steps:
         return None
@@ -163,7 +161,7 @@ def _reader_thread(sampled: StepSampler, evidence: Evidence) -> Finding | None:
         wait_seconds=evidence.wait_seconds + waited,
         compute_seconds=evidence.compute_seconds - waited,
     )
-    workers = evidence.workers.configured
+    workers = evidence.configured_workers
     loader = f"a DataLoader with num_workers={workers}" if workers else "a DataLoader without workers"
     return Finding(
         kind="reader_thread",
@@ -223,12 +221,12 @@ def _too_many(active: int, queued: float, cores: float) -> bool:
 # -- another thread that holds the GIL ---------------------------------------------------------------------------------
 
 
-def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
+def _gil_held(time: StepTime, sampled: Sampler) -> Finding | None:
     """The thread that keeps the GIL from the training thread, which cannot lose more time than it is blocked.
 
     No speed-up is predicted: while the threads are sampled, the GIL changes hands sooner than it does without.
     """
-    threads = [*sampled.threads.values()]
+    threads = [*sampled.threads.found.values()]
     worst = max(threads, key=lambda thread: thread.gil_share, default=None)
     if worst is None or time.blocked_ratio is None:
         return None
@@ -258,9 +256,9 @@ def _gil_held(time: StepTime, sampled: StepSampler) -> Finding | None:
 # -- collections that the script starts itself -------------------------------------------------------------------------
 
 
-def _own_collections(time: StepTime, sampled: StepSampler, evidence: Evidence) -> Finding | None:
+def _own_collections(time: StepTime, sampled: Sampler, evidence: Evidence) -> Finding | None:
     garbage = time.garbage
-    own = round(garbage.collections * (evidence.garbage.own_ratio or 0.0))
+    own = round(garbage.collections * (evidence.own_collections_ratio or 0.0))
     if not own or not evidence.steps:
         return None
     share = min(0.98, garbage.seconds / time.seconds * own / garbage.collections)

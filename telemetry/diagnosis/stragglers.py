@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.records import CHECKPOINT, EVALUATION
-from telemetry.util.text import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,7 +59,7 @@ class OwnPaces:
 
 # -- straggler ---------------------------------------------------------------------------------------------------------
 # A rank that finishes early waits for the others inside its compute, where its own clock cannot separate waiting from
-# work. So the ranks are compared with each other. There are three signs:
+# work. So the ranks are compared with each other. There are two signs:
 #
 # * A step takes equally long on all ranks. If the compute of one rank is shorter than that of the others, it does
 #   something else in the rest of the step, such as waiting for data or writing a checkpoint, and the others wait for
@@ -68,12 +67,8 @@ class OwnPaces:
 # * A rank with slow compute spends less of it in synchronisation than its peers do. This comes from samples of the
 #   training threads: calls of `torch.distributed` and the backward pass count as synchronisation, on a CPU the latter
 #   only while the thread is off the CPU. On GPUs the slow rank's own GPU must be idle as well.
-# * With DistributedDataParallel the ranks wait in the backward pass. That of a rank with a slow GPU is the shortest, as
-#   the GPUs time it, although all else in its step takes longest. The stage of a pipeline with the least work looks
-#   like that, too: it waits before its passes. So the GPU must also have busier SMs, or a lower clock if these are not
-#   known: a kernel of NCCL that waits needs few SMs.
 #
-# The first two signs also show a rank whose training thread waits for a core while all cores of its machine are busy.
+# Both also show a rank whose training thread waits for a core while all cores of its machine are busy.
 # Its own work is not slow then, and a moment later another rank may lack a core. So that time does not count.
 
 MIN_STEPS: Final = 5
@@ -97,18 +92,6 @@ _MIN_SAMPLES: Final = 30
 
 _ALL_CORES: Final = 0.9
 """The machine of a rank lacks cores if its cores are used to this degree."""
-
-_LONGER: Final = 1.05
-"""A GPU is slower if all but its backward pass takes this many times as long. The parts come from a few timed steps."""
-
-_LOWER_CLOCK: Final = 0.97
-"""A GPU's clock is lower than another's at this ratio. Those of one model differ by a step or two of 15 MHz."""
-
-_BY_CLOCK: Final = 0.5
-"""A lower clock is the reason if it makes a GPU slower by at least this share of what was measured."""
-
-_BUSIER: Final = 0.25
-"""A GPU is busier if the share of its active SMs is higher by this part of the time for which the other one waits."""
 
 _FOR_CORES: Final = 0.5
 """The reason is the wait for a core if that is at least this share of the cost of a rank."""
@@ -200,13 +183,7 @@ def _at_same_pace(
 
 
 def _waited_for(own: RankPace, other: RankPace) -> Straggler | None:
-    """The loss of this rank to the other one, with the larger part of it as the reason."""
-    found, by_gpu = _waited_for_host(own, other), _slow_gpu(own, other)
-    return max((slow for slow in (found, by_gpu) if slow is not None), key=lambda slow: slow.lost, default=None)
-
-
-def _waited_for_host(own: RankPace, other: RankPace) -> Straggler | None:
-    """The loss by what the other rank's host does.
+    """The loss of this rank to the other one, with the larger part of it as the reason.
 
     While the other rank is outside of its compute, it is not in synchronisation either. So `_slow` includes the loss of
     `_elsewhere`, and the rest of it is slow compute. `_slow` comes from samples: a loss by chance is no reason.
@@ -278,30 +255,6 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
         return None
     where = f", mostly in {other.where}" if other.where is not None else ""
     return Straggler(other.rank, lost, f"takes longer to compute a step{where}", other.node, error)
-
-
-def _slow_gpu(own: RankPace, other: RankPace) -> Straggler | None:
-    """Loss to a slower GPU, or to one with more work."""
-    if own.backward_seconds is None or other.backward_seconds is None:
-        return None
-    mine, theirs = own.backward_seconds / own.steps, other.backward_seconds / other.steps
-    my_rest, their_rest = own.compute_seconds / own.steps - mine, other.compute_seconds / other.steps - theirs
-    if mine <= theirs or not 0.0 < _LONGER * my_rest <= their_rest:
-        return None
-    clock = 1.0
-    if own.sm_clock_hertz and other.sm_clock_hertz:
-        clock = other.sm_clock_hertz / own.sm_clock_hertz
-    # This rank's own work in its backward pass is shorter than theirs by the same factor as the rest of the step.
-    factor = my_rest / their_rest
-    lost = mine - theirs * factor
-    if own.sm_active_ratio is not None and other.sm_active_ratio is not None:
-        if (other.sm_active_ratio - own.sm_active_ratio) * own.seconds / own.steps < _BUSIER * lost:
-            return None
-    elif clock > min(_LOWER_CLOCK, 1.0 - _BY_CLOCK * (1.0 - factor)):
-        return None
-    why = f"takes longer to compute on its GPU, {1.0 / factor:.2f} times as long without the backward pass"
-    why += f", with {rounded_percent(clock)} of the SM clock here" if clock <= _LOWER_CLOCK else ""
-    return Straggler(other.rank, lost, why, other.node)
 
 
 def _sync_seconds(pace: RankPace) -> float:

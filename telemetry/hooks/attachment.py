@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from telemetry.hooks import checkpoints, dataloader, watch
 from telemetry.hooks.device import CUDA, DeviceEvents, GpuClock, timed
 from telemetry.hooks.optimizer import OptimizerSteps
-from telemetry.hooks.patching import ImportWatch, Patches
+from telemetry.hooks.patching import Patches, is_imported
 from telemetry.hooks.profilers import ProfilerWatch
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """The hooks of one tracker. They are placed now if torch is imported, else when it is imported.
+    """The hooks of one tracker. They are placed in each module once it is imported, which `look` finds.
 
     Args:
         on_error: called with the error if a hook cannot be placed; the other hooks are not affected.
@@ -45,22 +45,47 @@ class Attachment:
         self._tracker = tracker
         self._on_error = on_error
         self._patches = Patches()
-        self._watch = ImportWatch(on_error)
+        self._awaited: dict[str, Callable[[Any], object]] = {}
         self.optimizer = OptimizerSteps(tracker)
         self.profilers = ProfilerWatch(on_error)
         self.clock: GpuClock | None = None
 
     def attach(self) -> None:
-        """Place the hooks. Imports nothing."""
-        self._tracker.garbage.attach(self._patches)
-        self._watch.when_imported("torch", self._torch)
-        self._watch.when_imported("torch._dynamo.trace_rules", _not_traced)
-        self._watch.when_imported("torch.distributed.checkpoint", self._distributed_checkpoint)
-        self._when_imported("torch.distributed.checkpoint.state_dict", checkpoints.patch_state_creation)
-        self._when_imported("safetensors.torch", checkpoints.patch_module)
-        self._watch.when_imported("torchdata.stateful_dataloader.stateful_dataloader", self._stateful_loader)
+        """Place the hooks in what is imported. Imports nothing."""
+        tracker, patches = self._tracker, self._patches
+        tracker.garbage.attach(patches)
+        self._awaited = {
+            "torch.utils.data.dataloader": self._loader,
+            "torch.optim.optimizer": self._optimizers,
+            "torch": self._torch,
+            "torch._dynamo.trace_rules": _not_traced,
+            "torch.distributed.checkpoint": self._distributed_checkpoint,
+            "torch.distributed.checkpoint.state_dict": lambda m: checkpoints.patch_state_creation(m, tracker, patches),
+            "safetensors.torch": lambda module: checkpoints.patch_module(module, tracker, patches),
+            "torchdata.stateful_dataloader.stateful_dataloader": self._stateful_loader,
+        }
         for name, patch in watch.PATCHES.items():
-            self._when_imported(name, patch)
+            self._awaited[name] = lambda module, patch=patch: patch(module, tracker, patches)  # type: ignore[misc]
+        self.look()
+
+    def look(self) -> None:
+        """Place the hooks in what was imported since the last call. Any thread may call it.
+
+        An import hook would be seen by the script. Torch imports its loaders and optimizers 0.1 s and more before it is
+        complete itself.
+        """
+        for name in [name for name in self._awaited if is_imported(name)]:
+            place = self._awaited.pop(name, None)
+            try:
+                if place is not None:
+                    place(sys.modules[name])
+            except Exception as error:
+                self._on_error(error)
+
+    @property
+    def awaits_torch(self) -> bool:
+        """Whether torch has not been found yet."""
+        return "torch" in self._awaited
 
     def watch_gpu(self, name: str = CUDA) -> str | None:
         """Time waits on the device that the training uses, if the config wants it and the device can.
@@ -75,7 +100,6 @@ class Attachment:
             if timed(torch, name):
                 events = DeviceEvents(torch, name, tracker.captures, tracker)
                 self.clock = tracker.gpu = GpuClock(events, tracker)
-                tracker.compute.events = DeviceEvents(torch, name, tracker.captures, tracker)
             else:
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
         if tracker.gpu is not None and not tracker.gpu.due:
@@ -94,47 +118,56 @@ class Attachment:
 
     def detach(self) -> list[str]:
         """Remove every hook. Returns the names of inert patches that stay, because other code has patched over them."""
-        self._watch.close()
+        self._awaited.clear()
         self._tracker.detach()
         if self.clock is not None and not self._tracker.captures.under_way:
             self.clock.release()
-            self._tracker.compute.release()
         return self._patches.undo()
 
     def after_fork_in_child(self) -> None:
         """Make the hooks pass straight through. Takes no lock, and releases no event of the parent."""
-        self._watch.close()
+        self._awaited.clear()
         self._tracker.garbage.detach()
         self._tracker.detach()
 
-    def _when_imported(self, name: str, patch: Callable[[Any, StepTracker, Patches], None]) -> None:
-        self._watch.when_imported(name, lambda module: patch(module, self._tracker, self._patches))
+    def _place(self, *places: Callable[[], object]) -> None:
+        """Place hooks, each for itself."""
+        for place in places:
+            try:
+                place()
+            except Exception as error:
+                self._on_error(error)
 
-    def _torch(self, torch: ModuleType) -> None:
-        tracker, patches, loaders = self._tracker, self._patches, sys.modules["torch.utils.data.dataloader"]
-        optimizers, profiler = sys.modules["torch.optim.optimizer"], sys.modules["torch.autograd.profiler"]
-        places: tuple[Callable[[], object], ...] = (
-            lambda: dataloader.patch_workers(loaders._MultiProcessingDataLoaderIter, tracker, patches),
-            lambda: dataloader.patch_loader(loaders, tracker, patches),
-            lambda: self.optimizer.patch(optimizers, patches),
-            lambda: checkpoints.patch_optimizer(optimizers.Optimizer, tracker, patches),
-            lambda: self.profilers.patch(profiler, torch.autograd._profiler_enabled, patches),
+    def _loader(self, module: Any) -> None:
+        tracker, patches = self._tracker, self._patches
+        self._place(
+            lambda: dataloader.patch_workers(
+                module._MultiProcessingDataLoaderIter, module._utils.worker, tracker, patches
+            ),
+            lambda: dataloader.patch_loader(module, tracker, patches),
+        )
+
+    def _optimizers(self, module: Any) -> None:
+        self._place(
+            lambda: self.optimizer.patch(module, self._patches),
+            lambda: checkpoints.patch_optimizer(module.Optimizer, self._tracker, self._patches),
+        )
+
+    def _torch(self, torch: Any) -> None:
+        tracker, patches = self._tracker, self._patches
+        self._place(
+            lambda: self.profilers.patch(torch.autograd.profiler, torch.autograd._profiler_enabled, patches),
             lambda: tracker.profiler_ranges.use_nvtx(torch.cuda.nvtx) if self._nvtx else None,
             lambda: self.optimizer.patch_graph(getattr(torch.cuda, "CUDAGraph", None), patches),
             lambda: self.optimizer.patch_graph(getattr(getattr(torch, "accelerator", None), "Graph", None), patches),
             lambda: checkpoints.patch_module(torch.serialization, tracker, patches),
             lambda: checkpoints.patch_module(torch, tracker, patches),
         )
-        for place in places:
-            try:
-                place()
-            except Exception as error:
-                self._on_error(error)
         tracker.use_torch(torch)
 
     def _stateful_loader(self, module: Any) -> None:
         tracker, patches = self._tracker, self._patches
-        dataloader.patch_workers(module._StatefulMultiProcessingDataLoaderIter, tracker, patches)
+        dataloader.patch_workers(module._StatefulMultiProcessingDataLoaderIter, module, tracker, patches)
         patches.replace(
             module.StatefulDataLoader, "__iter__", lambda original: dataloader.timed_iter(original, tracker)
         )
@@ -151,4 +184,6 @@ def _not_traced(trace_rules: Any) -> None:
 
     A compiled loop that traced our hooks had up to 15 graph breaks more, and its first epoch took seconds longer.
     """
-    trace_rules.add("telemetry")
+    if not vars(trace_rules).get("_telemetry_added"):
+        trace_rules._telemetry_added = True
+        trace_rules.add("telemetry")

@@ -7,6 +7,7 @@ is a restore.
 from __future__ import annotations
 
 import functools
+import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,7 +54,8 @@ def patch_module(module: ModuleType, tracker: StepTracker, patches: Patches) -> 
 
     for name in SAVING.get(module.__name__, ()):
         if callable(vars(module).get(name)):
-            _patch_saving(module, name, tracker, patches)
+            saving = _Saving(tracker, everything=vars(module)[name].__module__.startswith(_DISTRIBUTED))
+            patches.around(module, name, before=saving.before, after=saving.after, on_error=tracker.fault)
     for name in LOADING.get(module.__name__, ()):
         if callable(vars(module).get(name)):
             begin = functools.partial(_begin_load, tracker)
@@ -64,39 +66,51 @@ def _begin_load(tracker: StepTracker, *_: Any, **__: Any) -> bool:
     return tracker.resume.begin_restore(tracker)
 
 
-def _patch_saving(module: ModuleType, name: str, tracker: StepTracker, patches: Patches) -> None:
-    resume = tracker.resume
-    # torch.distributed.checkpoint is taken to save everything
-    everything = vars(module)[name].__module__.startswith(_DISTRIBUTED)
+class _Saving:
+    """What happens before and after each call of a saving function.
 
-    def whole(saved: object) -> bool:
-        return everything or holds_optimizer(saved)
+    Args:
+        tracker: gets the checkpoints.
+        everything: whether the function is taken to save everything, as that of torch.distributed.checkpoint.
+    """
 
-    def before(obj: object = None, /, *_: Any, **named: Any) -> _Save:
-        start, outer, elsewhere = now_ns(), None, None
+    def __init__(self, tracker: StepTracker, *, everything: bool) -> None:
+        self._tracker = tracker
+        self._everything = everything
+
+    def before(self, obj: object = None, /, *_: Any, **named: Any) -> _Save | None:
+        """Begin a checkpoint on the training thread. On any other thread it only notes the steps so far."""
+        if sys._getframe(2).f_globals.get("__name__") == "torch.storage":
+            return None  # a tensor that is pickled saves its storage in this way
+        tracker, start, outer, elsewhere = self._tracker, now_ns(), None, None
         if get_ident() == tracker.thread:
-            resume.saving(holds_optimizer=whole(named.get("obj", obj)))
-        elif tracker.active and not (tracker.checkpointing or resume.writing_elsewhere):
+            tracker.resume.saving(holds_optimizer=self._is_whole(named.get("obj", obj)))
+        elif tracker.active and not (tracker.checkpointing or tracker.resume.writing_elsewhere):
             elsewhere = tracker.optimizer_steps, tracker.ring.closed
         if not tracker.checkpointing:  # saving functions call each other: only the outermost counts
             outer = tracker.enter_phase(CHECKPOINT)
         return start, outer, elsewhere
 
-    def after(noted: _Save | None, result: object, obj: object = None, /, *_: Any, **named: Any) -> None:
-        start, outer, elsewhere = noted or (0, None, None)
+    def after(self, noted: _Save | None, result: object, obj: object = None, /, *_: Any, **named: Any) -> None:
+        """End it."""
+        if noted is None:
+            return
+        tracker, (start, outer, elsewhere) = self._tracker, noted
         try:
             if result is FAILED:
                 if get_ident() == tracker.thread:
-                    resume.failed()
+                    tracker.resume.failed()
             elif elsewhere is not None:
-                resume.saved_elsewhere(start, elsewhere, holds_optimizer=whole(named.get("obj", obj)))
+                whole = self._is_whole(named.get("obj", obj))
+                tracker.resume.saved_elsewhere(start, elsewhere, holds_optimizer=whole)
             elif tracker.checkpointing:
-                resume.returned(result)
+                tracker.resume.returned(result)
         finally:
             if outer is not None:
                 tracker.exit_phase(CHECKPOINT, outer, start)
 
-    patches.around(module, name, before=before, after=after, on_error=tracker.fault)
+    def _is_whole(self, saved: object) -> bool:
+        return self._everything or holds_optimizer(saved)
 
 
 def patch_optimizer(optimizer_class: type, tracker: StepTracker, patches: Patches) -> None:

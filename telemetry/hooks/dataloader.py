@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks.patching import FAILED, WeakMap, around, forget_frame, unseen
 from telemetry.hooks.ring import MASK, S_DATA_WAIT, STEP, STRIDE
-from telemetry.hooks.timers import Clocks, TimedFetch, TimedWait, timeable
 from telemetry.hooks.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, OVERHEAD_PARTS, StepTracker
-from telemetry.hooks.worker import WorkerProbe
-from telemetry.hooks.worker_block import MAX_WORKERS, WorkerBlock
+from telemetry.hooks.worker import WorkerLoop
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:
@@ -29,19 +27,8 @@ _MAX_PART_NS: Final = 20_000
 
 def patch_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
     """Patch ``torch.utils.data.dataloader``."""
-    base, single = module._BaseDataLoaderIter, module._SingleProcessDataLoaderIter
-    patches.replace(base, "__next__", lambda original: timed_next(original, tracker))
+    patches.replace(module._BaseDataLoaderIter, "__next__", lambda original: timed_next(original, tracker))
     patches.replace(module.DataLoader, "__iter__", lambda original: timed_iter(original, tracker))
-    _time_sampler_start(base, module._DatasetKind.Map, tracker, patches)
-    patches.around(
-        single,
-        "__init__",
-        before=lambda _iterator, loader, *_, **__: begin_boundary(tracker, loader),
-        after=lambda begun, result, iterator, *_, **__: end_boundary(
-            tracker, begun, None if result is FAILED else iterator
-        ),
-        on_error=tracker.fault,
-    )
 
 
 # -- requests for batches ------------------------------------------------------------------------------------------
@@ -127,21 +114,17 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
                 forget_frame(error)
                 raise
         try:
-            requested = now_ns()
             entry = tracker.request(self)
             waits = entry & 7 == S_DATA_WAIT
-            tracker.boundary_ahead(entry, requested)
+            tracker.boundary_ahead(entry)
             if tracker.gpu is not None:
                 tracker.mark_request(self, entry)
-            fetch = TimedFetch(self) if tracker.time_fetches and waits else None
             ranges = tracker.wait_ranges(self) if tracker.profiler_ranges.makers else ()
-            timed = _time_wait(tracker, self) if tracker.sampler_timer.wanted and waits else None
             start = now_ns()
             tracker.waiting_since = start if waits else -start
         except BaseException as error:
             tracker.fault(error)
             return original(self)
-        end = 0
         try:
             try:
                 batch = original(self)
@@ -151,16 +134,13 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
                 forget_frame(error)
                 raise
             finally:
-                _end_parts(tracker, self, ranges, timed, fetch, batch=end > 0)
+                if ranges:
+                    _end_ranges(tracker, ranges)
         except BaseException:  # also of a signal handler, in our own code
             tracker.waiting_since = 0
             raise
         try:
-            if fetch is not None:
-                tracker.fetch_timed(fetch, end - start)
-            tracker.delivered(self, start, end, entry, batch)
-            if tracker.batch_release.wanted and waits:
-                tracker.batch_release.follow(batch)
+            tracker.delivered(self, start, end, entry)
             tracker.overhead_ns += now_ns() - end
             if tracker.gpu is not None:
                 tracker.mark_arrival(start, end)
@@ -181,30 +161,9 @@ def _failed(tracker: StepTracker, iterator: object, start: int, entry: int, erro
         tracker.fault(ours)
 
 
-def _time_wait(tracker: StepTracker, iterator: object) -> TimedWait | None:
-    """Time the parts of the wait that is about to begin. None if no known workers fetch."""
-    tracker.sampler_timer.wanted -= 1
-    if tracker.loaders.known(iterator) is None or not timeable(iterator):
-        return None
-    return TimedWait(tracker.sampler_timer, tracker.garbage, iterator)
-
-
-def _end_parts(
-    tracker: StepTracker,
-    iterator: object,
-    ranges: Sequence[Callable[[], object]],
-    timed: TimedWait | None,
-    fetch: TimedFetch | None,
-    *,
-    batch: bool,
-) -> None:
+def _end_ranges(tracker: StepTracker, ranges: Sequence[Callable[[], object]]) -> None:
     try:
-        if fetch is not None:
-            fetch.end()
-        if timed is not None:
-            timed.end(iterator, batch=batch)
-        if ranges:
-            tracker.profiler_ranges.end(ranges)
+        tracker.profiler_ranges.end(ranges)
     except Exception as error:
         tracker.note_error(error)
 
@@ -224,13 +183,12 @@ def begin_boundary(tracker: StepTracker, subject: Any, *, leaves: bool = False) 
     """
     if get_ident() != tracker.thread or tracker.waiting_since:
         return None
-    requested = now_ns()
     entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
     if not leaves:
         tracker.loaders.note_caller(sys._getframe(1))
     if entry is None:
         return None
-    tracker.boundary_ahead(entry, requested)
+    tracker.boundary_ahead(entry)
     if tracker.gpu is not None:
         tracker.mark_request(None, entry)
     start = now_ns()
@@ -251,8 +209,6 @@ def end_boundary(tracker: StepTracker, begun: tuple[int, int] | None, iterator: 
             tracker.waiting_since = 0
     if iterator is not None and tracker.active:
         tracker.loaders.begun(iterator)
-        if get_ident() == tracker.thread:
-            tracker.marks.made(iterator)
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:
@@ -265,74 +221,42 @@ def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable
     )
 
 
-def _time_sampler_start(iterators: Any, map_style: object, tracker: StepTracker, patches: Patches) -> None:
-    """Time what begins an iteration in the base class of all iterators, which calls ``iter(sampler)``."""
-
-    def before(_iterator: Any, *_: Any, **__: Any) -> Clocks | None:
-        return Clocks(tracker.garbage) if _in_boundary(tracker) else None
-
-    def after(clocks: Clocks | None, result: object, iterator: Any, *_: Any, **__: Any) -> None:
-        # An iterable data set has no sampler of its own. But the ranks may have to agree on a seed.
-        map_in_workers = getattr(iterator, "_num_workers", 0) and getattr(iterator, "_dataset_kind", None) == map_style
-        if clocks is not None and result is not FAILED and map_in_workers:
-            ns, cpu_ns = clocks.passed()
-            tracker.sampler_timer.boundary_sampler_ns += ns
-            tracker.sampler_timer.boundary_sampler_cpu_ns += cpu_ns
-
-    for name in ("__init__", "_reset"):
-        patches.around(iterators, name, before=before, after=after, on_error=tracker.fault)
-
-
-def _in_boundary(tracker: StepTracker) -> bool:
-    return tracker.sampler_timer.at_boundary and get_ident() == tracker.thread and tracker.waiting_since > 0
-
-
 # -- iterators with workers: their constructor starts the workers, and the probe gets into these -----------------------
 
 
-def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> None:
-    """Patch a class of iterators with workers.
-
-    The constructor takes ``worker_init_fn`` from its loader, keeps it as ``_worker_init_fn`` and passes that to each
-    worker. While it runs, the descriptor `_InitFunction` returns a probe instead. Nothing is set on the loader or kept
-    in the iterator: loaders are shared between threads, copied, pickled and sealed, and their iterators are made inside
-    one another.
-    """
-    init_function = _InitFunction(tracker)
+def patch_workers(iterators: Any, module: Any, tracker: StepTracker, patches: Patches) -> None:
+    """Patch a class of iterators with workers. ``module``: where its constructor finds ``_worker_loop``."""
+    loop: WorkerLoop | None = None
     used: WeakMap[None] = WeakMap()  # loaders that have made an iterator
 
-    def making(iterator: Any, loader: Any, *_: Any, **__: Any) -> tuple[int, int] | None:
-        if tracker.active:
-            init_function.making[id(iterator)] = []
+    def stand_in(original: Callable[..., Any]) -> WorkerLoop:
+        nonlocal loop
+        loop = WorkerLoop(original, tracker)
+        return loop
+
+    def making(_iterator: Any, loader: Any, *_: Any, **__: Any) -> tuple[int, int] | None:
+        if loop is not None and tracker.active:
+            workers = vars(loader).get("num_workers")
+            loop.begin(workers if isinstance(workers, int) else 0)
         return begin_boundary(tracker, loader)
 
     def made(begun: tuple[int, int] | None, result: object, iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
-        blocks = init_function.making.pop(id(iterator), None)
+        block = None if loop is None else loop.end()
         try:
-            if result is FAILED:
-                _forget_notes(sys.exc_info()[1])
-            elif blocks is not None and tracker.active:
-                tracker.loaders.register(iterator, blocks[0] if blocks else None, again=loader in used)
+            if result is not FAILED and tracker.active:
+                tracker.loaders.register(iterator, block, again=loader in used)
                 used[loader] = None
         finally:
             end_boundary(tracker, begun, None if result is FAILED else iterator)
 
-    def resetting(iterator: Any, *_: Any, **__: Any) -> TimedWait | None:
-        """``_reset`` draws the indices of all prefetched batches."""
+    def resetting(iterator: Any, *_: Any, **__: Any) -> None:
         loader = tracker.loaders.known(iterator)
         if loader is not None and loader.block is not None:
             loader.block.begin_iteration()
-        timed = _in_boundary(tracker) and timeable(iterator)
-        return TimedWait(tracker.sampler_timer, tracker.garbage, iterator) if timed else None
 
-    def reset(timed: TimedWait | None, _result: object, iterator: Any, *_: Any, **__: Any) -> None:
-        if timed is not None:
-            timed.end(iterator, batch=False)
-
-    iterators._worker_init_fn = init_function
-    patches.on_undo(lambda: delattr(iterators, _NAME))
+    patches.replace(module, "_worker_loop", stand_in)
     patches.around(iterators, "__init__", before=making, after=made, on_error=tracker.fault)
-    patches.around(iterators, "_reset", before=resetting, after=reset, on_error=tracker.note_error)
+    patches.around(iterators, "_reset", before=resetting, on_error=tracker.note_error)
     patches.around(
         iterators,
         "_shutdown_workers",
@@ -340,76 +264,3 @@ def patch_workers(iterators: Any, tracker: StepTracker, patches: Patches) -> Non
         after=lambda begun, _result, _iterator: end_boundary(tracker, begun, None),
         on_error=tracker.fault,
     )
-
-
-_NAME: Final = "_worker_init_fn"
-
-
-def _forget_notes(error: BaseException | None) -> None:
-    """Remove the probe from Python 3.14's notes on a function of the user's that cannot be pickled for a worker.
-
-    From the inside out, each note names an object that holds the object of the note before. Two of them are the probe's
-    state and the probe. The note before these names the part of that state.
-    """
-    kept: list[str] = []
-    for note in getattr(error, "__notes__", ()):
-        if not str(note).startswith(f"when serializing {WorkerProbe.__module__}."):
-            kept.append(note)
-        elif str(note).endswith(" state"):
-            del kept[-1:]
-    if kept:
-        error.__notes__ = kept  # type: ignore[union-attr]
-
-
-class _InitFunction:
-    """``_worker_init_fn`` of a class of iterators: the user's function, with a probe around it in the constructor.
-
-    Attributes:
-        making: the iterators whose constructors run, on any thread, by id. Each has its block, or None if no block can
-            be made; its list is empty until the constructor has read the function.
-    """
-
-    def __init__(self, tracker: StepTracker) -> None:
-        self.making: dict[int, list[WorkerBlock | None]] = {}
-        self._tracker = tracker
-
-    def __get__(self, iterator: Any, kind: type) -> Any:
-        if iterator is None or _NAME not in vars(iterator):  # as without us
-            raise AttributeError(f"{kind.__name__!r} has no attribute {_NAME!r}")
-        user = vars(iterator)[_NAME]
-        making = self.making.get(id(iterator))
-        if making is None:
-            return user
-        try:
-            if not making:
-                making.append(None)  # stays if no block can be made, so that it is tried only once
-                making[0] = self._block_for(iterator)
-            block = making[0]
-            return user if block is None else WorkerProbe(user, block, nvtx=self._tracker.profiler_ranges.nvtx)
-        except Exception as error:
-            self._tracker.fault(error)
-            return user
-
-    def __set__(self, iterator: Any, value: Any) -> None:
-        vars(iterator)[_NAME] = _without_probe(value)
-
-    def __delete__(self, iterator: Any) -> None:
-        del vars(iterator)[_NAME]
-
-    def _block_for(self, iterator: Any) -> WorkerBlock | None:
-        if not 0 < iterator._num_workers <= MAX_WORKERS:
-            return None
-        block = WorkerBlock(iterator._num_workers)
-        if self._tracker.marks.counts_samples(iterator):
-            block.head.samples_wanted = 1
-        session, until = self._tracker.loaders.sampling
-        if until:
-            block.ask_samples(session, until)
-        return block
-
-
-def _without_probe(value: Any) -> Any:
-    """The user's function. For a data pipe, the constructor reads the probe and keeps it in a ``partial``."""
-    if type(value) is functools.partial and any(isinstance(argument, WorkerProbe) for argument in value.args):
-        return functools.partial(value.func, *map(_without_probe, value.args), **value.keywords)
-    return value.user if isinstance(value, WorkerProbe) else value

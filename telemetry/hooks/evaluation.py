@@ -1,205 +1,116 @@
-"""Separates evaluation batches from training batches where the state of gradients does not."""
+"""Separates evaluation batches from training batches, by the state of gradients and the steps of optimizers."""
 
 from __future__ import annotations
 
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.loaders import is_loader, is_loader_iterator, origin
+from telemetry.hooks.loaders import is_tensor, origin, own_value, unwrapped
 from telemetry.hooks.patching import WeakMap
 from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
 _MAX_WITHOUT_A_STEP: Final = 2
-"""So many batches, times the batches per optimizer step so far, may come without a sign of training before the loop
+"""So many batches, times the batches per optimizer step so far, may come without a step of an optimizer before the loop
 counts as an evaluation. Gradient accumulation may begin within a set, and accelerate's loaders read one batch ahead."""
 
 _TRAINED_BEFORE: Final = 4
-"""The limit is this many times higher for a loader that has trained before."""
-
-_MAX_PARAMETERS: Final = 64
-
-
-def _nobody() -> None:
-    """Return None, as a weak reference to an object that is gone."""
-
-
-class TrainingSigns:
-    """Looks for signs that the training thread trains, besides optimizers that step.
-
-    It only reads, between two batches and off the fast path: a hook on a parameter or a patched ``backward`` would be
-    part of the user's graph and of what is compiled.
-    """
-
-    def __init__(self) -> None:
-        self._torch: Any = None
-        self._graph_nodes: Callable[[], int] = lambda: 0
-        self._optimizer: Callable[[], Any] = _nobody
-        self._place = 0  # index of the parameter that is read
-        self._nodes = 0
-        self._parameter: tuple[int, ...] | None = None
-
-    def use_torch(self, torch: ModuleType) -> None:
-        """Use torch, which is now imported."""
-        self._torch = torch
-        # Torch numbers the nodes of its autograd graphs on each thread: one more for each operation with gradients on.
-        self._graph_nodes = getattr(torch._C._autograd, "_get_sequence_nr", self._graph_nodes)
-
-    def follow(self, optimizer: Any) -> None:
-        """Read a parameter of an optimizer from now on. Called after it has stepped, off the fast path."""
-        if self._optimizer() is optimizer:
-            return
-        self._optimizer, self._place = weakref.ref(optimizer), 0
-        try:
-            with self._torch._C.DisableTorchFunction():
-                found = enumerate(_parameters(optimizer)[:_MAX_PARAMETERS])
-                self._place = next((place for place, each in found if each.is_leaf and each.grad is not None), 0)
-        except Exception as error:  # an optimizer of another kind
-            let_pass(error)
-
-    def look(self) -> tuple[bool, bool | None]:
-        """Whether the model ran with gradients on since the last look, and whether gradients or parameters changed.
-
-        The second is None if no parameter shows it: FSDP keeps its own gradients elsewhere meanwhile.
-        """
-        nodes, parameter = self._nodes, self._parameter
-        self._nodes, self._parameter = self._graph_nodes(), self._read()
-        known = self._parameter is not None and parameter is not None
-        return self._nodes != nodes, self._parameter != parameter if known else None
-
-    def _read(self) -> tuple[int, ...] | None:
-        """The versions of the parameter and of its gradient. Every change in place raises them."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return None
-        try:
-            with self._torch._C.DisableTorchFunction():  # a mode's code must not run
-                parameter = _parameters(optimizer)[self._place]
-                if not parameter.is_leaf or type(parameter) not in {self._torch.nn.Parameter, self._torch.Tensor}:
-                    return None  # reading the gradient of a tensor that is no leaf would warn
-                gradient = parameter.grad
-                return parameter._version, id(gradient), 0 if gradient is None else gradient._version
-        except Exception as error:  # the parameters were replaced, or have no versions
-            let_pass(error)
-            return None
-
-
-def _parameters(optimizer: Any) -> list[Any]:
-    """The first group of an optimizer's parameters, without calling a property of a subclass."""
-    parameters: list[Any] = vars(optimizer)["param_groups"][0]["params"]
-    return parameters
+"""The limit is this many times higher for a data set that has trained before."""
 
 
 class EvaluationDetector:
-    """Watches the newest batches of one iterator, and whether anything is trained meanwhile.
+    """Watches the newest batches of one iterator, and whether an optimizer steps meanwhile.
 
-    Batches without any sign of training are an evaluation's. If the model runs with gradients on but without a backward
-    pass, that holds only if another loader trains: the optimizer may have copies of the model's parameters. A loader
-    is recognised by its sampler, else by its data set. Neither is kept alive. Until a torch optimizer has stepped, all
-    batches count as training.
-
-    Attributes:
-        signs: the signs of training.
+    Without a step, batches that are requested with gradients off are an evaluation's at once, and others after some of
+    them. Until a torch optimizer has stepped, batches with gradients on count as training. A loader is recognised by
+    its data set, which is not kept alive. If it has trained with gradients off, as an evolution strategy does, they say
+    nothing about it.
     """
 
     def __init__(self) -> None:
-        self.signs = TrainingSigns()
         self._evaluating = False
-        self._trains = False  # whether gradients or parameters changed since the first batch
         self._iterator = 0
+        self._data: Callable[[], Any] = _nothing  # what identifies the loader of the iteration
         self._since = 0  # optimizer steps when the first batch was requested
-        self._batches = 0  # batches requested since then without a sign of training
+        self._batches = 0  # batches requested since then without a step
         self._max_batches = 0  # more batches than this are an evaluation
-        self._parts: list[Callable[[], Any]] = []
-        self._trained: WeakMap[None] = WeakMap()
+        self._gradients = True  # whether they were on when the newest batch was requested
+        self._trained: WeakMap[bool] = WeakMap()  # with gradients off, too?
         self._evaluated: WeakMap[None] = WeakMap()
 
-    def known_to_evaluate(self, loader: object) -> bool:
-        """Whether an iteration of this loader would be an evaluation, judging by its earlier iterations."""
-        return self._evaluates(_parts_of(loader))
+    def would_evaluate(self, loader: object, *, gradients: bool) -> bool:
+        """Whether an iteration of this loader would begin as an evaluation. ``gradients``: whether they are on."""
+        return self._evaluates(_data_of(loader), gradients=gradients)
 
-    def requested(self, iterator: object, optimizer_steps: int, closed: int) -> bool:
+    def requested(self, iterator: object, optimizer_steps: int, closed: int, *, gradients: bool) -> bool:
         """Note that a batch is about to be requested. Returns whether it is for an evaluation.
 
-        ``closed``: training steps that have ended so far.
+        ``closed``: training steps that have ended so far. ``gradients``: whether they are on.
         """
+        self._gradients = gradients
         if id(iterator) != self._iterator:
             self.leave(optimizer_steps)
-            self._iterator, self._since, self._batches = id(iterator), optimizer_steps, 0
-            self._parts = _parts_of(iterator)
+            data = _data_of(iterator)
+            self._iterator, self._data = id(iterator), _reference(data)
+            self._since, self._batches = optimizer_steps, 0
             self._max_batches = _MAX_WITHOUT_A_STEP * max(1, round(closed / max(1, optimizer_steps)))
-            self._max_batches *= _TRAINED_BEFORE if self._in(self._trained, self._parts[:1]) else 1
-            self._evaluating = self._evaluates(self._parts)
-            self.signs.look()
-        elif optimizer_steps > self._since or self._trains:
+            self._max_batches *= _TRAINED_BEFORE if data in self._trained else 1
+            self._evaluating = self._evaluates(data, gradients=gradients)
+        elif optimizer_steps > self._since:
             self._evaluating = False
+        elif not gradients and not self._trained.get(self._data()):
+            self._evaluating = True
         elif optimizer_steps:
-            self._judge(*self.signs.look())
-        return self._evaluating
-
-    def _judge(self, run_with_gradients: bool, changed: bool | None) -> None:  # noqa: FBT001
-        self._trains = bool(changed)
-        if changed:
-            self._evaluating = False
-        elif not self._evaluating and (not run_with_gradients or (changed is False and self._another_trains())):
             self._batches += 1
-            self._evaluating = self._batches > self._max_batches
-
-    def _another_trains(self) -> bool:
-        """Whether some other loader has trained, with other data than this one's."""
-        return len(self._trained) > 0 and not self._in(self._trained, self._parts)
+            self._evaluating = self._evaluating or self._batches > self._max_batches
+        return self._evaluating
 
     def settled(self, optimizer_steps: int) -> bool:
         """Whether these batches are certainly used for training."""
-        return not self._evaluating and (optimizer_steps > self._since or self._trains or not optimizer_steps)
+        return not self._evaluating and (optimizer_steps > self._since or not optimizer_steps)
 
     def likely(self, optimizer_steps: int) -> bool:
         """Whether these batches are probably used for training. An iteration that has just begun may be either."""
-        return self.settled(optimizer_steps) or self._in(self._trained, self._parts)
+        return self.settled(optimizer_steps) or self._data() in self._trained
 
     def leave(self, optimizer_steps: int) -> None:
         """End an iteration, and remember for its loader what its batches were for."""
-        if not self._iterator:
-            return
-        parts = [part for reference in self._parts if (part := reference()) is not None]
-        if optimizer_steps > self._since or self._trains:
-            for part in parts:
-                self._trained[part] = None
-                self._evaluated.discard(part)
-        elif self._evaluating:
-            for part in parts:
-                if part not in self._trained:
-                    self._evaluated[part] = None
-        self._iterator, self._parts, self._evaluating, self._trains = 0, [], False, False
+        data, self._data = self._data(), _nothing
+        if data is not None:
+            if optimizer_steps > self._since:
+                self._trained[data] = not self._gradients
+                self._evaluated.discard(data)
+            elif self._evaluating and optimizer_steps and data not in self._trained:
+                self._evaluated[data] = None
+        self._iterator, self._evaluating = 0, False
 
-    def _evaluates(self, parts: list[Callable[[], Any]]) -> bool:
-        """Whether the loader evaluates. Another loader with another sampler may train on the same data set."""
-        return self._in(self._evaluated, parts) and not self._in(self._trained, parts[:1])
-
-    @staticmethod
-    def _in(known: WeakMap[None], parts: list[Callable[[], Any]]) -> bool:
-        return any(part is not None and part in known for part in (reference() for reference in parts))
+    def _evaluates(self, data: object, *, gradients: bool) -> bool:
+        off_in_training = self._trained.get(data)
+        if off_in_training is None:
+            return not gradients or data in self._evaluated
+        return not gradients and not off_in_training
 
 
-def _parts_of(loader: object) -> list[Callable[[], Any]]:
-    """The objects that a loader shares with its iterators: its sampler, which no other loader has, and its data set.
+def _nothing() -> None:
+    """Return None, as a weak reference to an object that is gone."""
 
-    A watched object stands for itself. Only attributes of torch's own classes are read.
-    """
+
+def _reference(data: object) -> Callable[[], Any]:
+    try:
+        return weakref.ref(data)
+    except TypeError as error:  # it takes no weak references, as a list does not
+        let_pass(error)
+        return _nothing
+
+
+def _data_of(loader: object) -> object:
+    """What a loader shares with its iterators: its data set, unless that is a tensor. A watched object stands for itself."""
     watched = origin(loader)
     if watched is not None:
-        loader = watched()
-    if is_loader(loader) or is_loader_iterator(loader):
-        return [_reference(loader, "_index_sampler"), _reference(loader, "_dataset", "dataset")]
-    return [watched or _nobody, _nobody]
-
-
-def _reference(loader: object, *names: str) -> Callable[[], Any]:
-    try:  # a subclass may raise, and not every object takes weak references
-        return weakref.ref(next(part for name in names if (part := getattr(loader, name, None)) is not None))
-    except Exception as error:
-        let_pass(error)
-        return _nobody
+        return watched()
+    inside = unwrapped(loader)
+    data = own_value(inside, "_dataset")
+    data = own_value(inside, "dataset", inside) if data is None else data
+    return None if is_tensor(data) else data

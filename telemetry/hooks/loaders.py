@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import structs
 
 from telemetry.hooks.patching import WeakMap
+from telemetry.hooks.worker_block import EPOCHS
 from telemetry.records import LoaderSettings, LoaderTraits
 from telemetry.util.stacks import is_library
 
@@ -82,18 +83,31 @@ def is_loader_iterator(candidate: object) -> bool:
     return _is_a(candidate, "_BaseDataLoaderIter")
 
 
+def is_tensor(candidate: object) -> bool:
+    """Whether an object is a tensor. `torch.utils.swap_tensors` refuses one that has a weak reference."""
+    return _is_a(candidate, "Tensor", "torch")
+
+
 def own_value(candidate: Any, name: str, default: Any = None) -> Any:
     """An attribute that no code of the object's class computes. Unlike ``vars``, this does not make it a dictionary.
 
     With a dictionary, Python takes longer for each attribute of the object: 0.15 us more for torch's own part of
     ``next()`` (`benchmarks/`, hot; Python 3.11).
     """
-    if any(name in vars(kind) for kind in type(candidate).__mro__):
-        return vars(candidate).get(name, default)  # a property, or a default of the class
+    kind = type(candidate)
+    names = _class_names.get(kind)
+    if names is None:
+        names = _class_names[kind] = frozenset(name for base in kind.__mro__ for name in vars(base))
     try:
+        if name in names:
+            return vars(candidate).get(name, default)  # a property, or a default of the class
         return object.__getattribute__(candidate, name)  # not the class's own
-    except AttributeError:
+    except (AttributeError, TypeError):
         return default
+
+
+_class_names: Final[WeakMap[frozenset[str]]] = WeakMap()
+"""The names of all that classes have. A script may make an iterator in each step, and it takes 1 us to ask a class."""
 
 
 def workers_of(candidate: Any) -> list[Any]:
@@ -103,9 +117,12 @@ def workers_of(candidate: Any) -> list[Any]:
 
 
 def batch_size_of(candidate: Any) -> int | None:
-    """The batch size of a ``DataLoader``'s iterator; None if a sampler makes its batches that is not torch's."""
+    """The batch size of a ``DataLoader``'s iterator; None if code that is not torch's makes its batches."""
     sampler = own_value(candidate, "_index_sampler") if is_loader_iterator(candidate) else None
-    size = vars(sampler).get("batch_size") if _is_a(sampler, "BatchSampler", "torch.utils.data.sampler") else None
+    if not _is_a(sampler, "BatchSampler", "torch.utils.data.sampler"):
+        return None
+    by_torch = getattr(_of_class(type(sampler), "__iter__"), "__module__", None) == "torch.utils.data.sampler"
+    size = vars(sampler).get("batch_size") if by_torch else None
     return size if isinstance(size, int) else None
 
 
@@ -124,7 +141,7 @@ def traits_of(iterator: Any) -> LoaderTraits:
         sampler = vars(sampler).get("sampler")
     return structs.replace(
         known,
-        shuffled=None if known.iterable else is_random(sampler),
+        shuffled=None if known.iterable_data else is_random(sampler),
         one_by_one=known.one_by_one and own_value(iterator, "_auto_collation") is True,
         batch_size=batch_size_of(iterator),
     )
@@ -138,11 +155,11 @@ def _traits_of_class(kind: type) -> LoaderTraits:
     base = getattr(sys.modules.get("torch.utils.data.dataset"), "IterableDataset", None)
     iterable = isinstance(base, type) and issubclass(kind, base)
     return LoaderTraits(
-        iterable=iterable,
-        asks_for_worker=asks_for_its_worker(kind) if iterable else None,
-        set_epoch=callable(_of_class(kind, "set_epoch")),
+        iterable_data=iterable,
+        asks_for_its_worker=asks_for_its_worker(kind) if iterable else None,
+        has_set_epoch=callable(_of_class(kind, "set_epoch")),
         one_by_one=not iterable and _of_class(kind, "__getitems__") is None,
-        code=_sample_code(_of_class(kind, "__iter__" if iterable else "__getitem__")),
+        sample_code=_sample_code(_of_class(kind, "__iter__" if iterable else "__getitem__")),
     )
 
 
@@ -220,7 +237,6 @@ class LoaderHandle(BatchSource):
     Attributes:
         pids: the pids of its workers, 0 for a worker that is a thread of this process.
         threads: how many workers are threads of this process.
-        queue: the queue of finished batches.
         block: counters that the workers write; None if they started before the agent, or are threads.
         training: whether it has given a training batch.
         resumed: whether its first iteration began in the middle. Then its batches cannot be matched with fetches.
@@ -236,11 +252,10 @@ class LoaderHandle(BatchSource):
         threads = [isinstance(worker, threading.Thread) for worker in iterator._workers]
         self.threads = sum(threads)
         self.pids = tuple(0 if one else worker.pid for one, worker in zip(threads, iterator._workers, strict=True))
-        self.queue = getattr(iterator, "_data_queue", None)
         self.block = block if not self.threads else None
         self.training = False
-        self.resumed = getattr(iterator, "_num_yielded", 0) > 0  # torchdata's StatefulDataLoader restores a state
-        self.in_order = bool(getattr(iterator, "_in_order", True))
+        self.resumed = own_value(iterator, "_num_yielded", 0) > 0  # torchdata's StatefulDataLoader restores a state
+        self.in_order = bool(own_value(iterator, "_in_order", True))
         self.epoch = 0
         self.delivered: int | None = 0
         self.arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
@@ -248,17 +263,29 @@ class LoaderHandle(BatchSource):
         self.retired = False
         settings: LoaderSettings = {
             "num_workers": len(self.pids),
-            "prefetch_factor": getattr(iterator, "_prefetch_factor", None),
-            "persistent_workers": bool(getattr(iterator, "_persistent_workers", False)),
-            "pin_memory": bool(getattr(iterator, "_pin_memory", False)),
+            "prefetch_factor": own_value(iterator, "_prefetch_factor"),
+            "persistent_workers": bool(own_value(iterator, "_persistent_workers", False)),
+            "pin_memory": bool(own_value(iterator, "_pin_memory", False)),
             "loader_used_again": again,
         }
-        if hasattr(iterator, "_in_order"):  # from torch 2.6 on
+        if own_value(iterator, "_in_order") is not None:  # from torch 2.6 on
             settings["in_order"] = self.in_order
         multiprocessing = sys.modules.get("torch.multiprocessing")
         if multiprocessing is not None and all(map(_is_forked, iterator._workers)):  # others do not inherit it
             settings["sharing_strategy"] = multiprocessing.get_sharing_strategy()
         super().__init__("workers", settings)
+
+    def samples(self) -> tuple[int, int]:
+        """Samples of the batches that its workers have made in the iteration that goes on, and those batches.
+
+        Both are 0 if they are not known.
+        """
+        counters = self.block.read() if self.block is not None else ()
+        if any(each.unsized or self.epoch <= each.epoch - EPOCHS for each in counters):
+            return 0, 0
+        kept = [each for each in counters if self.epoch <= each.epoch]
+        place = self.epoch % EPOCHS
+        return sum(each.epoch_samples[place] for each in kept), sum(each.epoch_sized[place] for each in kept)
 
 
 def _is_forked(worker: Any) -> bool:
@@ -302,7 +329,7 @@ class LoaderRegistry:
     def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
         """Register the workers of an iterator, if it has any, without keeping it alive.
 
-        Only its pids and its queue are kept. With a strong reference, the agent thread could become the thread that
+        Only its pids are kept. With a strong reference, the agent thread could become the thread that
         shuts the workers down. ``again``: whether its loader has made an iterator before.
         """
         iterator = unwrapped(iterator)
@@ -388,5 +415,5 @@ class LoaderRegistry:
                 return source_of(iterator)
         if not is_loader_iterator(iterator):
             return wrapper._telemetry_batches if issubclass(type(wrapper), Wrapper) else WATCHED
-        workers = getattr(iterator, "_num_workers", 0)
+        workers = own_value(iterator, "_num_workers", 0)
         return BatchSource("workers", {"num_workers": workers}) if workers else ON_THREAD

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections import deque
 from threading import get_ident, get_native_id
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,39 +44,44 @@ _MAX_PARAMETERS: Final = 4096
 """So many parameters are asked for their device, once for an optimizer. That takes 0.1 us for each."""
 
 
+_FOLLOWED: Final[list[tuple[StepTracker, OptimizerSteps]]] = []
+"""Those of the running agent. The hook itself stays in torch's dictionary: a script may stop the agent in a hook of its
+own, while torch goes through it."""
+
+
+def _after_step(optimizer: object, _args: object, _kwargs: object, followed: list[Any] = _FOLLOWED) -> None:
+    for tracker, steps in followed:
+        if tracker.fast_path_iterator_id and not tracker.nested_steps:
+            tracker.optimizer_steps += 1
+            return
+        try:
+            steps.stepped(optimizer)
+        except Exception as error:
+            tracker.fault(error)
+
+
+# torch.compiler.disable marks a function in this way, but imports Dynamo. A compiled step must not trace this.
+_after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 class OptimizerSteps:
     """Counts the steps of optimizers."""
 
     def __init__(self, tracker: StepTracker) -> None:
         self._tracker = tracker
         self._known: WeakMap[bool] = WeakMap()  # optimizers that have stepped
+        self._new: deque[weakref.ref[Any]] = deque()  # those of them that the agent thread has not read yet
         self._looks = 0  # how many of the next steps are looked at
         self._optimizer_id = 0  # id of the optimizer whose steps count as training steps if no batch is requested
         # The optimizers whose steps a graph contains. They are not kept alive: one may have a reference to its graph.
         self._in_graph: WeakMap[list[weakref.ref[Any]]] = WeakMap()
 
     def patch(self, module: Any, patches: Patches) -> None:
-        """Register the hook with ``torch.optim.optimizer``."""
-
-        # Both are default values instead of closure variables: see `hooks.dataloader.timed_next`.
-        def stepped(
-            optimizer: object,
-            _args: object,
-            _kwargs: object,
-            tracker: StepTracker = self._tracker,
-            steps: OptimizerSteps = self,
-        ) -> None:
-            if tracker.fast_path_iterator_id and not tracker.nested_steps:
-                tracker.optimizer_steps += 1
-                return
-            try:
-                steps.stepped(optimizer)
-            except Exception as error:
-                tracker.fault(error)
-
-        # torch.compiler.disable marks a function in this way, but imports Dynamo. A compiled step must not trace this.
-        stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
-        patches.on_undo(module.register_optimizer_step_post_hook(stepped).remove)
+        """Have this called for each step, by the one hook of this process in ``torch.optim.optimizer``."""
+        _FOLLOWED[:] = [(self._tracker, self)]
+        patches.on_undo(_FOLLOWED.clear)
+        if _after_step not in module._global_optimizer_post_hooks.values():
+            module.register_optimizer_step_post_hook(_after_step)
 
     def patch_graph(self, graph: Any, patches: Patches) -> None:
         """Patch a class of graphs, such as ``torch.cuda.CUDAGraph``, if it has the methods to patch."""
@@ -89,25 +95,14 @@ class OptimizerSteps:
 
     def stepped(self, optimizer: object) -> None:
         """Handle a step of an optimizer that is not on the fast path."""
-        compute = self._tracker.compute
-        if compute.running and self._tracker.here:  # else on a thread of autograd's
-            compute.stepped(optimizer)
-        self._note(optimizer)
-        if compute.running and self._tracker.here:
-            compute.go_on_after_hook()
-
-    def _note(self, optimizer: object) -> None:
         tracker = self._tracker
         if optimizer not in self._known:
             self._known[optimizer] = True
             self._looks = _LOOKS
-            self._read_devices(optimizer)
-            if tracker.here:
-                tracker.compute.follow(optimizer)
+            self._new.append(weakref.ref(optimizer))
         self._looks -= 1
-        if (tracker.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(3)):
+        if (tracker.nested_steps or self._looks >= 0) and _is_nested(sys._getframe(2)):
             tracker.nested_steps = True  # the fast path cannot see it
-            tracker.resume.read_position(optimizer, tracker.optimizer_steps + 1)
         elif not self._only_captured(optimizer):
             self._count(optimizer)
 
@@ -123,9 +118,7 @@ class OptimizerSteps:
                 return
             # start() was called on another thread than the one that trains
             tracker.thread, tracker.native_thread = here, get_native_id()
-            tracker.garbage.follow_thread()
-        tracker.resume.stepped(optimizer, tracker.optimizer_steps)
-        tracker.detector.signs.follow(optimizer)
+        tracker.resume.stepped(optimizer)
         if tracker.gpu is not None:
             try:
                 tracker.gpu.worked()
@@ -139,16 +132,25 @@ class OptimizerSteps:
         if not tracker.batch_seen:
             self._optimizer_id = self._optimizer_id or id(optimizer)
             if self._optimizer_id == id(optimizer):
-                tracker.compute.end(now_ns())
                 stamp = now_ns()
                 tracker.ring.push(stamp, stamp, _BOUNDARY)
                 tracker.unseen_steps += 1
                 tracker.category = r.S_COMPUTE
                 tracker.boundary_passed(opens=True)
-                if tracker.compute.wanted:
-                    tracker.compute.begin(stamp)
         elif tracker.category == r.S_EVALUATION:  # an evaluation loop was left with break
             tracker.switch(r.S_COMPUTE if tracker.step_open else r.S_OTHER)
+
+    def read_new(self) -> None:
+        """Read the devices and the position of optimizers that are new. The agent thread calls it.
+
+        There no mode of the script sees what is read of its tensors.
+        """
+        while self._new:
+            optimizer = self._new.popleft()()
+            if optimizer is not None:
+                with sys.modules["torch"]._C.DisableTorchFunction():
+                    self._read_devices(optimizer)
+                    self._tracker.resume.read_position(optimizer, self._tracker)
 
     def _read_devices(self, optimizer: object) -> None:
         """Find out which devices hold the parameters. Those on the host count only while no others are known."""

@@ -1,23 +1,19 @@
-"""How the hooks get into code that is not ours: replaced attributes, watched imports, hidden frames."""
+"""How the hooks get into code that is not ours: replaced attributes, hidden frames."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
 import sys
 import weakref
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Callable
 
 
 # -- keeps our frames out of tracebacks, and out of the places that warnings name --------------------------------------
@@ -207,92 +203,10 @@ class Patches:
         return left
 
 
-# -- calls a function when a module has been imported, without importing it --------------------------------------------
-# Under ``telemetry run`` the script has not imported torch yet. It must do that itself: before, it may set variables
-# that torch reads while it loads (OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES).
-
-
-class ImportWatch(MetaPathFinder):
-    """Calls back once for each watched module: now if it is already imported, else when it has been imported.
-
-    It is in ``sys.meta_path`` only while it waits for a module.
-    """
-
-    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
-        self._waiting: dict[str, Callable[[ModuleType], None]] = {}
-        self._on_error = on_error
-        self._searching: set[str] = set()
-
-    def when_imported(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        """Call ``then(module)``. An exception in it goes to ``on_error`` and does not fail the import."""
-        module = sys.modules.get(name)
-        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
-            self._call(then, module)
-            return
-        self._waiting[name] = then
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._waiting.clear()
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the other finders' spec for a watched module, with a loader that calls back; else None."""
-        del path, target
-        if fullname not in self._waiting or fullname in self._searching:
-            return None
-        self._searching.add(fullname)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        except (ImportError, AttributeError, ValueError):
-            return None  # the other finders will raise the reason
-        finally:
-            self._searching.discard(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        # It stays watched: a caller that asks for a spec may not import the module.
-        spec.loader = _Announcing(spec.loader, lambda module: self._imported(fullname, module))
-        return spec
-
-    def _imported(self, name: str, module: ModuleType) -> None:
-        then = self._waiting.pop(name, None)
-        if then is not None:
-            self._call(then, module)
-        if not self._waiting:
-            self.close()
-
-    def _call(self, then: Callable[[ModuleType], None], module: ModuleType) -> None:
-        try:
-            then(module)
-        except Exception as error:
-            self._on_error(error)
-
-
-class _Announcing(Loader):
-    """The real loader, with a call after the import. It removes itself before the module's code runs."""
-
-    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._then(module)
+def is_imported(name: str) -> bool:
+    """Whether a module has been imported, and its code has run to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 # -- keeps objects with a resource of a device from being destroyed in a forked child ----------------------------------

@@ -135,21 +135,21 @@ class ResumeState:
         if step is not None:
             self.step, self.source, self.at_optimizer_steps = step, OPTIMIZER, state.optimizer_steps
 
-    def stepped(self, optimizer: Any, steps: int) -> None:
-        """Note an optimizer's step off the fast path. ``steps``: its number in this process."""
+    def stepped(self, optimizer: Any) -> None:
+        """Note an optimizer's step off the fast path."""
         if len(self._optimizer_ids) < _MAX_PARAMETERS:
             self._optimizer_ids.add(id(optimizer))
-        self.read_position(optimizer, steps)
 
-    def read_position(self, optimizer: Any, steps: int) -> None:
-        """Read how many steps the state of the first optimizer has had. It may step within another's step."""
+    def read_position(self, optimizer: Any, state: StepState) -> None:
+        """Read how many steps the state of the first optimizer has had, on the agent thread."""
         if self._read:
             return
         self._read = True
-        if self.source is None:
-            step = _step_of_optimizer(optimizer)
-            if step is not None and step >= steps:
-                self.step, self.source, self.at_optimizer_steps = step - steps, OPTIMIZER, 0
+        steps, step = -1, None
+        while steps != state.optimizer_steps:  # it may step meanwhile
+            steps, step = state.optimizer_steps, _step_of_optimizer(optimizer)
+        if self.source is None and step is not None and step >= steps:
+            self.step, self.source, self.at_optimizer_steps = step - steps, OPTIMIZER, 0
 
     def told(self, state: StepState, step: int) -> None:
         """Take from the script how many steps its loaded state contains."""

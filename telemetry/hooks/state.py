@@ -61,6 +61,7 @@ class StepState(HotState):
         explicit: whether the user calls ``step()``.
         batch_seen: whether a batch was requested on this thread.
         batch_since_step: whether a batch has come since the user's last ``step()``.
+        at_boundary: whether an iteration has begun or ended since the newest batch. False before the first batch.
         batches_unseen: whether the agent thread has found that another thread now requests the batches.
         step_iterators: ids of the iterators that gave a batch to the open step.
         iterator_id: id of the iterator that gave the newest batch.
@@ -79,10 +80,10 @@ class StepState(HotState):
     """
 
     __slots__ = (
-        "accelerator", "batch_seen", "batch_since_step", "batches_unseen", "category", "device", "devices", "errors",
-        "explicit", "grad_enabled", "in_phase", "iterator_gone", "iterator_id", "last_error", "native_thread",
-        "overhead_ns", "phases", "recorder", "requests_elsewhere", "ring", "step_iterators", "step_open", "trained_on",
-        "unseen_steps",
+        "accelerator", "at_boundary", "batch_seen", "batch_since_step", "batches_unseen", "category", "device",
+        "devices", "errors", "explicit", "grad_enabled", "in_phase", "iterator_gone", "iterator_id", "last_error",
+        "native_thread", "overhead_ns", "phases", "recorder", "requests_elsewhere", "ring", "step_iterators",
+        "step_open", "trained_on", "unseen_steps",
     )  # fmt: skip
 
     def __init__(self, ring: r.Ring) -> None:
@@ -100,6 +101,7 @@ class StepState(HotState):
         self.batch_seen = False
         self.batch_since_step = False
         self.batches_unseen = False
+        self.at_boundary = False
         self.step_iterators: set[int] = set()
         self.iterator_id = 0
         self.iterator_gone: list[object] = [None]

@@ -13,7 +13,7 @@ the ring. It runs on the training thread, so it only compares and stores. The ru
 
 On the fast path a step costs two stamps and two stores (`hooks.dataloader.timed_next`). It handles only ordinary
 batches of one iterator, and notifies no other part of the agent. It is on once an iterator has given two training
-batches in a row, and no other part needs to see each step: a snapshot, NVTX ranges, or waits whose parts are timed.
+batches in a row, and no other part needs to see each step: a snapshot, or NVTX ranges.
 Every batch on the slow path checks this again, so the fast path is back one batch after the last reason has gone. The
 agent thread may switch it off while the training thread switches it on. So `_fast_path_on` checks each lasting reason
 itself, and the agent thread switches it off again at every tick.
@@ -28,15 +28,14 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.hooks import ring as r
-from telemetry.hooks.batches import BatchMarks, iteration_begins
-from telemetry.hooks.compute import ComputeTimer
+from telemetry.hooks.batches import iteration_begins, mark_of
 from telemetry.hooks.device import CUDA, Captures
 from telemetry.hooks.evaluation import EvaluationDetector
-from telemetry.hooks.loaders import ON_THREAD, WATCHED, LoaderRegistry, is_loader_iterator
+from telemetry.hooks.garbage import GarbageTimer
+from telemetry.hooks.loaders import LoaderRegistry, is_loader_iterator
 from telemetry.hooks.profilers import ProfilerRanges
 from telemetry.hooks.resume import ResumeState
 from telemetry.hooks.state import NO_THREAD, StepState
-from telemetry.hooks.timers import BatchRelease, GarbageTimer, SamplerTimer, TimedFetch
 from telemetry.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 from telemetry.util.clock import NS, now_ns
 
@@ -87,50 +86,49 @@ class StepTracker(StepState):
     Attributes:
         steady_iterator_id: ``id()`` of the iterator that gives ordinary batches, 0 for none. It stays if something
             other than the loop switches the fast path off. Training thread only.
-        loaders: where batches come from. ``marks``: their samples and tokens.
+        loaders: where batches come from.
         detector: whether the newest batches are for training.
         tokens_told: tokens that the script has reported; None before the first.
         gpu: the clock that times waits on the GPU, if there is one.
         captures: tracks which CUDA graphs are being captured.
         profiler_ranges: ranges for the profilers that are recording.
         resume: checkpoints that were written, and where the training has resumed.
-        sampler_timer: times what this thread itself does inside ``next()``: the sampler, garbage collections.
         garbage: times garbage collections.
-        compute: times the parts of some steps.
-        batch_release: follows a batch of workers until it is freed.
-        time_fetches: how many of the next fetches on this thread are also timed on its CPU clock, which
-            ``timed_fetch_ns`` and ``timed_fetch_cpu_ns`` sum up. ``timed_collate_ns``: their collation.
     """
 
     __slots__ = (
-        "_iterator_alive", "_loader_id", "_optimizer_steps_at_open", "_steps_at_open_unknown", "_torch",
-        "batch_release", "captures", "compute", "detector", "garbage", "gpu", "loaders", "marks", "profiler_ranges",
-        "resume", "sampler_timer", "steady_iterator_id", "time_fetches", "timed_collate_ns", "timed_fetch_cpu_ns",
-        "timed_fetch_ns", "tokens_told",
+        "_iterator_alive",
+        "_loader_id",
+        "_marked",
+        "_optimizer_steps_at_open",
+        "_steps_at_open_unknown",
+        "_torch",
+        "captures",
+        "detector",
+        "garbage",
+        "gpu",
+        "loaders",
+        "profiler_ranges",
+        "resume",
+        "steady_iterator_id",
+        "tokens_told",
     )  # fmt: skip
 
     def __init__(self, ring: r.Ring) -> None:
         super().__init__(ring)
         self.steady_iterator_id = 0
         self.loaders = LoaderRegistry()
-        self.marks = BatchMarks()
         self.detector = EvaluationDetector()
         self.tokens_told: int | None = None
         self.gpu: GpuClock | None = None
         self.captures = Captures()
         self.profiler_ranges = ProfilerRanges()
         self.resume = ResumeState()
-        self.sampler_timer = SamplerTimer()
-        self.garbage = GarbageTimer(self, self.sampler_timer)
-        self.compute = ComputeTimer(self)
-        self.batch_release = BatchRelease(ring)
-        self.time_fetches = 0
-        self.timed_fetch_ns = 0
-        self.timed_fetch_cpu_ns = 0
-        self.timed_collate_ns = 0
+        self.garbage = GarbageTimer(self)
         self._torch: Any = None
         self._optimizer_steps_at_open = 0
         self._steps_at_open_unknown = False  # whether the fast path, now off, may have opened the step
+        self._marked = 0  # id of the iterator whose batches the newest mark in the ring is for
         self._loader_id = 0  # id of the loader whose iteration the steps follow
         self._iterator_alive: weakref.ref[Any] | None = None
 
@@ -138,7 +136,6 @@ class StepTracker(StepState):
         """Use torch, which is now imported."""
         self._torch = torch
         self.grad_enabled = torch.is_grad_enabled
-        self.detector.signs.use_torch(torch)
 
     def gradients_on(self) -> bool:
         """Whether gradients are on. True before torch is imported."""
@@ -155,13 +152,10 @@ class StepTracker(StepState):
     def loop_changed(self) -> None:
         """Forget the steady iterator, because the loop begins, ends or is interrupted."""
         self.fast_path_iterator_id = self.steady_iterator_id = 0
-        if self.compute.running:
-            self.compute.drop()
 
     def _fast_path_on(self, iterator_id: int) -> None:
         self.steady_iterator_id = iterator_id
-        wanted = self.recorder is None and not self.profiler_ranges.nvtx and not self.sampler_timer.wanted
-        wanted = wanted and not (self.compute.wanted or self.compute.running)
+        wanted = self.recorder is None and not self.profiler_ranges.nvtx
         gpu, ring = self.gpu, self.ring
         if gpu is not None:
             wanted = wanted and ring.head < gpu.due
@@ -175,21 +169,10 @@ class StepTracker(StepState):
 
     # -- step boundaries, for a snapshot that is armed or recording, and for NVTX ranges -------------------------------
 
-    def boundary_ahead(self, entry: int, at: int) -> None:
-        """Report the boundary of a span with this code, before its wait begins. ``at``: when it was requested."""
-        if self.compute.running:
-            self._pause_compute(entry, at)
+    def boundary_ahead(self, entry: int) -> None:
+        """Report the boundary of a span with this code, before its wait begins."""
         if self.recorder is not None or self.profiler_ranges.nvtx:
             self.boundary_passed(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and self.ring.open)
-
-    def _pause_compute(self, entry: int, at: int) -> None:
-        """End or interrupt the step whose parts are timed: a span with this code is about to begin."""
-        if entry & r.LEAVES:
-            self.compute.drop()
-        elif entry & r.CLOSES or entry & 7 != r.S_DATA_WAIT:
-            self.compute.end(at)
-        else:
-            self.compute.wait(at)
 
     def boundary_passed(self, *, opens: bool = False, closing: bool = False) -> None:
         """Report a step that has ended or begins now. ``closing``: the ring has no entry yet that ends the step."""
@@ -275,14 +258,11 @@ class StepTracker(StepState):
         self.category = r.S_COMPUTE
         self.ring.push(stamp, stamp, r.code(r.S_COMPUTE, r.S_COMPUTE, flags))
         self.boundary_passed(opens=bool(flags))
-        if self.compute.wanted:
-            self.compute.begin(stamp)
 
     def exit_step(self) -> None:
         """End the user's step."""
         if not self.here or self.in_phase or not self.step_open:
             return
-        self.compute.end(now_ns())
         stamp = now_ns()
         self.unseen_steps += not self.batch_since_step
         self.step_open = self.batch_since_step = False
@@ -296,10 +276,11 @@ class StepTracker(StepState):
         """Begin a request for a batch on the slow path. Returns the code of its span."""
         if self.in_phase:
             return r.code(self.category, self.category)
-        if not self.grad_enabled():
-            self._enter_evaluation()
-            return _EVALUATION
-        if not self.explicit and self.detector.requested(iterator, self.optimizer_steps, self.ring.closed):
+        gradients, steps = self.grad_enabled(), self.optimizer_steps
+        evaluates = not gradients and self.explicit
+        if not self.explicit:
+            evaluates = self.detector.requested(iterator, steps, self.ring.closed, gradients=gradients)
+        if evaluates:
             self._enter_evaluation(own=id(iterator))
             return _EVALUATION
         if self.explicit:
@@ -309,30 +290,28 @@ class StepTracker(StepState):
             return r.STEP
         return _SAME_STEP
 
-    def delivered(self, iterator: object, start: int, end: int, entry: int, batch: object) -> None:
+    def delivered(self, iterator: object, start: int, end: int, entry: int) -> None:
         """Handle a batch that has come on the slow path, after a wait with this code and stamps (monotonic ns)."""
         category = entry >> 3 & 7
         training = not self.in_phase and category != r.S_EVALUATION
         likely = training and (self.explicit or self.detector.likely(self.optimizer_steps))
         source = self.loaders.delivered(iterator, training=likely)
-        told = self.tokens_told is not None
-        marks = self.marks
-        marked = marks.batch(iterator, batch, source, told=told) if training else marks.not_training(iterator, source)
+        marked = source if (id(iterator) == self._marked) is training else mark_of(iterator, source)
+        if training:
+            self._marked = id(iterator)
         self.ring.push(start, end, entry, marked)
         self.waiting_since = 0
         if not training:
             return
         self.category = category
         self.batch_seen = self.batch_since_step = True
-        self._steps_at_open_unknown = self.sampler_timer.at_boundary = False
+        self._steps_at_open_unknown = self.at_boundary = False
         if self.device is None and (self.trained_on == "cpu" or self.ring.closed >= _STEPS_WITHOUT_OPTIMIZER):
             self.device = self._current_device()
         if id(iterator) != self.iterator_id or self.iterator_gone:
             # Note when it is freed, without keeping it alive. The callback is C code: see `hooks.patching.WeakMap`.
             self.iterator_id, self.iterator_gone = id(iterator), []
             self._iterator_alive = weakref.ref(iterator, self.iterator_gone.append)
-        if self.compute.running:
-            self.compute.go_on(end)
         if self.explicit:
             self.step_open = True
             return
@@ -345,19 +324,10 @@ class StepTracker(StepState):
             self.resume.counts = self.ring.closed, self.optimizer_steps
         else:
             self.step_iterators.add(id(iterator))
-        if self.compute.wanted and entry == r.STEP:
-            self.compute.begin(end)
         if alone:
             self._fast_path_on(id(iterator))
         else:
             self.fast_path_iterator_id = self.steady_iterator_id = 0
-
-    def fetch_timed(self, fetch: TimedFetch, ns: int) -> None:
-        """Add a fetch of the training thread that was timed, and took so many nanoseconds."""
-        self.time_fetches -= 1
-        self.timed_fetch_ns += ns
-        self.timed_fetch_cpu_ns += fetch.cpu_ns
-        self.timed_collate_ns += fetch.collate_ns
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """Handle a request that raised, at the end of an epoch or as an error for the user. See `delivered`."""
@@ -367,7 +337,7 @@ class StepTracker(StepState):
             return
         during, ended = entry & 7, isinstance(error, StopIteration)
         if during == r.S_DATA_WAIT and self.batch_seen:
-            self.sampler_timer.epoch_boundary()
+            self.at_boundary = True
         self.detector.leave(self.optimizer_steps)
         loader = None if ended else self.loaders.known(iterator)  # a batch that raised has a number, too
         if during == r.S_EVALUATION:
@@ -385,16 +355,17 @@ class StepTracker(StepState):
 
     def iteration(self, loader: object) -> int:
         """Begin a call of ``iter(loader)``. Returns the code of its span, in which workers are started."""
-        self.marks.begun()
+        self._marked = 0
         if self.in_phase:
             return r.code(self.category, self.category)
         self.detector.leave(self.optimizer_steps)
-        if not self.grad_enabled() or (not self.explicit and self.detector.known_to_evaluate(loader)):
+        gradients = self.grad_enabled()
+        if not gradients if self.explicit else self.detector.would_evaluate(loader, gradients=gradients):
             self._enter_evaluation()
             return _EVALUATION
         flags = 0
         if self.batch_seen:
-            self.sampler_timer.epoch_boundary()
+            self.at_boundary = True
         if self.category == r.S_EVALUATION:  # ``break`` has left an evaluation loop
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
         if not self.explicit:
@@ -411,7 +382,7 @@ class StepTracker(StepState):
         """Begin to stop the workers of an iterator that was left. Returns the code of that span, or None.
 
         It is None if the iterator had ended, because then its workers are stopped already. It is also None in a garbage
-        collection, or where there may be one: it can run in the middle of these methods, and has its own timer.
+        collection, which can run in the middle of these methods, and has its own timer.
         """
         if getattr(iterator, "_shutdown", False) or self.garbage.collecting:
             return None
@@ -509,23 +480,6 @@ class StepTracker(StepState):
 
     # -- requests of the agent thread ----------------------------------------------------------------------------------
 
-    def time_next_batch(self, waits: int = 1) -> None:
-        """Time more of the next batch than its wait. That takes microseconds, so it is not done at every step.
-
-        Without workers, time the fetch on the CPU clock: one fetch of each loader of a step, because the very next one
-        is mostly that of the loader that follows the slowest. With workers, time how long freeing the batch takes, and
-        what this thread itself does inside ``next()`` for the next ``waits`` batches.
-        """
-        source = self.loaders.newest() if self.active else None
-        if source is None:
-            return
-        if source in {ON_THREAD, WATCHED}:
-            self.time_fetches = max(1, len(self.step_iterators))
-        elif source.kind == "workers":
-            self.batch_release.wanted = True
-            self.sampler_timer.wanted = waits if self.garbage.timing else 0  # collections are no time of the sampler
-        self.slow_path()
-
     def follow_optimizer(self) -> None:
         """Take the optimizer's steps as steps until this thread requests a batch again."""
         self.batches_unseen = True
@@ -538,7 +492,3 @@ class StepTracker(StepState):
         self.loop_changed()
         self.gpu = None
         self.recorder = None
-        self.sampler_timer.wanted = 0
-        self.batch_release.forget()
-        self.compute.wanted = 0
-        self.marks.forget()

@@ -1,107 +1,153 @@
 """The probe in a DataLoader worker.
 
-While the constructor of an iterator runs, `hooks.dataloader` lets it read a `WorkerProbe` instead of the loader's
-``worker_init_fn``. In each worker the probe wraps the ``fetch`` of torch's fetchers (`timed_fetch`) and starts a thread
-that answers requests for the worker's stacks. A worker counts in a `WorkerBlock` of shared memory, which the agent
-reads without waiting for anybody.
+Torch runs the function ``_worker_loop`` in each worker. In its place the constructor of an iterator finds a
+`WorkerLoop`, which first wraps the ``fetch`` of torch's fetchers there (`timed_fetch`), and starts a thread that
+answers requests for the worker's stacks. A worker counts in a `WorkerBlock` of shared memory, which the agent reads
+without waiting for anybody.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import pkgutil
 import sys
 import threading
 import weakref
+import zlib
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.batches import BatchCounter, fingerprint
 from telemetry.hooks.patching import WeakMap, around, forget_frame, unseen
-from telemetry.hooks.worker_block import EPOCHS, RECENT, STACK_REQUEST, SharedArea, WorkerBlock
+from telemetry.hooks.worker_block import EPOCHS, MAX_WORKERS, RECENT, STACK_REQUEST, SharedArea, WorkerBlock
 from telemetry.hooks.worker_lines import WorkerSampler
 from telemetry.records import FETCH_BUCKETS
-from telemetry.util import threads as fork_warning
 from telemetry.util.clock import now_ns
 from telemetry.util.errors import let_pass
 from telemetry.util.files import Descriptor, raised
 from telemetry.util.stacks import python_threads, stack_text
-from telemetry.util.threads import OwnThread, rest, work
+from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.hooks.tracker import StepTracker
 
-# -- in the worker -------------------------------------------------------------------------------------------------
 
-
-class WorkerProbe:
-    """A ``worker_init_fn`` that times the fetches of its worker, and then runs the user's own function.
-
-    With any start method, it runs in every worker before its fetcher is made. If the worker is a thread of the training
-    process, it patches nothing, and fetches are not timed.
+class WorkerLoop:
+    """Stands for ``_worker_loop``. Its workers are those of the iterators that are made meanwhile.
 
     Args:
-        user: the loader's ``worker_init_fn``, if it has one.
-        block: gets the counters.
-        nvtx: whether to make each fetch an NVTX range.
+        original: torch's function.
+        tracker: knows the newest request for samples.
+
+    Attributes:
+        making: the block of the iterator whose constructor runs on this thread.
     """
 
-    def __init__(self, user: Callable[[int], None] | None, block: WorkerBlock, *, nvtx: bool = False) -> None:
-        self.user = user
-        self.block: WorkerBlock | None = block
-        self._nvtx = nvtx
+    def __init__(self, original: Callable[..., Any], tracker: StepTracker) -> None:
+        self.original = original
+        self._tracker = tracker
+        self.making = threading.local()
 
-    def __getstate__(self) -> tuple[Any, Any, bool]:
-        return (self.user, self.block.address if self.block is not None else None, self._nvtx)
+    def begin(self, workers: int) -> None:
+        """Begin to make an iterator with so many workers, on this thread."""
+        self.making.block = None
+        if 0 < workers <= MAX_WORKERS:
+            block = self.making.block = WorkerBlock(workers)
+            block.head.nvtx = self._tracker.profiler_ranges.nvtx
+            session, until = self._tracker.loaders.sampling
+            if until:
+                block.ask_samples(session, until)
 
-    def __setstate__(self, state: tuple[Any, Any, bool]) -> None:
-        self.user, address, self._nvtx = state
-        try:
-            self.block = WorkerBlock.opened(address)
-        except Exception:  # no /proc, or another user's process: the worker runs, but its fetches are not timed
-            self.block = None
+    def end(self) -> WorkerBlock | None:
+        """End it. Returns the block of its workers; None without one."""
+        block: WorkerBlock | None = getattr(self.making, "block", None)
+        self.making.block = None
+        return block
 
-    def __call__(self, worker_id: int) -> None:
-        """Called by the DataLoader in the worker."""
-        block = self.block
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in a worker that was forked."""
+        block = getattr(self.making, "block", None)
+        # Workers that are threads share the fetchers' classes with all other threads.
+        if block is not None and os.getpid() != block.owner and threading.current_thread() is threading.main_thread():
+            _time_worker(block, self.original, args, kwargs)
+        return self.original(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle for a worker that is spawned. The original is found by its name there: it is not replaced."""
+        name = f"{self.original.__module__}:{self.original.__name__}"
+        block = getattr(self.making, "block", None)
+        if block is None or not _is_found_by_a_child():
+            return pkgutil.resolve_name, (name,)
         try:
-            # Workers that are threads share the fetchers' classes with all other threads.
-            alone = threading.current_thread() is threading.main_thread()
-            if block is not None and os.getpid() != block.owner and alone:
-                _wrap_fetches(block, worker_id, nvtx=self._nvtx)
-                _offer_stacks(block, worker_id)
-        except Exception as error:
-            let_pass(error)  # nothing can report it from here. The agent sees a worker without counters
-        if self.user is None:
-            return
+            if not block.shared_by_file:
+                block = self.making.block = block.by_file()
+            return _SpawnedLoop, (name, block.address)
+        except OSError as error:  # no /proc, or no descriptor is left: its fetches are not timed
+            let_pass(error)
+            return pkgutil.resolve_name, (name,)
+
+
+def _is_found_by_a_child() -> bool:
+    """Whether a new process with this one's ``sys.path`` would import ours: a project may have a module of our name."""
+    package = Path(__file__).parents[1]
+    found = PathFinder.find_spec(package.name)
+    return found is None or found.origin == str(package / "__init__.py")
+
+
+class _SpawnedLoop:
+    """A `WorkerLoop` in a spawned worker, which finds its block by the address."""
+
+    def __init__(self, name: str, address: Any) -> None:
+        self._original = pkgutil.resolve_name(name)
+        self._address = address
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(self._original, "original", self._original)
         try:
-            self.user(worker_id)
-        except BaseException as error:
-            forget_frame(error)
-            raise
+            block = WorkerBlock.opened(self._address)
+        except Exception as error:  # no /proc, or another user's process: its fetches are not timed
+            let_pass(error)
+            block = None
+        if block is not None:
+            _time_worker(block, original, args, kwargs)
+        return original(*args, **kwargs)
+
+
+def _time_worker(
+    block: WorkerBlock, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Time the fetches of this worker. Never raises."""
+    try:
+        worker = inspect.signature(original).bind(*args, **kwargs).arguments["worker_id"]
+        _wrap_fetches(block, worker)
+        _offer_stacks(block, worker)
+    except Exception as error:
+        let_pass(error)  # nothing can report it from here. The agent sees a worker without counters
 
 
 _wrappers: Final[WeakMap[None]] = WeakMap()
 """Our wrappers around a ``fetch``. Not an attribute: ``functools.wraps`` would copy it to a wrapper of others."""
 
 
-def _wrap_fetches(block: WorkerBlock, worker: int, *, nvtx: bool) -> None:
+def _wrap_fetches(block: WorkerBlock, worker: int) -> None:
     from torch.utils.data._utils import fetch
 
     counters = block.counters(worker)
     counters.worker, counters.tid = worker, threading.get_native_id()
     counters.pid = os.getpid()  # last: it shows that the worker has begun
     sample = WorkerSampler(block, worker).ask
-    ranges = _ranges() if nvtx else None
+    ranges = _ranges() if block.head.nvtx else None
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         original = kind.fetch
         while original in _wrappers:  # a process may be used for several workers, one after another
             original = original.__wrapped__
         if ranges is not None:
             original = _marked(original, ranges, f"fetch, worker {worker}")
-        counter = BatchCounter(block, worker, stream=kind is fetch._IterableDatasetFetcher)
-        stream = kind is fetch._IterableDatasetFetcher
-        kind.fetch = timed_fetch(original, block, worker, counter, sample, stream=stream)
+        kind.fetch = timed_fetch(original, block, worker, sample, stream=kind is fetch._IterableDatasetFetcher)
 
 
 def _ranges() -> Any:
@@ -127,6 +173,8 @@ def _nothing() -> None:
 
 
 _OPENED: Final = 2
+_SIZED: Final = frozenset({list, tuple, range})
+"""Types of indices whose length is the number of samples. Other classes may run a method of the user's."""
 
 
 class EpochOpening:
@@ -139,11 +187,13 @@ class EpochOpening:
 
     Attributes:
         fetcher: returns the fetcher of the epoch. A strong reference to it would delay its iterator's clean-up.
+        place: where the block keeps the figures of the epoch.
         to_note: how many of the next batches `fetched` wants.
     """
 
     def __init__(self, block: WorkerBlock, worker: int, *, stream: bool) -> None:
         self.fetcher: Callable[[], Any] = _nothing
+        self.place = 0
         self.to_note = 0
         self._head = block.head
         self._counters = block.counters(worker)
@@ -156,8 +206,10 @@ class EpochOpening:
         counters, epoch = self._counters, self._head.iteration
         for begun in range(min(max(counters.epoch + 1, epoch - EPOCHS + 1), epoch), epoch + 1):
             counters.epoch_began[begun % EPOCHS] = counters.ended
+            counters.epoch_samples[begun % EPOCHS] = counters.epoch_sized[begun % EPOCHS] = 0
         counters.first_batch = counters.second_batch = 0
         counters.epoch = epoch
+        self.place = epoch % EPOCHS
 
     def fetched(self, start: int, took: int, batch: object) -> None:
         """Note one of the first batches of an epoch, with the start and the time of its fetch (ns)."""
@@ -182,7 +234,6 @@ def timed_fetch(
     original: Callable[[Any, Any], Any],
     block: WorkerBlock,
     worker: int,
-    counter: BatchCounter | None,
     sample: Callable[[], None] = _nothing,
     *,
     stream: bool = False,
@@ -195,24 +246,21 @@ def timed_fetch(
         original: the fetcher's method.
         block: the block of the worker's loader.
         worker: the number of the worker.
-        counter: gets each batch, after its fetch was counted.
         sample: called at the start of each fetch while the agent asks for samples.
         stream: whether the data set is iterable.
     """
     counters, last_bucket = block.counters(worker), len(FETCH_BUCKETS)
     histogram, started, finished = counters.histogram, counters.recent_started_ns, counters.recent_finished_ns
+    samples, sized = counters.epoch_samples, counters.epoch_sized
     opening = EpochOpening(block, worker, stream=stream)
 
     @functools.wraps(original)
     @unseen
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        nonlocal counter
         if counters.fetching_since_ns:  # the data set reads another loader: this is a part of the fetch in progress
             return original(self, possibly_batched_index)
         if opening.fetcher() is not self:
             opening.begin(self)
-            if counter is not None:
-                counter.iteration_begins(self)
         counters.fetching_since_ns = start = now_ns()
         if counters.sample_until_ns > start:
             sample()
@@ -223,8 +271,6 @@ def timed_fetch(
         except BaseException as error:
             if not isinstance(error, StopIteration):  # the end of an iterable data set is not a batch
                 started[recent], finished[recent] = start, now_ns()
-                if counter is not None:
-                    counter.raised(number)
                 counters.ended = number + 1
             else:
                 counters.exhausted_epoch = counters.epoch
@@ -241,12 +287,46 @@ def timed_fetch(
         counters.fetching_since_ns = 0
         if opening.to_note:
             opening.fetched(start, took, data)
-        if counter is not None and not counter.made(number, possibly_batched_index, data):
-            counter = None
+        if type(possibly_batched_index) in _SIZED:
+            place = opening.place
+            samples[place] += len(possibly_batched_index)
+            sized[place] += 1
+        else:
+            counters.unsized += 1
         return data
 
     _wrappers[fetch] = None
     return fetch
+
+
+_COMPARED: Final = 256
+"""So many values of a batch are compared."""
+
+_MAX_DEPTH: Final = 8
+
+
+def fingerprint(batch: Any) -> int:
+    """A number that equal batches share; 0 if it is unknown. It comes from the first plain value in the batch.
+
+    No code of the user's class is called, and at most 256 values of a tensor are read.
+    """
+    torch: Any = sys.modules["torch"]
+    for _ in range(_MAX_DEPTH):
+        kind = type(batch)
+        if kind is torch.Tensor:
+            if batch.device.type != "cpu" or batch.layout is not torch.strided or not batch.is_contiguous():
+                return 0
+            flat = batch.detach().view(-1)
+            return zlib.crc32(repr(flat[:: max(1, flat.numel() // _COMPARED)].tolist()).encode()) + 1
+        if kind in {int, float, bool, str, bytes}:
+            return zlib.crc32(repr(batch).encode()) + 1
+        if kind is dict and batch:
+            batch = next(iter(batch.values()))
+        elif kind in {list, tuple} and batch:
+            batch = batch[0]
+        else:
+            return 0
+    return 0
 
 
 _MAX_THREADS: Final = 32
@@ -282,12 +362,9 @@ class _StackResponder:
     def _run(self) -> None:
         while self.pipe.is_ours():
             try:
-                rest()
                 requests = os.read(self.pipe.number, _MAX_REQUESTS_BYTES)
             except OSError:  # the worker's code has closed it at this moment
                 return
-            finally:
-                work()
             try:
                 (number,) = STACK_REQUEST.unpack(requests[-STACK_REQUEST.size :])
                 # No call in here gives up the GIL, so one turn is enough beside a thread that hardly ever gives it up.
@@ -315,8 +392,6 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
     global _responder  # noqa: PLW0603
     area = block.stack_area(worker)
     if _responder is None or _responder.pid != os.getpid() or not _responder.pipe.is_ours():
-        fork_warning.register()
-        fork_warning.begin()
         _responder = _StackResponder(area)
     _responder.area = area
     counters = block.counters(worker)

@@ -27,25 +27,16 @@ MAX_WORKERS: Final = 4096
 _MAX_SAMPLED: Final = 16
 """So many workers of a loader are sampled. The others do the same work."""
 
-_BATCHES: Final = 4096
-"""For this many of a loader's newest batches, samples and tokens are kept: as many as the ring has entries."""
-_MIN_BATCHES: Final = 64
-_BATCH: Final = struct.Struct("=3q")
-"""number of its fetch plus 1, samples, tokens"""
 _HEAD_BYTES: Final = 64
 
 STACK_REQUEST: Final = struct.Struct("=q")
 """The agent writes this into a worker's pipe: the number of its request, which the answer repeats."""
 
-UNKNOWN_COUNT: Final = -1
-"""Stands for a batch's samples or tokens if they are unknown, or not wanted."""
-RAISED: Final = -2
-"""Stands for the samples of a fetch that raised."""
-
 _COUNTED: Final = (
     *("worker", "pid", "tid", "epoch", "fetches", "wall_ns", "fetching_since_ns", "ended"),
     *("stack_pipe", "stack_inode", "stack_thread", "sample_session", "sample_until_ns"),
     *("firsts", "first_wall_ns", "first_wait_ns", "exhausted_epoch", "first_batch", "second_batch"),
+    "unsized",
 )
 
 
@@ -65,16 +56,18 @@ class WorkerCounters(Structure):
             iteration until they began.
         exhausted_epoch: the newest epoch in which an iterable data set has given its last item.
         first_batch, second_batch: see `fingerprint`, for an iterable data set, of the first batches of the epoch.
+        epoch_samples, epoch_sized: samples and batches of epoch ``e``, at ``e % EPOCHS``. ``unsized``: batches of all
+            epochs whose samples are not known.
         sample_session, sample_until_ns: the newest request for samples of its fetches. The agent writes it.
     """
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in _COUNTED),
         ("histogram", c_int64 * (len(FETCH_BUCKETS) + 1)),
-        ("epoch_began", c_int64 * EPOCHS),
+        *((name, c_int64 * EPOCHS) for name in ("epoch_began", "epoch_samples", "epoch_sized")),
         ("recent_started_ns", c_int64 * RECENT),
         ("recent_finished_ns", c_int64 * RECENT),
-        ("unused", c_int64 * (640 - len(_COUNTED) - len(FETCH_BUCKETS) - 1 - EPOCHS - 2 * RECENT)),
+        ("unused", c_int64 * (640 - len(_COUNTED) - len(FETCH_BUCKETS) - 1 - 3 * EPOCHS - 2 * RECENT)),
     ]
     worker: int
     pid: int
@@ -95,10 +88,18 @@ class WorkerCounters(Structure):
     exhausted_epoch: int
     first_batch: int
     second_batch: int
+    unsized: int
     histogram: Array[c_int64]
     epoch_began: Array[c_int64]
+    epoch_samples: Array[c_int64]
+    epoch_sized: Array[c_int64]
     recent_started_ns: Array[c_int64]
     recent_finished_ns: Array[c_int64]
+
+    @property
+    def made(self) -> int:
+        """Fetches of the newest epoch that have ended."""
+        return self.ended - self.epoch_began[self.epoch % EPOCHS]
 
 
 class BlockHead(Structure):
@@ -106,18 +107,13 @@ class BlockHead(Structure):
 
     Attributes:
         iteration: how many iterations have begun with these workers. ``began_ns``: when the newest began.
-        samples_wanted: whether to count each batch's samples; set before the workers start.
-        tokens_found, tokens_left: whether any worker has found tokens, and whether any has stopped looking for them.
+        nvtx: whether each fetch is an NVTX range; set before the workers start.
     """
 
-    _fields_: ClassVar = [
-        (name, c_int64) for name in ("iteration", "began_ns", "samples_wanted", "tokens_found", "tokens_left")
-    ]
+    _fields_: ClassVar = [(name, c_int64) for name in ("iteration", "began_ns", "nvtx")]
     iteration: int
     began_ns: int
-    samples_wanted: int
-    tokens_found: int
-    tokens_left: int
+    nvtx: int
 
 
 class AreaContent(NamedTuple):
@@ -185,15 +181,16 @@ class SharedArea:
 class WorkerBlock:
     """The counters of an iterator's workers, in shared memory.
 
-    It is an anonymous file in memory (memfd). A forked worker inherits it, a spawned one opens it through /proc, and it
-    is freed with the last process that has it open. If a worker is killed during a write, at worst one count misses one
-    fetch.
+    A forked worker inherits it. For workers that are spawned it is an anonymous file in memory (memfd), which they open
+    through /proc. It is freed with the last process that has it open. If a worker is killed during a write, at worst
+    one count misses one fetch.
 
     Args:
         workers: number of workers.
 
     Attributes:
         owner: pid of the process that made it.
+        shared_by_file: whether spawned workers can open it.
 
     Raises:
         OSError: the kernel gives no such memory.
@@ -201,14 +198,24 @@ class WorkerBlock:
 
     def __init__(self, workers: int) -> None:
         self.owner = os.getpid()
+        self.shared_by_file = False
         self._lay_out(workers)
+        self._take(mmap.mmap(-1, self._size))  # no descriptor, so that none can be lost
+        self.begin_iteration()
+
+    def by_file(self) -> WorkerBlock:
+        """A copy of this block that spawned workers can open. No worker may use this one yet."""
+        block = WorkerBlock.__new__(WorkerBlock)
+        block.owner, block.shared_by_file = self.owner, True
+        block._lay_out(self.workers)
         file = raised(os.memfd_create("telemetry-workers", os.MFD_CLOEXEC))
         try:
             os.ftruncate(file, self._size)
-            self._map(file)
+            block._map(file)
         finally:
             os.close(file)
-        self.begin_iteration()
+        block._memory[:] = self._memory[:]
+        return block
 
     @classmethod
     def opened(cls, address: tuple[int, int, int, tuple[int, int]]) -> WorkerBlock:
@@ -216,13 +223,11 @@ class WorkerBlock:
 
         Raises:
             OSError: the block cannot be opened.
-            ValueError: the number belongs to another file by now, or ``address`` is not one of our blocks.
+            ValueError: the number belongs to another file by now.
         """
         workers, owner, number, identity = address
-        if not 0 < workers <= MAX_WORKERS:
-            raise ValueError("not a block of ours")
         block = cls.__new__(cls)
-        block.owner = owner
+        block.owner, block.shared_by_file = owner, True
         block._lay_out(workers)
         file = raised(os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))  # that path is a link
         try:
@@ -234,13 +239,11 @@ class WorkerBlock:
         return block
 
     def _lay_out(self, workers: int) -> None:
-        """Lay out the slots first, then profiles, batches and stacks, which take memory only when used."""
+        """Lay out the slots first, then profiles and stacks, which take memory only when used."""
         self.workers = workers
-        self.kept_batches = max(_MIN_BATCHES, _BATCHES // workers)
         self._profiles_at = workers * sizeof(WorkerCounters)
         self._head_at = self._profiles_at + min(workers, _MAX_SAMPLED) * SharedArea.BYTES
-        self._batches_at = self._head_at + _HEAD_BYTES
-        self._stacks_at = self._batches_at + workers * self.kept_batches * _BATCH.size
+        self._stacks_at = self._head_at + _HEAD_BYTES
         self._size = self._stacks_at + workers * SharedArea.BYTES
 
     def _map(self, file: int) -> None:
@@ -250,12 +253,15 @@ class WorkerBlock:
             while numbers[-1] < LOWEST:
                 numbers.append(os.dup(file))
             os.close(numbers.pop())
-            self._memory = mmap.mmap(file, self._size)
+            self._take(mmap.mmap(file, self._size))
         finally:
             for number in numbers:
                 os.close(number)
         self._identity = identity_of(file)
-        self.head = BlockHead.from_buffer(self._memory, self._head_at)
+
+    def _take(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.head = BlockHead.from_buffer(memory, self._head_at)
 
     @property
     def address(self) -> tuple[int, int, int, tuple[int, int]]:
@@ -290,53 +296,6 @@ class WorkerBlock:
         copies = (WorkerCounters.from_buffer_copy(self._memory, worker * size) for worker in range(self.workers))
         return tuple(each for each in copies if each.pid)
 
-    # -- batches
-
-    def note_batch(self, worker: int, fetch: int, samples: int, tokens: int) -> None:
-        """Note what a fetch has made, before the worker sends the batch. ``fetch``: its number."""
-        _BATCH.pack_into(self._memory, self._batch_at(worker, fetch), fetch + 1, samples, tokens)
-
-    def counts(self, iteration: int, place: int, batches: int, first_worker: int = 0) -> tuple[int | None, int | None]:
-        """The sums of samples and of tokens of consecutive batches that have been delivered.
-
-        The DataLoader deals the batches of an iteration to the workers in turn, beginning with the first worker, as
-        long as no worker has come to the end of an iterable data set.
-
-        Returns:
-            None for a sum of which a part is missing: a worker has not counted, its data set had ended, or it has made
-            too many batches since.
-        """
-        samples: list[int] = []
-        tokens: list[int] = []
-        for worker in range(self.workers):
-            first = place + (worker - first_worker - place) % self.workers  # the worker's first batch among these
-            many = len(range(first, place + batches, self.workers))
-            noted = self._noted(worker, iteration, first // self.workers, many) if many else ()
-            if noted is None:
-                return None, None
-            samples += noted[1::3]
-            tokens += noted[2::3]
-        return _sum(samples), _sum(tokens)
-
-    def _noted(self, worker: int, iteration: int, turn: int, many: int) -> tuple[int, ...] | None:
-        """What a worker has noted about its fetches from a turn of an iteration on; None if a part is missing."""
-        counters = self.counters(worker)
-        newest, began = counters.epoch, counters.epoch_began
-        if not newest - EPOCHS < iteration <= newest or many > self.kept_batches:
-            return None
-        fetch = began[iteration % EPOCHS] + turn
-        if newest > iteration and fetch + many > began[(iteration + 1) % EPOCHS]:
-            return None  # a part belongs to a later iteration
-        until_end = min(many, self.kept_batches - fetch % self.kept_batches)
-        noted: tuple[int, ...] = ()
-        for begin, size in ((fetch, until_end), (fetch + until_end, many - until_end)):
-            noted += struct.unpack_from(f"={3 * size}q", self._memory, self._batch_at(worker, begin))
-        return noted if noted[0::3] == tuple(range(fetch + 1, fetch + many + 1)) else None
-
-    def _batch_at(self, worker: int, fetch: int) -> int:
-        place = worker * self.kept_batches + fetch % self.kept_batches
-        return self._batches_at + place * _BATCH.size
-
     # -- profiles and stacks
 
     def ask_samples(self, session: int, until_ns: int) -> None:
@@ -357,8 +316,3 @@ class WorkerBlock:
     def stack_area(self, worker: int) -> SharedArea:
         """The area for a worker's stacks when they are requested."""
         return SharedArea(self._memory, self._stacks_at + worker * SharedArea.BYTES)
-
-
-def _sum(counts: list[int]) -> int | None:
-    """The sum; None if one of them is `UNKNOWN_COUNT` or `RAISED`."""
-    return None if min(counts, default=0) < 0 else sum(counts)

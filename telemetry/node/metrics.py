@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TorchMemorySample,
         WorkersSample,
     )
-    from telemetry.totals import OwnTotals, Totals
+    from telemetry.totals import StackTotals, Totals
 
 # -- the state of a rank -------------------------------------------------------------------------------------------
 
@@ -225,10 +225,10 @@ class MetricGroup(Generic[Record]):
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def _samples(own: OwnTotals) -> Reading:
-    if not own.stack_samples:
+def _samples(own: StackTotals) -> Reading:
+    if not own.samples:
         return None
-    return {"own": own.stack_samples - own.in_sync_samples, "in_sync": own.in_sync_samples}
+    return {"own": own.samples - own.in_sync, "in_sync": own.in_sync}
 
 
 def _place(gpu: GpuSample) -> dict[str, str]:
@@ -309,7 +309,7 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metric
             details="Without a GPU the whole wait is exposed."),
     counter("training_compute_samples_total",
             "Samples of the training thread in a step, by whether it waited for other ranks.",
-            lambda view: _samples(view.totals.own), label=SAMPLE_STATE, absent="in a job of one rank",
+            lambda view: _samples(view.totals.stacks), label=SAMPLE_STATE, absent="in a job of one rank",
             details="`in_sync`: in a call in which ranks wait for one another (a collective, the backward pass of "
             "DDP). `own`: anywhere else. On a GPU they show what the host does, not the device."),
     gauge("training_last_step_timestamp_seconds", "Unix time at which the newest step ended.",
@@ -354,16 +354,15 @@ SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(record=lambda view: v
 
 COMPUTE_SPLIT: Final[MetricGroup[RunView]] = MetricGroup(
     record=lambda view: None if view.totals.compute_parts is None else view,
-    absent="before a step has been timed, with steps below 1 ms, on accelerators without timing events, and with "
-    "`gpu_events=off` on the others", metrics=(
+    absent="before a backward pass has been seen", metrics=(
     counter("training_compute_seconds_total", "Seconds of the compute, by part.",
             lambda view: view.totals.compute_parts, label=MetricLabel("part", COMPUTE_PARTS),
-            details="An estimate from a few timed steps at each tick; the newest compute is added when one has been "
-            "timed. `forward` is what comes before a backward pass, `optimizer` the `step()` of optimizers, "
-            "`compile` the work of `torch.compile`, and `other` the rest. On an accelerator the parts are those of "
-            "its time. `copy`: copies of batches to it, in loops of accelerate, transformers, Lightning, fastai and "
-            "ignite; absent in other loops, which have them in `forward`. Waiting in collectives is in the part that "
-            "waits: with DistributedDataParallel in `backward`."),
+            details="An estimate from samples of the training thread's stack. On an accelerator it is the host's time, "
+            "which launches the work or waits for it; a snapshot shows the device's. `forward` is what comes before a "
+            "backward pass, `optimizer` the `step()` of optimizers, `compile` the work of `torch.compile`, and `other` "
+            "the rest. `copy`: copies of batches to the device by the functions of accelerate, transformers, "
+            "Lightning, fastai and ignite; other loops have them in `forward`. Waiting in collectives is in the part "
+            "that waits: with DistributedDataParallel in `backward`."),
 ))
 CHANGES: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     gauge("training_step_change_ratio",

@@ -146,11 +146,11 @@ def candidates(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
     """Choose the few ranks that others may wait for, and the fastest ones to compare them with.
 
     A job may have thousands of ranks, and at every tick each rank looks for the one that it waits for. Only a rank with
-    an extreme value can be that one: the shortest compute or backward pass, the least time in collectives, the longest
-    time without a step, or a phase. With a slow rank go the fastest ranks of its node. They show whether the rank is
+    an extreme value can be that one: the shortest compute, the least time in collectives, the longest time without a
+    step, or a phase. With a slow rank go the fastest ranks of its node. They show whether the rank is
     slow or the whole node. The extremes of a set are among the extremes of its parts.
 
-    Returns at most five times `_EACH` ranks and the fastest ranks of the nodes of the slow ones, sorted by rank.
+    Returns at most four times `_EACH` ranks and the fastest ranks of the nodes of the slow ones, sorted by rank.
     """
     known = list(paces)
     stepping = [pace for pace in known if pace.steps]
@@ -158,7 +158,6 @@ def candidates(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
     slow = [
         *heapq.nsmallest(_EACH, stepping, _compute),
         *heapq.nsmallest(_EACH, sampled, lambda pace: pace.in_sync_ratio),
-        *heapq.nsmallest(_EACH, [pace for pace in stepping if pace.backward_seconds is not None], _backward),
     ]
     nodes = {pace.node for pace in slow}
     fastest = [pace for pace in stepping if pace.node_fastest and pace.node in nodes]
@@ -173,18 +172,16 @@ def of_node(node: str, paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
     """Add the node's name to the paces of its ranks for the other nodes, and mark the fastest ranks.
 
     Others wait least for the fastest, by each sign of a slow rank: the rank with the longest compute, the one that
-    spends most of it in synchronisation, the one whose GPU is busiest, and the one with the longest backward pass.
+    spends most of it in synchronisation, and the one whose GPU is busiest.
     """
     known = tuple(paces)
     stepping = [pace for pace in known if pace.steps]
     sampled = [pace for pace in stepping if pace.stack_samples]
     timed = [pace for pace in stepping if pace.gpu_busy_ratio is not None]
-    split = [pace for pace in stepping if pace.backward_seconds is not None]
     fastest = {
         *(pace.rank for pace in heapq.nlargest(1, stepping, _compute)),
         *(pace.rank for pace in heapq.nlargest(1, sampled, lambda p: _compute(p) * p.in_sync_ratio)),
         *(pace.rank for pace in heapq.nlargest(1, timed, lambda p: p.gpu_busy_ratio or 0.0)),
-        *(pace.rank for pace in heapq.nlargest(1, split, _backward)),
     }
     return tuple(
         structs.replace(pace, node=node, node_ranks=len(known), node_fastest=pace.rank in fastest) for pace in known
@@ -193,10 +190,6 @@ def of_node(node: str, paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
 
 def _compute(pace: RankPace) -> float:
     return pace.compute_seconds / pace.steps
-
-
-def _backward(pace: RankPace) -> float:
-    return (pace.backward_seconds or 0.0) / pace.steps
 
 
 # -- files of nodes ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from telemetry.node.prometheus import Page
 from telemetry.util.clock import NS, now_ns, sleep, thread_time
 from telemetry.util.files import LOWEST, Descriptor, raised
-from telemetry.util.threads import OwnThread, no_fork, rest, work
+from telemetry.util.threads import OwnThread, no_fork
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -358,9 +358,7 @@ class Endpoint:
         poll.register(self._listening.number, select.POLLIN)
         try:
             while True:
-                rest()
                 ready = poll.poll(1000 * _POLL_SECONDS)
-                work()
                 if self._ended or not self._listening.is_ours():
                     return
                 if ready:
@@ -391,9 +389,7 @@ class Endpoint:
 
     def _answer(self) -> None:
         while True:
-            rest()
             connection = self._waiting.get()
-            work()
             if connection is None:
                 return
             try:

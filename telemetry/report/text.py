@@ -350,7 +350,7 @@ def _compute(ranks: Sequence[Rank]) -> str:
     parts = {part: sum(rank.compute_seconds.get(part, 0.0) for rank in split) for part in COMPUTE_PARTS}
     if not split:
         return ""
-    return f"{compute_shares(parts, sum(rank.ledger[COMPUTE] for rank in split))}; an estimate from timed steps"
+    return f"{compute_shares(parts, sum(rank.ledger[COMPUTE] for rank in split))}; from samples of the stack"
 
 
 def compute_shares(parts: Mapping[str, float], total: float) -> str:
@@ -368,11 +368,7 @@ def _epochs(ranks: Sequence[Rank]) -> str:
     )
     if epochs is None:
         return ""
-    text = f"epochs: {epochs.count}, of {duration(epochs.seconds)}" + (" each" if epochs.count > 1 else "")
-    if epochs.samples is not None:
-        again = {True: ", each of them once", False: ", drawn with replacement", None: ""}[epochs.distinct]
-        text += f" and {epochs.samples} samples{again}"
-    return text
+    return f"epochs: {epochs.count}, of {duration(epochs.seconds)}" + (" each" if epochs.count > 1 else "")
 
 
 _TRENDS: Final = {

@@ -174,7 +174,7 @@ class FigureOutput:
             self._keep(queue, [], [item])
         self._changed.set()
         if self._thread is None:
-            thread = OwnThread(self._run, name="telemetry-sinks", others_code=True)
+            thread = OwnThread(self._run, name="telemetry-sinks")
             thread.start()  # if it cannot, it is tried again with the next item
             self._thread = thread
 

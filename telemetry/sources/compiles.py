@@ -34,11 +34,16 @@ class Compilation(NamedTuple):
 
 
 class CompilationReader:
-    """Takes the compilations since the last call."""
+    """Takes the compilations since the last call.
+
+    Attributes:
+        reason: the check that failed in the newest compilation of a function that had code; None before the first.
+    """
 
     def __init__(self) -> None:
         self._since = unix_time()
         self._newest: object = None
+        self.reason: str | None = None
 
     def take(self) -> list[Compilation]:
         """The compilations that have ended since the last call, oldest first."""
@@ -53,10 +58,12 @@ class CompilationReader:
                 new.append(record)
             new.reverse()
             self._newest = new[-1] if new else self._newest
-            return [compilation for record in new if (compilation := _compilation(record)) is not None]
+            found = [compilation for record in new if (compilation := _compilation(record)) is not None]
         except Exception as error:
             let_pass(error)  # torch's records have changed
             return []
+        self.reason = next((one.reason for one in reversed(found) if one.again and one.reason), self.reason)
+        return found
 
 
 def _compilation(record: Any) -> Compilation | None:

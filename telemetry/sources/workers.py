@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from operator import add, sub
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.hooks.worker_block import EPOCHS, WorkerCounters
+from telemetry.hooks.worker_block import WorkerCounters
 from telemetry.records import FETCH_BUCKETS, Deliveries, EpochOpenings, Histogram, WorkersSample
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
 from telemetry.totals import together
@@ -82,7 +82,7 @@ class WorkersSource:
             blocked = self._deliver(loader, counters, now) or blocked
             by_pid = {worker.pid: worker for worker in counters}
             if loader.training or not trained:
-                ready = _ready(loader.queue, ready)
+                ready = _ready(loader, counters, ready)
             everyone += loader.threads
             for pid in filter(None, loader.pids):
                 stat = read_stat(pid)
@@ -161,7 +161,7 @@ class WorkersSource:
         """Find workers without items, and workers that give the same batches, in the newest epoch."""
         epoch = block.head.iteration
         began = [worker for worker in counters if worker.epoch == epoch]
-        made = [worker.ended - worker.epoch_began[epoch % EPOCHS] for worker in began]
+        made = [worker.made for worker in began]
         ended = [worker.exhausted_epoch == epoch for worker in began]
         if len(began) == block.workers and any(made) and all(map(max, made, ended)):
             self._opened = replace(self._opened, empty=made.count(0))
@@ -245,11 +245,12 @@ def _allowed_cores(pids: Iterable[int]) -> int | None:
     return len(cores) or None
 
 
-def _ready(queue: Any, before: int | None) -> int | None:
-    try:
-        return (before or 0) + int(queue.qsize())
-    except Exception:  # a queue that cannot report its size, or is closed
+def _ready(loader: LoaderHandle, counters: Iterable[WorkerCounters], before: int | None) -> int | None:
+    """Add the batches of a loader whose fetches have ended, and that were not taken yet."""
+    if loader.delivered is None or not loader.epoch:
         return before
+    made = sum(worker.made for worker in counters if worker.epoch == loader.epoch)
+    return (before or 0) + max(0, made - loader.delivered)
 
 
 # -- batches and their fetches -----------------------------------------------------------------------------------------

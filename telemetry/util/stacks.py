@@ -10,7 +10,7 @@ import threading
 from ast import literal_eval
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain, islice, repeat, takewhile, tee
+from itertools import accumulate, chain, repeat, takewhile, tee
 from operator import attrgetter, is_not, methodcaller
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -29,11 +29,11 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - s
 STANDARD_LIBRARY: Final = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 LOADER_CODE: Final = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 _FETCHER: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"
+_LOADER: Final = f"{LOADER_CODE}dataloader.py"
 _LIBRARIES: Final = (STANDARD_LIBRARY, _PACKAGE + os.sep, "<")
 _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _FRAME: Final = re.compile(r", file (.*), line (-?\d+), code (.*)>", re.DOTALL)
-_CALL: Final = methodcaller("__call__")
 _GLOBALS: Final = attrgetter("f_globals")
 _NAME: Final = methodcaller("get", "__name__", "")
 
@@ -58,7 +58,8 @@ def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
         ident: the thread's ident.
         until: the globals of a module. Its frames, and their callers, are left out.
     """
-    read = _at_once(lambda: _described(ident, until))
+    # In one call of C functions, in which no other thread gets the GIL. So no frame is held while it ends.
+    read = list(_described(ident, until))
     return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
 
 
@@ -80,38 +81,39 @@ def _spot(text: str, module: str) -> Spot:
 
 
 def _frames(ident: int) -> Iterator[Any]:
-    """The frames of a thread, one by one along ``f_back``. Holds one at a time."""
-    newest = map(methodcaller("get", ident), islice(iter(sys._current_frames, None), 1))
+    """The frames of a thread, one by one along ``f_back``."""
+    newest = map(methodcaller("get", ident), _of_all_threads())
     return takewhile(partial(is_not, None), accumulate(chain(newest, repeat("f_back", MAX_FRAMES)), getattr))
 
 
-def _at_once(make: Any) -> list[Any]:
-    """Read the items of an iterator of C functions in one call, which holds the only reference to the iterator."""
-    # An allocation may start a garbage collection, whose finalizers are Python code, in which threads change. It must
-    # not run in between. From Python 3.12 on, `repr` runs a collection that is due; 3.12 does so even while collections
-    # are disabled. So `repr` is called once before the items are read.
-    enabled: list[bool] = []
-    try:
-        ((_, _, _, read, _),) = list(
-            zip(
-                map(enabled.append, map(_CALL, repeat(gc.isenabled, 1))),
-                map(_CALL, repeat(gc.disable, 1)),
-                map(repr, (None,)),
-                map(list, (make(),)),
-                map(_CALL, map((gc.disable, gc.enable).__getitem__, iter(enabled.pop, None))),
-                strict=False,
-            )
-        )
-    except BaseException:
-        if enabled and enabled.pop():
-            gc.enable()
-        raise
-    return read
+def _of_all_threads() -> Iterator[dict[int, Any]]:
+    """The newest frame of each thread, in one dictionary.
+
+    It is read at the first ``next``, without a garbage collection: before Python 3.11.9 and 3.12.3 the process hangs
+    for ever if one begins in there and frees a ``threading.local`` (gh-106883).
+    """
+    calls = (gc.disable, sys._current_frames, gc.enable) if gc.isenabled() else (sys._current_frames,)
+    return filter(None, chain.from_iterable(map(list, [map(methodcaller("__call__"), calls)])))
 
 
 def is_library(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to telemetry, and not to the user."""
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
+
+
+def is_ours(spot: Spot) -> bool:
+    """Whether a place is in this package."""
+    return spot.file.startswith(_PACKAGE + os.sep)
+
+
+def in_sampler(stack: Stack) -> bool:
+    """Whether the sampler of a DataLoader runs: it draws indices, or begins to."""
+    for spot, called in zip(stack, (None, *stack), strict=False):
+        if spot.file.endswith(_LOADER):
+            begins = called is not None and called.function == "__iter__" and not called.file.endswith(_LOADER)
+            if begins or spot.function in {"_next_index", "_reset"}:
+                return True
+    return False
 
 
 def is_fetcher(spot: Spot) -> bool:
@@ -173,7 +175,7 @@ def python_threads() -> list[PythonThread]:
     """Every thread of this process that runs Python, except our own. Takes no lock."""
     # `threading.enumerate` takes a lock, which a hanging thread may hold. So this reads the dictionary directly.
     known = dict(getattr(threading, "_active", {}))
-    (idents,) = _at_once(lambda: map(list, islice(iter(sys._current_frames, None), 1)))
+    (idents,) = list(map(list, _of_all_threads()))
     return [
         PythonThread(ident, str(known[ident].name), known[ident].native_id, stack)
         if ident in known

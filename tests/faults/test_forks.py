@@ -70,7 +70,6 @@ def held(tmp_path_factory):
     source = """
         import os, socket
         import telemetry, telemetry.api
-        from telemetry.util import threads
         from locks import Held, locks_below
         from tests.faults.forked import in_child, look, sockets
         from tests.faults.inside import own_threads, page, tell, until
@@ -99,9 +98,9 @@ def held(tmp_path_factory):
             telemetry.stop()
             return found
 
-        locks = locks_below(agent, telemetry.api._starting, threads._guard)
+        locks = locks_below(agent, telemetry.api._starting)
         assert telemetry.api._starting in locks
-        assert agent._between_ticks._wake._gate in locks
+        assert agent._wake._gate in locks
         with Held(locks):
             answer = in_child(child)
         answer |= {"locks": len(locks), "parent url": agent.metrics_url, "parent": os.getpid()}

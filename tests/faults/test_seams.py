@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -217,11 +218,14 @@ def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, m
             raise AttributeError(f"no {name}")
         replace(self, owner, name, wrap)
 
+    if seam == "optimizer":  # without the hook that an agent before has left there
+        monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())
     with monkeypatch.context() as patch:
         patch.setattr(patching.Patches, "replace", moved)
         if seam == "optimizer":
             patch.setattr(sys.modules["torch.optim.optimizer"], "register_optimizer_step_post_hook", break_)
         agent = start()
+        ticked(agent)
     assert train(epochs=2, saved=tmp_path / "saved.pt") == unharmed[False]
     assert counted(agent, "attach") == 1
     assert (agent.tracker.optimizer_steps > 0) is (seam != "optimizer")

@@ -110,8 +110,9 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         if pid == 0:
             os._exit(os.open("/dev/null", os.O_RDONLY))
         child = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        block = WorkerBlock(1).by_file()
         ours = [
-            WorkerBlock(1)._descriptor(),
+            block._descriptor(),
             log_file()._file.number,
             agent._node.endpoint._listening.number,
             agent._node.board.server_lock._file.number,

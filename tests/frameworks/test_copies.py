@@ -1,31 +1,39 @@
-"""Real loops of frameworks, whose copies to the device are a part of the compute. The device has a stand-in clock."""
+"""Real loops of frameworks, whose copies to the device are a part of the compute: their stacks name it."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from telemetry.hooks.compute import TIMED_PARTS
+from telemetry.records import BACKWARD, COPY
+from telemetry.sources.parts import PartReader
+from telemetry.util.stacks import Stack, own_stack
 from tests.frameworks.test_frameworks import needs
-from tests.test_compute import MS, Host, Stream
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 pytestmark = pytest.mark.frameworks
 
-STEPS, MOVE_MS, BEFORE_MS = 8, 4, 5
-PARTS = {"copy": MOVE_MS, "forward": 20, "backward": 30, "optimizer": 10, "other": 2}
+STEPS = 8
 
 
-class Batches(torch.utils.data.Dataset):
-    """Tensors that take their time to be moved, and stay where they are."""
+class Training:
+    """A step that computes nothing, and batches that note the stacks in which they are copied to the device."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self) -> None:
+        self.device, self.copies = torch.device("meta"), []
+        self.backward: list[Stack] = []
+        self.weight = torch.ones(1, requires_grad=True)
+
         class Batch(torch.Tensor):
-            def to(self, *_args: Any, **_named: Any) -> torch.Tensor:
-                host.work(MOVE_MS)
-                return self
+            def to(batch, *_args: Any, **_named: Any) -> torch.Tensor:  # noqa: N805
+                self.copies.append(own_stack(sys._getframe()))
+                return batch
 
         self.kind = Batch
 
@@ -35,25 +43,16 @@ class Batches(torch.utils.data.Dataset):
     def __getitem__(self, _: int) -> torch.Tensor:
         return torch.ones(1).as_subclass(self.kind)
 
-
-class Training:
-    """A step of 62 ms on a stand-in device, and the framework's own way around it."""
-
-    def __init__(self, host: Host) -> None:
-        self.host, self.batches, self.device = host, Batches(host), torch.device("meta")
-
     def step(self) -> None:
-        self.host.loss().backward()
-        self.host.optimizer.step()
-        self.host.work(2)
+        self.weight.sum().backward()
 
     def loader(self, **named: Any) -> torch.utils.data.DataLoader:
-        return torch.utils.data.DataLoader(self.batches, batch_size=None, **named)
+        return torch.utils.data.DataLoader(self, batch_size=None, **named)
 
 
 def accelerate(training: Training) -> None:
     shard = import_module("accelerate.data_loader").DataLoaderShard
-    for _ in shard(training.batches, device=training.device, batch_size=None):
+    for _ in shard(training, device=training.device, batch_size=None):
         training.step()
 
 
@@ -75,10 +74,6 @@ def lightning(training: Training, package: str = "lightning.pytorch") -> None:
         def training_step(self, batch: Any, number: int) -> None:
             training.step()
 
-        def on_before_batch_transfer(self, batch: Any, number: int) -> Any:
-            training.host.work(BEFORE_MS)
-            return batch
-
         def configure_optimizers(self) -> None: ...
 
     library.Trainer(accelerator="cpu", max_epochs=1, barebones=True).fit(Module(), training.loader())
@@ -91,7 +86,7 @@ def old_lightning(training: Training) -> None:
 def fastai(training: Training) -> None:
     load = import_module("fastai.data.load")
     import_module("fastai.torch_core").defaults.use_cuda = True
-    for _ in load.DataLoader(training.batches, bs=None, device=training.device, num_workers=0):
+    for _ in load.DataLoader(training, bs=None, device=training.device, num_workers=0):
         training.step()
 
 
@@ -110,18 +105,20 @@ PACKAGES = {"fabric": "lightning", "old_fabric": "pytorch_lightning", "old_light
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_the_copies_of_a_framework_s_loop_are_a_part(observed, monkeypatch, loop):
+def test_the_copies_of_a_framework_s_loop_are_a_part(loop):
     needs(PACKAGES.get(loop.__name__, loop.__name__))
-    host = Host(monkeypatch)
-    timer = observed.tracker.compute
-    timer.events, timer.wanted = Stream(host), STEPS
-    observed.tracker.slow_path()
-    loop(Training(host))
-    timer.begin(host.ns)  # reads the newest one
-    timer.drop()
-    host.hook.remove()
-    assert timer.steps >= STEPS - 2
-    parts = {part: ns / MS / timer.steps for part, ns in zip(TIMED_PARTS, timer.ns, strict=True)}
-    before = BEFORE_MS if loop in {lightning, old_lightning} else 0
-    assert parts == pytest.approx(PARTS | {"forward": 20 + before}, abs=1)
-    assert observed.errors == []
+    training, reader = Training(), PartReader()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "_engine_run_backward":
+            training.backward.append(own_stack(frame))
+
+    sys.setprofile(profile)
+    try:
+        loop(training)
+    finally:
+        sys.setprofile(None)
+    named = [part for stack in training.backward * 3 for part, _ in reader.take(stack, 1)]
+    assert set(named) == {BACKWARD}
+    assert len(training.copies) >= STEPS
+    assert {part for stack in training.copies for part, _ in reader.take(stack, 1)} == {COPY}

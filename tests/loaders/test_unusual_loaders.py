@@ -15,8 +15,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import telemetry
 from telemetry.hooks.watch import Watched
-from telemetry.hooks.worker import WorkerProbe
-from telemetry.hooks.worker_block import WorkerBlock
+from telemetry.hooks.worker import WorkerLoop
 from telemetry.records import DATA_WAIT, EVALUATION
 from tests.faults.processes import HANG, environment
 from tests.loaders.observe import depth, layers
@@ -54,28 +53,32 @@ def test_no_agent_starts_in_a_worker_process(method):
 
 class Nvtx:
     @staticmethod
-    def range_push(name: str) -> None:
+    def range_push(*_: str) -> None:
         """Does nothing."""
 
-    @staticmethod
-    def range_pop() -> None:
-        """Does nothing."""
+    range_pop = range_push
 
 
-def be_worker_again_and_again(block: WorkerBlock, answer) -> None:
+def be_worker_again_and_again(loop: WorkerLoop, answer) -> None:
     sys.modules["torch.cuda.nvtx"] = Nvtx  # type: ignore[assignment]
-    probe = WorkerProbe(None, block, nvtx=True)
     for _ in range(5):
-        probe(0)
+        loop(worker_id=0)
     answer.put([depth(kind.fetch) for kind in KINDS])
 
 
+def no_loop(*, worker_id: int) -> None:
+    """Stands for torch's own."""
+
+
 def test_a_process_that_is_worker_after_worker_has_one_probe(observed):
+    """Its fetches have the timer and the NVTX range."""
     context = multiprocessing.get_context("fork")
-    block, answer = WorkerBlock(1), context.Queue()
-    process = context.Process(target=be_worker_again_and_again, args=(block, answer))
+    loop, answer = WorkerLoop(no_loop, observed.tracker), context.Queue()
+    observed.tracker.profiler_ranges.nvtx = True
+    loop.begin(1)
+    process = context.Process(target=be_worker_again_and_again, args=(loop, answer))
     process.start()
-    assert answer.get(timeout=HANG) == [2, 2]  # the timer's and the NVTX range's
+    assert answer.get(timeout=HANG) == [2, 2]
     process.join(HANG)
     assert layers() == {"_MapDatasetFetcher": 0, "_IterableDatasetFetcher": 0}
 
@@ -87,39 +90,34 @@ class SpareLoader:
     """What a library passes to torch's iterator instead of a loader."""
 
     def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
+        self._loader, self.num_workers = loader, loader.num_workers
 
     def __getattr__(self, name: str):
         return getattr(self._loader, name)
 
 
-def test_an_iterator_made_without_its_loader_is_timed(observed):
-    spare = SpareLoader(DataLoader(Numbers(), num_workers=1, worker_init_fn=note))
-    iterator = torch_dataloader._MultiProcessingDataLoaderIter(spare)
+def a_spare_iterator():
+    return torch_dataloader._MultiProcessingDataLoaderIter(SpareLoader(DataLoader(Numbers(), num_workers=1)))
+
+
+def a_data_pipe():
+    return iter(DataLoader(IterableWrapper(range(4)), num_workers=1, worker_init_fn=note))
+
+
+@pytest.mark.parametrize("made", [a_spare_iterator, a_data_pipe])
+def test_an_iterator_that_is_made_in_another_way_is_timed(observed, made):
+    iterator = made()
     assert len(list(iterator)) == 4
     (handle,) = observed.tracker.loaders.live()
     assert sum(c.fetches for c in handle.block.read()) == 4
-    assert iterator._worker_init_fn is note
 
 
-def test_a_data_pipe_keeps_its_init_function_and_is_timed(observed):
-    loader = DataLoader(IterableWrapper(range(4)), num_workers=1, worker_init_fn=note)
-    iterator = iter(loader)
-    assert len(list(iterator)) == 4
-    (handle,) = observed.tracker.loaders.live()
-    assert sum(c.fetches for c in handle.block.read()) == 4
-    assert iterator._worker_init_fn.args[0] is note
-    assert loader.worker_init_fn is note
-
-
-def test_detaching_removes_the_probe_and_a_second_agent_restores_it(observed):
-    iterators = torch_dataloader._MultiProcessingDataLoaderIter
-    assert "_worker_init_fn" in vars(iterators)
-    assert not hasattr(iterators, "_worker_init_fn"), "as on the bare class"
-    iterator = iter(DataLoader(Numbers(), num_workers=1, worker_init_fn=note))
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_detaching_puts_torch_s_worker_loop_back(observed, context):
+    assert isinstance(_utils.worker._worker_loop, WorkerLoop)
+    iterator = iter(DataLoader(Numbers(), num_workers=1, multiprocessing_context=context))
     observed.attachment.detach()
-    assert "_worker_init_fn" not in vars(iterators)
-    assert iterator._worker_init_fn is note
+    assert type(_utils.worker._worker_loop).__name__ == "function"
     assert len(list(iterator)) == 4
 
 

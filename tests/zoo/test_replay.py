@@ -13,7 +13,7 @@ from telemetry.diagnosis.causes import CAUSES, advise
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.evidence import Evidence
 from telemetry.diagnosis.stragglers import straggler
-from telemetry.records import RankPace
+from telemetry.records import LoaderTraits, RankPace
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 
@@ -25,15 +25,9 @@ def evidence_of(logged):
     own = pace or RankPace(0, logged["window_seconds"], logged["steps"], logged["compute_seconds"], exposed, 0.0)
     parts = {"pace": own, "peers": tuple(peers), "exposed_seconds": exposed}
     parts["earlier_paces"] = msgspec.convert(logged.get("earlier_paces", ()), tuple[RankPace, ...])
-    for field in structs.fields(Evidence):
-        if field.name in parts:
-            continue
-        if isinstance(field.default, msgspec.Struct):
-            parts[field.name] = msgspec.convert(logged, field.type)
-        elif field.name in logged:
-            parts[field.name] = logged[field.name]
-    if "long_fetches" not in logged:
-        parts["fetches"] = structs.replace(parts["fetches"], long_seconds=(parts["fetches"].in_progress_seconds,))
+    parts["traits"] = msgspec.convert(logged, LoaderTraits)
+    parts |= {f.name: logged[f.name] for f in structs.fields(Evidence) if f.name not in parts and f.name in logged}
+    parts.setdefault("long_fetches", (parts.get("fetching_seconds", 0.0),))
     return Evidence(**parts)
 
 

@@ -1,0 +1,411 @@
+"""Samples the training thread: what its steps, waits, evaluations and checkpoints spend their time in.
+
+Any run is sampled, but seldom: more often while it is young, while waits matter, while ranks wait for one another, and
+while a stall is open. One sample takes about 0.2 ms of the agent thread, and for 20 to 50 us of it holds the GIL.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from telemetry.records import COMPUTE_PARTS
+from telemetry.sources.parts import PartReader
+from telemetry.sources.proc import read_schedule
+from telemetry.sources.sampling import SampleClock, runs_beside
+from telemetry.sources.stacks import collective_in, in_backward
+from telemetry.util.clock import NS, now_ns
+from telemetry.util.profiles import (
+    CHECKPOINT,
+    EVALUATING,
+    EVALUATION_WAIT,
+    FETCH,
+    STEP,
+    WAIT,
+    StackProfile,
+    StackTime,
+)
+from telemetry.util.stacks import fetch_part, in_sampler, is_ours, line_of, python_threads, stack_of, users_spot
+from telemetry.util.threads import named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from telemetry.hooks.tracker import StepTracker
+    from telemetry.sources.sampling import Sample
+    from telemetry.util.stacks import Stack
+
+# -- how often ---------------------------------------------------------------------------------------------------------
+
+_CALM: Final = ((60.0, 0.3), (300.0, 1.25), (float("inf"), 5.0))
+"""Mean seconds between samples, up to so many seconds of training."""
+
+_WAITS: Final = 0.3
+"""Mean seconds while waits for batches matter: a window of 30 s then has 100 samples of what is in them."""
+
+_RANKS: Final = 0.1
+_SLOW_RANK: Final = 0.02
+"""Mean seconds in a job of several ranks: usually, and while one rank holds the others up. A rank of the zoo's
+`straggler-compute` pauses for 60 ms in steps of 71 ms. Predictions were up to 42 % off with ten samples a second, and
+up to 15 % with fifty."""
+
+_STALL: Final = 0.02
+_STALL_SECONDS: Final = 20.0
+_FIRST_SHARE: Final = 0.006
+_MAX_SHARE: Final = 0.002
+"""Mean seconds while the lines of a stall are wanted. Samples take at most so much of a core: in the first seconds of a
+stall, whose samples name its line and decide how exact the shares are, and at any other time."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What the rest of the agent wants to know from the samples now.
+
+    Attributes:
+        kinds: the kinds of work of which lines are wanted; empty without a stall.
+        waits: whether waits for batches matter. ``ranks``: whether the job has several ranks. ``slow_rank``: whether
+            one of them holds the others up.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    waits: bool = False
+    ranks: bool = False
+    slow_rank: bool = False
+
+
+# -- what was seen -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Seen:
+    """Sums over the samples of the run, in ns but for the two numbers of samples.
+
+    Attributes:
+        samples: in a job of several ranks, samples in which the thread computed. ``in_sync``: those of them in which
+            ranks wait for one another.
+        step: time in the compute of steps. ``freeing``: its part in the statement that asks for batches, which frees
+            the one before. Time in which that keeps the GIL counts for the line after.
+        wait, wait_cpu: time in waits for batches in mid-epoch; the part in which the thread was not blocked.
+            ``sampler``, ``sampler_cpu``: the same of the part in the sampler of a DataLoader.
+        boundary, boundary_sampler, boundary_sampler_cpu: the same at epoch boundaries.
+        parts: time by part of the compute, see `PartReader`.
+    """
+
+    samples: int = 0
+    in_sync: int = 0
+    step: int = 0
+    freeing: int = 0
+    wait: int = 0
+    wait_cpu: int = 0
+    sampler: int = 0
+    sampler_cpu: int = 0
+    boundary: int = 0
+    boundary_sampler: int = 0
+    boundary_sampler_cpu: int = 0
+    parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPUTE_PARTS, 0))
+
+
+_RIGHT_AFTER_NS: Final = NS // 1000
+_PART_SECONDS: Final = 10.0
+_FIRST_SECONDS: Final = 120.0
+
+
+class Sampler:
+    """Samples the training thread, on the agent thread.
+
+    Attributes:
+        wanted: what the samples are needed for. Others set it once a tick.
+        seen: sums over the samples of the run.
+        run: the stacks of the training thread over the run, by kind of work. `STEP` is the compute of steps, `WAIT` the
+            waits for batches.
+        stall: the same since `begin_stall`, and the fetches of other threads; None without a stall.
+        parts: the stacks of steps in parts, before `follow` is called: one for each ten seconds of the first two
+            minutes of training, and the last one for all that came later, too. ``newest``: since `follow`.
+        free: samples of steps that found the GIL free. ``idle``: those of them in which the thread was blocked.
+        collecting: stacks of samples that were due during a garbage collection.
+        threads: other Python threads that are often on a core.
+    """
+
+    def __init__(self, tracker: StepTracker, sleep: Callable[[float], object]) -> None:
+        self._tracker = tracker
+        self._clock = SampleClock(sleep)
+        self.wanted = Wanted()
+        self._drawn_for: tuple[float, float] = (0.0, 0.0)
+        self._began_ns = self._stall_ns = 0
+        self._parts = PartReader()
+        self._requests: set[tuple[str, int]] = set()  # lines that ask for batches
+        self._places: Counter[str] = Counter()
+        self.seen = Seen()
+        self.run: dict[str, StackProfile] = {}
+        self.stall: dict[str, StackProfile] | None = None
+        self.parts: list[StackProfile] = []
+        self.newest: StackProfile | None = None
+        self.free = self.idle = 0
+        self.collecting = StackProfile()
+        self.threads = BusyThreads(tracker)
+
+    @property
+    def steps(self) -> StackProfile:
+        """The stacks in the compute of steps, over the run."""
+        return self.run.get(STEP) or StackProfile()
+
+    def begin_stall(self) -> None:
+        """Begin `stall`."""
+        self.stall, self._stall_ns = {}, now_ns()
+
+    def follow(self) -> None:
+        """Begin `newest`, and sample as often as in the first minute of training."""
+        self.newest, self._began_ns = StackProfile(), 0
+
+    def take_place(self) -> str | None:
+        """The line of the user's code in most samples of compute since the last call, without waits for ranks."""
+        seen = self._places.most_common(1)
+        self._places.clear()
+        return seen[0][0] if seen else None
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for some seconds, and take the sample that becomes due in that time, if any."""
+        mean, share = self._rate()
+        if (mean, share) != self._drawn_for:
+            self._drawn_for = mean, share
+            self._clock.draw(mean, share)
+        tracker = self._tracker
+        if self._clock.wait(tracker.native_thread, seconds):
+            self._clock.wait_until_due(tracker.native_thread)
+            kind, at_boundary = self._kind(), tracker.at_boundary  # first: what follows may give the GIL up
+            sample = self._clock.take(tracker.thread, tracker.native_thread)
+            if tracker.active:
+                self._take(sample, kind, at_boundary=at_boundary)
+            self._clock.draw(mean, share)
+
+    def _rate(self) -> tuple[float, float]:
+        """The mean seconds between samples, and the largest share of a core that they may take."""
+        wanted, now = self.wanted, now_ns()
+        if wanted.kinds:
+            young = now - self._stall_ns < _STALL_SECONDS * NS
+            return _STALL, _FIRST_SHARE if young else _MAX_SHARE
+        passed = (now - self._began_ns) / NS if self._began_ns else 0.0
+        mean = next(every for until, every in _CALM if passed < until)
+        if wanted.waits:
+            mean = min(mean, _WAITS)
+        if wanted.ranks:
+            mean = min(mean, _SLOW_RANK if wanted.slow_rank else _RANKS)
+        return mean, _MAX_SHARE
+
+    def _kind(self) -> str | None:
+        """The kind of work that the training thread does now; None for any other."""
+        tracker = self._tracker
+        waiting = tracker.waiting_since
+        if waiting > 0:
+            return WAIT if tracker.batch_seen else None
+        if tracker.evaluating:
+            return EVALUATION_WAIT if waiting else EVALUATING
+        if tracker.checkpointing:
+            return CHECKPOINT
+        return STEP if tracker.stepping and not waiting else None
+
+    def _take(self, sample: Sample, kind: str | None, *, at_boundary: bool) -> None:
+        tracker, wall = self._tracker, sample.wall_ns
+        if FETCH in self.wanted.kinds and self.stall is not None:
+            for thread in python_threads():
+                fetch = fetch_part(thread.stack) if thread.ident != tracker.thread else ()
+                if fetch:
+                    self.stall.setdefault(FETCH, StackProfile()).add(fetch, StackTime(wall, wall))
+        if kind in {WAIT, STEP}:
+            self.threads.take(waited=sample.waited, wall_ns=wall)
+        if kind == STEP:
+            self._take_step(sample)
+        elif kind is not None:
+            self._add(kind, sample.stack, sample.time, self.run, self.stall)
+            if kind == WAIT:
+                self._take_wait(sample, at_boundary=at_boundary)
+
+    def _take_step(self, sample: Sample) -> None:
+        seen, stack, wall = self.seen, sample.stack, sample.wall_ns
+        self._began_ns = self._began_ns or now_ns()
+        seen.step += wall
+        for part, ns in self._parts.take(stack, wall):
+            seen.parts[part] += ns
+        if stack and (stack[0].file, stack[0].line) in self._requests:
+            seen.freeing += wall
+        self._take_place(sample)
+        collecting = self._take_collection(sample)
+        if collecting is not None:
+            self._add(STEP, collecting, sample.time, self.stall)
+            return
+        self._add(STEP, stack, sample.time, self.run, self.stall)
+        passed = (now_ns() - self._began_ns) / NS
+        if self.newest is not None:
+            self.newest.add(sample.stack, sample.time)
+        else:
+            if len(self.parts) * _PART_SECONDS <= passed < _FIRST_SECONDS or not self.parts:
+                self.parts.append(StackProfile())
+            self.parts[-1].add(sample.stack, sample.time)
+        if not sample.waited:
+            self.free += 1
+            self.idle += sample.blocked
+
+    def _take_wait(self, sample: Sample, *, at_boundary: bool) -> None:
+        seen, stack, wall, cpu = self.seen, sample.stack, sample.wall_ns, sample.cpu_ns
+        self._take_collection(sample)
+        sampler = in_sampler(stack)
+        ours = max((depth for depth, spot in enumerate(stack) if is_ours(spot)), default=-1)
+        if ours >= 0:  # the statement that asks for the batch calls our wrapper, perhaps through a generator
+            self._requests.update((spot.file, spot.line) for spot in stack[ours + 1 :])
+        if at_boundary:
+            seen.boundary += wall
+            seen.boundary_sampler += wall * sampler
+            seen.boundary_sampler_cpu += cpu * sampler
+        else:
+            seen.wait += wall
+            seen.wait_cpu += cpu
+            seen.sampler += wall * sampler
+            seen.sampler_cpu += cpu * sampler
+
+    def _take_collection(self, sample: Sample) -> Stack | None:
+        """Take a sample of a garbage collection. Returns the stack that has called for it, empty if unknown.
+
+        It returns None for any other sample. In a collection, this thread has waited until its end, or has found the
+        other thread in a function of `gc.callbacks`. Python calls these at the end, and if one is in Python, it gives
+        up the GIL. If this thread had no core then, the other one has gone on meanwhile.
+        """
+        codes = [getattr(function, "__code__", None) for function in gc.callbacks]
+        names = {(code.co_filename, code.co_name) for code in codes if code is not None}
+        depth = next((depth for depth, spot in enumerate(sample.stack) if (spot.file, spot.function) in names), -1)
+        ended = self._tracker.garbage.ended_within(sample.due_ns, sample.taken_ns)
+        if depth < 0 and not ended:
+            return None
+        if depth < 0 and sample.taken_ns - ended >= _RIGHT_AFTER_NS:
+            return ()
+        self.collecting.add(sample.stack[depth + 1 :], sample.time)
+        return sample.stack[depth + 1 :]
+
+    def _take_place(self, sample: Sample) -> None:
+        tracker, stack = self._tracker, sample.stack
+        ranks = self.wanted.ranks
+        self.seen.samples += ranks
+        # In a collective, in DDP, or in a backward pass that reduces, ranks wait for one another. A backward pass that
+        # is on a core, or wants one, computes; with a GPU, the host's wait for it may use a core, too.
+        on_host = tracker.device is None and tracker.accelerator is None
+        computes = in_backward(stack) and on_host and not sample.blocked
+        if ranks and collective_in(stack) is not None and not computes:
+            self.seen.in_sync += 1
+            return
+        own = users_spot(stack)
+        if own is not None:
+            self._places[line_of(own)] += 1
+
+    def _add(self, kind: str, stack: Stack, time: StackTime, *to: dict[str, StackProfile] | None) -> None:
+        for profiles in to:
+            if profiles is not None and stack:
+                profiles.setdefault(kind, StackProfile()).add(stack, time)
+
+
+# -- other threads that hold the GIL -----------------------------------------------------------------------------------
+
+_BUSY_THREAD: Final = 0.1
+"""A thread that is on a core for a smaller share of the time cannot hold the GIL for long."""
+
+_LOOK_SECONDS: Final = 1.0
+_RESTS: Final = 0.6
+"""A thread rests in a line if it is seen there while the GIL is free this often, relative to its other samples."""
+
+_MAX_LOOKED_AT: Final = 64
+_MAX_BUSY: Final = 4
+
+
+@dataclass(slots=True)
+class BusyThread:
+    """Another Python thread of the training process that is often on a core.
+
+    Attributes:
+        cpu_ns: its time on a core, in ``wall_ns`` of the wall clock.
+        free: samples that found the GIL free. ``without_gil``: those of them in which it ran, so it needed no GIL.
+        profile: its stacks in the other samples. ``resting``: those in which it did not run while the GIL was free.
+    """
+
+    name: str
+    cpu_ns: int = 0
+    wall_ns: int = 0
+    free: int = 0
+    without_gil: int = 0
+    profile: StackProfile = field(default_factory=StackProfile)
+    resting: StackProfile = field(default_factory=StackProfile)
+
+    @property
+    def work(self) -> StackProfile:
+        """Its stacks without those in which it sleeps or waits, where it is also seen when it wants the GIL again.
+
+        Code that holds the GIL is never seen while the GIL is free.
+        """
+        work = StackProfile()
+        for stack, time in self.profile.times.items():
+            rested = self.resting.times.get(stack)
+            if rested is None or rested.wall_ns < _RESTS * time.wall_ns:
+                work.add(stack, time, self.profile.samples * time.wall_ns // max(1, self.profile.wall_ns))
+        return work
+
+    @property
+    def gil_share(self) -> float:
+        """The share of the time in which it holds the GIL: while it is on a core, unless it runs code without it."""
+        if not self.wall_ns or not self.profile.samples:
+            return 0.0
+        return max(0.0, self.cpu_ns / self.wall_ns - self.without_gil / max(1, self.free))
+
+
+class BusyThreads:
+    """Finds Python threads beside the training thread that are often on a core, and samples them.
+
+    Attributes:
+        found: these threads, by native id.
+    """
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
+        self._ran: dict[int, int] = {}  # time on a core by native id
+        self._looked_ns = 0
+        self._watched: dict[int, int] = {}  # the ident of each busy thread by native id
+        self.found: dict[int, BusyThread] = {}
+
+    def take(self, *, waited: bool, wall_ns: int) -> None:
+        """Sample them, for a sample of the training thread that has ``waited`` for the GIL or not."""
+        for native, ident in self._watched.items():
+            thread, stack = self.found[native], stack_of(ident)
+            if waited and stack:
+                thread.profile.add(stack, StackTime(wall_ns, wall_ns))
+            elif not waited:
+                runs = runs_beside(native)
+                thread.free += 1
+                thread.without_gil += runs
+                if stack and not runs:
+                    thread.resting.add(stack, StackTime(wall_ns, wall_ns))
+        now = now_ns()
+        if now - self._looked_ns >= _LOOK_SECONDS * NS:
+            self._look(now)
+
+    def _look(self, now: int) -> None:
+        before, passed = self._ran, now - self._looked_ns
+        self._ran, self._looked_ns = {}, now
+        busy: list[tuple[int, int, int, str]] = []  # time on a core, native id, ident, name
+        # `threading.enumerate` takes a lock, which a hanging thread may hold. So this reads the dictionary directly.
+        for ident, thread in list(getattr(threading, "_active", {}).items())[:_MAX_LOOKED_AT]:
+            native = thread.native_id
+            if native is None or ident == self._tracker.thread or named(ident) is not None:
+                continue
+            schedule = read_schedule("self", native)
+            if schedule is None:
+                continue
+            self._ran[native] = schedule.run_ns
+            ran = schedule.run_ns - before.get(native, schedule.run_ns)
+            if native in self.found and native in before:
+                self.found[native].cpu_ns += ran
+                self.found[native].wall_ns += passed
+            if native in before and ran >= _BUSY_THREAD * passed:
+                busy.append((ran, native, ident, str(thread.name)))
+        busy = sorted(busy, reverse=True)[:_MAX_BUSY]
+        self._watched = {native: ident for _, native, ident, _ in busy}
+        for ran, native, _, name in busy:
+            self.found.setdefault(native, BusyThread(name, ran, passed))
