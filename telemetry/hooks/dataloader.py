@@ -198,17 +198,17 @@ def begin_boundary(tracker: StepTracker, subject: Any, *, leaves: bool = False) 
 
 def end_boundary(tracker: StepTracker, begun: tuple[int, int] | None, iterator: Any) -> None:
     """End what `begin_boundary` began. ``iterator``: what an iteration has made; None if nothing was made."""
-    if begun is not None:
-        start, entry = begun
-        try:
-            end = now_ns()
-            tracker.iterated(start, end, entry, iterator)
+    end = now_ns()
+    try:
+        loader = tracker.loaders.begun(iterator) if iterator is not None and tracker.active else None
+        if begun is not None:
+            start, entry = begun
+            tracker.iterated(start, end, entry, loader)
             if tracker.gpu is not None:
                 tracker.mark_arrival(start, end)
-        finally:
+    finally:
+        if begun is not None:
             tracker.waiting_since = 0
-    if iterator is not None and tracker.active:
-        tracker.loaders.begun(iterator)
 
 
 def timed_iter(original: Callable[[Any], Any], tracker: StepTracker) -> Callable[[Any], Any]:

@@ -106,7 +106,7 @@ def _reference(data: object) -> Callable[[], Any]:
 
 
 def _data_of(loader: object) -> object:
-    """What a loader shares with its iterators: its data set, unless that is a tensor. A watched object stands for itself."""
+    """What a loader shares with its iterators: its data set, unless it is a tensor. Of a watched object, itself."""
     watched = origin(loader)
     if watched is not None:
         return watched()

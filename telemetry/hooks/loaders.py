@@ -326,32 +326,30 @@ class LoaderRegistry:
         self.sampling = (0, 0)
         self.asked: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
 
-    def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> None:
-        """Register the workers of an iterator, if it has any, without keeping it alive.
+    def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> LoaderHandle | None:
+        """Register an iterator with workers, watched or not. Returns its handle; None for another one.
 
-        Only its pids are kept. With a strong reference, the agent thread could become the thread that
+        It keeps no reference to the iterator. With a reference, the agent thread could become the thread that
         shuts the workers down. ``again``: whether its loader has made an iterator before.
         """
         iterator = unwrapped(iterator)
-        self._retire()
-        if len(self._live) >= _MAX_ITERATORS or not workers_of(iterator):
-            return
-        key = id(iterator)
-        if key in self._live:
-            return
-        handle = LoaderHandle(iterator, block, again=again)
-        self._live[key] = (
-            weakref.KeyedRef(iterator, self._gone.append, key),
-            handle,
-        )  # C code: see `hooks.patching.WeakMap`
+        known = self.known(iterator)
+        if known is not None or len(self._live) >= _MAX_ITERATORS or not workers_of(iterator):
+            return known
+        key, handle = id(iterator), LoaderHandle(iterator, block, again=again)
+        # The callback is C code: see `hooks.patching.WeakMap`.
+        self._live[key] = weakref.KeyedRef(iterator, self._gone.append, key), handle
         if block is not None and self.sampling[1]:
             self.asked.append(handle)
+        return handle
 
-    def begun(self, iterator: object) -> None:
-        """Note that an iteration has begun, on any thread."""
-        handle = self.known(iterator)
+    def begun(self, iterator: object) -> LoaderHandle | None:
+        """Note that an iteration has begun, on any thread. Returns the handle of its iterator; None without workers."""
+        handle = self.register(iterator)
+        self._own_id = 0
         if handle is not None:
             self.newest_begun = weakref.ref(handle)
+        return handle
 
     def note_caller(self, frame: FrameType | None) -> None:
         """Note the innermost line of the user's code that makes an iterator."""
@@ -371,11 +369,14 @@ class LoaderRegistry:
         source = self._of(iterator)
         if training:
             self.newest = weakref.ref(source)
-            self.batch_size = batch_size_of(unwrapped(iterator))
             if isinstance(source, LoaderHandle):
                 source.training = True
-            elif source is ON_THREAD and id(iterator) != self._own_id:
+                self.batch_size = source.traits.batch_size
+            elif source is not ON_THREAD:
+                self.batch_size = None
+            elif id(iterator) != self._own_id:
                 self.own_traits, self._own_id = traits_of(unwrapped(iterator)), id(iterator)
+                self.batch_size = self.own_traits.batch_size
         return source
 
     def live(self) -> list[LoaderHandle]:
@@ -404,10 +405,7 @@ class LoaderRegistry:
 
     def _of(self, iterator: Any) -> BatchSource:
         wrapper, iterator = iterator, unwrapped(iterator)
-        handle = self.known(iterator)
-        if handle is None:
-            self.register(iterator)  # it began before the agent
-            handle = self.known(iterator)
+        handle = self.register(iterator)  # it may have begun before the agent
         if handle is not None:
             return handle
         for kind, source_of in self.known_iterators:

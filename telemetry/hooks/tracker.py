@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from telemetry.hooks.device import GpuClock
+    from telemetry.hooks.loaders import LoaderHandle
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
@@ -390,11 +391,8 @@ class StepTracker(StepState):
             return None
         return r.code(r.S_DATA_WAIT, self.category, r.LEAVES)
 
-    def iterated(self, start: int, end: int, entry: int, iterator: object | None) -> None:
-        """Pass an epoch boundary. The iterator is None if ``iter(loader)`` has raised, or workers were stopped."""
-        if iterator is not None:
-            self.loaders.register(iterator)
-        loader = self.loaders.known(iterator)
+    def iterated(self, start: int, end: int, entry: int, loader: LoaderHandle | None) -> None:
+        """Pass an epoch boundary. The handle is None if no iteration with workers has begun."""
         if loader is None:
             self.ring.push(start, end, entry)
         else:

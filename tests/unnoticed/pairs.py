@@ -120,6 +120,10 @@ def unchanged(folder: Path, source: str, *arguments: object, code: int = 0, **ho
     bare, ours = pair(folder, source, *arguments, **how)
     if bare.code != code or not bare.out:
         pytest.fail(f"the script itself is wrong: it ended with {bare.code}\n{bare.out}{bare.err}")
-    assert (ours.code, ours.out, ours.err) == (bare.code, bare.out, bare.err), (ours.out[-1500:], ours.err[-3000:], bare.out[-1500:])
+    assert (ours.code, ours.out, ours.err) == (bare.code, bare.out, bare.err), (
+        ours.out[-1500:],
+        ours.err[-3000:],
+        bare.out[-1500:],
+    )
     assert ours.files == bare.files
     return bare
