@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import worker
 
 from benchmarks import machine
-from telemetry.hooks.worker import WorkerProbe
+from telemetry.hooks.worker import WorkerLoop
 from telemetry.hooks.worker_block import WorkerBlock
 from telemetry.util import threads
 from telemetry.util.clock import NS, now_ns
@@ -120,8 +121,10 @@ def period(batches: Iterator[torch.Tensor], block: WorkerBlock, seconds: float, 
 def measure(kind: str, rounds: int, seconds: float) -> str:
     """One row of the table."""
     block = WorkerBlock(1)
-    probe = WorkerProbe(None, block)
-    batches = iter(DataLoader(Work(kind), batch_size=None, num_workers=1, worker_init_fn=probe))
+    loop = WorkerLoop(worker._worker_loop, tracker=None)  # type: ignore[arg-type]  # the block exists already
+    loop.making.block, worker._worker_loop = block, loop
+    batches = iter(DataLoader(Work(kind), batch_size=None, num_workers=1))
+    worker._worker_loop = loop.original
     next(batches)
     added, longer, own, rates = [], [], [], []
     for _ in range(rounds):

@@ -326,7 +326,9 @@ class LoaderRegistry:
         self.sampling = (0, 0)
         self.asked: deque[LoaderHandle] = deque(maxlen=_MAX_ITERATORS)
 
-    def register(self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True) -> LoaderHandle | None:
+    def register(
+        self, iterator: object, block: WorkerBlock | None = None, *, again: bool = True
+    ) -> LoaderHandle | None:
         """Register an iterator with workers, watched or not. Returns its handle; None for another one.
 
         It keeps no reference to the iterator. With a reference, the agent thread could become the thread that

@@ -85,10 +85,11 @@ class WorkerLoop:
         try:
             if not block.shared_by_file:
                 block = self.making.block = block.by_file()
-            return _SpawnedLoop, (name, block.address)
+            address = block.address
         except OSError as error:  # no /proc, or no descriptor is left: its fetches are not timed
             let_pass(error)
             return pkgutil.resolve_name, (name,)
+        return _SpawnedLoop, (name, address)
 
 
 def _is_found_by_a_child() -> bool:
