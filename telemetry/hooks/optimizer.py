@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.hooks import ring as r
 from telemetry.hooks.device import HOST
+from telemetry.hooks.loaders import own_value
 from telemetry.hooks.patching import FAILED, WeakMap
 from telemetry.hooks.state import NO_THREAD
 from telemetry.util.clock import now_ns
@@ -216,7 +217,7 @@ def _is_nested(step: FrameType) -> bool:
 def _devices_of(optimizer: Any) -> list[torch.device]:
     """The devices that hold an optimizer's parameters, that of the first one first; empty if they are not known."""
     try:
-        parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        parameters = itertools.chain.from_iterable(group["params"] for group in own_value(optimizer, "param_groups"))
         return list(dict.fromkeys(each.device for each in itertools.islice(parameters, _MAX_PARAMETERS)))
     except Exception as error:
         let_pass(error)

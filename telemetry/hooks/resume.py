@@ -8,6 +8,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.hooks.loaders import own_value
 from telemetry.hooks.ring import S_STARTUP
 from telemetry.records import SavedCheckpoint
 from telemetry.util.clock import now_ns
@@ -129,7 +130,7 @@ class ResumeState:
         """Read the state that an optimizer has loaded. ``given``: what it got, which may still be on the host."""
         if self.source is not None or threading.get_ident() != state.thread or state.ring.closed:
             return
-        step = _step_of_optimizer(optimizer)
+        step = _counted_in(own_value(optimizer, "state"))
         if step is None and isinstance(given, dict):
             step = _counted_in(dict.get(given, "state"))
         if step is not None:
@@ -147,7 +148,7 @@ class ResumeState:
         self._read = True
         steps, step = -1, None
         while steps != state.optimizer_steps:  # it may step meanwhile
-            steps, step = state.optimizer_steps, _step_of_optimizer(optimizer)
+            steps, step = state.optimizer_steps, _counted_in(own_value(optimizer, "state"))
         if self.source is None and step is not None and step >= steps:
             self.step, self.source, self.at_optimizer_steps = step - steps, OPTIMIZER, 0
 
@@ -163,14 +164,6 @@ def _succeeded(future: Any) -> bool:
     except Exception as error:  # another kind of future
         let_pass(error)
         return False
-
-
-def _step_of_optimizer(optimizer: Any) -> int | None:
-    try:
-        return _counted_in(optimizer.state)
-    except Exception as error:  # an optimizer of another kind
-        let_pass(error)
-        return None
 
 
 def _counted_in(states: Any) -> int | None:

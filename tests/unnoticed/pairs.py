@@ -36,17 +36,6 @@ class Ended:
     files: dict[str, bytes]
 
 
-def unmended(what_happens: str) -> pytest.MarkDecorator:
-    """Mark a test that fails at present. Who mends the cause removes the mark."""
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=what_happens)
-
-
-def cases(table: Mapping[str, str], red: Mapping[str, str]) -> list[object]:
-    """Parameters from a table of scripts. ``red``: what happens in those that fail at present."""
-    assert red.keys() <= table.keys()
-    return [pytest.param(table[name], id=name, marks=unmended(red[name]) if name in red else ()) for name in table]
-
-
 def pair(
     folder: Path,
     source: str,

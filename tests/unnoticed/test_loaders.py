@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.unnoticed.pairs import cases, unchanged
+from tests.unnoticed.pairs import unchanged
 
 CASES = {
     "properties of a loader": """
@@ -428,18 +428,9 @@ CASES = {
                     print(repr(error), getattr(error, "__notes__", None))
         """,
 }
-RED = {
-    "properties of a loader": "each epoch reads batch_sampler, dataset and others once more",
-    "a data set that counts what is asked of it": "the length of the data set is asked for once more in each epoch",
-    "swapped tensors of a batch": "the agent has weak references to a batch of workers, with which torch swaps nothing",
-    "swapped tensors of a data set": "the agent has a weak reference to a data set, also if it is a tensor",
-    "references to tensors": "the agent has weak references to batches and data sets",
-    "who calls a data set, a sampler and a collate function": "a function of ours calls the collate function",
-    "copies of what an iterator has": "the fetcher of batches with input_ids has a function of ours: it cannot be pickled",
-}
 
 
-@pytest.mark.parametrize("source", cases(CASES, RED))
+@pytest.mark.parametrize("source", CASES.values(), ids=CASES)
 def test_a_loader(source, tmp_path):
     if "extract_tb" in source and sys.version_info < (3, 11):
         pytest.skip("our frame cannot be removed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.processes import end_of, events
-from tests.unnoticed.pairs import COMMAND, MODULE, cases, unchanged, unmended
+from tests.unnoticed.pairs import COMMAND, MODULE, unchanged
 
 # -- a project has modules of its own under the names of those that the agent imports ----------------------------------
 
@@ -53,7 +53,6 @@ def test_a_package_of_the_project_is_the_script_s_with_all_its_modules(tmp_path)
     unchanged(tmp_path, source, cold=True, under=COMMAND, beside=beside)
 
 
-@unmended("a worker imports ours by the name telemetry, finds the project's, and ends")
 def test_a_module_of_the_project_is_that_of_a_spawned_worker(tmp_path):
     source = """
         from unnoticed.training import Items, Training
@@ -150,15 +149,9 @@ CASES = {
                 print("safetensors.torch" in sys.modules)
         """,
 }
-RED = {
-    "finders": "a finder of ours is in sys.meta_path until all modules that we wait for are imported",
-    "the loader of a spec": "the loader of torch is a class of ours until torch is imported",
-    "a finder of the script": "a finder of ours asks it a second time",
-    "an import that raises": "our loader's frame is in the traceback of a module that raises in its import",
-}
 BESIDE = TORCH | {"safetensors/__init__.py": "", "safetensors/torch.py": "raise ValueError('mine')\n"}
 
 
-@pytest.mark.parametrize("source", cases(CASES, RED))
+@pytest.mark.parametrize("source", CASES.values(), ids=CASES)
 def test_an_import(source, tmp_path):
     unchanged(tmp_path, source, cold=True, beside=BESIDE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unnoticed.pairs import ITSELF, cases, unchanged, unmended
+from tests.unnoticed.pairs import ITSELF, unchanged
 
 HOOK = """
     import io, sys
@@ -43,10 +43,9 @@ HOOK = """
         for handle in handles:
             handle.remove()
 """
-MUTATED = "our own hook enters or leaves the optimizer's hooks while torch goes through them: RuntimeError in step()"
 
 
-@pytest.mark.parametrize("which", [pytest.param("pre", marks=unmended(MUTATED)), "post", "pre of all", "post of all"])
+@pytest.mark.parametrize("which", ["pre", "post", "pre of all", "post of all"])
 def test_a_hook_may_do_what_it_wants(which, tmp_path):
     unchanged(tmp_path, HOOK, which)
 
@@ -278,18 +277,9 @@ CASES = {
             print(training.model[0].weight.tolist(), random.random(), numpy.random.rand(), torch.rand(2))
         """,
 }
-RED = {
-    "stop in a hook": "stop() takes our hook out of torch's global hooks while torch goes through them",
-    "start in a hook": "start() puts our hook into torch's global hooks while torch goes through them",
-    "another thread steps the same optimizer": "the training thread puts its hook in while the other goes through them",
-    "a fork in a hook": "the child takes our hook out while torch goes through them: RuntimeError in its step()",
-    "copies of an optimizer that pickles all it has": "our hook is among the optimizer's hooks, and cannot be pickled",
-    "properties of an optimizer": "param_groups and state are read once",
-    "the functions that step stay the same objects": "backward is patched for single steps",
-}
 
 
-@pytest.mark.parametrize("source", cases(CASES, RED))
+@pytest.mark.parametrize("source", CASES.values(), ids=CASES)
 def test_an_optimizer(source, tmp_path):
     itself = "telemetry.start" in source
     unchanged(tmp_path, source, **({"under": ITSELF} if itself else {}))
