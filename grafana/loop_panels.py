@@ -206,8 +206,8 @@ def parts() -> timeseries.Panel:
     return half(
         graph(
             "Compute, by part",
-            "The share of each part of the compute of the chosen ranks, from a few timed steps at each tick. On a GPU "
-            "these are shares of its time. `compile` is the work of torch.compile.",
+            "The share of each part of the compute of the chosen ranks, from samples of the training thread's stack. "
+            "With a GPU this is the time of the host. `compile` is the work of torch.compile.",
             "percentunit",
             *(
                 Query(
@@ -219,7 +219,7 @@ def parts() -> timeseries.Panel:
             stacked=True,
             top=1,
             colours=COMPUTE_PARTS,
-            no_value="Not split: steps below 1 ms, or no step was timed",
+            no_value="Not split: no backward pass was seen yet",
         )
     )
 
