@@ -193,7 +193,7 @@ def test_a_block_that_is_another_process_s_is_not_touched(tmp_path):
     workers, owner, number, identity = block.address
     with victim.open("r+b") as file:
         for who, what in ((owner, file.fileno()), (owner, newer.address[2]), (2**22 + 5, number)):
-            assert _SpawnedLoop("builtins", "dict", (workers, who, what, identity))(worker_id=0) == {"worker_id": 0}
+            assert _SpawnedLoop("builtins:dict", (workers, who, what, identity))(worker_id=0) == {"worker_id": 0}
     assert not any(victim.read_bytes())
     assert block.read() == newer.read() == ()
     WorkerBlock.opened(block.address).counters(0).pid = 1
@@ -485,7 +485,7 @@ def test_what_a_worker_has_others_compute_is_no_waiting(source, dataset):
     next(iterator)
     sample = fetch_on(source, iterator, 20)
     assert sample.busy_ratio > 0.5
-    assert sample.cpu_ratio > 0.2  # of its own thread it would be some hundredths
+    assert sample.cpu_ratio > 0.1  # of its own thread it would be some hundredths
 
 
 def test_batches_out_of_turn_are_not_matched_later_either(observed, source):
