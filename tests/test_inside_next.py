@@ -202,15 +202,17 @@ def test_a_signal_that_comes_during_a_collection_is_not_lost(observed, small_hea
 
     next(iter(DataLoader(Numbers(4), batch_size=1)))
     heap = [[number] for number in range(400_000)]
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before, callbacks = signal.signal(signal.SIGALRM, interrupt), gc.callbacks[:]
+    gc.callbacks[:] = [one for one in callbacks if "GarbageClock" in repr(one)]  # that of hypothesis is in Python
     try:
         with pytest.raises(Interrupted):
             signal.setitimer(signal.ITIMER_REAL, 0.002)
-            while True:
+            for _ in range(1000):
                 gc.collect()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        gc.callbacks[:] = callbacks
     assert heap
     assert wait_for(lambda: observed.garbage.ns)
 

@@ -420,6 +420,8 @@ class Agent:
             self.attempt.follow_stuck(*self._stall_monitor.stuck_time)
             self.event_log.write_phases(last=True)
             self.event_log.window()
+        with self.errors.contained("attempts"):  # the figures begin where the attempt before has ended
+            self._run_so_far.tick()
         with self.errors.contained("sinks"):
             self._write_figures()
             self.figures.end()
@@ -427,7 +429,6 @@ class Agent:
             self._line_monitor.close()
             self._step_monitor.end()
         with self.errors.contained("attempts"):
-            self._run_so_far.tick()
             self._run_so_far.end(finished=not self.attempt.end.settled.failed)
         with self.errors.contained("diagnose"):
             trend = self._changes.step_trend
