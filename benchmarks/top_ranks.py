@@ -105,7 +105,7 @@ class SimulatedRanks:
 
     def _stall(self, rank: int, at: float) -> dict[str, Any]:
         if rank == self._slow:
-            advice = {"action": "use more workers", "setting": "num_workers", "value": 12, "predicted_speedup": 1.9,
+            advice = {"action": "use more workers", "setting": "num_workers", "value": "12", "predicted_speedup": 1.9,
                       "because": "8 workers, each with 1,200 ms a batch, deliver one every 150 ms"}  # fmt: skip
             evidence: dict[str, Any] = {"lost_seconds": {"workers_cpu_bound": 27.0}}
             cause = "workers_cpu_bound"

@@ -1,4 +1,4 @@
-"""Samples and tokens of a run while it is there: over attempts, as figures, in the log, on the page and in the live view."""
+"""Samples and tokens of a run while it is there: over attempts, as figures, in the log, and on the page."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 from html_pages import Page, page_of
 from report_logs import START, line, window, write
-from top_screens import FRAME, NOW, text_of
 
-from telemetry.log_lines import TotalsLine
 from telemetry.report.logs import load
-from telemetry.top.view import RankRow, with_state
 from tests.faults.warm_python import warm_python
 from tests.report_logs import summarize
 
@@ -105,24 +102,3 @@ def test_rates_that_one_rank_does_not_know_are_not_on_the_page(tmp_path):
     rank_log(tmp_path, 0)
     rank_log(tmp_path, 1, tokens=False)
     assert set(tables(page_of(tmp_path))) == {"samples"}
-
-
-# -- the live view -----------------------------------------------------------------------------------------------------
-
-
-def test_the_live_view_has_the_rates_of_the_last_minute(tmp_path):
-    rank_log(tmp_path, 0)
-    (log,) = load(tmp_path)
-    recent = TotalsLine(wall_seconds=50.0, ledger_total_seconds={"startup": 10.0}, samples_total=80, tokens_total=6000)
-    row = with_state(RankRow(log, recent=recent), NOW, {}, ())
-    assert (row.per_second("samples"), row.per_second("tokens")) == (2.0, 150.0)
-    assert "throughput 2 samples a second, 150 tokens a second" in text_of(FRAME.rank_lines(row, 80, NOW))
-
-
-def test_rates_of_all_ranks_are_summed_where_each_knows_its_own():
-    from test_top_screen import frame, row, view
-
-    known = row(0, steps=1, samples=20, tokens=1000)
-    text = text_of(frame(view(known, row(1, steps=1, samples=22.5)), width=120))
-    assert "42.5 samples/s" in text
-    assert "tokens/s" not in text

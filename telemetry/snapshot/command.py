@@ -16,7 +16,7 @@ from telemetry.log_lines import Line, RunEndLine, RunStartLine, SnapshotLine
 from telemetry.records import RECORDED
 from telemetry.report.logs import NoRunError, decoded, find_logs
 from telemetry.snapshot.plan import CACHED_SECONDS, REQUEST, Meeting, Request, new_id
-from telemetry.top.run_folder import LogTail
+from telemetry.top.log_tail import LogTail
 from telemetry.util.files import caches_folders
 from telemetry.util.text import complain, show
 

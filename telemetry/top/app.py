@@ -1,9 +1,8 @@
-"""The live view in a terminal: a Textual app that shows the lines of a `Frame`. Only this file uses Textual."""
+"""The live view in a terminal. Only this file uses Textual."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -12,356 +11,358 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from rich.segment import Segment
-from rich.style import Style
+from rich.text import Text
 from textual.app import App
 from textual.binding import Binding
-from textual.geometry import Region
-from textual.strip import Strip
-from textual.widget import Widget
+from textual.containers import VerticalScroll
+from textual.coordinate import Coordinate
+from textual.screen import ModalScreen, Screen
+from textual.widgets import DataTable, Footer, HelpPanel, Input, Static
 
-from telemetry.top.text import HELP, LIST, RANK
-from telemetry.top.view import SORTS, Choice, waiting
+from telemetry.diagnosis.verdict import BAD, GOOD
+from telemetry.top.run_folder import RunFolder
+from telemetry.top.text import BARS, SORTS, WORST, chosen, columns, newest_stall, rank_lines, summary
+from telemetry.top.view import JobView, State
 from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from textual.app import ComposeResult
-    from textual.events import Key
 
-    from telemetry.top.run_folder import RunFolder
-    from telemetry.top.text import Frame, Styled
-    from telemetry.top.view import JobView
-
-_LOOK_SECONDS: Final = 0.1
-"""Time between two looks for a newer view. The app reacts to a key at once."""
+    from telemetry.top.text import Column
+    from telemetry.top.view import RankRow
 
 _IDLE_FACTOR: Final = 5.0
-"""After each poll the reader rests for so many times its duration: it takes at most a sixth of a core."""
+_MAX_REST_SECONDS: Final = 10.0
+"""After each look at the run, its thread rests for so many times its duration, but at most so long."""
 
-_GRACE_SECONDS: Final = 10.0
-_GRACE_FACTOR: Final = 2.0
-"""A view is overdue so long after its poll began, in seconds or in durations of the last poll."""
+_TOLD_SECONDS: Final = 30.0
+"""How long it shows what a snapshot has told."""
 
-_HANG_UP_SECONDS: Final = 3.0
-"""Textual waits for ever for a terminal that takes no output. After a hang-up the process ends after this time."""
+_GOOD_STYLE: Final = "green"
+_BAD_STYLE: Final = "bold red"
+_WARN_STYLE: Final = "yellow"
+_STATE_STYLES: Final = (
+    dict.fromkeys((State.GONE, State.FAILED, State.STUCK), _BAD_STYLE)
+    | dict.fromkeys((State.SILENT, State.STALLED, State.STARVED), _WARN_STYLE)
+    | dict.fromkeys((State.WAITING, State.STARTING), "dim")
+    | dict.fromkeys((State.OK, State.FINISHED), _GOOD_STYLE)
+)
 
-_MAX_SAID: Final = 4096
-_MAX_FIND: Final = 40
+_BLOCKS: Final = {look.letter: (look.block, look.style) for look in BARS.values()}
 
+_HELP: Final = """\
+**state**, worst first: gone, failed, stuck, silent, the cause of a stall, waits for data, waits for another rank, no
+step yet, ok, finished.
 
-class Reader(threading.Thread):
-    """Reads the run on a thread of its own, so that keys stay quick while a file system is slow.
+**now**: the category of the ledger that the rank is in.
 
-    Args:
-        run: the run folder, which only this thread uses.
-        begin: text before the first view.
+**step/s**: steps per second over the last minute.
 
-    Attributes:
-        closed: set it to end the thread. Do not wait for it: a dead file system may hold it.
-    """
+**wait**: exposed wait, as a share of the training loop of the last minute; `-` where it was not measured.
 
-    def __init__(self, run: RunFolder, begin: str) -> None:
-        super().__init__(name="telemetry-top", daemon=True)
-        self._run = run
-        self.view = waiting(begin, time.time())
-        self.closed = threading.Event()
-
-    def run(self) -> None:
-        """Poll until the view is closed."""
-        pause, known = 1.0, self.view
-        while not self.closed.is_set():
-            began, note = time.monotonic(), ""
-            try:
-                known = self._run.poll()
-                pause = self._run.pause_seconds
-            except Exception as error:
-                # A log can hold anything. The view goes on, and shows the error.
-                note = one_line(f"cannot be read: {type(error).__name__}: {error}")
-            took = time.monotonic() - began
-            rest = max(pause, _IDLE_FACTOR * took)
-            overdue = time.time() + rest + max(_GRACE_SECONDS, _GRACE_FACTOR * took)
-            self.view = replace(known, notes=(note, *known.notes) if note else known.notes, overdue=overdue)
-            self.closed.wait(rest)
+**gpu**, **mem**: share of time in which the GPU ran something; its memory in use. **rss**: memory of the process.
+"""
 
 
-class SnapshotRequest:
-    """Requests snapshots by running ``telemetry snapshot``, one at a time. The last line of its output is shown.
-
-    Args:
-        run_dir: the run folder.
-
-    Attributes:
-        said: newest line of the command that was not shown yet; empty without one.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._child: subprocess.Popen[str] | None = None
-        self.said = ""
-
-    def begin(self, rank: str) -> str:
-        """Request a snapshot of a rank, or of ``all``. Returns a message for the person."""
-        if self._child is not None and self._child.poll() is None:
-            return "another snapshot is being taken"
-        command = [sys.executable, "-m", "telemetry", "snapshot", str(self._run_dir), "--rank", rank]
-        try:
-            self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace", start_new_session=True,  # a Ctrl-C here is not for it
-            )  # fmt: skip
-        except OSError as error:
-            return f"a snapshot cannot be requested: {error}"
-        threading.Thread(target=self._listen, args=(self._child,), name="telemetry-top-snapshot", daemon=True).start()
-        return f"snapshot of {'all ranks' if rank == 'all' else f'rank {rank}'} requested; waiting for an answer"
-
-    def close(self) -> None:
-        """Withdraw a request that no rank has answered yet, as Ctrl-C does."""
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGINT)
-
-    def _listen(self, child: subprocess.Popen[str]) -> None:
-        with child:
-            while child.stdout is not None and (line := child.stdout.readline(_MAX_SAID)):
-                text = one_line(line.strip()).replace(f"{self._run_dir}/", "").removeprefix("telemetry: ")
-                if text:
-                    self.said = f"snapshot: {text}"
+def _lines(texts: Iterable[str], style: str = "", first: str = "") -> Text:
+    """Lines without control characters, and not taken for markup; the first one in a style of its own."""
+    lines = [*map(one_line, texts)]
+    return Text("\n").join(Text(line, style=style if at else first or style) for at, line in enumerate(lines))
 
 
-class StyledLines(Widget):
-    """Lines of styled text. Only lines that changed are drawn again."""
+class _Cell:
+    """A cell of the table. Its text is made when it is drawn, which most cells of thousands of ranks never are."""
 
-    _lines: Sequence[Styled] = ()
+    def __init__(self, app: TopApp, place: int, column: Column) -> None:
+        self._app, self._place, self._column = app, place, column
 
-    def show(self, lines: Sequence[Styled]) -> None:
-        """Show these lines in place of the current ones."""
-        before, self._lines = self._lines, lines
-        changed = [place for place, line in enumerate(lines) if place >= len(before) or before[place] != line]
-        if changed:
-            self.refresh(*(Region(0, place, self.size.width, 1) for place in changed))
+    def __rich__(self) -> Text:
+        row, column = self._app.shown[self._place], self._column
+        text = one_line(column.text(row))
+        if column.bar:
+            return Text.assemble(*(_BLOCKS[letter] for letter in text))
+        style = _STATE_STYLES[row.state] if column.name == "state" else ""
+        return Text(text, style, justify=column.justify, no_wrap=True, overflow="ellipsis")
 
-    def render_line(self, y: int) -> Strip:
-        """One line for Textual."""
-        line = self._lines[y] if y < len(self._lines) else ()
-        return Strip([Segment(text, Style.parse(style)) for text, style in line]).adjust_cell_length(self.size.width)
+
+class RankTable(DataTable[_Cell]):
+    """The ranks."""
+
+    HELP = _HELP
+    BINDINGS: ClassVar = [
+        Binding("enter", "select_cursor", "open"),
+        Binding("s", "app.sort(1)", "sort"),
+        Binding("S", "app.sort(-1)", show=False),
+        Binding("f", "app.trouble", "trouble"),
+        Binding("slash", "app.find", "find"),
+        Binding("t", "app.bars", "bars"),
+        Binding("n", "app.snapshot", "snapshot"),
+        Binding("q", "app.quit", "quit"),
+        Binding("k", "cursor_up", show=False),
+        Binding("j", "cursor_down", show=False),
+        Binding("space", "page_down", show=False),
+        Binding("home,g", "scroll_top", show=False),
+        Binding("end,G", "scroll_bottom", show=False),
+    ]
+
+
+class RankScreen(Screen[None]):
+    """All that is known of one rank."""
+
+    BINDINGS: ClassVar = [
+        Binding("escape,q,enter,left,backspace", "app.pop_screen", "back"),
+        Binding("n", "app.snapshot", "snapshot"),
+    ]
+
+    def __init__(self, row: RankRow) -> None:
+        super().__init__()
+        self.row = row
+        self._body = Static(_lines(rank_lines(row, time.time()), first=_STATE_STYLES[row.state]))
+
+    def compose(self) -> ComposeResult:
+        """The parts of the screen."""
+        yield VerticalScroll(self._body)
+        yield Footer()
+
+    def show(self, view: JobView) -> None:
+        """Show its newest state; the last one stays if the rank is no longer there."""
+        for row in view.rows:
+            if row.key == self.row.key:
+                self._body.update(_lines(rank_lines(row, time.time()), first=_STATE_STYLES[row.state]))
+
+
+class SnapshotScreen(ModalScreen[str]):
+    """Asks whether to request a snapshot of a rank. The answer is its number, ``all``, or empty for no."""
+
+    CSS = "SnapshotScreen { align: center middle; } SnapshotScreen Static { width: auto; padding: 1 2; border: round; }"
+    BINDINGS: ClassVar = [
+        Binding("y", "this_rank", "this rank"),
+        Binding("a", "dismiss('all')", "all ranks"),
+        Binding("n,q,enter,escape", "dismiss('')", "no"),
+    ]
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def compose(self) -> ComposeResult:
+        """The parts of the screen."""
+        yield Static(f"Request a snapshot of rank {self._rank}?")
+        yield Footer()
+
+    def action_this_rank(self) -> None:
+        """Answer with the rank."""
+        self.dismiss(str(self._rank))
 
 
 class TopApp(App[None]):
-    """The screen: a frame, and below it one line: the keys, a question, a message, or the text to find.
+    """The screen: the verdict, the ranks, and the newest stall.
 
-    It starts and ends the reader.
+    Attributes:
+        shown: the ranks in the table, in its order.
     """
 
     CSS = """
-    Screen { background: ansi_default; color: ansi_default; overflow: hidden; }
-    #frame { height: 1fr; }
-    #foot { height: 1; }
+    #verdict, #stall { max-height: 25%; }
+    RankTable { height: 1fr; }
+    #find { display: none; }
     """
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar = [
-        Binding("ctrl+c", f"leave({128 + signal.SIGINT})", priority=True),
-        Binding("ctrl+backslash", f"leave({128 + signal.SIGQUIT})", priority=True),
-        Binding("ctrl+z", "suspend_process", priority=True),
-        Binding("q", "close_page('quit')"),
-        Binding("escape", "close_page('all')"),
-        Binding("left,backspace", "close_page"),
-        Binding("enter,right", "open"),
-        Binding("h,question_mark", "help"),
-        Binding("up,k", "move(-1)"),
-        Binding("down,j", "move(1)"),
-        Binding("pageup", "page(-1)"),
-        Binding("pagedown,space", "page(1)"),
-        Binding("home,g", "move(-1000000000)"),
-        Binding("end,G", "last"),
-        Binding("s", "sort(1)"),
-        Binding("S", "sort(-1)"),
-        Binding("f", "trouble"),
-        Binding("t", "bars"),
-        Binding("slash", "find"),
-        Binding("n", "snapshot"),
+        Binding("h,question_mark", "help", "help"),
+        Binding("escape", "all", show=False),
+        Binding("ctrl+c", f"leave({signal.SIGINT:d})", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
-    def __init__(self, reader: Reader, frame: Frame, snapshots: SnapshotRequest) -> None:
+    def __init__(self, run_dir: Path) -> None:
         super().__init__(ansi_color=True)  # the terminal's own colours
-        self._reader, self._frame, self._snapshots = reader, frame, snapshots
-        self._choice = Choice()
-        self._page = LIST
-        self._scrolled = 0
-        self._message = ""
-        self._asked = self._typing = False
-        self._drawn: tuple[JobView, int] | None = None
+        self._run_dir = run_dir
+        self._over = threading.Event()
+        self._child: subprocess.Popen[str] | None = None
+        self._view = JobView(f"Reading {run_dir}", time.time())
+        self._order, self._trouble_only, self._find, self._whole_run = WORST, False, "", False
+        self._columns: list[Column] = []
+        self.shown: list[RankRow] = []
 
     # -- the life of the screen ----------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        """The parts of the screen."""
-        # Kept: while the screen ends, a query finds none, but the timer may still draw.
-        self._body, self._line = StyledLines(id="frame"), StyledLines(id="foot")
-        yield self._body
-        yield self._line
+        """The parts of the screen, which are kept: a query would look on the screen that is on top."""
+        self._verdict, self._summary = Static(id="verdict"), Static()
+        self._legend, self._stall = Static(), Static(id="stall")
+        self._table = RankTable(cursor_type="row")
+        self._input = Input(id="find", placeholder="a text in the number, node, state or activity", compact=True)
+        yield from (self._verdict, self._summary, self._table, self._legend, self._stall, self._input, Footer())
 
     def on_load(self) -> None:
         """Handle signals in the loop, so that the terminal is restored. This runs before Textual changes it."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            loop.add_signal_handler(number, self.action_leave, 128 + number)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.action_leave, number)
 
     def on_mount(self) -> None:
-        """Start the reader and the timer that looks for newer views."""
-        self._reader.start()
-        self.set_interval(_LOOK_SECONDS, self._look)
+        """Begin to look at the run."""
+        self._table.focus()
+        # Not Textual's own workers: it waits for their end, and a dead file system may hold a look for ever.
+        threading.Thread(target=self._look, name="telemetry-top", daemon=True).start()
+        self.set_interval(1.0, self._draw)
         # After Ctrl-Z and fg the terminal is empty, but Textual does not draw it again.
-        self.app_resume_signal.subscribe(self, lambda _: self.query(StyledLines).refresh())
-        self.call_after_refresh(self.draw)
-
-    def on_resize(self) -> None:
-        """Draw for the new size."""
-        self.call_after_refresh(self.draw)
+        self.app_resume_signal.subscribe(self, lambda _: self.screen.refresh(layout=True))
+        self._draw()
 
     def on_unmount(self) -> None:
-        """End the reader and the snapshot requests."""
-        self._reader.closed.set()
-        self._snapshots.close()
+        """End the looks, and withdraw a request that no rank has answered yet, as Ctrl-C does."""
+        self._over.set()
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGINT)
 
     def _look(self) -> None:
-        if self._snapshots.said:
-            self._message, self._snapshots.said = self._snapshots.said, ""
-            self.draw()
-        elif self._drawn != (self._reader.view, int(time.time())):
-            self.draw()  # something is new, or a second has passed
+        run = RunFolder(self._run_dir)
+        while not self._over.is_set():
+            began = time.monotonic()
+            try:
+                view = run.poll()
+            except Exception as error:
+                # A log can hold anything. The view goes on, and shows the error.
+                view = replace(self._view, note=f"cannot be read: {type(error).__name__}: {error}")
+            self.call_later(self._take, view)
+            took = time.monotonic() - began
+            self._over.wait(max(run.pause_seconds, min(_IDLE_FACTOR * took, _MAX_REST_SECONDS)))
 
-    def draw(self) -> None:
-        """Show the newest view."""
-        now, view = time.time(), self._reader.view
-        self._drawn = view, int(now)
-        width, height = self._body.size
-        lines = self._frame.page(self._page, view, self._choice, self._scrolled, width=width, height=height, now=now)
-        self._body.show(lines)
-        self._line.show([self._foot(width)])
+    def _take(self, view: JobView) -> None:
+        self._view = view
+        self._draw()
+        for screen in self.screen_stack:
+            if isinstance(screen, RankScreen):
+                screen.show(view)
 
-    def _foot(self, width: int) -> Styled:
-        if self._asked and self._choice.selected is not None:
-            ask = f"Request a snapshot? y: of rank {self._choice.selected[0]}   a: of all ranks   any other key: no"
-            return self._frame.note(ask, width)
-        if self._typing:
-            return self._frame.note(f"find: {self._choice.text}_   enter: done   esc: all", width)
-        return self._frame.note(self._message, width) if self._message else self._frame.foot(self._choice, width)
+    # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        view, now = self._view, time.time()
+        style = {GOOD: _GOOD_STYLE, BAD: _BAD_STYLE}.get(view.level, _WARN_STYLE)
+        self._verdict.update(_lines([view.verdict], style))
+        self._summary.update(_lines([summary(view, now) if view.rows else "", *filter(None, [view.note])], "dim"))
+        self._stall.update(_lines(newest_stall(view, now) if view.rows else (), first=_WARN_STYLE))
+        self._legend.update(self._made_legend())
+        self._draw_table()
+
+    def _made_legend(self) -> Text:
+        parts = [self._order, "trouble only" if self._trouble_only else "", f"find {self._find}" if self._find else ""]
+        legend = Text(f"{', '.join(filter(None, parts))}  ", style="bold", no_wrap=True)
+        for category, look in BARS.items():
+            legend.append(look.block, look.style).append(f" {category.replace('_', ' ')} ", "dim")
+        return legend
+
+    def _draw_table(self) -> None:
+        """Show the ranks. The cursor stays on its rank when the order changes, unless it is on the first row."""
+        at = self._table.cursor_row
+        selected = self.shown[at].key if 0 < at < len(self.shown) else None
+        rows = chosen(self._view.rows, self._order, trouble_only=self._trouble_only, find=self._find)
+        columns_now = columns(self._view.rows, whole_run=self._whole_run or not self._view.running)
+        before, self.shown = len(self.shown), rows
+        if len(rows) != before or columns_now != self._columns:
+            self._columns = columns_now
+            self._table.clear(columns=True)
+            for column in columns_now:
+                self._table.add_column(Text(column.name, justify=column.justify), width=column.width)
+            for place in range(len(rows)):
+                self._table.add_row(*(_Cell(self, place, column) for column in columns_now))
+        elif rows:  # one cell that is updated makes the table draw all that is visible
+            self._table.update_cell_at(Coordinate(0, 0), _Cell(self, 0, columns_now[0]))
+        place = next((place for place, row in enumerate(rows) if row.key == selected), 0)
+        if place != self._table.cursor_row:
+            self._table.move_cursor(row=place, animate=False)
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
-    def on_key(self, event: Key) -> None:
-        """Handle keys before the bindings: any key answers a question, and what can be typed goes into a text."""
-        message, self._message = self._message, ""
-        if self._asked:
-            event.prevent_default()
-            self._asked = False
-            rank = {"y": str((self._choice.selected or (0,))[0]), "a": "all"}.get(event.key)
-            if rank is None:
-                self._message = "no snapshot was requested"
-            else:
-                self._message = self._snapshots.begin(rank)
-            self.draw()
-        elif self._typing:
-            event.prevent_default()
-            text = self._choice.text
-            self._typing = event.key not in {"enter", "escape"}
-            if event.key == "escape":
-                self._choice.text = ""
-            elif event.key == "backspace":
-                self._choice.text = text[:-1]
-            elif event.is_printable and event.character is not None:
-                self._choice.text = (text + event.character)[:_MAX_FIND]
-            self._to_first_row()
-        elif message:
-            self.draw()
+    def action_leave(self, number: int) -> None:
+        """End with the exit status of a signal; of several, the first counts."""
+        if self.return_code is None:
+            self.exit(return_code=128 + number)
 
-    def action_leave(self, code: int = 0) -> None:
-        """End with an exit status; if called again, the first status counts."""
-        if self.return_code is not None:
-            return
-        if code == 128 + signal.SIGHUP:
-            end = threading.Timer(_HANG_UP_SECONDS, os._exit, (code,))
-            end.daemon = True
-            end.start()
-        self.exit(return_code=code)
-
-    def action_close_page(self, otherwise: str = "") -> None:
-        """Go back to the list. From the list, end (``quit``), or show all ranks (``all``)."""
-        if self._page != LIST:
-            self._page = LIST
-        elif otherwise == "quit":
-            self.exit()
-        elif otherwise == "all":
-            self._choice.trouble_only, self._choice.text, self._choice.selected = False, "", None
-        self.draw()
-
-    def action_open(self) -> None:
-        """Open the rank under the cursor, or go back."""
-        rows = self._choice.rows(self._reader.view)
-        if self._page == LIST and rows:
-            self._page, self._scrolled = RANK, 0
-            self._choice.selected = rows[self._choice.cursor(rows)].key
-        else:
-            self._page = LIST
-        self.draw()
-
-    def action_help(self) -> None:
-        """Show the help, or go back."""
-        self._page = HELP if self._page == LIST else LIST
-        self.draw()
-
-    def action_move(self, steps: int) -> None:
-        """Move the cursor, or scroll an opened rank."""
-        rows = self._choice.rows(self._reader.view)
-        if self._page == RANK:
-            self._scrolled = max(0, self._scrolled + steps)
-        elif self._page == LIST and rows:
-            place = min(max(0, self._choice.cursor(rows) + steps), len(rows) - 1)
-            self._choice.selected = rows[place].key if place else None
-        self.draw()
-
-    def action_last(self) -> None:
-        """Move the cursor to the last row."""
-        if self._page == LIST:
-            self.action_move(len(self._reader.view.rows))
-
-    def action_page(self, pages: int) -> None:
-        """Move the cursor by about a screen."""
-        self.action_move(pages * max(1, self.size.height - 10))
+    def on_data_table_row_selected(self) -> None:
+        """Open the rank under the cursor."""
+        if self._table.cursor_row < len(self.shown):
+            self.push_screen(RankScreen(self.shown[self._table.cursor_row]))
 
     def action_sort(self, steps: int) -> None:
         """Choose the next or the previous order."""
-        names = list(SORTS)
-        self._choice.sort = names[(names.index(self._choice.sort) + steps) % len(names)]
+        orders = list(SORTS)
+        self._order = orders[(orders.index(self._order) + steps) % len(orders)]
         self._to_first_row()
 
     def action_trouble(self) -> None:
         """Switch between ranks in trouble and all ranks."""
-        self._choice.trouble_only = not self._choice.trouble_only
+        self._trouble_only = not self._trouble_only
         self._to_first_row()
 
     def action_bars(self) -> None:
         """Switch the bars between the whole run and the last minute."""
-        self._choice.whole_run = not self._choice.whole_run
-        self.draw()
+        self._whole_run = not self._whole_run
+        self._draw()
+
+    def action_help(self) -> None:
+        """Show the keys and the columns, or hide them."""
+        if self.screen.query(HelpPanel):
+            self.action_hide_help_panel()
+        else:
+            self.action_show_help_panel()
 
     def action_find(self) -> None:
         """Ask for a text to find ranks by."""
-        self._typing = True
+        self._input.display = True
+        self._input.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Show the ranks with the text so far."""
+        self._find = event.value
+        self._to_first_row()
+
+    def on_input_submitted(self) -> None:
+        """Go back to the ranks."""
+        self._input.display = False
+        self._table.focus()
+
+    def action_all(self) -> None:
+        """Show all ranks."""
+        self._trouble_only, self._input.value = False, ""
+        self.on_input_submitted()
         self._to_first_row()
 
     def _to_first_row(self) -> None:
-        self._page, self._choice.selected = LIST, None
-        self.draw()
+        self._table.move_cursor(row=0, animate=False)
+        self._draw()
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def action_snapshot(self) -> None:
         """Ask whether to request a snapshot."""
-        rows = self._choice.rows(self._reader.view)
-        if not rows:
-            self._message = "there is no rank to take a snapshot of"
-        else:
-            # The question stays about this rank, even if the order changes before the answer.
-            self._asked, self._choice.selected = True, rows[self._choice.cursor(rows)].key
-        self.draw()
+        if isinstance(self.screen, RankScreen):
+            self.push_screen(SnapshotScreen(self.screen.row.rank), self._request)
+        elif self.shown:
+            self.push_screen(SnapshotScreen(self.shown[self._table.cursor_row].rank), self._request)
+
+    def _request(self, ranks: str | None) -> None:
+        """Run ``telemetry snapshot``, and show what it prints."""
+        if not ranks:
+            return
+        if self._child is not None and self._child.poll() is None:
+            self.notify("another snapshot is being taken")
+            return
+        self.notify(f"snapshot of {'all ranks' if ranks == 'all' else f'rank {ranks}'} requested")
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "telemetry", "snapshot", str(self._run_dir), "--rank", ranks],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            start_new_session=True,  # a Ctrl-C here is not for it
+        )  # fmt: skip
+        threading.Thread(target=self._listen, args=(self._child,), name="telemetry-top-snapshot", daemon=True).start()
+
+    def _listen(self, child: subprocess.Popen[str]) -> None:
+        with child:
+            for line in child.stdout or ():
+                said = one_line(line.strip()).replace(f"{self._run_dir}/", "").removeprefix("telemetry: ")
+                self.notify(f"snapshot: {said}", timeout=_TOLD_SECONDS, markup=False)
