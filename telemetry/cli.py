@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import shlex
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 USAGE_ERROR: Final = 2
+_JSON: Final[dict[str, Any]] = {
+    "action": "store_true", "dest": "as_json", "help": "print one JSON object instead of text"
+}  # fmt: skip
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -35,8 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         return _usage_error(_no_option(unknown[0]))
-    command: int = options.command(options)
-    return command
+    given = vars(options)
+    module, _, function = given.pop("command").rpartition(".")
+    status: int = getattr(importlib.import_module(module), function)(**given)
+    return status
 
 
 def _no_option(given: str) -> str:
@@ -56,86 +62,37 @@ class _Parser(argparse.ArgumentParser):
             warn(message)
 
 
-# fmt: off
 def _parser() -> argparse.ArgumentParser:
+    """All commands. Options have the names of the keywords of the function that is named ``command``."""
     parser = _Parser(prog="telemetry", description="An always-on agent inside a PyTorch training process.")
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
     _add_run(commands)
-    _add_top(commands)
-
-    report = commands.add_parser("report", help="show where the time of a run went, from its run folder")
-    report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
-    output = report.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    output.add_argument("--html", metavar="FILE", default=None,
-                        help="write one HTML page instead, which needs no network")
-    report.set_defaults(command=_report)
-
-    _add_compare(commands)
+    _add_readers(commands)
     _add_tune(commands)
-
-    trace = commands.add_parser(
-        "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
-    )
-    trace.add_argument("path", metavar="FILE_OR_DIR", help="a .json or .json.gz trace, or a folder of them")
-    trace.add_argument("--json", action="store_true",
-                       help="print JSON instead of text: an object for a file, a list for a folder")
-    trace.add_argument("--max-bytes", metavar="N", type=_size, default=None,
-                       help="maximum size of a file, uncompressed (default: 2 GiB)")
-    trace.set_defaults(command=_trace)
-
-    snapshot = commands.add_parser(
-        "snapshot",
-        help="make a running job record a torch.profiler trace of a few steps",
-        description="Asks the ranks of a running job, through its run folder, to trace the same steps.",
-    )
-    snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
-    snapshot.add_argument("--rank", metavar="all|N", type=_rank, default="all",
-                          help="the ranks to record (default: %(default)s)")
-    snapshot.add_argument("--steps", metavar="K", type=_whole(1, 50), default="5",
-                          help="number of steps, from 1 to 50 (default: %(default)s)")
-    snapshot.add_argument("--timeout", metavar="SECONDS", type=_number(0.1), default="300",
-                          help="maximum time to wait for the traces, in seconds (default: %(default)s)")
-    snapshot.set_defaults(command=_snapshot)
-
-    demo = commands.add_parser(
-        "demo", help="train a small network whose data loader is too slow, and show the findings (90 s)"
-    )
-    demo.add_argument("--run-dir", metavar="DIR", default="demo-run",
-                      help="run folder of the demo (default: %(default)s)")
-    demo.set_defaults(command=_demo)
-
-    doctor = commands.add_parser("doctor", help="check what works on this machine, and what to do about the rest")
-    doctor.add_argument("--run-dir", metavar="DIR", default=None, help="the run folder that you want to use")
-    doctor.set_defaults(command=_doctor)
+    _add_others(commands)
     return parser
 
 
+# fmt: off
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = commands.add_parser(
         "run",
         help="run a training script, unchanged, with the agent on",
-        usage="telemetry run [OPTIONS] SCRIPT [ARGS...]\n       telemetry run [OPTIONS] -m MODULE [ARGS...]",
         description="Runs a script as Python would, with the agent on. Put telemetry's options before the script and "
         "the script's own after it.",
         epilog="Each option is also a keyword of telemetry.start (--host: host=...) and an environment variable "
         "(--host: TELEMETRY_HOST). TELEMETRY_DISABLED=1 turns everything off.",
     )
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the dotted name of a module")
-    groups = {name: run.add_argument_group(name, purpose) for name, (_, purpose) in GROUPS.items()}
+    _takes_script(run, command="telemetry.cli.run")
+    groups = {group: run.add_argument_group(*group) for group in GROUPS.values()}
     for setting in settings():
-        text = f"{setting.help} ({setting.values.allowed}; default: {setting.default_text})"
+        text = f"{setting.help} ({setting.allowed}; default: {setting.default_text})"
         metavar = setting.name.rpartition("_")[2].upper()
-        groups[setting.group].add_argument(setting.option, dest=f"setting_{setting.name}", metavar=metavar, help=text)
-    run.add_argument("target", metavar="SCRIPT", help="the training script")
-    rest = run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
-    rest.required = False  # else argparse names it with what is missing
-    run.set_defaults(command=_run)
+        groups[setting.group].add_argument(setting.option, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
 
-def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_readers(commands: argparse._SubParsersAction[_Parser]) -> None:
     top = commands.add_parser(
         "top",
         help="watch a running job in the terminal: all ranks, worst first",
@@ -143,63 +100,106 @@ def _add_top(commands: argparse._SubParsersAction[_Parser]) -> None:
         "pip install 'torch-telemetry[top]'.",
         epilog="Without a terminal, or with TERM=dumb, one frame is printed as text.",
     )
+    top.set_defaults(command="telemetry.top.command.top")
     top.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
     top.add_argument("--once", action="store_true", help="print one frame as text, and end")
-    top.set_defaults(command=_top)
 
+    report = commands.add_parser("report", help="show where the time of a run went, from its run folder")
+    report.set_defaults(command="telemetry.report.command.report")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
+    output = report.add_mutually_exclusive_group()
+    output.add_argument("--json", **_JSON)
+    output.add_argument("--html", metavar="FILE", help="write one HTML page instead, which needs no network")
 
-def _add_compare(commands: argparse._SubParsersAction[_Parser]) -> None:
     compare = commands.add_parser(
         "compare",
         help="compare two runs: which one is faster, and where the difference comes from",
         epilog="Exit status: 0 if the runs were compared; 1 if B is slower than --fail-over allows; 2 if the runs "
         "cannot be compared or the command is wrong.",
     )
+    compare.set_defaults(command="telemetry.compare.compare")
     compare.add_argument("run_a", metavar="RUN_A", help="the run folder that the other one is compared with")
     compare.add_argument("run_b", metavar="RUN_B", help="the other run folder")
-    compare.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    compare.add_argument("--fail-over", metavar="PERCENT", type=_number(0, 99.9), default=None,
+    compare.add_argument("--json", **_JSON)
+    compare.add_argument("--fail-over", metavar="PERCENT", type=_number(0, 99.9),
                          help="end with status 1 if B is slower by more than PERCENT: the whole 95%% interval must "
                          "say so")
-    compare.set_defaults(command=_compare)
 
 
-def _add_tune(commands: Any) -> None:
+def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     tune = commands.add_parser(
         "tune",
         help="find better DataLoader settings with short trials of a script",
-        usage="telemetry tune [OPTIONS] SCRIPT [ARGS...]\n       telemetry tune [OPTIONS] -m MODULE [ARGS...]",
         description="Runs short trials of the unchanged script with other DataLoader settings, and prints what to "
         "change. Put telemetry's options before the script and the script's own after it.",
         epilog="A trial ends before the script does, and writes no checkpoint. What else the script writes, it writes.",
     )
-    tune.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the dotted name of a module")
-    tune.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    _takes_script(tune, command="telemetry.tune.tune")
+    tune.add_argument("--json", **_JSON)
     length = tune.add_argument_group("length", "how long a trial takes")
-    _add(length, "--seconds", "S", _number(0.1), 10.0, "training time that is measured, without the warm-up")
-    _add(length, "--steps", "N", _whole(1), None, "a trial also ends after this many measured steps")
-    _add(length, "--warm-up", "S", _number(0), 3.0, "time after the first step that is not measured")
-    _add(length, "--timeout", "S", _number(1), 600.0, "maximum time of a whole trial, with the start of the script")
+    length.add_argument("--seconds", metavar="S", type=_number(0.1), default="10",
+                        help="training time that is measured, without the warm-up (default: %(default)s)")
+    length.add_argument("--steps", metavar="N", type=_whole(1), help="a trial also ends after this many measured steps")
+    length.add_argument("--warm-up", metavar="S", type=_number(0), default="3",
+                        help="time after the first step that is not measured (default: %(default)s)")
+    length.add_argument("--timeout", metavar="S", type=_number(1), default="600",
+                        help="maximum time of a whole trial, with the start of the script (default: %(default)s)")
     search = tune.add_argument_group("settings", "which settings are tried")
     search.add_argument("--grid", metavar="NAME=V,V", action="append", default=[],
                         help="try all combinations instead of the usual settings, such as num_workers=0,2,4 "
                         "prefetch_factor=2,4; may be repeated")
-    _add(search, "--nproc-per-node", "N", _whole(1), None, "start N ranks with torchrun, and tune all")
+    search.add_argument("--nproc-per-node", metavar="N", type=_whole(1),
+                        help="start N ranks with torchrun, and tune all")
     files = tune.add_argument_group("files", "what a trial writes")
     files.add_argument("--scratch", action="store_true", help="run each trial in an empty working folder")
     files.add_argument("--no-protection", action="store_true", help="let trials write checkpoints")
-    tune.add_argument("target", metavar="SCRIPT", help="the training script")
-    rest = tune.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
-    rest.required = False  # else argparse names it with what is missing
-    tune.set_defaults(command=_tune)
+
+
+def _add_others(commands: argparse._SubParsersAction[_Parser]) -> None:
+    trace = commands.add_parser(
+        "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
+    )
+    trace.set_defaults(command="telemetry.trace.command.trace")
+    trace.add_argument("path", metavar="FILE_OR_DIR", help="a .json or .json.gz trace, or a folder of them")
+    trace.add_argument("--json", action="store_true", dest="as_json",
+                       help="print JSON instead of text: an object for a file, a list for a folder")
+    trace.add_argument("--max-bytes", metavar="N", type=_size,
+                       help="maximum size of a file, uncompressed (default: 2 GiB)")
+
+    snapshot = commands.add_parser(
+        "snapshot",
+        help="make a running job record a torch.profiler trace of a few steps",
+        description="Asks the ranks of a running job, through its run folder, to trace the same steps.",
+    )
+    snapshot.set_defaults(command="telemetry.snapshot.command.snapshot")
+    snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
+    snapshot.add_argument("--rank", metavar="all|N", type=_rank, default="all",
+                          help="the ranks to record (default: %(default)s)")
+    snapshot.add_argument("--steps", metavar="K", type=_whole(1, 50), default="5",
+                          help="number of steps, from 1 to 50 (default: %(default)s)")
+    snapshot.add_argument("--timeout", metavar="SECONDS", type=_number(0.1), default="300",
+                          help="maximum time to wait for the traces, in seconds (default: %(default)s)")
+
+    demo = commands.add_parser(
+        "demo", help="train a small network whose data loader is too slow, and show the findings (90 s)"
+    )
+    demo.set_defaults(command="telemetry.demo.command.demo")
+    demo.add_argument("--run-dir", metavar="DIR", default="demo-run",
+                      help="run folder of the demo (default: %(default)s)")
+
+    doctor = commands.add_parser("doctor", help="check what works on this machine, and what to do about the rest")
+    doctor.set_defaults(command="telemetry.doctor.doctor")
+    doctor.add_argument("--run-dir", metavar="DIR", help="the run folder that you want to use")
 
 
 # fmt: on
-def _add(  # noqa: PLR0917 - a row of the tables above
-    group: Any, name: str, metavar: str, kind: Callable[[str], Any], default: Any, text: str
-) -> None:
-    shown = "" if default is None else f" (default: {default:g})"
-    group.add_argument(name, metavar=metavar, type=kind, default=default, help=text + shown)
+def _takes_script(parser: _Parser, command: str) -> None:
+    parser.usage = f"{parser.prog} [OPTIONS] SCRIPT [ARGS...]\n       {parser.prog} [OPTIONS] -m MODULE [ARGS...]"
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the dotted name of a module")
+    parser.add_argument("target", metavar="SCRIPT", help="the training script")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's arguments")
+    rest.required = False  # else argparse names it with what is missing
+    parser.set_defaults(command=command)
 
 
 def _number(low: float, high: float = math.inf) -> Callable[[str], float]:
@@ -224,86 +224,34 @@ def _size(text: str) -> int:
     return int(_number(1)(str(factor * float(text[:-1] if factor > 1 else text))))
 
 
-def _run(options: argparse.Namespace) -> int:
-    settings = {
-        name.removeprefix("setting_"): value
-        for name, value in vars(options).items()
-        if name.startswith("setting_") and value is not None
-    }
-    try:
-        Config.load(settings) if not disabled() else None
-        api.prepare(launch.folder(options.target, module=options.module))
-        program = launch.find(options.target, module=options.module)
-    except (SettingError, launch.LaunchError) as error:
-        return _usage_error(str(error))
-    except SyntaxError as error:
-        sys.excepthook(type(error), error.with_traceback(None), None)
-        return 1
-    sys.argv = [program.argv0, *options.arguments]  # before the start: the script names a run without a name
-    agent = api.start(**settings)
-    if TRIAL_VARIABLE in os.environ and agent.trial is None:
-        complain("this trial cannot be set up, so the script was not started")
-        return 1
-    try:
-        launch.run(program, options.arguments)
-    except SystemExit as leaving:
-        api.leaving(leaving.code)
-        raise
-    return 0
-
-
-def _top(options: argparse.Namespace) -> int:
-    from telemetry.top import command
-
-    return command.top(options.run_dir, once=options.once)
-
-
-def _report(options: argparse.Namespace) -> int:
-    from telemetry.report import command
-
-    return command.report(options.run_dir, as_json=options.json, html=options.html)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from telemetry.compare import compare
-
-    return compare(options.run_a, options.run_b, as_json=options.json, fail_over=options.fail_over)
-
-
-def _tune(options: argparse.Namespace) -> int:
-    from telemetry.tune import tune
-
-    return tune(options)
-
-
-def _trace(options: argparse.Namespace) -> int:
-    from telemetry.trace import command
-
-    return command.trace(options.path, as_json=options.json, max_bytes=options.max_bytes)
-
-
-def _snapshot(options: argparse.Namespace) -> int:
-    from telemetry.snapshot import command
-
-    return command.snapshot(options.run_dir, options.rank, options.steps, options.timeout)
-
-
 def _rank(text: str) -> int | None:
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: allowed is all, or the number of a rank")
     return None if text == "all" else int(text)
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from telemetry.demo import command
-
-    return command.demo(options.run_dir)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from telemetry.doctor import doctor
-
-    return doctor(options.run_dir)
+def run(target: str, arguments: list[str], *, module: bool, **settings: str) -> int:
+    """``telemetry run``. Returns the exit status of a script that ends by itself; others leave with ``SystemExit``."""
+    try:
+        Config.load(settings) if not disabled() else None
+        api.prepare(launch.folder(target, module=module))
+        program = launch.find(target, module=module)
+    except (SettingError, launch.LaunchError) as error:
+        return _usage_error(str(error))
+    except SyntaxError as error:
+        sys.excepthook(type(error), error.with_traceback(None), None)
+        return 1
+    sys.argv = [program.argv0, *arguments]  # before the start: the script names a run without a name
+    agent = api.start(**settings)
+    if TRIAL_VARIABLE in os.environ and agent.trial is None:
+        complain("this trial cannot be set up, so the script was not started")
+        return 1
+    try:
+        launch.run(program, arguments)
+    except SystemExit as leaving:
+        api.leaving(leaving.code)
+        raise
+    return 0
 
 
 def _usage_error(message: str) -> int:

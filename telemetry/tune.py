@@ -7,6 +7,7 @@ The others are those of ``--grid``, or else the usual ones: more and more worker
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import shutil
@@ -29,7 +30,6 @@ from telemetry.records import LoaderSettings
 from telemetry.util.text import complain, milliseconds, show, show_json, table, warn
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator, Sequence
 
 LOADER_SETTINGS: Final = (
@@ -330,8 +330,9 @@ class TuneResult(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def tune(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
+def tune(**given: Any) -> int:
+    """Run the command with its options, see `telemetry.cli`. Returns the exit status."""
+    options = argparse.Namespace(**given)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         return _usage_error("start tune once on the node, without torchrun: telemetry tune --nproc-per-node N SCRIPT")
     parts, script = list(options.grid), [options.target, *options.arguments]
@@ -384,7 +385,7 @@ def _tune(options: argparse.Namespace, folder: Path, grid: Sequence[LoaderSettin
     if not trials:
         complain("stopped before the first trial has ended")
         return status
-    return _show(trials, notes, as_json=options.json) or status
+    return _show(trials, notes, as_json=options.as_json) or status
 
 
 def _add_trial(trials: list[Trial], options: argparse.Namespace, folder: Path, wanted: LoaderSettings) -> None:

@@ -128,16 +128,16 @@ def test_an_unknown_variable_comes_with_the_closest_setting(name, closest):
 def test_every_setting_is_documented_with_unit_range_and_default():
     known = {setting.name: setting for setting in settings()}
     assert list(known) == list(Config.load({}, {}).as_log_fields())
-    assert list(dict.fromkeys(setting.group for setting in known.values())) == list(GROUPS)
+    assert list(dict.fromkeys(setting.group for setting in known.values())) == list(GROUPS.values())
     for setting in known.values():
         assert setting.help.endswith("."), setting.name
         assert setting.default_text, setting.name
         assert setting.parsed(setting.default, "") == setting.default, "the default is allowed"
     interval = known["interval_seconds"]
     assert (interval.option, interval.variable) == ("--interval-seconds", "TELEMETRY_INTERVAL_SECONDS")
-    assert (interval.unit, interval.values.allowed, interval.default_text) == (
+    assert (interval.unit, interval.allowed, interval.default_text) == (
         "seconds", "a number from 0.1 to 3600", "1",
     )  # fmt: skip
     texts = [known[name].default_text for name in ("snapshot_disk_bytes", "patch", "stuck_seconds")]
     assert texts == ["1073741824 (1024 MiB)", "on", "auto"]
-    assert known["log_max_files"].values.allowed == "a whole number from 1 to 1000"
+    assert known["log_max_files"].allowed == "a whole number from 1 to 1000"

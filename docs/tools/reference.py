@@ -101,14 +101,14 @@ def settings_part() -> str:
     """One table for each group of settings."""
     head = ("Setting", "Default", "Allowed", "Meaning")
     return "\n".join(
-        f"## {group.capitalize()}\n\n{table(head, (_setting(each) for each in settings() if each.group == group))}"
-        for group in GROUPS
+        f"## {group[0].capitalize()}\n\n{table(head, (_setting(each) for each in settings() if each.group == group))}"
+        for group in GROUPS.values()
     )
 
 
 def _setting(setting: Setting) -> tuple[str, ...]:
     unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
-    return f"`{setting.name}`", f"{setting.default_text}{unit}", setting.values.allowed, setting.help
+    return f"`{setting.name}`", f"{setting.default_text}{unit}", setting.allowed, setting.help
 
 
 # -- integrations.md -------------------------------------------------------------------------------------------------
