@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from html.parser import HTMLParser
@@ -47,6 +49,29 @@ def main_of(*arguments) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def items_of(page: Page) -> dict:
-    """The charts of a page, by name."""
-    return json.loads(next(text for text in page.scripts if text.startswith("{")))
+def figures_of(page: Page) -> dict[str, list[tuple[str, list]]]:
+    """The columns of each chart of a page: their names and their values."""
+    drawings = json.loads(next(text for text in page.scripts if text.startswith("{")))
+    return {plot["attributes"]["name"]: [*columns(plot)] for plot in drawings["roots"]}
+
+
+def columns(part):
+    if isinstance(part, dict) and part.get("type") == "map":
+        for name, value in part["entries"]:
+            if isinstance(value, dict) and value.get("type") == "ndarray":
+                yield name, decoded(value)
+            elif isinstance(value, list) and value and isinstance(value[0], (str, int, float)):
+                yield name, value
+            elif isinstance(value, list):
+                yield from ((name, decoded(each)) for each in value if isinstance(each, dict) and "array" in each)
+    for each in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from columns(each)
+
+
+def decoded(value: dict):
+    """An array, as the page gets it."""
+    import numpy as np
+
+    raw = base64.b64decode(value["array"]["data"])
+    raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    return np.frombuffer(raw, value["dtype"]).reshape(value["shape"])

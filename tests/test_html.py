@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import os
 import random
@@ -13,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from html_pages import Page, items_of, main_of, page_of
+from html_pages import Page, figures_of, main_of, page_of
 from report_logs import START, line, window, write
 
 import benchmarks.simulated_run as simulation
 from benchmarks.simulated_run import SimulatedRun, write_run
-from telemetry.log_lines import WindowLine
+from telemetry.log_lines import GpuLine, WindowLine
 from telemetry.report import logs
 from telemetry.report.logs import load
 from telemetry.util.clock import iso_time
@@ -27,9 +25,11 @@ pytest.importorskip("bokeh")  # what draws the page
 
 import numpy as np
 
-from telemetry.report.html import recorder as run_recorder
-from telemetry.report.html.charts import Sums, heat_map
-from telemetry.report.html.recorder import RunRecorder, TimeGrid
+from telemetry.report.html import over_time
+from telemetry.report.html.drawing import TimeAxis
+from telemetry.report.html.heat_map import heat_map
+from telemetry.report.html.over_time import STEP, RunRecorder
+from telemetry.report.process_log import ProcessLog
 
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>\"'`$$x$${{7*7}}\u2028"
 
@@ -98,10 +98,7 @@ def test_hostile_text_stays_text(tmp_path):
     assert page.elements.count("script") == plain.elements.count("script")
     assert page.elements.count("img") == 0
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-    items = next(text for text in page.scripts if text.startswith("{"))
-    assert not re.search("[<>&]", items)
-    texts = json.dumps([[item["item"]["doc"], item.get("fields")] for item in json.loads(items).values()])
-    assert "window.hit" not in texts and "$$" not in texts  # no drawing has text of the log
+    assert not re.search("[<>&]", next(text for text in page.scripts if text.startswith("{")))
     assert "window.hit=1" in page.text and "49" not in re.findall(r"\$\$x\$\$(.{0,4})", page.text)
 
 
@@ -182,71 +179,74 @@ def test_only_the_page_imports_the_library(tmp_path):
     assert told == ["0", "0 bokeh jinja2 numpy"]
 
 
-class Counting(RunRecorder):
-    """Counts the windows that it was shown."""
-
-    windows = 0
-
-    def take(self, line, log):
-        self.windows += isinstance(line, WindowLine)
-        super().take(line, log)
+def recorded(folder: Path):
+    """The figures of a run over time, and its processes."""
+    recorder = RunRecorder()
+    processes = load(folder, recorder)
+    return recorder.over_time(processes), processes
 
 
-def test_skipped_windows_are_in_the_sums(tmp_path, monkeypatch):
+def test_lines_that_are_left_out_are_in_the_sums(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation, "_MAX_BYTES", 400_000)
     monkeypatch.setattr(logs, "_THINNED_BYTES", 0)
+    monkeypatch.setattr(over_time, "_MAX_BINS", 64)
     write_run(tmp_path, SimulatedRun(ranks=2, seconds=7000, interval_seconds=2))
-    counting = Counting()
-    monkeypatch.setattr(run_recorder, "_MAX_BINS", 64)
-    sparse, whole = load(tmp_path, counting), load(tmp_path)
-    assert 50 < counting.windows < 7000 / 2  # of 7,000, some of which are gone
-    assert [log.totals for log in sparse] == [log.totals for log in whole]
-    for log, same in zip(sparse, whole, strict=True):
+    figures, sparse = recorded(tmp_path)
+    for log, same in zip(sparse, load(tmp_path, all_windows=True), strict=True):
         # The head of the newest file has the sums of all that came before.
         assert log.step.total == same.step.total > 0
         assert log.wait.total == same.wait.total > 0
-        assert log.last_time == same.last_time
-    spent = sum(
-        counting.grid.sums(name)[: len(sparse)].sum()
-        for name in ("startup", "data_wait", "compute", "evaluation", "checkpoint")
-    )
-    assert spent == pytest.approx(2 * 7000, rel=1e-3)
+        assert (log.totals, log.last_time) == (same.totals, same.last_time)
+    spent = figures.total("startup", "data_wait", "compute", "evaluation", "checkpoint")
+    assert spent.sum() == pytest.approx(2 * 7000, rel=1e-3)
+    assert figures.total("tokens").sum() == sum(log.totals.tokens_total for log in sparse)
 
 
-@pytest.mark.parametrize("last", [3002, 3003])  # one of the two is left out at first
-def test_the_last_window_of_a_killed_process_counts(tmp_path, last):
+def test_the_last_window_of_a_killed_process_counts(tmp_path):
     windows = [
         window(wait=n, compute=n, steps=n) | dict(time=f"2026-01-01T00:{n // 60:02d}:{n % 60:02d}.000Z")
-        for n in range(1, last + 1)
+        for n in range(1, 3003)
     ]
     write(tmp_path, 0, line("run_start", **START), *windows)
-    recorder = RunRecorder()
-    load(tmp_path, recorder)
-    recorder.finish()
-    assert recorder.grid.width_seconds > 1  # so that some windows are left out
-    assert recorder.grid.sums("compute").sum() == pytest.approx(last, abs=0.3)
+    figures, _ = recorded(tmp_path)
+    assert figures.width_seconds > 1
+    assert figures.total("compute").sum() == pytest.approx(3002)
+
+
+def test_samples_and_tokens_that_are_not_known_are_not_0(tmp_path):
+    """Of two ranks, one knows them only from its second window on."""
+    known, unknown = dict(samples_total=40, tokens_total=400), dict(samples_total=None, tokens_total=None)
+    for rank, first in enumerate((known, unknown)):
+        lines = [
+            window(rank, wait=20 * n, compute=20 * n, steps=20 * n) | counts | dict(time=f"2026-01-01T00:0{n}:40.000Z")
+            for n, counts in ((1, first), (2, dict(samples_total=80, tokens_total=800)))
+        ]
+        write(tmp_path, rank, line("run_start", rank, **START), *lines)
+    figures, _ = recorded(tmp_path)
+    known, late = figures.added("samples")
+    assert known.sum() == pytest.approx(80)
+    assert np.isnan(late[figures.added("steps")[1] > 0]).all()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_bins_that_merge_lose_nothing(seed):
-    draw = random.Random(seed)
-    grid, total, times = TimeGrid(2, 16), 0.0, []
+def test_bins_that_merge_lose_nothing(seed, monkeypatch):
+    monkeypatch.setattr(over_time, "_MAX_BINS", 16)
+    monkeypatch.setattr(over_time, "_MIN_BINS", 16)
+    draw, recorder, times = random.Random(seed), RunRecorder(), []
+    recorder.begin(2)
     for _ in range(60):
-        begin = 1.7e9 + draw.uniform(-200, 400) * draw.choice([0.01, 1, 9])
-        end = begin + draw.choice([0.1, 5, 60])
-        grid.spread(0, begin, end, {"x": end - begin})
-        total += end - begin
-        index = grid.bin_of(begin)
-        grid.add("n", 1, index, 1.0)
-        grid.sketch("s", index).merge([(1, 1)], 1.0)
-        times.append(begin)
-    counts = [0] * grid.used
-    for time in times:
-        counts[grid.bin_of(time) - grid.bin_of(grid.begins()[0])] += 1
-    assert grid.sums("x").sum() == pytest.approx(total, rel=1e-4)
-    assert list(grid.sums("n")[1]) == counts
-    assert grid.used <= 16
-    assert [0 if sketch is None else sketch.total for sketch in grid.sketches("s")] == counts
+        time = 1.7e9 + round(draw.uniform(-200, 400) * draw.choice([0.01, 1, 9]), 3)
+        process = ProcessLog(1, 2)
+        recorder.take(GpuLine(time=iso_time(time), power_watts=100.0), process)
+        recorder.take(WindowLine(time=iso_time(time), step_sketch={1: 1}), process)
+        times.append((time, process))  # so that each process has an id of its own
+    counts = [sum(int(time // recorder.width_seconds) == at for time, _ in times) for at in recorder.bins]
+    assert sum(counts) == 60 and len(counts) <= 16
+    power = over_time.SAMPLED["gpu"].index("power_watts")
+    cells = [recorder.samples.get(("gpu", at), np.zeros((2, power + 1, 1)))[:, power, 0] for at in recorder.bins]
+    assert [list(each) for each in cells] == [[100.0 * count, count] for count in counts]
+    assert recorder.sketches.keys() >= {(STEP, at) for at, count in zip(recorder.bins, counts, strict=True) if count}
+    assert sum(sketch.total for sketch in recorder.sketches.values()) == 60
 
 
 def test_damaged_logs_have_a_page(tmp_path):
@@ -277,30 +277,19 @@ def two_runs(folder: Path, *, ranks: int) -> None:
             write(folder, rank, head, steps, pid=pid + rank)
 
 
-def test_a_page_has_the_newest_run_only_and_all_its_ranks(tmp_path):
+@pytest.mark.parametrize("in_one_file", [False, True])
+def test_a_page_has_the_newest_run_only_and_all_its_ranks(tmp_path, in_one_file):
     two_runs(tmp_path, ranks=8)
-    recorder = RunRecorder()
-    processes = load(tmp_path, recorder)
-    assert [(log.run, log.rank) for log in processes] == [("new", rank) for rank in range(8)]
-    assert sorted(recorder.rows) == [*range(8)] and not recorder.ranks_left_out
-    recorder.finish()
-    sketches = [sketch for sketch in recorder.grid.sketches("step") if sketch is not None]
-    assert sum(sketch.total for sketch in sketches) == 8 * 20
-    assert min(sketch.percentiles().p50 for sketch in sketches) > 1
-    assert recorder.grid.used * recorder.grid.width_seconds < 86400
-
-
-def test_no_chart_is_of_an_older_run(tmp_path):
-    """Also where the newest run begins in the middle of the files."""
-    two_runs(tmp_path, ranks=3)
-    for rank in range(3):
+    for rank in range(8) if in_one_file else ():
         old, new = (tmp_path / "logs" / f"rank-{rank}.{pid + rank}.jsonl" for pid in (100, 200))
         old.write_bytes(old.read_bytes() + new.read_bytes())
         new.unlink()
-    recorder = RunRecorder()
-    assert {log.run for log in load(tmp_path, recorder)} == {"new"}
-    assert sorted(recorder.rows) == [0, 1, 2]
-    assert recorder.grid.used * recorder.grid.width_seconds < 86400
+    figures, processes = recorded(tmp_path)
+    assert [(log.run, log.rank) for log in processes] == [("new", rank) for rank in range(8)]
+    assert figures.ranks == [*range(8)]
+    assert figures.edges[-1] - figures.edges[0] < 86400
+    assert figures.total("steps").sum() == pytest.approx(8 * 20)
+    assert np.nanmin(figures.percentiles(STEP, "p50")) > 1
 
 
 @pytest.fixture(scope="module")
@@ -321,28 +310,19 @@ def test_one_slow_rank_among_many_is_named(tmp_path, request, ranks):
         rf"Rank {slow} on gpu-{slow // 8:03d}, in \d+ % of the time: GPU: SM clock 990 MHz; .* 1980 MHz",
         Page(text).text,
     )
-    items = items_of(Page(text))
-    assert "gpu" in next(iter(items["ranks"]["metrics"]))  # what shows it is shown first
-    assert len(items["ranks"]["rows"]) <= 256
+    shown = [value for name, value in Page(text).attributes if name == "data-metric"]
+    assert shown[0].startswith("gpu.")  # what shows it is shown first
+    assert len(dict(figures_of(Page(text))["ranks"])["rank"]) <= 256
     assert len(text) < 2_000_000
 
 
 def test_a_row_of_several_ranks_shows_the_odd_one(many_ranks):
-    recorder = RunRecorder()
-    load(many_ranks, recorder)
-    shown = heat_map(Sums(recorder), dict.fromkeys(recorder.rows, "node"))
-    clock = next(metric for metric in shown.metrics if metric.key == "gpu.sm_clock_hertz")
+    figures, _ = recorded(many_ranks)
+    (chart,) = heat_map(TimeAxis(figures.edges), figures, dict.fromkeys(figures.ranks, "node"))
+    clock = next(metric for metric in chart.metrics if metric.key == "gpu.sm_clock_hertz")
     odd = (clock.cells < 1.9e9).any(axis=1)
-    assert [label for label, is_odd in zip(shown.rows, odd, strict=True) if is_odd] == ["ranks 150-151 (node)"]
-
-
-def arrays_of(item) -> list:
-    """The two-dimensional arrays in a drawing, as the page gets them."""
-    if isinstance(item, dict) and item.get("type") == "ndarray" and len(item["shape"]) == 2:
-        raw = gzip.decompress(base64.b64decode(item["array"]["data"]))
-        return [np.frombuffer(raw, item["dtype"]).reshape(item["shape"])]
-    below = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-    return [array for each in below for array in arrays_of(each)]
+    labels = next(each.data_source.data["rank"] for each in chart.plot.renderers if "rank" in each.data_source.data)
+    assert [label for label, is_odd in zip(labels, odd, strict=True) if is_odd] == ["ranks 150-151 (node)"]
 
 
 def test_the_heat_map_has_real_values_and_keeps_its_contrast(tmp_path):
@@ -354,11 +334,9 @@ def test_the_heat_map_has_real_values_and_keeps_its_contrast(tmp_path):
         time = iso_time(1767225600.0 + spent)
         paces.append(window(wait=0.001 * loop, compute=0.999 * loop, steps=steps) | dict(time=time))
     write(tmp_path, 0, line("run_start", **START), *paces)
-    items = items_of(Page(page_of(tmp_path)))
-    wait, step = arrays_of(items["ranks"]["item"]["doc"])
+    page = Page(page_of(tmp_path))
+    wait, step = (values for name, values in figures_of(page)["ranks"] if name == "image")
     assert wait[wait == wait] == pytest.approx(0.1, rel=1e-3)  # % of the loop; none of them is 0
     assert step[step == step].min() == pytest.approx(100, rel=0.01)  # ms
     assert step[step == step].max() > 1000
-    scale = items["ranks"]["metrics"]["step"]
-    assert 100 <= scale["high"] < 300 and scale["more"] and scale["unit"] == "ms"
-    assert not items["ranks"]["metrics"]["wait"]["more"]
+    assert re.search(r"Mean step 0\.0 % 5\.0 % 0 [12]\d\d\.\d ms or more", page.text)

@@ -17,7 +17,7 @@ from telemetry.util.files import replace_file
 from telemetry.util.text import byte_size, complain, show, show_json
 
 if TYPE_CHECKING:
-    from telemetry.report.html.recorder import RunRecorder
+    from telemetry.report.html.over_time import RunRecorder
     from telemetry.report.summary import Report
 _PACKAGES: Final = frozenset({"bokeh", "jinja2", "markupsafe", "numpy"})
 _READABLE: Final = 0o644
@@ -60,7 +60,7 @@ def page_recorder() -> RunRecorder:
     """
     try:
         from telemetry.report.html import page
-        from telemetry.report.html.recorder import RunRecorder
+        from telemetry.report.html.over_time import RunRecorder
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in _PACKAGES:
             raise

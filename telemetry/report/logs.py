@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from telemetry.report.html.recorder import RunRecorder
+    from telemetry.report.html.over_time import RunRecorder
 
 _MAX_LINE_BYTES: Final = 1 << 24
 """A longer line is damaged, such as the end of a sparse file. The rest of its file is not read."""

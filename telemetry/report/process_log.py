@@ -62,7 +62,8 @@ class Point(NamedTuple):
     """Totals of a process since its start: wall clock, steps, the ledger's categories, and `cpu_total_seconds`.
 
     ``used``, ``others`` and ``known`` do not grow while they are not measured. ``thread`` and ``thread_delay`` are NaN
-    if the kernel does not provide them.
+    if the kernel does not provide them, ``samples`` and ``tokens`` while they are not known. ``agent`` and ``hooks``:
+    CPU seconds of the agent's thread, seconds of the hooks on the training thread.
     """
 
     wall_seconds: float = 0.0
@@ -83,6 +84,10 @@ class Point(NamedTuple):
     worker_delay: float = 0.0
     stuck_wait: float = 0.0
     stuck_compute: float = 0.0
+    samples: float = 0.0
+    tokens: float = 0.0
+    agent: float = 0.0
+    hooks: float = 0.0
 
     @classmethod
     def at(cls, line: TotalsLine | PhaseLine, before: Point | None = None) -> Point:
@@ -90,7 +95,13 @@ class Point(NamedTuple):
         if isinstance(line, PhaseLine):
             figures = line.loop_seconds or {}
         else:
-            figures = line.ledger_total_seconds | (line.cpu_total_seconds or {}) | {"wall_seconds": line.wall_seconds}
+            figures = line.ledger_total_seconds | (line.cpu_total_seconds or {}) | {
+                "wall_seconds": line.wall_seconds,
+                "samples": math.nan if line.samples_total is None else line.samples_total,
+                "tokens": math.nan if line.tokens_total is None else line.tokens_total,
+                "agent": line.overhead_seconds.get("agent", 0.0),
+                "hooks": line.overhead_seconds.get("training", 0.0),
+            }  # fmt: skip
         return (before or cls())._replace(
             steps=line.steps_total or 0,
             optimizer_steps=line.optimizer_steps_total or 0,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.html_pages import Page, items_of
+from tests.html_pages import Page, figures_of
 
 HERE = Path(__file__).parent
 INPUTS = HERE / "inputs"
@@ -95,31 +95,21 @@ def page_of(run: str) -> str:
     Path("page.html").unlink()
     lines = [" ".join(text.split()) for text in page.texts]
     lines = [line for line in lines if line]
-    for key, item in items_of(page).items():
+    for key, columns in figures_of(page).items():
         lines.append(f"== {key}")
-        lines += [f"{name}: {json.dumps(value)}" for name, value in item.items() if name != "item"]
-        lines += [f"{name} = {values}" for name, values in sorted(arrays(item["item"]["doc"]))]
+        lines += [f"{name} = {' '.join(map(shown, numbers(values)))}" for name, values in columns]
     text = re.sub(r"\nWritten\n.*\n", "\nWritten\n#\n", "\n".join(lines) + "\n")
     return rounded(text)
 
 
-def arrays(part: object) -> list[tuple[str, str]]:
-    """All figures in a drawing, with the name of their column."""
-    import base64
+def numbers(values: list) -> list:
+    return values if isinstance(values, list) else values.ravel().tolist()
 
-    import numpy as np
 
-    found = []
-    if isinstance(part, dict) and part.get("type") == "map":
-        for name, value in part["entries"]:
-            if isinstance(value, dict) and value.get("type") == "ndarray":
-                raw = base64.b64decode(value["array"]["data"])
-                raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-                figures = np.frombuffer(raw, value["dtype"]).tolist()
-                text = " ".join(f"{each:.9g}" if abs(each) < 1e9 else f"{each:.0f}" for each in figures)
-                found.append((str(name), f"{value['shape']} {text}"))
-    below = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    return found + [pair for each in below for pair in arrays(each)]
+def shown(value: str | float) -> str:
+    if isinstance(value, str):
+        return json.dumps(value)
+    return f"{value:.9g}" if abs(value) < 1e9 else f"{value:.0f}"
 
 
 def of_run(name: str) -> dict[str, str]:

@@ -102,47 +102,55 @@ def test_axe_finds_nothing(opened, theme):
     assert [(each["id"], [node["html"][:120] for node in each["nodes"]][:3]) for each in violations] == []
 
 
-def test_the_pointer_and_the_keyboard_read_values(opened):
-    tab = opened()
-    figure = tab.locator("[data-chart=ledger]")
-    plot = figure.locator(".plot")
+def tips_at(tab, chart, x, y):
+    """The texts of the tooltips at a place in a chart, in pixels from its corner."""
+    plot = tab.locator(f"[data-chart={chart}] .plot")
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
-    tab.mouse.move(box["x"] + 600, box["y"] + 80)
-    wait_for("values in the legend", lambda: figure.locator(".value").first.inner_text().endswith("%"))
-    values = figure.locator(".value").all_inner_texts()
-    assert sum(float(value.removesuffix(" %")) for value in values) == pytest.approx(100, abs=0.5)
-    assert re.match(r"2026-03-02 0[67]:\d\d", figure.locator(".readout").inner_text())
-    tab.mouse.move(0, 0)  # a pointer that leaves a chart, also because the page scrolls, takes the cursor with it
-    wait_for("no values", lambda: not any(figure.locator(".value").all_inner_texts()))
-    heat = tab.locator("[data-chart=ranks]")
-    heat.locator(".plot").focus()
-    for key in ("ArrowDown", "ArrowRight"):
-        tab.keyboard.press(key)
-    spoken = tab.locator("#spoken")
-    wait_for("the second rank is spoken", lambda: "rank 1 " in spoken.inner_text())
-    said = spoken.inner_text()
-    assert HOSTILE in said and tab.evaluate("window.hit") is None
-    assert re.search(r"GPU: SM clock: 19\d\d MHz$", said)  # as it was sampled
+    tab.mouse.move(box["x"] + x, box["y"] + y)
+    tips = tab.locator(".bk-Tooltip .bk-tooltip-content")
+    wait_for("a tooltip", lambda: any(tips.all_inner_texts()))
+    return "\n".join(tips.all_inner_texts())
 
 
-def test_zoom_by_key_button_and_drag_is_shared(opened):
+def test_the_pointer_reads_values(opened):
     tab = opened()
-    spans = """() => Object.values(Bokeh.index.roots ?? Bokeh.index).map(view => view.model)
-        .filter(plot => plot.tags.includes("time")).map(plot => plot.x_range.end - plot.x_range.start)"""
+    told = tips_at(tab, "ledger", 600, 80)
+    shares = re.findall(r"([\d.]+) %", told)
+    assert len(shares) == 6 and sum(map(float, shares)) == pytest.approx(100, abs=0.5)
+    assert re.search(r"2026-03-02 0[67]:\d\d", told)
+    told = tips_at(tab, "ranks", 200, 150)
+    assert re.search(r"rank \d+ \(node \d", told) and re.search(r"19\d\d MHz", told)  # as it was sampled
+    assert HOSTILE in told
+    tab.locator("[data-metrics]").select_option("step")
+    assert tab.locator("[data-metric]:visible").inner_text().endswith(" ms")
+    assert re.search(r"4\d\d(\.\d)? ms", tips_at(tab, "ranks", 210, 150))
+    width = tab.locator("[data-chart=marks] .plot").bounding_box()["width"]
+    assert "rank 12: gpu_throttled" in tips_at(
+        tab, "marks", 0.6 * width, 12
+    )  # 07:06 to 07:26 of two hours from 06:00 on
+    assert tab.evaluate("window.hit") is None
+
+
+def test_zoom_by_button_drag_and_double_click_is_shared(opened):
+    tab = opened()
+    spans = """() => Bokeh.documents[0].roots().filter(plot => plot.x_range.name === "time")
+        .map(plot => plot.x_range.end - plot.x_range.start)"""
     (whole,) = set(tab.evaluate(spans))
-    plot = tab.locator("[data-chart=step-percentiles] .plot")
-    plot.focus()
-    tab.keyboard.press("+")
+    tab.locator("[data-zoom=in]").click()
     assert set(tab.evaluate(spans)) == {whole / 2}
     tab.locator("[data-zoom=all]").click()
     assert set(tab.evaluate(spans)) == {whole}
+    plot = tab.locator("[data-chart=step-percentiles] .plot")
+    plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     tab.mouse.move(box["x"] + 300, box["y"] + 60)
     tab.mouse.down()
     tab.mouse.move(box["x"] + 500, box["y"] + 70, steps=4)
     tab.mouse.up()
     wait_for("the zoom of all charts", lambda: max(tab.evaluate(spans)) < whole / 3)
+    tab.mouse.dblclick(box["x"] + 300, box["y"] + 60)
+    wait_for("the whole run", lambda: set(tab.evaluate(spans)) == {whole})
 
 
 def test_a_print_fits_the_paper(opened, tmp_path):
