@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import types
-from collections import Counter
 
 import pytest
 import torch
@@ -368,40 +367,6 @@ def test_batches_of_a_resumed_first_epoch_are_not_matched(observed):
 
 
 # -- a loader's own attributes are the user's --------------------------------------------------------------------------
-
-
-def counted(name: str) -> property:
-    """An attribute that counts how often it is read."""
-
-    def read(loader):
-        Lazy.reads[name] += 1
-        return vars(loader)[f"own_{name}"]
-
-    return property(read, lambda loader, value: vars(loader).update({f"own_{name}": value}))
-
-
-class Lazy(DataLoader):
-    """A loader that would open files when its data set or its samplers are asked for."""
-
-    reads: Counter[str] = Counter()
-    dataset, sampler, batch_sampler, num_workers, batch_size, worker_init_fn = map(
-        counted, ("dataset", "sampler", "batch_sampler", "num_workers", "batch_size", "worker_init_fn")
-    )
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_no_property_of_a_loader_is_read(agent, workers):
-    def reads() -> Counter[str]:
-        Lazy.reads.clear()
-        loader = Lazy(Numbers(12), batch_size=2, num_workers=workers)
-        for _ in range(2):
-            for _ in loader:
-                agent.accounting.update()
-        return +Lazy.reads
-
-    watched = reads()
-    telemetry.stop()
-    assert watched == reads()
 
 
 # -- batches that reach the training thread another way: the verdict does not call such a run healthy ------------------

@@ -32,7 +32,6 @@ from telemetry.sources.workers import Fetches, WorkersSource
 from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
 from tests.running_agent import wait_for
-from tests.tracebacks import traceback_of
 
 # -- in the workers ----------------------------------------------------------------------------------------------------
 
@@ -40,10 +39,6 @@ from tests.tracebacks import traceback_of
 def note_worker(path, worker_id: int) -> None:
     with open(path, "a") as file:
         file.write(f"{worker_id} {torch.utils.data.get_worker_info().num_workers}\n")
-
-
-def fail(worker_id: int) -> None:
-    raise KeyError(f"worker {worker_id} cannot begin")
 
 
 class HalfSpinning(Numbers):
@@ -55,13 +50,6 @@ class HalfSpinning(Numbers):
             pass
         time.sleep(self.seconds)
         return index
-
-
-class Reading(list):
-    """Paths; a sample is the length of what is in the file."""
-
-    def __getitem__(self, index):
-        return len(super().__getitem__(index).read_text())
 
 
 class Together:
@@ -102,22 +90,6 @@ def test_fetches_are_timed_whatever_the_start_method(observed, tmp_path, context
     observed.check_sum()
 
 
-def test_a_fetch_in_progress_is_seen(observed, tmp_path):
-    pipe = tmp_path / "go"
-    os.mkfifo(pipe)
-    iterator = iter(DataLoader(Reading([pipe]), batch_size=None, num_workers=1))
-    before = time.perf_counter_ns()
-    with open(pipe, "w") as file:  # opens when the worker does
-        (c,) = counters(observed)
-        assert 0 < c.fetching_since_ns <= time.perf_counter_ns()
-        assert c.fetches == 0
-        file.write("abc")
-    assert next(iterator) == 3
-    (c,) = counters(observed)
-    assert (c.fetches, c.fetching_since_ns) == (1, 0)
-    assert max(c.recent_finished_ns) > before
-
-
 def test_persistent_workers_count_on_over_their_epochs(observed):
     loader = DataLoader(Numbers(8), batch_size=1, num_workers=2, persistent_workers=True)
     for epoch in (1, 2, 3):
@@ -128,23 +100,6 @@ def test_persistent_workers_count_on_over_their_epochs(observed):
         assert sum(c.fetches for c in read) == 8 * epoch
 
 
-FAILING = {
-    "init": lambda: list(DataLoader(Numbers(2), num_workers=1, worker_init_fn=fail)),
-    "fetch": lambda: list(DataLoader(Numbers(2, fail_at=1), num_workers=1)),
-    "pickle": lambda: iter(
-        DataLoader(Numbers(2), num_workers=1, worker_init_fn=lambda _: 0, multiprocessing_context="spawn")
-    ),
-    "start": lambda: iter(DataLoader(Numbers(2), num_workers=1, multiprocessing_context="fork", prefetch_factor=-1)),
-}
-
-
-@pytest.mark.parametrize("what", FAILING)
-def test_tracebacks_from_workers_stay_as_they_were(observed, what):
-    attached = traceback_of(FAILING[what])
-    observed.attachment.detach()
-    assert attached == traceback_of(FAILING[what])
-
-
 def telemetry_descriptors() -> list[str]:
     """What this process has open of ours."""
     gc.collect()
@@ -153,17 +108,6 @@ def telemetry_descriptors() -> list[str]:
         with contextlib.suppress(OSError):  # it was closed meanwhile
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return [name for name in found if "telemetry" in name]
-
-
-def test_iterations_that_are_left_keep_no_descriptors(observed):
-    """A limit of 1024 descriptors is usual, and a script may make an iterator in each step. No agent reads meanwhile."""
-    loader = DataLoader(Numbers(100), batch_size=1, num_workers=1)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(120):
-        next(iter(loader))
-    assert len(os.listdir("/proc/self/fd")) <= before + 5
-    observed.read()
-    assert len(observed.steps) == 119
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

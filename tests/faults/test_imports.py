@@ -87,8 +87,7 @@ HERE = """
 PROJECT = ("telemetry/__init__", "telemetry/hooks", "psutil", "prometheus_client", "msgspec", "resource", "statistics")
 
 
-@pytest.mark.parametrize("variable", ["PYTHONPATH", "TELEMETRY_DISABLED"])
-@pytest.mark.parametrize("module", [True, False], ids=["module", "script"])
+@pytest.mark.parametrize(("module", "variable"), [(True, "PYTHONPATH"), (False, "TELEMETRY_DISABLED")])
 def test_a_project_s_folder_that_is_in_the_path_twice_and_an_agent_that_is_turned_off(module, variable, tmp_path):
     for name in PROJECT:
         write(tmp_path, f"project/{name}.py", "MINE = 3")
@@ -128,16 +127,18 @@ def test_a_run_that_stalls_while_our_own_package_is_hidden(tmp_path):
     assert events(tmp_path / "run", "snapshot")[0]["path"]
 
 
-@pytest.mark.parametrize("name", ["statistics", "resource", "pynvml", "secrets", "msgspec"])
 @pytest.mark.parametrize("first", ["theirs", "ours"])
-def test_a_start_in_a_script(first, name, tmp_path):
-    """Whether the script has imported its own before or imports it later."""
-    write(tmp_path, f"{name}.py", "MINE = 3\nprint('imported')")
-    import_ = f"import {name}"
-    lines = ["import telemetry", "running = telemetry.start('run').running", import_, f"print({name}.MINE, running)"]
-    source = "\n".join([import_, *lines] if first == "theirs" else lines)
+def test_a_start_in_a_script(first, tmp_path):
+    """Whether the script has imported its own before or imports them later."""
+    names = ["statistics", "resource", "pynvml", "secrets", "msgspec"]
+    for name in names:
+        write(tmp_path, f"{name}.py", "MINE = 3\nprint('imported')")
+    theirs = f"import {', '.join(names)}\n"
+    source = f"import telemetry\nrunning = telemetry.start('run').running\n{theirs}"
+    source += f"print({', '.join(f'{name}.MINE' for name in names)}, running)"
+    source = theirs + source if first == "theirs" else source
     done = python(write(tmp_path, "script.py", source), cwd=tmp_path, env=quiet())
-    assert (done.returncode, done.stdout, done.stderr) == (0, "imported\n3 True\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "imported\n" * 5 + "3 3 3 3 3 True\n", "")
     assert end_of(tmp_path / "run")["errors_total"] == {}
 
 

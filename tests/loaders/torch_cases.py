@@ -40,8 +40,12 @@ def of(loader) -> list:
         repr(init),
         sorted(vars(loader)),
         sorted(vars(iterator)),
+        sorted(dir(loader)),
         len(loader),
+        len(iterator),
         type(iterator).__name__,
+        type(loader).__iter__.__qualname__,
+        type(iterator).__next__.__doc__,
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.faults.processes import end_of
 from tests.unnoticed.pairs import unchanged
 
 CASES = {
@@ -114,6 +115,41 @@ CASES = {
                             seen.add(frozenset(calls.items()))
                 print(workers, type(items).__name__, sorted(map(sorted, seen)))
         """,
+    "a loader inside what is compiled": """
+        import warnings
+        import torch
+        from unnoticed.training import Training
+
+        @torch.compile(backend="eager")
+        def epoch():
+            for x in training.loader:
+                training.optimizer.zero_grad()
+                training.model(x).sum().backward()
+                training.optimizer.step()
+
+        @torch.compile(backend="eager")
+        def step(batches):
+            return training.model(next(batches)).sum()
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def whole(x):
+            return training.model(x).sum()
+
+        warnings.simplefilter("always")
+        for workers in (0, 2):
+            torch._dynamo.reset()
+            training = Training(optimizer=torch.optim.SGD, workers=workers)
+            for _ in range(3):
+                epoch()
+                batches = iter(training.loader)
+                for _ in range(4):
+                    step(batches)
+                for x in training.loader:
+                    whole(x)
+            counters = torch._dynamo.utils.counters
+            print(sorted(counters["stats"].items()), sorted(counters["recompiles"].items()))
+            print(len(counters["graph_break"]), sum(counters["graph_break"].values()))
+        """,
     "counters of Dynamo": """
         import torch
         from unnoticed.training import Training, looked_at, work
@@ -140,3 +176,4 @@ def test_torch(source, tmp_path):
     if "set_stance" in source and not hasattr(torch.compiler, "set_stance"):
         pytest.skip("from torch 2.6 on")
     unchanged(tmp_path, source, preload="unnoticed.compiled_once")
+    assert end_of(tmp_path / "ours-run")["optimizer_steps_total"] > 16, "those in a compiled function count, too"

@@ -24,14 +24,17 @@ CASES = {
         class Loader(DataLoader):
             dataset, sampler, batch_sampler = map(noting, ("dataset", "sampler", "batch_sampler"))
             num_workers, collate_fn, pin_memory = map(noting, ("num_workers", "collate_fn", "pin_memory"))
+            batch_size, worker_init_fn = map(noting, ("batch_size", "worker_init_fn"))
 
-        training = Training()
-        training.loader = Loader(Items(), batch_size=4)
-        for _ in looked_at():
-            reads.clear()
-            training.epoch()
-            seen.add(tuple(sorted(reads)))
-        print(seen)
+        for workers in (0, 1):
+            training = Training()
+            context = "fork" if workers else None
+            training.loader = Loader(Items(), batch_size=4, num_workers=workers, multiprocessing_context=context)
+            for _ in looked_at():
+                reads.clear()
+                training.epoch()
+                seen.add((workers, *sorted(reads)))
+        print(sorted(seen))
         """,
     "a data set that counts what is asked of it": """
         import torch
@@ -416,6 +419,64 @@ CASES = {
                     seen.add((repr(error), repr(error.__context__), *((frame.name, frame.lineno) for frame in frames)))
         for one in sorted(seen):
             print(*one)
+        """,
+    "lines that warnings name": """
+        import warnings
+        import torch
+        from torch.utils.data import DataLoader, Dataset, IterableDataset
+        import telemetry
+        from unnoticed.training import Training
+
+        class Longer(IterableDataset):
+            def __len__(self):
+                return 2
+
+            def __iter__(self):
+                return iter(range(4))
+
+        class Warns(Dataset):
+            def __len__(self):
+                return 1
+
+            def __getitem__(self, index):
+                for level in range(1, 5):  # 5 is this file on some versions of Python, 6 what runs it
+                    warnings.warn(f"item {level}", stacklevel=level)
+                return index
+
+        class Saved:
+            def __reduce__(self):
+                for level in range(1, 5):
+                    warnings.warn(f"saved {level}", stacklevel=level)
+                return int, ()
+
+        def collate(items):
+            warnings.warn("collate", stacklevel=2)
+            return items
+
+        def watched():
+            yield 1
+            warnings.warn("watched", stacklevel=2)
+
+        def place(message, category, file, line, *_):
+            print(file.rpartition("/")[2], line, str(message)[:40])
+
+        warnings.showwarning = place
+        warnings.simplefilter("always")
+        Training().epoch()
+        for _ in DataLoader(Longer()):
+            pass
+        for workers in (0, 1):
+            for _ in DataLoader(torch.arange(4), pin_memory=True, num_workers=workers):
+                pass
+        for _ in DataLoader(Longer(), num_workers=9, multiprocessing_context="fork"):
+            break
+        for _ in DataLoader(Warns()):
+            pass
+        for _ in DataLoader([1], collate_fn=collate):
+            pass
+        for _ in telemetry.watch(watched()):
+            pass
+        torch.save(Saved(), "saved.pt")
         """,
     "functions that cannot be pickled": """
         from unnoticed.training import Training

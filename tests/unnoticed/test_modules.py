@@ -10,38 +10,37 @@ from tests.unnoticed.pairs import COMMAND, MODULE, unchanged
 # -- a project has modules of its own under the names of those that the agent imports ----------------------------------
 
 IMPORTS = """
-    import os
+    import os, sys
     from unnoticed.looks import looked_at
-    import {name}
+    modules = [__import__(name) for name in sys.argv[1:]]
     for _ in looked_at(2):
         pass
-    print({name}.MINE, os.path.relpath({name}.__file__))
+    print([(each.MINE, os.path.relpath(each.__file__)) for each in modules])
 """
 HOW = {
     "python -m telemetry run script.py": {"under": MODULE},
     "telemetry run script.py": {"under": COMMAND},
     "telemetry run -m script": {"under": COMMAND, "module": True},
 }
-NAMED = {
-    "python -m telemetry run script.py": ["statistics", "psutil", "pynvml", "resource"],
-    "telemetry run script.py": ["telemetry", "statistics", "resource", "psutil", "pynvml", "config"],
-    "telemetry run -m script": ["telemetry", "statistics", "config"],
-}
 
 
-@pytest.fixture(scope="module")
-def messages(tmp_path_factory):
-    """What the agent logs of parts that do not work on this machine."""
-    folder = tmp_path_factory.mktemp("plain")
-    unchanged(folder, IMPORTS.format(name="config"), cold=True, beside={"config.py": "MINE = 3\n"})
+def messages(folder, *names: str, **how) -> set[str]:
+    """Run a project with modules of these names. Returns what the agent logs of parts that do not work on this machine."""
+    unchanged(folder, IMPORTS, *names, cold=True, beside={f"{name}.py": "MINE = 3\n" for name in names}, **how)
+    assert end_of(folder / "ours-run")["errors_total"] == {}
     return {line["message"] for line in events(folder / "ours-run", "error")}
 
 
-@pytest.mark.parametrize("how,name", [(how, name) for how, names in NAMED.items() for name in names])
-def test_a_module_of_the_project_is_the_script_s_and_the_agent_is_complete(how, name, messages, tmp_path):
-    unchanged(tmp_path, IMPORTS.format(name=name), cold=True, beside={f"{name}.py": "MINE = 3\n"}, **HOW[how])
-    assert end_of(tmp_path / "ours-run")["errors_total"] == {}
-    assert {line["message"] for line in events(tmp_path / "ours-run", "error")} == messages
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """The messages of a project whose modules are nobody else's."""
+    return messages(tmp_path_factory.mktemp("plain"), "config")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_modules_of_the_project_are_the_script_s_and_the_agent_is_complete(how, without, tmp_path):
+    names = ["statistics", "psutil", "pynvml", "resource"] + ["telemetry"] * how.startswith("telemetry")
+    assert messages(tmp_path, *names, **HOW[how]) == without
 
 
 def test_a_package_of_the_project_is_the_script_s_with_all_its_modules(tmp_path):
