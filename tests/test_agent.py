@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import pdb  # noqa: T100 - a debugger is what is tested
-import random
 import re
 import signal
 import threading
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.config import Config, SettingError
 from telemetry.hooks.loaders import LoaderRegistry
-from telemetry.hooks.ring import CAPACITY, S_COMPUTE, STEP
+from telemetry.hooks.ring import CAPACITY, STEP
 from telemetry.hooks.worker_block import WorkerCounters
 from telemetry.records import FETCH_BUCKETS, GpuSample, StallRecord
 from telemetry.report.logs import load
@@ -146,26 +145,6 @@ def test_two_jobs_of_one_name_do_not_share_a_target_file(tmp_path):
     assert target["targets"] == [agent.metrics_url.removeprefix("http://").removesuffix("/metrics")]
     telemetry.stop()
     assert not list((tmp_path / "targets").iterdir())
-
-
-def test_a_step_left_with_break_is_a_step(agent):
-    for index, _ in enumerate(DataLoader(Numbers(20), batch_size=1)):
-        if index == 9:
-            break
-    telemetry.stop()
-    assert summarize(load(agent.run_dir))["ranks"][0]["steps"] == 10
-
-
-def test_sampling_at_random_times_keeps_the_training_s_random_state(tmp_path, monkeypatch):
-    """In a job of several ranks."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    agent = telemetry.start(tmp_path / "run", port="off", start_line=False)
-    agent.tracker.category = S_COMPUTE  # as in a step
-    before, seen = random.getstate(), agent._sampler.seen
-    wait_for(lambda: seen.samples >= 5)
-    assert random.getstate() == before
-    telemetry.stop()
 
 
 # -- no counter goes back; the ring is emptied every second ------------------------------------------------------------

@@ -9,19 +9,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from stack.jobs import ROOT, must_have
 
 from benchmarks import (
-    agent_cpu,
     child,
     compare,
     fleet_prometheus,
     instruments,
     machine,
-    memory,
     report,
     scrape,
     sink_cost,
     spread,
-    tail,
-    worker_fetch,
 )
 from benchmarks import fleet as fleet_benchmark
 from benchmarks import trace as trace_benchmark
@@ -50,42 +46,6 @@ def test_a_step_whose_wait_is_not_timed_on_a_gpu():
     assert set(answer["cold"]) == {instruments.BARE, instruments.TELEMETRY}
     assert answer["running"]
     assert (answer["hook_errors"], answer["gpu_pairs"] is None) == (0, False)
-
-
-def test_the_agents_threads():
-    answer = agent_cpu.measure(slices=2, workers=1, slice_seconds=0.3)
-    assert answer["steps"] > 0
-    ours = {"telemetry-agent", "telemetry-endpoint"}
-    assert [set(reading) - {"telemetry-scrape"} for reading in answer["slices"]] == [ours] * 2
-    assert all(share >= 0 for reading in answer["slices"] for share in reading.values())
-    assert answer["training_us"] >= 0
-    answer = agent_cpu.measure_life(slices=2, workers=1, first=0.3, settle=0.0, scrape_seconds=0.3)
-    assert [len(answer["slices"]), len(answer["often"])] == [2, 2]
-    assert answer["first"].keys() - {"telemetry-scrape"} == ours
-    answer = agent_cpu.measure_node(ranks=2, workers=1, slices=1, slice_seconds=0.3)
-    assert [len(reading) for reading in answer["slices"]] == [2]
-
-
-def test_the_longest_of_many_short_steps():
-    answer = tail.measure(pairs=1, segment_seconds=0.2)
-    for kind in ("bare", "agent"):
-        (segment,) = answer[kind]
-        assert segment["max"] >= segment["p99.99"] >= segment["p99.9"] >= segment["p50"] > 0
-
-
-def test_growth_of_memory():
-    answer = memory.measure(agent=True, steps=1000, warm_up=500)
-    assert "growth" in answer
-    assert answer["dropped"] == 0
-
-
-def test_a_scraped_node():
-    answer = scrape.measure(pairs=1, segment_seconds=1.0, hertz=10.0, clients=2)
-    assert answer["latencies"]
-    assert answer["failed"] == 0
-    assert answer["samples"] > 8 * 20
-    assert answer["quiet"][0]
-    assert answer["met"][0]["during"]
 
 
 def test_a_spread_is_what_it_says():
@@ -119,12 +79,6 @@ def test_sinks_that_are_not_installed_are_not_measured(monkeypatch):
     rows = sink_cost.sinks(QUICK)
     assert all(row.figure is None and "no environment with the sinks" in row.note for row in rows)
     assert [row.unit for row in rows if row.target is not None] == ["% of a core", "us"]
-
-
-def test_a_fetch_in_a_worker():
-    answer = worker_fetch.measure(hot_rounds=2, cold_rounds=2)
-    assert answer["fetches"] == 2 * 500 + 2 * 5
-    assert [len(readings) for kind in ("hot", "cold") for readings in answer[kind].values()] == [2] * 4
 
 
 def test_comparisons_of_recorded_runs():

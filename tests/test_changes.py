@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 import telemetry
-from benchmarks import change_series
 from benchmarks.change_series import CHANGES, STEADY, changes_in
 from benchmarks.step_series import Loop, ticks
 from telemetry.agent.findings import ChangeMonitor
@@ -386,13 +385,3 @@ def test_a_real_loop_that_becomes_slower(tmp_path, monkeypatch, capsys):
     assert told["at"].endswith("Z")
     assert main(["report", str(tmp_path / "run")]) == 0
     assert "slower: compute takes" in capsys.readouterr().out
-
-
-def test_the_benchmark_gives_what_its_page_needs():
-    figures = {
-        "days": 1,
-        "runs": 1,
-        "false_per_day": {"quiet": change_series.steady(replace(STEADY["quiet"], step_seconds=20.0), 1)},
-        "changes": {"lost": {"found": 0.0, "median_minutes": None, "p95_minutes": None, "median_ratio": None}},
-    }
-    assert "| quiet | 0.00 |" in change_series.text_of(figures)

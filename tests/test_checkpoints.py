@@ -203,13 +203,6 @@ def test_a_checkpoint_written_on_a_thread_of_the_script(observed, tmp_path):
     assert (save.background, save.complete, save.holds_optimizer, save.optimizer_steps) == (True, True, True, 2)
 
 
-def test_a_tensor_that_is_pickled_is_no_checkpoint(observed):
-    """Torch pickles its storage with the function that saves checkpoints."""
-    assert torch.equal(pickle.loads(pickle.dumps({"weights": torch.ones(3)}))["weights"], torch.ones(3))
-    observed.read()
-    assert (saves(observed), observed.phases) == ([], [])
-
-
 class LazyList(list):
     def __iter__(self):
         raise AssertionError("asked by the agent")

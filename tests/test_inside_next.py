@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import time
 
@@ -15,7 +14,6 @@ from telemetry.diagnosis.evidence import aggregate
 from telemetry.totals import StackTotals, Tick, Totals
 from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
-from tests.running_agent import wait_for
 from tests.sampled_thread import often, sampled
 
 # -- by the samples of its stack ---------------------------------------------------------------------------------------
@@ -188,33 +186,6 @@ def test_when_a_collection_has_ended_is_known(observed, small_heap):
     assert before < ended_within(before, between) < between < ended_within(before, after) < after
     assert ended_within(after, now_ns()) == 0
     assert heap
-
-
-class Interrupted(Exception):
-    pass
-
-
-def test_a_signal_that_comes_during_a_collection_is_not_lost(observed, small_heap):
-    """In Python code of a callback, its exception would be dropped."""
-
-    def interrupt(number, frame):
-        raise Interrupted
-
-    next(iter(DataLoader(Numbers(4), batch_size=1)))
-    heap = [[number] for number in range(400_000)]
-    before, callbacks = signal.signal(signal.SIGALRM, interrupt), gc.callbacks[:]
-    gc.callbacks[:] = [one for one in callbacks if "GarbageClock" in repr(one)]  # that of hypothesis is in Python
-    try:
-        with pytest.raises(Interrupted):
-            signal.setitimer(signal.ITIMER_REAL, 0.002)
-            for _ in range(1000):
-                gc.collect()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        gc.callbacks[:] = callbacks
-    assert heap
-    assert wait_for(lambda: observed.garbage.ns)
 
 
 def test_the_callback_goes_with_the_hooks(observed):

@@ -61,16 +61,6 @@ def test_files_are_rotated_capped_and_each_has_a_head(tmp_path, most, names):
     assert seen == list(range(60 - len(seen), 60))  # the newest, in order, none lost
 
 
-def test_what_cannot_be_written_is_counted_and_the_log_goes_on(tmp_path):
-    (tmp_path / "logs").write_text("a file where the folder should be")
-    file = LogFile(tmp_path / "logs" / "x.jsonl", 1 << 20, 3, lambda: b"")
-    assert not file.write(b"{}\n")
-    assert file.dropped == 1
-    assert isinstance(file.last_error, OSError)
-    (tmp_path / "logs").unlink()
-    assert file.write(b"{}\n")
-
-
 def test_a_torn_line_is_ended_before_the_next(tmp_path):
     path = tmp_path / "x.jsonl"
     file = LogFile(path, 1 << 20, 3, lambda: b"")

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -237,27 +236,6 @@ def test_a_reading_that_a_sample_lacks_is_absent(part, always):
 
     found = shown(changed(view, **{part: dataclasses.replace(sample, **lacking)})).keys() & names
     assert {name for name in found if not name.endswith("_total") and "head_of_line" not in name} == always
-
-
-@pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_nothing_of_ours_is_in_a_registry_of_the_script(first, tmp_path):
-    """In any order of the imports, and with the folder that makes the library write values into files."""
-    script = """
-import os, sys
-if sys.argv[1] == "theirs":
-    import prometheus_client
-from tests.full_views import full_view, page
-assert "training_steps_total" in page(full_view())
-import prometheus_client
-mine = prometheus_client.Counter("training_steps", "A metric of the script's, of the same name.")
-mine.inc()
-text = prometheus_client.generate_latest().decode()
-assert "training_steps_total 1.0" in text
-assert "telemetry_" not in text and "training_time" not in text
-assert len(os.listdir(os.environ["PROMETHEUS_MULTIPROC_DIR"])) == 1, "of the script's counter"
-"""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", script, first], env=env, check=True, timeout=60)
 
 
 # -- the table and the document ------------------------------------------------------------------------------------

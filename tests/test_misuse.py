@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 import time
 from types import SimpleNamespace
 
@@ -391,10 +390,3 @@ def test_the_scripts_own_collections_are_not_frozen():
 def test_an_unknown_supply_predicts_nothing():
     part = a_slice(source="workers", compute=1.0, garbage=0.4)
     assert advise("gc_pause", structs.replace(evidence_over([part]), fetch_seconds=None))[0].predicted_speedup is None
-
-
-def test_a_thread_that_reads_a_loader_is_seen(observed):
-    thread = threading.Thread(target=list, args=(DataLoader(Numbers(4), 2),))
-    thread.start()
-    thread.join()
-    assert observed.tracker.requests_elsewhere == 3

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from telemetry.agent.stalls import stall_record
-from telemetry.cli import main
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.causes import CAUSES, advise, shares_of
 from telemetry.diagnosis.costs import costs
@@ -23,11 +22,9 @@ from telemetry.diagnosis.stragglers import held_up_by
 from telemetry.hooks.ring import Ring
 from telemetry.hooks.tracker import StepTracker
 from telemetry.records import Advice, Deliveries, GpuSample, ProcessSample, RankPace
-from telemetry.report.logs import load
 from telemetry.totals import Tick, Totals, together
 from telemetry.util.processes import identify
 from tests.monitored_rank import Run
-from tests.report_logs import START, line, summarize, text_of, totals, window, write
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
 from tests.slices import Detector, evidence_over
 from tests.zoo.test_replay import RECORDED, evidence_of
@@ -523,19 +520,6 @@ def test_no_second_cause_is_made_up_where_there_is_one(path):
     assert len(shares_of(max(lost, key=lost.get), evidence)) == 1
 
 
-def test_the_report_names_both(tmp_path):
-    fields = fields_of(recorded(), "checkpoint")
-    write(tmp_path, 0, line("run_start", **START), window(wait=1, compute=99, steps=9), line("stall_open", **fields))
-    report = summarize(load(tmp_path))
-    assert "Cause: checkpoint" in report["verdict"]
-    assert "At the same time loader_on_training_thread takes 33 % of the time." in report["verdict"]
-    text = text_of(load(tmp_path))
-    assert "stall on rank 0: checkpoint (40 % of the time), since" in text
-    assert "\n  at the same time loader_on_training_thread (33 % of the time)\n" in text
-    listed, _ = text.split("\nrank ", 1)
-    assert listed.index("  try num_workers=2: load batches") < listed.index("  write a checkpoint "), "a larger gain"
-
-
 # -- a range where the measurements do not tell what storage can do ----------------------------------------------------
 
 WORKERS = with_workers(
@@ -579,35 +563,6 @@ def test_there_is_no_range_without_reason(cause, part):
 def test_the_low_end_is_no_slow_down():
     low = first("workers_io_bound", dataclasses.replace(WORKERS, host_cpu_ratio=0.9, process_cpu=0.9)).predicted_low
     assert low is None or low >= 1.0
-
-
-# -- the report ------------------------------------------------------------------------------------------------
-
-RANGE = dict(action="use more workers", setting="num_workers", value="8", predicted_speedup=4.1, because="why")
-
-
-def reported(tmp_path, capsys, advice, *options):
-    stall = line("stall_open", cause="workers_io_bound", first_step=1, evidence={}, advice=[advice])
-    ended = line("run_end", **totals(wait=50.0, compute=50.0, steps=100))
-    write(tmp_path, 0, line("run_start", **START), stall, ended)
-    assert main(["report", str(tmp_path), *options]) == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("low", "told"), [(1.0, "1 to 4.1"), (None, "4.1"), (4.1, "4.1")])
-def test_the_report_writes_the_range(tmp_path, capsys, low, told):
-    text = reported(tmp_path, capsys, RANGE | {"predicted_low": low})
-    assert f"try num_workers=8: use more workers, predicted {told} times the steps per second (why)" in text
-    assert text.count(f"predicted {told} times the steps per second") == 2, "the verdict has it too"
-
-
-def test_the_page_and_the_json_have_the_range(tmp_path, capsys):
-    page, advice = tmp_path / "page.html", RANGE | {"predicted_low": 1.0}
-    reported(tmp_path, capsys, advice, "--html", str(page))
-    assert "<strong>1 to 4.1×</strong> <span>steps per second, predicted</span>" in page.read_text(encoding="utf-8")
-    assert json.loads(reported(tmp_path, capsys, advice, "--json"))["stalls"][0]["advice"] == [advice]
-    of_old_log = json.loads(reported(tmp_path, capsys, RANGE, "--json"))
-    assert of_old_log["stalls"][0]["advice"] == [RANGE | {"predicted_low": None}]
 
 
 def test_a_range_alone_is_no_prediction():

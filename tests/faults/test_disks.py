@@ -215,29 +215,6 @@ def test_a_file_may_not_grow_any_more(tmp_path):
     run(tmp_path, source)
 
 
-def test_no_file_descriptor_is_left(tmp_path):
-    source = """
-        import os, resource, telemetry
-        from tests.faults.inside import errors, steps, until
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-        telemetry.start("run")
-        opened = []
-        try:
-            while True:
-                opened.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            pass
-        until(lambda: sum(errors().values()) > 3)
-        assert list(telemetry.watch(list(range(10)))) == list(range(10))
-        for each in opened:
-            os.close(each)
-        until(lambda: steps() == 10)
-        telemetry.stop()
-        """
-    run(tmp_path, source)
-    assert end_of(tmp_path / "run")["steps_total"] == 10
-
-
 def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
     """As a daemon does: all descriptors are closed, and the next files get the numbers of the agent's."""
     source = """

@@ -315,32 +315,6 @@ def test_the_exit_does_not_wait_for_a_driver_that_hangs(tmp_path):
     assert end_of(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        "telemetry.agent.agent.Agent._tick",
-        "telemetry.agent.log_file.LogFile.write",
-        "telemetry.node.board.Board.publish",
-    ],
-)
-def test_the_exit_does_not_wait_for_an_agent_that_hangs(part, tmp_path):
-    """A file system hangs: the agent's thread is abandoned."""
-    source = """
-        import atexit, importlib, sys, threading, telemetry
-        atexit.register(print, "the script's own")
-        telemetry.start("run")
-        hanging = threading.Event()
-        def hang(*_, **__):
-            hanging.set()
-            threading.Event().wait()
-        module, owner, name = sys.argv[1].rsplit(".", 2)
-        setattr(getattr(importlib.import_module(module), owner), name, hang)
-        assert hanging.wait(60)
-        sys.exit(6)
-        """
-    run(tmp_path, source, part, code=6, out="the script's own\n")
-
-
 # -- the start and the stop ----------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 
 import telemetry
 
-EPOCHS = 300
+EPOCHS = 60
 
 
 def depth(function: object) -> int:

@@ -75,7 +75,7 @@ def no_workers():
 
 def process_workers():
     loader = DataLoader(Numbers(), batch_size=2, num_workers=1, worker_init_fn=note)
-    return epochs(loader, 60), of(loader)
+    return epochs(loader), of(loader)
 
 
 def persistent_workers():
@@ -121,7 +121,7 @@ def nested_loaders():
     outer = Outer(Numbers(), num_workers=1, multiprocessing_context=ThreadContext(), worker_init_fn=note)
     outer.inner = inner
     reading = DataLoader(ReadsLoader(inner), batch_size=None)
-    return epochs(outer, 60), int(outer.first), of(outer), epochs(reading, 60)
+    return epochs(outer), int(outer.first), of(outer), epochs(reading)
 
 
 def failures():
@@ -145,7 +145,7 @@ def stateful_loader():
     iterator = iter(forked)
     next(iterator)
     state = sorted(forked.state_dict())
-    return epochs(plain), epochs(threads, 60), of(threads), [b.tolist() for b in iterator], state, epochs(forked, 2)
+    return epochs(plain), epochs(threads), of(threads), [b.tolist() for b in iterator], state, epochs(forked, 2)
 
 
 CASES = {

@@ -9,8 +9,6 @@ slower. The healthy specimen has its batches in memory, so it only waits for a c
 import dataclasses
 import json
 import re
-import resource
-import sys
 from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
@@ -18,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.diagnosis.causes import CAUSES
-from tests.campaign import RESULTS, ROOT, Journal, Load, RunError, environment
+from tests.campaign import RESULTS, ROOT, Journal, Load, RunError
 
 from . import judgement, runner, traceml
 from .__main__ import result_of
@@ -125,16 +123,6 @@ def test_advice_is_followed_between_two_runs_of_one_pace(paces, before, after, r
     assert (result.steps_per_second, result.pace_after) == (before, after)
     assert result.realised == pytest.approx(realised)
     assert (result.right, len(result.load)) == (True, len(paces))
-
-
-def test_what_outlives_the_run_is_counted_as_its_own(tmp_path):
-    """The workers of a fork server outlive their parent."""
-    (tmp_path / "orphan.py").write_text("import time\nwhile time.process_time() < 0.5: pass\n")
-    (tmp_path / "run.py").write_text("import subprocess, sys\nsubprocess.Popen([sys.executable, 'orphan.py'])\n")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    runner.to_its_end(quick("gc-loop"), [sys.executable, "run.py"], tmp_path, environment())
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime >= 0.5
 
 
 def test_a_run_that_fails_says_so():
