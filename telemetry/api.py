@@ -21,8 +21,7 @@ from telemetry.util.errors import let_pass, say
 from telemetry.util.processes import disabled, is_loader_worker, runs_without_gil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import TracebackType
+    from collections.abc import Callable, Iterable
 
     from telemetry.agent.agent import Agent
     from telemetry.hooks.tracker import StepTracker
@@ -34,7 +33,6 @@ _agent_class: Any = None  # these two are imported by `load`
 _config: Any = None
 _agents: WeakMap[None] = WeakMap()  # stopped ones too: a hook may have to outlive its agent
 _starting = threading.Lock()
-_fork_handler_registered = False
 
 
 class InactiveAgent:
@@ -74,7 +72,6 @@ def start(run_dir: str | os.PathLike[str] | None = None, **settings: Any) -> Age
         why = "Python's GIL is off, and the agent relies on it (PYTHON_GIL=1 turns it on)"
         say(f"telemetry: cannot start: {why}; the run goes on without it")
         return InactiveAgent()
-    _register_fork_handler()
     with _starting:
         if _agent is not None and _agent.running:
             return _agent
@@ -140,9 +137,7 @@ def stop() -> None:
 
 def leaving(code: object) -> None:
     """Note that the script ends with this argument of ``sys.exit``. For ``telemetry run``."""
-    agent = _running()
-    if agent is not None:
-        agent.attempt.end.leaving(code)
+    _contained(_running(), lambda agent: agent.attempt.end.leaving(code))
 
 
 def watch(iterable: Iterable[T]) -> Iterable[T]:
@@ -185,9 +180,7 @@ def resumed(*, step: int) -> None:
         ValueError: it is negative.
     """
     number = _whole("step is", _index(step))
-    agent = _running()
-    if agent is not None:
-        agent.tracker.resume.told(agent.tracker, number)
+    _contained(_running(), lambda agent: agent.tracker.resume.told(agent.tracker, number))
 
 
 def metrics() -> dict[str, float]:
@@ -198,8 +191,7 @@ def metrics() -> dict[str, float]:
         some seconds old; rates and percentiles are over the newest window of the log. Figures that were not measured
         are absent. Empty while no agent runs, and in a DataLoader worker.
     """
-    agent = _running()
-    return {} if agent is None else dict(agent.figures.newest)
+    return _contained(_running(), lambda agent: dict(agent.figures.newest)) or {}
 
 
 def tokens(number: int, /) -> None:
@@ -213,9 +205,7 @@ def tokens(number: int, /) -> None:
         ValueError: it is negative.
     """
     count = _whole("tokens are", number)
-    agent = _running()
-    if agent is not None:
-        agent.tracker.tell_tokens(count)
+    _contained(_running(), lambda agent: agent.tracker.tell_tokens(count))
 
 
 def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bool:
@@ -237,8 +227,7 @@ def request_snapshot(*, steps: int | None = None, rank: int | None = None) -> bo
     """
     steps = None if steps is None else _whole("steps of a snapshot are", steps, 1, 50)
     rank = None if rank is None else _whole("rank of a snapshot is", rank, 0, 1 << 24)
-    agent = _running()
-    return agent is not None and agent.snapshots.request(rank, steps)
+    return bool(_contained(_running(), lambda agent: agent.snapshots.request(rank, steps)))
 
 
 def _whole(what: str, value: object, low: int = 0, high: int = 1 << 62) -> int:
@@ -268,22 +257,11 @@ class step(AbstractContextManager[None]):  # noqa: N801 - reads as the statement
     """
 
     def __enter__(self) -> None:
-        agent = self._agent = _running()
-        if agent is not None:
-            try:
-                agent.tracker.enter_step()
-            except Exception as error:
-                agent.tracker.fault(error)
+        self._agent = _running()
+        _contained(self._agent, lambda agent: agent.tracker.enter_step())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        agent = self._agent
-        if agent is not None:
-            try:
-                agent.tracker.exit_step()
-            except Exception as ours:
-                agent.tracker.fault(ours)
+    def __exit__(self, *_: object) -> None:
+        _contained(self._agent, lambda agent: agent.tracker.exit_step())
 
 
 class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statement it is
@@ -304,25 +282,29 @@ class phase(AbstractContextManager[None]):  # noqa: N801 - reads as the statemen
         self._name = name[:200]
 
     def __enter__(self) -> None:
-        agent = self._agent = _running()
-        self._start, self._before = now_ns(), None
-        if agent is not None:
-            try:
-                self._before = agent.tracker.enter_phase(self._name)
-            except Exception as error:
-                agent.tracker.fault(error)
+        self._agent = _running()
+        self._start = now_ns()
+        self._before = _contained(self._agent, lambda agent: agent.tracker.enter_phase(self._name))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        agent = self._agent
-        if agent is not None:
-            try:
-                if kind is not None and self._before is not None and self._name == "checkpoint":
-                    agent.tracker.resume.failed()
-                agent.tracker.exit_phase(self._name, self._before, self._start)
-            except Exception as ours:
-                agent.tracker.fault(ours)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind is not None and self._name == "checkpoint"
+        _contained(self._agent, lambda agent: self._end(agent.tracker, failed=failed))
+
+    def _end(self, tracker: StepTracker, *, failed: bool) -> None:
+        if failed and self._before is not None:
+            tracker.resume.failed()
+        tracker.exit_phase(self._name, self._before, self._start)
+
+
+def _contained(agent: Agent | None, call: Callable[[Agent], T]) -> T | None:
+    """Call a part of the agent, if there is one. A failure of ours is counted and does not reach the script."""
+    if agent is None:
+        return None
+    try:
+        return call(agent)
+    except Exception as error:
+        agent.tracker.fault(error)
+        return None
 
 
 def _running() -> Agent | None:
@@ -348,13 +330,6 @@ def _is_timed_already(agent: Agent, iterable: object) -> bool:
     return loaders.is_loader_iterator(iterable)
 
 
-def _register_fork_handler() -> None:
-    global _fork_handler_registered  # noqa: PLW0603
-    if not _fork_handler_registered:
-        os.register_at_fork(after_in_child=_after_fork_in_child)
-        _fork_handler_registered = True
-
-
 def _after_fork_in_child() -> None:
     """Make the agent inactive in a forked child: no hook, thread, socket or log line. The child may start its own."""
     global _agent, _starting  # noqa: PLW0603
@@ -365,3 +340,6 @@ def _after_fork_in_child() -> None:
             agent.after_fork_in_child()
         except Exception:
             pass  # Python would print it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

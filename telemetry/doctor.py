@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import os
 import platform
+import re
 import runpy
 import shutil
 import socket
@@ -19,18 +21,18 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry._version import __version__
-from telemetry.config import ENV_PREFIX, Config, SettingError, unknown_variables
+from telemetry.config import ENV_PREFIX, Config, SettingError, settings, unknown_variables
 from telemetry.util.processes import DISABLED_VARIABLE, disabled, runs_without_gil
 from telemetry.util.text import binary_size, ranges, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from telemetry.node.server import Address
     from telemetry.records import GpuSample
@@ -48,7 +50,7 @@ class Finding(NamedTuple):
     text: str
 
 
-Results = Iterator[tuple[str, str]]
+Results = Iterable[tuple[str, str]]
 """Results of a check: status and text. Its name is that of the function."""
 
 
@@ -104,7 +106,6 @@ def render(findings: Sequence[Finding]) -> str:
 
 # -- settings and packages ---------------------------------------------------------------------------------------------
 
-OLDEST_PYTHON: Final = (3, 10)
 OLDEST_TORCH: Final = (2, 4)
 NEEDED: Final = ("structlog", "psutil", "msgspec", "prometheus-client", "nvidia-ml-py")
 
@@ -119,31 +120,26 @@ def check_enabled(_place: CheckContext) -> Results:
 
 def check_settings(place: CheckContext) -> Results:
     """Whether the settings are valid, and which variables name no setting."""
-    ignored = unknown_variables()
-    no_settings = {DISABLED_VARIABLE, *ignored}
-    used = [name for name in sorted(os.environ) if name.startswith(ENV_PREFIX) and name not in no_settings]
     if place.error is not None:
         yield PROBLEM, f"{place.error}. No run will start; the other checks use the defaults"
     else:
+        used = sorted({setting.variable for setting in settings()} & os.environ.keys())
         yield OK, f"valid; set by environment variables: {', '.join(used) or 'none'}"
+    ignored = [f"{name} (did you mean {close}?)" if close else name for name, close in unknown_variables().items()]
     if ignored:
-        shown = [f"{name} (did you mean {close}?)" if close else name for name, close in ignored.items()]
-        yield ABSENT, f"ignored, because they name no setting: {', '.join(shown)}"
+        yield ABSENT, f"ignored, because they name no setting: {', '.join(ignored)}"
 
 
 def check_versions(_place: CheckContext) -> Results:
     """Whether the versions of Python and torch are supported."""
     torch = version_of("torch")
-    oldest_python, oldest_torch = (".".join(map(str, version)) for version in (OLDEST_PYTHON, OLDEST_TORCH))
     problem = ""
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        problem = f"; use Python {oldest_python} or newer"
-    elif runs_without_gil():
+    if runs_without_gil():
         problem = "; Python's GIL is off, and no run will start; set PYTHON_GIL=1"
     elif torch is None:
         problem = "; run pip install torch"
     elif _release(torch) < OLDEST_TORCH:
-        problem = f"; use torch {oldest_torch} or newer"
+        problem = f"; use torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
     text = f"python {platform.python_version()}, torch {torch or 'missing'}, telemetry {__version__}"
     yield PROBLEM if problem else OK, text + problem
 
@@ -173,8 +169,8 @@ def version_of(package: str) -> str | None:
 
 def _release(version: str) -> tuple[int, ...]:
     """The first two numbers of a version. A version without numbers counts as new enough."""
-    numbers = [part for part in version.split(".")[:2] if part.isdecimal()]
-    return tuple(int(number) for number in numbers) if len(numbers) == 2 else (sys.maxsize,)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, numbers.groups())) if numbers else (sys.maxsize,)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -194,8 +190,7 @@ def check_gpu(place: CheckContext) -> Results:
     from telemetry.sources.nvml import Nvml
 
     if _is_rocm():
-        yield _amd()
-        return
+        return [_amd()]
     driver = Nvml()
     source = GpuSource(driver, driver.survey, deadline_seconds=_DRIVER_SECONDS)
     try:
@@ -204,11 +199,9 @@ def check_gpu(place: CheckContext) -> Results:
             time.sleep(_BETWEEN_SAMPLES_SECONDS)
         gpus = source.read()
     except NoGpuError as error:
-        yield ABSENT, f"{error}: there are no GPU metrics"
-        return
+        return [(ABSENT, f"{error}: there are no GPU metrics")]
     except CollectorError as error:
-        yield PROBLEM, f"{error}; run nvidia-smi, it should fail too"
-        return
+        return [(PROBLEM, f"{error}; run nvidia-smi, it should fail too")]
     finally:
         source.close()
     place.gpus = True
@@ -217,9 +210,11 @@ def check_gpu(place: CheckContext) -> Results:
         alike.setdefault(_about(gpu, driver.version), []).append(gpu.index)
     for index, lost in driver.unreadable.items():
         alike.setdefault((PROBLEM, f"{lost}; run nvidia-smi -q for details"), []).append(index)
-    for (status, text), indexes in alike.items():
-        shown = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges(indexes))
-        yield status, f"{shown}: {text}"
+    return [(status, f"{_listed(indexes)}: {text}") for (status, text), indexes in alike.items()]
+
+
+def _listed(indexes: Sequence[int]) -> str:
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges(indexes))
 
 
 def _about(gpu: GpuSample, version: str) -> tuple[str, str]:
@@ -247,11 +242,7 @@ def _amd() -> tuple[str, str]:
 def check_cuda_events(place: CheckContext) -> Results:
     """Whether waits can be measured on the GPU. It runs on its own thread, because a wedged driver hangs."""
     if place.config.gpu_events == "off":
-        yield ABSENT, "turned off by the setting gpu_events: the exposed wait is not measured on GPUs"
-        return
-    if version_of("torch") is None:
-        yield ABSENT, "torch is not installed"
-        return
+        return [(ABSENT, "turned off by the setting gpu_events: the exposed wait is not measured on GPUs")]
     answers: list[tuple[str, str]] = []
 
     def ask() -> None:
@@ -264,21 +255,20 @@ def check_cuda_events(place: CheckContext) -> Results:
     thread.start()
     thread.join(_CUDA_SECONDS)
     hung = PROBLEM, f"CUDA has not answered for {_CUDA_SECONDS:g} s; check whether nvidia-smi answers"
-    yield answers[0] if answers else hung
+    return answers or [hung]
 
 
 def _time_with_events(*, gpus: bool) -> tuple[str, str]:
     """Record two events and read the time between them, as the agent would."""
-    with warnings.catch_warnings():  # torch warns if there is no NumPy, which telemetry does not need
-        warnings.simplefilter("ignore")
-        import torch
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import torch  # warns if there is no NumPy, which telemetry does not need
 
+        caught.clear()
+        usable = torch.cuda.is_available()  # warns about the reason and returns False
     if not (torch.version.cuda or torch.version.hip):
         why = "this build of torch has no CUDA, so waits are measured on the host"
         return (PROBLEM, f"{why}, although there is a GPU; install a CUDA build of torch") if gpus else (ABSENT, why)
-    with warnings.catch_warnings(record=True) as caught:  # torch warns about the reason and returns False
-        warnings.simplefilter("always")
-        usable = torch.cuda.is_available()
     if not usable:
         why = str(caught[-1].message).partition("(Triggered")[0] if caught else "torch finds no GPU"
         return (PROBLEM if gpus else ABSENT), f"{why}, so waits are measured on the host"
@@ -302,8 +292,7 @@ def check_endpoint(place: CheckContext) -> Results:
 
     host, port = place.config.host, place.config.port
     if port is None:
-        yield ABSENT, "turned off by the setting port: there are no Prometheus metrics"
-        return
+        return [(ABSENT, "turned off by the setting port: there are no Prometheus metrics")]
     free = None
     try:
         address = address_of(host, _RESOLVER_SECONDS)
@@ -313,12 +302,11 @@ def check_endpoint(place: CheckContext) -> Results:
     except OSError as error:
         refused = error
     if refused is None:
-        yield OK, f"port {port} is free on {host}" if port else f"a free port was found on {host}"
-    elif free is not None:
-        yield ABSENT, f"port {port} is taken on {host} ({refused.strerror}); a run will use port {free} instead"
-    else:
-        why, remedy = explained(refused, host, port)
-        yield PROBLEM, f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)"
+        return [(OK, f"port {port} is free on {host}" if port else f"a free port was found on {host}")]
+    if free is not None:
+        return [(ABSENT, f"port {port} is taken on {host} ({refused.strerror}); a run will use port {free} instead")]
+    why, remedy = explained(refused, host, port)
+    return [(PROBLEM, f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)")]
 
 
 def _bind(address: Address, port: int) -> OSError | None:
@@ -345,14 +333,12 @@ def check_run_folder(place: CheckContext) -> Results:
         free = shutil.disk_usage(there).free
     except OSError as error:
         why = error.strerror or error
-        yield PROBLEM, f"{folder} is not writable ({why}): there is no log; choose another --run-dir"
-        return
+        return [(PROBLEM, f"{folder} is not writable ({why}): there is no log; choose another --run-dir")]
     logs = place.config.log_max_bytes * place.config.log_max_files
     text = f"{folder} {'is writable' if there == folder else 'can be created'}, {binary_size(free)} free"
     if free < logs:
-        yield PROBLEM, f"{text}: the log of one rank can grow to {binary_size(logs)}; free some space"
-    else:
-        yield OK, text
+        return [(PROBLEM, f"{text}: the log of one rank can grow to {binary_size(logs)}; free some space")]
+    return [(OK, text)]
 
 
 def check_board(_place: CheckContext) -> Results:
@@ -368,101 +354,58 @@ def check_board(_place: CheckContext) -> Results:
             board.leave()
         free = shutil.disk_usage(root).free
     except OSError as error:
-        yield PROBLEM, f"the shared folder {root} does not work: there are no metrics; make it writable ({error})"
-        return
+        return [(PROBLEM, f"the shared folder {root} does not work: there are no metrics; make it writable ({error})")]
     notice = f" ({board.notice.partition(';')[0]})" if board.notice else ""
     text = f"the ranks of this node share {root}, {binary_size(free)} free{notice}"
     if free < _BOARD_BYTES:
-        yield PROBLEM, f"{text}: free some space (for a container, raise --shm-size)"
-    else:
-        yield OK, text
+        return [(PROBLEM, f"{text}: free some space (for a container, raise --shm-size)")]
+    return [(OK, text)]
 
 
 # -- what the kernel reports -------------------------------------------------------------------------------------------
 
 
-def check_workers(_place: CheckContext) -> Results:
-    """The start method of DataLoader workers, and the number of cores that they may use."""
-    import multiprocessing
-
-    method, cores = multiprocessing.get_start_method(), len(os.sched_getaffinity(0))
-    yield OK, f"DataLoader workers are started by {method}; this process may use {cores} of {os.cpu_count()} cores"
-
-
 def check_threads(_place: CheckContext) -> Results:
-    """Whether torch computes with more threads than there are cores."""
+    """How workers are started, and whether torch computes with more threads than there are cores."""
     from telemetry.sources.proc import planned_threads
 
     planned = planned_threads()
     if planned.too_many:
-        yield PROBLEM, f"{planned.too_many}, or call torch.set_num_threads"
-    else:
-        yield OK, f"torch computes with at most {planned.threads} threads, and may use {planned.cores:g} cores"
-
-
-def check_schedstat(_place: CheckContext) -> Results:
-    """Whether the kernel reports run-queue delay."""
-    from telemetry.sources.proc import read_schedule
-
-    schedule = read_schedule(os.getpid(), threading.get_native_id())
-    if schedule is None or schedule.run_ns == 0:
-        why = "the kernel reports no run-queue delay (CONFIG_SCHED_INFO is off)"
-        yield ABSENT, f"{why}: causes of slow workers are less exact"
-    else:
-        yield OK, "the kernel tells running, runnable and blocked workers apart"
-
-
-def check_pressure(_place: CheckContext) -> Results:
-    """Whether the kernel reports pressure (PSI)."""
-    folder = Path("/proc/pressure")
-    there = [name for name in ("cpu", "io", "memory") if _readable(folder / name)]
-    if there:
-        yield OK, f"{folder} reports {', '.join(there)}"
-    else:
-        yield ABSENT, f"there is no {folder}: the kernel has no PSI, or it is turned off (boot with psi=1)"
-
-
-def check_cgroup(_place: CheckContext) -> Results:
-    """The CPU and memory limits of this process's cgroup."""
-    from telemetry.sources.cgroup import PressureSource
-    from telemetry.sources.collector import CollectorError
-
-    try:
-        sample = PressureSource().read()
-    except CollectorError as error:
-        yield ABSENT, f"{error}: limits are unknown"
-        return
-    cpu, memory, used = sample.cgroup_cpu_limit, sample.cgroup_memory_limit_bytes, sample.cgroup_memory_used_bytes
-    cores = "no CPU limit" if cpu is None else f"CPU limit {cpu:g} cores"
-    of_it = f", {binary_size(used)} used" if used is not None else ""
-    room = "no memory limit" if memory is None else f"memory limit {binary_size(memory)}"
-    yield OK, f"{cores}, {room}{of_it}"
+        return [(PROBLEM, f"{planned.too_many}, or call torch.set_num_threads")]
+    cores = f"this process may use {planned.cores:g} of {os.cpu_count()} cores"
+    method = multiprocessing.get_start_method()
+    return [(OK, f"torch computes with at most {planned.threads} threads, {cores}; workers are started by {method}")]
 
 
 def check_memory(_place: CheckContext) -> Results:
-    """The memory that is left, and whether the kernel reports which pages workers share."""
+    """The memory that is left, within the limit of the cgroup."""
     from telemetry.sources.memory import MemorySource
 
     sample = MemorySource(tuple).read()
     available, limit = sample.memory_available_bytes, sample.memory_limit_bytes
     left = "unknown" if available is None or limit is None else f"{binary_size(available)} of {binary_size(limit)}"
-    if _readable(Path("/proc/self/smaps_rollup")):
-        yield OK, f"left for this process: {left}"
-    else:
-        lost = "memory that workers copy on write is seen as growth of no part of the run"
-        yield ABSENT, f"left for this process: {left}; no /proc/PID/smaps_rollup: {lost}"
+    return [(OK, f"left for this process: {left}")]
 
 
-def _readable(path: Path) -> bool:
-    try:
-        return bool(path.read_bytes())
-    except OSError:
-        return False
+_KERNEL: Final = {
+    "/proc/self/schedstat": ("tells running and waiting workers apart", "causes of slow workers are less exact"),
+    "/proc/pressure/cpu": ("tells how long tasks wait for resources", "no pressure is measured (boot with psi=1)"),
+    "/proc/self/smaps_rollup": ("tells which memory workers share", "memory that workers copy has no place of growth"),
+}
+
+
+def check_kernel(_place: CheckContext) -> Results:
+    """What the kernel reports, and what is lost without it."""
+    for path, (works, lost) in _KERNEL.items():
+        try:
+            told = Path(path).read_bytes().strip(b"0 \n")  # only zeros: a kernel without CONFIG_SCHED_INFO
+        except OSError:
+            told = b""
+        yield (OK, f"{path} {works}") if told else (ABSENT, f"no {path}: {lost}")
 
 
 CHECKS: Final[tuple[Callable[[CheckContext], Results], ...]] = (
     check_enabled, check_settings, check_versions, check_packages, check_gpu, check_cuda_events, check_endpoint,
-    check_run_folder, check_board, check_workers, check_threads, check_schedstat, check_pressure, check_cgroup,
-    check_memory,
+    check_run_folder, check_board, check_threads, check_memory, check_kernel,
 )  # fmt: skip
 """In the order of the output. `check_cuda_events` uses a result of `check_gpu`."""

@@ -50,7 +50,13 @@ class Program:
 
 def folder(target: str, *, module: bool) -> str:
     """The folder that Python would put first in ``sys.path`` for a script or a module; empty for none."""
-    return (_working_folder() or "") if module else _folder_of(Path(target))
+    if module:
+        return _working_folder() or ""
+    path = Path(target)
+    try:
+        return str(path.resolve().parent)  # with links resolved
+    except OSError:  # a relative path, and no working folder
+        return str(path.parent)
 
 
 def find(target: str, *, module: bool) -> Program:
@@ -60,18 +66,13 @@ def find(target: str, *, module: bool) -> Program:
         LaunchError: it is missing, or cannot be read.
         SyntaxError: it cannot be compiled; the error has file and line, like Python's own.
     """
-    _enter(folder(target, module=module))
-    return _find_module(target) if module else _compiled(target)
-
-
-def _enter(folder: str) -> None:
-    """Put the program's folder into the place of telemetry's own in ``sys.path``; empty for none."""
     imports.end()
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # -P, -I: Python has put no folder there, and must not
         with_m = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
         own = 0 if with_m and _working_folder() is None else 1  # then Python has put none there
-        sys.path[:own] = [folder] if folder else []
+        sys.path[:own] = filter(None, [folder(target, module=module)])
     imports.step_aside("telemetry")
+    return _find_module(target) if module else _compiled(target)
 
 
 def run(program: Program, arguments: list[str]) -> None:
@@ -104,12 +105,14 @@ def _compiled(target: str) -> Program:
         raise LaunchError(f"{target} is the interpreter, not a script: leave it out")
     if path.is_dir() or path.suffix in {".zip", ".pyz", ".pyc"}:
         raise LaunchError(f"{target} is not a Python script; for a package use -m")
+    full = os.path.join(_working_folder() or "", target)  # noqa: PTH118 - absolute, not normalized: Python's __file__
     try:
-        full = _named(target)
         with io.open_code(full) as file:
             source = file.read()
     except OSError as error:
-        raise LaunchError(f"cannot open {target}: {error.strerror or error}{_instead_of(path.name)}") from None
+        started = _LAUNCHERS.get(path.name)
+        hint = f"; {path.name} comes first: {path.name} ... {started} run SCRIPT" if started else ""
+        raise LaunchError(f"cannot open {target}: {error.strerror or error}{hint}") from None
     try:
         code = compile(source, full, "exec", dont_inherit=True)
     except ValueError as error:
@@ -132,32 +135,12 @@ def _find_module(target: str) -> Program:
     return Program(code, file, file, loader, spec)
 
 
-def _instead_of(name: str) -> str:
-    """A hint for the message if a launcher was given in the place of the script."""
-    started = _LAUNCHERS.get(name)
-    return f"; {name} comes first: {name} ... {started} run SCRIPT" if started else ""
-
-
-def _named(target: str) -> str:
-    """The script's path as Python sets ``__file__``: absolute, not normalized; unchanged without a working folder."""
-    folder = _working_folder()
-    return target if folder is None else os.path.join(folder, target)  # noqa: PTH118
-
-
 def _working_folder() -> str | None:
     """The working folder, or None if it was removed. Python fails then only for a module or a relative path."""
     try:
         return os.getcwd()  # noqa: PTH109
     except OSError:
         return None
-
-
-def _folder_of(path: Path) -> str:
-    """The script's folder with links resolved, which Python puts first in ``sys.path``."""
-    try:
-        return str(path.resolve().parent)
-    except OSError:  # a relative path, and no working folder
-        return str(path.parent)
 
 
 def _hide_our_frames() -> None:

@@ -145,10 +145,11 @@ def test_what_stops_it_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TELEMETRY_DISABLED", "1")
     assert demo(str(tmp_path / "run")) == 1
     assert "TELEMETRY_DISABLED is set" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    monkeypatch.delitem(sys.modules, "telemetry.demo.pictures")
+    monkeypatch.setitem(sys.modules, "PIL", None)
     assert demo(str(tmp_path / "run")) == 1
     printed = capsys.readouterr()
-    assert printed.err == "telemetry demo: needs pillow: pip install 'torch-telemetry[demo]'\n"
+    assert printed.err == "telemetry demo: needs pillow and numpy: pip install 'torch-telemetry[demo]'\n"
     assert printed.out == ""
     assert not (tmp_path / "run").exists()
 

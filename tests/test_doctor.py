@@ -207,3 +207,12 @@ def test_torch_without_numpy_is_no_noise(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120)
     assert "cuda events" in done.stdout
     assert done.stderr == ""
+
+
+def test_what_the_kernel_does_not_report(monkeypatch, tmp_path):
+    (tmp_path / "zeros").write_text("0 0 0\n")  # /proc/self/schedstat without CONFIG_SCHED_INFO
+    (tmp_path / "told").write_text("1 0 0\n")
+    files = {str(tmp_path / name): ("works", "it is lost") for name in ("zeros", "missing", "told")}
+    monkeypatch.setattr(module, "_KERNEL", files)
+    statuses = [(finding.status, "lost" in finding.text) for finding in examine(None) if finding.name == "kernel"]
+    assert statuses == [(ABSENT, True), (ABSENT, True), (OK, False)]

@@ -5,7 +5,6 @@ The training script is started like any other, and what is shown is what the oth
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shlex
@@ -13,11 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from telemetry.report.command import PageError, page_recorder, report
 from telemetry.report.logs import NoRunError, load
@@ -28,12 +25,6 @@ from telemetry.util.text import show, warn
 
 SCRIPT: Final = Path(__file__).with_name("train.py")
 
-_EXTRA: Final = (("PIL.Image", "pillow"), ("numpy", "numpy"))
-_MAX_STDERR_LINES: Final = 100
-
-_INTERRUPTED: Final = 130
-"""The exit status that a shell gives a command that Ctrl-C ended."""
-
 _SECOND_RUN_RATIO: Final = 0.7
 """Duration of the second training, relative to the first."""
 
@@ -43,13 +34,14 @@ _MAX_EXTRA_SECONDS: Final = 120.0
 _EXIT_SECONDS: Final = 5.0
 """Time in which an interrupted training may end by itself."""
 
+_MAX_STDERR_LINES: Final = 100
+
 
 class DemoError(Exception):
     """The demo cannot go on; the text has the reason."""
 
 
-@dataclass(frozen=True)
-class DemoPlan:
+class DemoPlan(NamedTuple):
     """The size of a demo.
 
     Attributes:
@@ -73,7 +65,6 @@ def demo(run_dir: str, plan: DemoPlan | None = None) -> int:
         plan: size of the demo; by default it takes about a minute.
     """
     try:
-        _check()
         return _show(Path(run_dir), plan or DemoPlan())
     except DemoError as error:
         sys.stdout.flush()
@@ -81,57 +72,22 @@ def demo(run_dir: str, plan: DemoPlan | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         warn("\ntelemetry demo: interrupted; the training was ended\n")
-        return _INTERRUPTED
-
-
-def _check() -> None:
-    missing = []
-    for module, package in _EXTRA:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            missing.append(package)
-    if missing:
-        raise DemoError(f"needs {' and '.join(missing)}: pip install 'torch-telemetry[demo]'")
-    if disabled():
-        raise DemoError("TELEMETRY_DISABLED is set, so there would be nothing to see: unset it")
-
-
-# -- the parts of the demo ---------------------------------------------------------------------------------------------
+        return 128 + signal.SIGINT
 
 
 def _show(base: Path, plan: DemoPlan) -> int:
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        run = _new_run_folder(base)
-        training = [str(SCRIPT), str(_prepare(base, plan))]
-    except OSError as error:
-        raise DemoError(f"cannot write below {base}: {error}") from error
+    """The parts of the demo, one after the other."""
+    run, pictures = _prepare(base, plan)
+    training = [str(SCRIPT), str(pictures), *plan.arguments]
     say(f"2. Training, with the agent on. {SCRIPT.name} is a plain PyTorch script that does not mention the agent.", "")
-    _train([*training, "--checkpoints", str(run / "checkpoints")], run, plan, plan.seconds, look=True)
-    say("", "4. What its log says afterwards:", "", f"   $ {_command_line('report', run)}", "")
+    _train(run, [*training, "--checkpoints", str(run / "checkpoints")], plan.seconds, look=True)
+    say("", "4. What its log says afterwards:", "", _command_line("report", run), "")
     status = report(str(run), as_json=False)
-    second = _follow_advice(run, training, plan)
-    tried = second or run.with_name(f"{run.name}-two-workers")
-    again = ["run", "--run-dir", tried, *training, "--num-workers", 2]
-    say(
-        "",
-        "6. What to try now",
-        "",
-        "   the report of a run with workers:",
-        *([] if second else [f"   $ {_command_line(*again)}"]),
-        f"   $ {_command_line('report', tried)}",
-        "   a script of your own, unchanged:",
-        f"   $ {_command_line('run', '--run-dir', 'runs/first', 'SCRIPT.py', 'ARGS...')}",
-        "   this report for a program to read, and the log it was made from:",
-        f"   $ {_command_line('report', run, '--json')}",
-        f"   $ head -n 3 {shlex.quote(str(run / 'logs'))}/*.jsonl",
-        "   what else would work on this machine, and why not:",
-        f"   $ {_command_line('doctor')}",
-        "",
-        "7. The report as a page, to open in a browser or to send to somebody:",
-        "",
-    )
+    tried = _follow_advice(run, training, plan)
+    say("", "6. What to try now:", "", *([_command_line("report", tried)] if tried else []))
+    say(_command_line("report", run, "--json"), _command_line("doctor"))
+    say(_command_line("run", "--run-dir", "runs/first", "SCRIPT.py", "ARGS..."))
+    say("", "7. The report as a page, to open in a browser or to send to somebody:", "")
     try:
         page_recorder()
     except PageError as error:
@@ -140,27 +96,26 @@ def _show(base: Path, plan: DemoPlan) -> int:
     return status or report(str(run), as_json=False, html=str(run / "report.html"))
 
 
-def _new_run_folder(base: Path) -> Path:
-    """Make a folder that did not exist before, so that no demo overwrites anything."""
+def _prepare(base: Path, plan: DemoPlan) -> tuple[Path, Path]:
+    """Make a run folder that did not exist before, and the pictures, unless an earlier demo has. Returns both."""
+    try:
+        from telemetry.demo.pictures import draw_missing
+    except ImportError:
+        raise DemoError("needs pillow and numpy: pip install 'torch-telemetry[demo]'") from None
+    if disabled():
+        raise DemoError("TELEMETRY_DISABLED is set, so there would be nothing to see: unset it")
     number = 1
     while (base / f"demo-{number}").exists():
         number += 1
-    folder = base / f"demo-{number}"
-    folder.mkdir()
-    return folder
-
-
-def _prepare(base: Path, plan: DemoPlan) -> Path:
-    """Draw the pictures, unless an earlier demo has. Returns their folder."""
-    from telemetry.demo.pictures import draw_missing
-
-    size = f"{plan.width} x {plan.height}"
-    folder = base / f"pictures-{plan.pictures}-{plan.width}x{plan.height}"
-    say(f"1. {plan.pictures} JPEG pictures of {size} to train on, in {folder}")
-    began = time.monotonic()
-    drawn = draw_missing(folder, plan.pictures, plan.width, plan.height)
-    say(f"   drawn in {time.monotonic() - began:.1f} s" if drawn else "   they are there from an earlier demo", "")
-    return folder
+    run, pictures = base / f"demo-{number}", base / f"pictures-{plan.pictures}-{plan.width}x{plan.height}"
+    try:
+        run.mkdir(parents=True)
+        say(f"1. {plan.pictures} JPEG pictures of {plan.width} x {plan.height} to train on, in {pictures}")
+        drawn = draw_missing(pictures, plan.pictures, plan.width, plan.height)
+    except OSError as error:
+        raise DemoError(f"cannot write below {base}: {error}") from error
+    say("" if drawn else "   they are there from an earlier demo\n")
+    return run, pictures
 
 
 def _follow_advice(run: Path, training: list[str], plan: DemoPlan) -> Path | None:
@@ -170,10 +125,9 @@ def _follow_advice(run: Path, training: list[str], plan: DemoPlan) -> Path | Non
         say("", "5. In so short a run no stall has led to advice on the number of workers, so this part is skipped.")
         return None
     second = run.with_name(f"{run.name}-{first.workers}-workers")
-    seconds = max(1.0, _SECOND_RUN_RATIO * plan.seconds)
-    say("", f"5. Taking the advice, num_workers={first.workers}, for {seconds:.0f} s:", "")
     second.mkdir()
-    _train([*training, "--num-workers", str(first.workers)], second, plan, seconds)
+    say("", f"5. Taking the advice, num_workers={first.workers}:", "")
+    _train(second, [*training, "--num-workers", str(first.workers)], max(1.0, _SECOND_RUN_RATIO * plan.seconds))
     rate = outcome(second).steps_per_second
     if rate:
         say(
@@ -185,8 +139,7 @@ def _follow_advice(run: Path, training: list[str], plan: DemoPlan) -> Path | Non
     return second
 
 
-@dataclass(frozen=True)
-class DemoOutcome:
+class DemoOutcome(NamedTuple):
     """The result of one run.
 
     Attributes:
@@ -196,8 +149,8 @@ class DemoOutcome:
     """
 
     steps_per_second: float | None
-    workers: int | None
-    predicted_speedup: float | None
+    workers: int | None = None
+    predicted_speedup: float | None = None
 
 
 def outcome(run: Path) -> DemoOutcome:
@@ -210,34 +163,32 @@ def outcome(run: Path) -> DemoOutcome:
     for advice in stall.advice[:1] if stall else ():
         if advice.setting == "num_workers":
             return DemoOutcome(rate, int(advice.value or 0), advice.predicted_speedup)
-    return DemoOutcome(rate, None, None)
+    return DemoOutcome(rate)
 
 
 # -- one training, and what the other commands show while it runs ------------------------------------------------------
 
 
-def _train(arguments: list[str], run: Path, plan: DemoPlan, seconds: float, *, look: bool = False) -> None:
+def _train(run: Path, script: list[str], seconds: float, *, look: bool = False) -> None:
     """Run the script with the agent on, with its output in ``train.out`` and ``train.err`` of the run folder.
 
     It gets a session of its own. So Ctrl-C reaches the demo alone, and the demo ends the training with its workers.
 
     Args:
-        arguments: the script and its arguments.
         run: the run folder.
-        plan: it has further arguments of the script.
+        script: the script and its arguments.
         seconds: duration of the training.
         look: whether to show the run after half of this time.
 
     Raises:
         DemoError: it failed, or did not end in time.
     """
-    typed = ["run", "--run-dir", run, "--log-interval-seconds", 2, *arguments, "--seconds", f"{seconds:g}"]
-    typed += plan.arguments
-    say(f"   $ {_command_line(*typed)}", "")
+    typed = ["run", "--run-dir", str(run), "--log-interval-seconds", "2", *script, "--seconds", f"{seconds:g}"]
+    say(_command_line(*typed), "")
     with (run / "train.out").open("wb") as output, (run / "train.err").open("wb") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "telemetry", *map(str, typed)], stdin=subprocess.DEVNULL, stdout=output,
-            stderr=errors, env=os.environ | {"TELEMETRY_END_LINE": "off"}, start_new_session=True,
+            [sys.executable, "-m", "telemetry", *typed], stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
+            env=os.environ | {"TELEMETRY_END_LINE": "off"}, start_new_session=True,
         )  # fmt: skip
     try:
         if look:
@@ -249,9 +200,9 @@ def _train(arguments: list[str], run: Path, plan: DemoPlan, seconds: float, *, l
         if child.poll() is None:
             _end(child)
     if child.returncode:
+        written = (run / "train.err").read_text(errors="replace").splitlines()[-_MAX_STDERR_LINES:]
         status = child.returncode
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        written = (run / "train.err").read_text(errors="replace").splitlines()[-_MAX_STDERR_LINES:]
         raise DemoError("\n".join([f"the training {how}; its stderr:", *written]))
 
 
@@ -270,11 +221,11 @@ def _look_at(child: subprocess.Popen[bytes], run: Path, seconds: float) -> None:
     try:
         child.wait(seconds)
     except subprocess.TimeoutExpired:
-        say("3. What one sees of it meanwhile:", "", f"   $ {_command_line('top', '--once', run)}", "")
+        say("3. What one sees of it meanwhile:", "", _command_line("top", "--once", run), "")
         top(str(run), once=True)
         try:
             url = load(run)[-1].head.metrics_url
-            lines = lines_that_matter(_served(url)) if url else []
+            lines = _served(url) if url else []
         except (NoRunError, OSError):  # it has not started, or has ended at this moment
             lines = []
         if lines:
@@ -283,26 +234,18 @@ def _look_at(child: subprocess.Popen[bytes], run: Path, seconds: float) -> None:
 
 
 _MATTER: Final = re.compile(
-    r"training_(time_seconds_total|steps_total|exposed_wait_seconds_total|process_\w+|stall_active"
-    r"|gpu_(utilization|sm_active)_ratio)\b|telemetry_overhead_seconds_total\b"
+    r"^(?:training_(?:time_seconds_total|steps_total|exposed_wait_seconds_total|process_\w+"
+    r"|gpu_(?:utilization|sm_active)_ratio)|telemetry_overhead_seconds_total)\b.*|^training_stall_active.* 1(?:\.0)?$",
+    re.MULTILINE,
 )
-_without_proxy: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Samples that a person should see first. Of the causes of stalls that of an open one."""
 
 
-def _served(url: str) -> str:
-    """What an endpoint on this machine serves.
-
-    Raises:
-        OSError: it does not answer.
-    """
-    with _without_proxy.open(url, timeout=_EXIT_SECONDS) as answer:
-        return bytes(answer.read()).decode()
-
-
-def lines_that_matter(text: str) -> list[str]:
-    """The samples of an exposition that a person should see first, as they were served."""
-    lines = [line for line in text.splitlines() if _MATTER.match(line)]
-    return [line for line in lines if not line.startswith("training_stall_active") or float(line.rpartition(" ")[2])]
+def _served(url: str) -> list[str]:
+    """Some lines of an endpoint on this machine. Raises OSError if it does not answer."""
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with without_proxy.open(url, timeout=_EXIT_SECONDS) as answer:
+        return _MATTER.findall(answer.read().decode())
 
 
 def say(*lines: str) -> None:
@@ -314,4 +257,4 @@ def say(*lines: str) -> None:
 def _command_line(*arguments: object) -> str:
     """A telemetry command as a person would type it."""
     program = ["telemetry"] if shutil.which("telemetry") else [sys.executable, "-m", "telemetry"]
-    return shlex.join([*program, *map(str, arguments)])
+    return f"   $ {shlex.join([*program, *map(str, arguments)])}"

@@ -17,19 +17,19 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+SIZE = 64  # pixels a side after the crop
 HELD_OUT_EVERY = 8  # every eighth picture is kept for the evaluation
 
 
 class PictureFolder(Dataset):  # type: ignore[misc]
     """Pictures and the number of their class. ``training`` decides which of them, and how they are cropped."""
 
-    def __init__(self, folder: Path, size: int, *, training: bool) -> None:
+    def __init__(self, folder: Path, *, training: bool) -> None:
         self.classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         files = sorted(
             (path, label) for label, name in enumerate(self.classes) for path in folder.glob(f"{name}/*.jpg")
         )
         self.files = [file for number, file in enumerate(files) if (number % HELD_OUT_EVERY != 0) == training]
-        self.size = size
         self.training = training
 
     def __len__(self) -> int:
@@ -39,21 +39,16 @@ class PictureFolder(Dataset):  # type: ignore[misc]
         path, label = self.files[index]
         with Image.open(path) as file:
             picture = file.convert("RGB")  # this is where the JPEG is decoded
-        box = random_box(picture.size) if self.training else (0.0, 0.0, *picture.size)
-        picture = picture.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-        if self.training and torch.rand(()) < 0.5:
+        width, height = picture.size
+        zoom, across, down, mirror = torch.rand(4).tolist() if self.training else (1.0, 0.0, 0.0, 1.0)
+        part = 0.5 + 0.5 * zoom  # of the width and the height
+        left, top = across * (1 - part) * width, down * (1 - part) * height
+        box = (left, top, left + part * width, top + part * height)
+        picture = picture.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
+        if mirror < 0.5:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
         return pixels.float().div_(127.5).sub_(1.0), label
-
-
-def random_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """A random part of a picture, of a quarter of its area to all of it."""
-    width, height = size
-    scale = float(torch.empty(()).uniform_(0.5, 1.0))
-    left = float(torch.rand(())) * width * (1 - scale)
-    top = float(torch.rand(())) * height * (1 - scale)
-    return left, top, left + width * scale, top + height * scale
 
 
 def make_network(classes: int) -> Any:
@@ -94,31 +89,23 @@ def evaluate(network: Any, loader: Any, device: Any) -> float:
     return float(right) / len(loader.dataset)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Train, evaluate and save, epoch after epoch."""
     parser = argparse.ArgumentParser(description="Train a small classifier on a folder of pictures.")
     parser.add_argument("pictures", type=Path, help="one sub-folder of JPEG files per class")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that decode (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--size", type=int, default=64, help="pixels a side after the crop (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=100, help="maximum number of epochs (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=25.0, help="seconds to train (default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, …; auto: a GPU when there is one")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--checkpoints", type=Path, help="folder for the checkpoints (default: no checkpoints)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Train, evaluate and save, epoch after epoch."""
-    options = parse_arguments()
+    options = parser.parse_args()
     torch.manual_seed(0)
-    name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = torch.device(options.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # so small a network is not faster with more, and slower where cores are shared
-    loaders = [
+    training, held_out = (
         DataLoader(
-            PictureFolder(options.pictures, options.size, training=training),
+            PictureFolder(options.pictures, training=training),
             batch_size=options.batch_size,
             shuffle=training,
             num_workers=options.num_workers,
@@ -126,20 +113,19 @@ def main() -> None:
             pin_memory=device.type == "cuda",
         )
         for training in (True, False)
-    ]
-    network = make_network(len(loaders[0].dataset.classes)).to(device)
+    )
+    network = make_network(len(training.dataset.classes)).to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    until = time.monotonic() + options.seconds
-    for epoch in range(1, options.epochs + 1):
-        loss = train_epoch(network, optimizer, loaders[0], device, until)
-        right = evaluate(network, loaders[1], device)
+    epoch, until = 0, time.monotonic() + options.seconds
+    while not epoch or time.monotonic() < until:
+        epoch += 1
+        loss = train_epoch(network, optimizer, training, device, until)
+        right = evaluate(network, held_out, device)
         if options.checkpoints:
             options.checkpoints.mkdir(parents=True, exist_ok=True)
             state = {"epoch": epoch, "network": network.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, options.checkpoints / "newest.pt")
         print(f"epoch {epoch}: loss {loss:.3f}, {100 * right:.0f} % of the held-out pictures right", flush=True)
-        if time.monotonic() > until:
-            break
 
 
 if __name__ == "__main__":

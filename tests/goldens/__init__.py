@@ -30,8 +30,7 @@ TRACES = HERE.parent / "traces"
 PAIRS = (("real-healthy", "real-starved-cpu"), ("figures", "real-restarted"))
 COMMANDS = ("run", "top", "report", "compare", "tune", "trace", "snapshot", "demo", "doctor")
 OF_MACHINE = {
-    "versions", "packages", "gpu", "cuda events", "endpoint", "board", "workers", "threads", "schedstat", "pressure", "cgroup",
-    "memory", "run folder",
+    "versions", "packages", "gpu", "cuda events", "endpoint", "board", "threads", "memory", "kernel", "run folder",
 }  # fmt: skip
 """Findings of the doctor whose text depends on the machine."""
 
