@@ -1,12 +1,10 @@
 """Measures what it costs a node to get the paces of a large job: CPU and wall time of one cycle of `JobExchange`.
 
-    python -m benchmarks.job_exchange [--nodes 1250] [--ranks 8] [--cycles 10] [--folder DIR]
+    python -m benchmarks.job_exchange [--nodes 255] [--ranks 8] [--cycles 10] [--folder DIR]
 
-The files of the other nodes are simulated, and all of them change before each cycle. In a large job one node reads the
-files of all nodes and writes the digest (``reads all``), and each other one reads the digest (``follows``). Rows with a
-latency add 20 ms to each file operation, like a busy shared file system. During that time the thread of the exchange
-sleeps. In the last rows the job hangs, and each node writes the states of its ranks. The last line is the verdict on
-them.
+The files of the other nodes are simulated, and all of them change before each cycle. The row with a latency adds 20 ms
+to each file operation, like a busy shared file system. During that time the thread of the exchange sleeps. In the last
+row the job hangs, and each node writes the states of its ranks. The last line is the verdict on them.
 """
 
 from __future__ import annotations
@@ -21,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
-from telemetry.diagnosis.hangs import HangState, decide, with_sentence
+from telemetry.diagnosis.hangs import HangState, decide
 from telemetry.node import peers
-from telemetry.node.peers import JobExchange, NodeReport, candidates, of_node
+from telemetry.node.peers import JobExchange, NodeReport
 from telemetry.records import Collective, RankPace
 from telemetry.util.files import read_small, replace_file
 
@@ -38,21 +37,19 @@ OPERATIONS_OF_A_WRITE = 4  # open, write, close, rename
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.job_exchange", description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=1250)
+    parser.add_argument("--nodes", type=int, default=255)
     parser.add_argument("--ranks", type=int, default=8, help="on each node")
     parser.add_argument("--cycles", type=int, default=10)
     parser.add_argument("--folder", type=Path, help="run folder to use (default: a temporary one)")
     options = parser.parse_args()
     print(f"{options.nodes} nodes of {options.ranks} ranks, median (and worst) of {options.cycles} cycles")
-    for role in ("reads all", "follows"):
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            job = Job(Path(folder), options.nodes, options.ranks, follows=role == "follows")
-            report(f"{role}, as this file system is", *job.measured(options.cycles, 0.0))
-            if role == "follows":
-                report(f"{role}, 20 ms for each operation on a file", *job.measured(3, 0.02))
-            job.hang()
-            report(f"{role}, while the job hangs", *job.measured(options.cycles, 0.0))
-            seconds, peak, sentence = verdict(job)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        job = Job(Path(folder), options.nodes, options.ranks)
+        report("as this file system is", *job.measured(options.cycles, 0.0))
+        report("20 ms for each operation on a file", *job.measured(3, 0.02))
+        job.hang()
+        report("while the job hangs", *job.measured(options.cycles, 0.0))
+        seconds, peak, sentence = verdict(job)
     print(f"  the verdict: {seconds * 1e3:.1f} ms, {peak / 2**20:.1f} MiB: {sentence}")
 
 
@@ -66,12 +63,12 @@ def report(what: str, cpu: list[float], wall: list[float], files: int, heard: in
 class Job:
     """A run folder with the files of all nodes except the one whose exchange is measured."""
 
-    def __init__(self, folder: Path, nodes: int, ranks: int, *, follows: bool) -> None:
-        self.run_dir, self.folder, self.follows = folder, folder / "job", follows
+    def __init__(self, folder: Path, nodes: int, ranks: int) -> None:
+        self.run_dir, self.folder = folder, folder / "job"
         self.folder.mkdir()
         self.sequence = 0
         self.nodes = {name: _paces(name, n * ranks, ranks) for n in range(nodes) for name in [f"n{n:05d}"]}
-        self.own = f"n{nodes // 2:05d}" if follows else "n00000"
+        self.own = f"n{nodes // 2:05d}"
         self.states: dict[str, tuple[HangState, ...]] = {}
         self.heard: tuple[HangState, ...] = ()
 
@@ -84,22 +81,12 @@ class Job:
         }
 
     def advance(self) -> None:
-        """All other nodes write their files again, and the first one the digest."""
+        """All other nodes write their files again."""
         self.sequence += 1
         for name, paces in self.nodes.items():
             if name != self.own:
-                self._write(
-                    f"node-{name}.json", NodeReport(name, self.sequence, tuple(paces), self.states.get(name, ()))
-                )
-        if self.follows:
-            everyone = [pace for paces in self.nodes.values() for pace in paces]
-            states = tuple(state for those in self.states.values() for state in those)
-            first, nodes = next(iter(self.nodes)), len(self.nodes)
-            digest = NodeReport(first, self.sequence, candidates(everyone), states, nodes, f"node-{first}.json")
-            self._write("digest.json", digest)
-
-    def _write(self, name: str, report: NodeReport) -> None:
-        (self.folder / name).write_bytes(msgspec.json.encode(report))
+                report = NodeReport(name, self.sequence, tuple(paces), self.states.get(name, ()))
+                (self.folder / f"node-{name}.json").write_bytes(msgspec.json.encode(report))
 
     def measured(self, cycles: int, latency: float) -> tuple[list[float], list[float], int, int]:
         """CPU and wall seconds of each cycle, files used in the last one, and ranks received."""
@@ -151,7 +138,7 @@ def verdict(job: Job) -> tuple[float, int, str]:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found is not None
-    return statistics.median(seconds), peak, with_sentence(found, "14:05:12").sentence
+    return statistics.median(seconds), peak, found.sentence("14:05:12")
 
 
 def _state(rank: int, node: str, *, odd: bool) -> HangState:
@@ -163,7 +150,7 @@ def _state(rank: int, node: str, *, odd: bool) -> HangState:
 
 
 def _paces(node: str, first: int, ranks: int) -> list[RankPace]:
-    return list(of_node(node, [_pace(first + rank) for rank in range(ranks)]))
+    return [structs.replace(_pace(first + rank), node=node) for rank in range(ranks)]
 
 
 def _pace(rank: int) -> RankPace:

@@ -529,8 +529,6 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         core_wait_seconds: how long its training thread was runnable without a core, in the window; None if unknown.
             ``cores_busy_ratio``: use of all cores of its machine.
         node: name of its node, for a rank on another node; None for a rank of this node.
-        node_ranks: number of ranks on that node; 0 for a rank of this node. ``node_fastest``: whether it is one of the
-            fastest of them. If the others wait even for these, they wait for all ranks of that node.
     """
 
     rank: int
@@ -552,8 +550,6 @@ class WindowPace(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     core_wait_seconds: float | None = None
     cores_busy_ratio: float | None = None
     node: str | None = None
-    node_ranks: int = 0
-    node_fastest: bool = False
     last_step: int = 0
 
     @property

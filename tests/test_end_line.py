@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.end_line import end_line, verdict_at_end
 from telemetry.diagnosis.verdict import RankWaits, costliest
-from telemetry.node.peers import PeerPaces
 from telemetry.records import Advice, OtherCause, RankPace, StallRecord
 from telemetry.report.command import report
 
@@ -116,17 +115,6 @@ def test_the_worst_rank_of_those_that_are_known_is_named():
     assert "Starved: rank 5 spent 60 %" in line and "times faster. Cause: workers_io_bound; see" in line
     every = said(OWN, peers=(peer(1, 80.0),), world_size=2)
     assert "every rank waits for data; the worst, rank 1, spent 80 %" in every
-
-
-def test_only_a_rank_of_this_node_is_known_to_have_ended():
-    """Of other nodes only a few ranks are known at a time. What one of them said long ago is not how the run ended."""
-    ticks = [
-        (peer(1, 90.0), peer(2, 1.0), structs.replace(peer(77, 45.0), node="n2")),
-        (peer(2, 2.0), structs.replace(peer(78, 1.0), node="n2")),
-    ]
-    paces = PeerPaces()
-    assert [paces.take(tick) for tick in ticks] == ticks
-    assert {pace.rank: pace.run_wait_seconds for pace in paces.of_run} == {1: 90.0, 2: 2.0, 78: 1.0}
 
 
 def test_nothing_is_said_of_ranks_that_are_not_known():

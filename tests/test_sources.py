@@ -18,7 +18,7 @@ from telemetry.log_lines import GpuOutOfMemoryLine
 from telemetry.records import Collective, TorchMemorySample
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
-from telemetry.sources.flight_recorder import FlightRecorder
+from telemetry.sources.collectives import RecordedCollectives, recorded_collectives
 from telemetry.sources.memory import MemorySource, OutOfMemoryWatch, TorchMemorySource, shared_bytes
 from telemetry.sources.proc import HostSource
 from tests.running_agent import log_lines, wait_for
@@ -307,26 +307,23 @@ class Torch:
 
 def test_the_collective_that_has_not_ended_is_the_oldest_of_those(monkeypatch):
     Torch(monkeypatch, {"0": status(9, 7)}, [entry(7, retired=True), entry(8, "gloo:broadcast"), entry(9)])
-    read = FlightRecorder().read()
+    read = recorded_collectives()
     assert read.newest == Collective("broadcast", 8, "0", "4x8 Float")
     assert (read.pending, read.off) == (True, False)
 
 
-def test_the_list_is_read_once_for_each_newest_collective(monkeypatch):
+def test_the_list_is_read_only_while_a_collective_has_not_ended(monkeypatch):
     torch = Torch(monkeypatch, {"0": status(9, 9)}, [entry(9, retired=True)])
-    recorder = FlightRecorder()
-    assert recorder.read().newest == Collective("", 9, "0")
-    assert recorder.read().pending is False
-    assert torch.asked == [(False, False)] * 2
+    assert recorded_collectives() == RecordedCollectives(Collective("", 9, "0"), pending=False)
+    assert torch.asked == [(False, False)]
     torch.content = {"pg_status": {"0": status(10, 9)}, "entries": [entry(10)]}
-    for _ in range(3):
-        assert recorder.read().newest.name == "all_reduce"
-    assert torch.asked.count((True, False)) == 1
+    assert recorded_collectives().newest.name == "all_reduce"
+    assert torch.asked[1:] == [(False, False), (True, False)]
 
 
 def test_of_nccl_only_the_state_of_the_groups_is_read(monkeypatch):
     torch = Torch(monkeypatch, {"0": status(12, 9)}, [entry(10)], backend="cpu:gloo,cuda:nccl")
-    read = FlightRecorder().read()
+    read = recorded_collectives()
     assert read.newest == Collective("", 10, "0"), "the first that has not ended"
     assert read.pending
     assert torch.asked == [(False, False)], "the list would ask CUDA for the state of events"
@@ -337,24 +334,24 @@ def test_a_group_for_each_kind_of_device_that_computes_on_the_host(monkeypatch):
     torch = Torch(monkeypatch, {"0": status(12, 9)}, backend="cpu:gloo,cuda:nccl", on_cuda=False)
     monkeypatch.setattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace_json", torch.dump, raising=False)
     monkeypatch.delattr(sys.modules["torch._C._distributed_c10d"], "_dump_nccl_trace_json")
-    assert FlightRecorder().read().pending
+    assert recorded_collectives().pending
 
 
 def test_of_several_groups_the_one_that_waits_counts(monkeypatch):
     Torch(monkeypatch, {"0": status(500, 500), "1": status(3, 2)}, [entry(3, process_group=["dp", "x"])])
-    assert FlightRecorder().read().newest == Collective("all_reduce", 3, "dp", "4x8 Float")
+    assert recorded_collectives().newest == Collective("all_reduce", 3, "dp", "4x8 Float")
 
 
 def test_point_to_point_has_numbers_of_its_own(monkeypatch):
     sent = entry(4, "gloo:recv 0<-1", is_p2p=True, p2p_seq_id=11, input_sizes=[[], [2]], input_dtypes=["Int", "Int"])
     Torch(monkeypatch, {"0": status(4, 3)}, [sent])
-    assert FlightRecorder().read().newest == Collective("recv 0<-1", 11, "0", "scalar Int and 1 more")
+    assert recorded_collectives().newest == Collective("recv 0<-1", 11, "0", "scalar Int and 1 more")
 
 
 @pytest.mark.parametrize(("has_recorder", "off"), [(True, True), (False, False)])
 def test_without_a_recorder_torch_counts_all_the_same(monkeypatch, has_recorder, off):
     Torch(monkeypatch, has_recorder=has_recorder)
-    read = FlightRecorder().read()
+    read = recorded_collectives()
     assert (read.newest, read.pending, read.off) == (Collective("", 7), None, off)
 
 
@@ -367,12 +364,12 @@ def test_whatever_torch_answers_nothing_is_raised(monkeypatch, content):
     monkeypatch.setitem(
         sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=lambda *_: content)
     )
-    assert FlightRecorder().read() is None
+    assert recorded_collectives() is None
 
 
 def test_without_torch_distributed_there_is_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
-    assert FlightRecorder().read() is None
+    assert recorded_collectives() is None
 
 
 # -- the allocator of torch --------------------------------------------------------------------------------------------

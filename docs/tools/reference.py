@@ -239,8 +239,6 @@ PACE: Final = {
     "core_wait_seconds": "seconds of run-queue delay of its training thread",
     "cores_busy_ratio": "use of all cores of its machine",
     "node": "its node, if it is another one",
-    "node_ranks": "number of ranks on that node",
-    "node_fastest": "whether it is one of the fastest of them",
 }
 """What each field of an entry of ``paces`` is."""
 

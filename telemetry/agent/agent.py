@@ -35,7 +35,7 @@ from telemetry.hooks.tracker import StepTracker
 from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import NodeService
 from telemetry.node.metrics import RunView
-from telemetry.node.peers import JobLink, PeerPaces
+from telemetry.node.peers import JobLink
 from telemetry.node.prometheus import TargetFile
 from telemetry.records import LOADER_TIMEOUT
 from telemetry.sinks.output import FigureOutput
@@ -112,7 +112,6 @@ class Agent:
             self._node = self._node_service()
             self._job = JobLink(run_dir, identity.node, self._node.board, errors)
         self._board = None if self._node is None else self._node.board
-        self._peer_paces = PeerPaces()
 
         # What this rank does.
         self.tracker = tracker = StepTracker(Ring())
@@ -367,7 +366,7 @@ class Agent:
     def _diagnose(self) -> None:
         stalls = self._stall_monitor
         with self.errors.contained("diagnose"):
-            tick = self._builder.tick(self._peer_paces.take(self._paces_of_others()))
+            tick = self._builder.tick(self._paces_of_others())
             if self.trial is not None:
                 self.trial.tick(tick, self._node)
             stalls.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
@@ -472,7 +471,7 @@ class Agent:
             totals.ledger_seconds,
             stall=stalls.costliest,
             findings=self.findings.newest,
-            peers=[peer for peer in self._peer_paces.of_run if peer.rank != identity.rank],
+            peers=[] if self._job is None else [peer for peer in self._job.of_run if peer.rank != identity.rank],
             world_size=identity.world_size,
             stuck=stalls.closed_stuck if self._stuck_at_end() is not None else None,
             job_hang=self.job_hang.sentence,
@@ -522,10 +521,9 @@ class Agent:
                 self._job.tick(self.identity.world_size)
 
     def _paces_of_others(self) -> tuple[RankPace, ...]:
-        if self._board is None or self.identity.world_size < 2:
+        if self._job is None or self.identity.world_size < 2:
             return ()
-        elsewhere = self._job.paces() if self._job is not None else ()
-        return (*self._board.paces(self.identity.rank), *elsewhere)
+        return self._job.paces(self.identity.rank)
 
     # -- publishing --------------------------------------------------------------------------------------------
 

@@ -6,26 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from telemetry.diagnosis.hangs import (
-    ALIVE,
-    ENDED,
-    GONE,
-    LEFT,
-    SILENT,
-    STOPPED,
-    HangState,
-    decide,
-    with_sentence,
-)
+from telemetry.diagnosis.hangs import ALIVE, ENDED, GONE, LEFT, SILENT, STOPPED, HangState, decide
 from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, Collective
-from telemetry.sources.flight_recorder import FlightRecorder
+from telemetry.sources.collectives import collective_in, in_backward, recorded_collectives
 from telemetry.sources.proc import thread_state
-from telemetry.sources.stacks import (
-    collective_in,
-    in_backward,
-    place_of,
-    stack_hash,
-)
+from telemetry.sources.stacks import place_of, stack_hash
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.stacks import stack_of
 
@@ -43,17 +28,16 @@ if TYPE_CHECKING:
     from telemetry.util.clock import WallClock
     from telemetry.util.processes import Identity
 
-
-_OLD_SECONDS: Final = 20.0
-"""A state that a living rank published this long ago belongs to an earlier hang."""
+# -- the numbers -------------------------------------------------------------------------------------------------------
+# `tests.faults.hang_campaign` has the verdicts that they lead to.
 
 _SETTLE_SECONDS: Final = 3.0
 """Ranks do not all become stuck at the same moment. For this time after the first one, no verdict is made while a rank
 may still go on."""
 
 _PATIENCE_SECONDS: Final = 15.0
-"""After this time, a verdict is written even if some ranks are still unknown. Collectives end after minutes, and with
-them the processes."""
+"""A rank that has published nothing for this long does not answer. After this time, a verdict is written even if some
+ranks are still unknown: collectives end after minutes, and with them the processes."""
 
 _MAX_LINES: Final = 20
 """A hang has at most this many log lines. The verdict may change while ranks end one after the other."""
@@ -61,6 +45,9 @@ _MAX_LINES: Final = 20
 _RECORDER_OFF: Final = (
     "off; start the job with TORCH_FR_BUFFER_SIZE=2000, and torch records the collectives of each rank"
 )
+
+
+# -- this rank ---------------------------------------------------------------------------------------------------------
 
 
 class OwnState:
@@ -71,6 +58,9 @@ class OwnState:
         tracker: the state of the training thread.
         accounting: has the ledger's category.
         stalls: whether this rank is stuck.
+
+    Attributes:
+        recorder_is_off: whether torch's recorder was off at the newest reading.
     """
 
     def __init__(self, identity: Identity, tracker: StepTracker, accounting: Accounting, stalls: StallMonitor) -> None:
@@ -78,12 +68,11 @@ class OwnState:
         self._tracker = tracker
         self._accounting = accounting
         self._stalls = stalls
-        self._flight_recorder = FlightRecorder()
         self.recorder_is_off = False
 
     @property
     def node_hangs(self) -> bool:
-        """Whether this rank or another one on its node is stuck."""
+        """Whether this rank or another one that it knows is stuck."""
         return self._stalls.job_hangs
 
     @property
@@ -93,36 +82,33 @@ class OwnState:
 
     def read(self) -> HangState:
         """The current state. Takes about a tenth of a millisecond."""
-        tracker, stalls = self._tracker, self._stalls
-        stuck, fetch = stalls.stuck, stalls.stuck_monitor.fetch
-        stack = stack_of(tracker.thread)
-        recorded = self._flight_recorder.read()
-        self.recorder_is_off = recorded is not None and recorded.off
-        called = collective_in(stack)
-        waits, newest = called is not None, recorded.newest if recorded is not None else None
-        pending = recorded.pending if recorded is not None else None
-        state = thread_state("self", tracker.native_thread)
+        monitor, stack = self._stalls.stuck_monitor, stack_of(self._tracker.thread)
+        state, doing = thread_state("self", self._tracker.native_thread), self._doing()
+        at = monitor.fetch if monitor.fetch is not None and doing == DATA_WAIT else place_of(stack)
+        recorded, called = recorded_collectives(), collective_in(stack)
+        pending = newest = None
+        if recorded is not None:
+            pending, newest, self.recorder_is_off = recorded.pending, recorded.newest, recorded.off
+        waits = called is not None
         if in_backward(stack):  # it computes, unless a collective is pending or the thread is off the CPU
             waits = pending if pending is not None else not state.startswith("running")
-        elif pending and called is None and self._accounting.ledger.category != DATA_WAIT:
+        elif pending and doing != DATA_WAIT:
             waits = True  # a collective on the GPU: the thread itself may be anywhere
         if waits and called and (newest is None or not newest.name):
-            newest = Collective(called, newest.sequence if newest is not None else None, newest.group if newest else "")
-        doing = self._doing()
-        at = fetch if fetch is not None and doing == DATA_WAIT else place_of(stack)
+            newest = structs.replace(newest or Collective(""), name=called)
         return HangState(
             rank=self.identity.rank,
             node=self.identity.node,
             doing=doing,
             process=ALIVE,
-            stuck=stuck is not None,
-            seconds=round(max(stalls.stuck_monitor.still_seconds, stuck.seconds if stuck is not None else 0.0), 1),
+            stuck=self._stalls.stuck is not None,
+            seconds=round(monitor.seconds, 1),
             waits=waits,
             where=at.where,
             call=at.call,
             state=at.state or state,
             stack=stack_hash(stack),
-            steps=self._accounting.steps_total,
+            steps=self.steps,
             collective=newest if waits else None,
         )
 
@@ -174,8 +160,8 @@ class JobHang:
         self._lines = 0
         self._since = ""
         self._steps = 0
-        self.state: HangState | None = None
         self._over: HangLine | None = None
+        self.state: HangState | None = None
         self.verdict: HangVerdict | None = None
 
     def tick(self) -> None:
@@ -202,37 +188,33 @@ class JobHang:
     def sentence(self) -> str:
         """Why the job hangs, on the rank that serves its node. Empty if it does not, or if no rank waits."""
         verdict = self.verdict
-        return verdict.sentence if verdict is not None and verdict.waiting else ""
+        return verdict.sentence(self._since) if verdict is not None and verdict.waiting else ""
 
     def _of_node(self, own: HangState, *, name_silent: bool) -> tuple[HangState, ...]:
-        """The state of each rank of this node. ``name_silent``: include living ranks that have published nothing."""
-        found = {own.rank: own}
+        """The states of the ranks of this node. ``name_silent``: include living ranks that have published nothing."""
+        found = [own]
         for head in [] if self._board is None else self._board.heads():
             state = self._state_of(head, own.node)
             if state is None and name_silent:
                 state = HangState(head.rank, own.node, COMPUTE, state=SILENT)
-            known = found.get(head.rank)
-            if state is not None and (known is None or (known.process != ALIVE and state.process == ALIVE)):
-                found[head.rank] = state
-        return tuple(found[rank] for rank in sorted(found))
+            if state is not None and head.rank != own.rank:
+                found.append(state)
+        return tuple(found)
 
     def _state_of(self, head: RankHead, node: str) -> HangState | None:
         """The state of a process of this node; None for a living one that has published nothing of this hang yet."""
+        letter = head.process_state
         if head.ended:
             return HangState(head.rank, node, ENDED)
-        letter, said = head.process_state, head.hang
         if not letter:
             return HangState(head.rank, node, COMPUTE, GONE)
-        if said is not None and self._now() - head.at_ns >= _OLD_SECONDS * NS:  # a stopped process publishes nothing
-            said = structs.replace(said, stuck=False, waits=False, where=None, call=None)
+        said = head.hang if self._now() - head.at_ns < _PATIENCE_SECONDS * NS else None
         if letter in "Tt":
-            known = said or HangState(head.rank, node, COMPUTE)
-            return structs.replace(known, rank=head.rank, process=STOPPED, stuck=False)
+            said = structs.replace(said or HangState(head.rank, node, COMPUTE), process=STOPPED, stuck=False)
         return said
 
     def _decide(self, states: tuple[HangState, ...], world_size: int, passed: float) -> None:
-        states = tuple(state for state in states if state.rank < max(world_size, 1))
-        found = decide(states, world_size)
+        found = decide([state for state in states if state.rank < max(world_size, 1)], world_size)
         if found is None:
             return
         if passed < (_PATIENCE_SECONDS if found.silent else _SETTLE_SECONDS if any(map(_may_go_on, states)) else 0.0):
@@ -242,11 +224,10 @@ class JobHang:
         if key == self._written:
             return
         self._since = self._since or self._wall.iso(self._now() - int(found.seconds * NS))
-        self.verdict = with_sentence(found, self._since[11:19])
-        self._written = key
+        self._written, self.verdict = key, found
         if self._lines < _MAX_LINES:
             self._lines += 1
-            self._event_log.write(self.verdict.line(self._since, _RECORDER_OFF if self._own.recorder_is_off else ""))
+            self._event_log.write(found.line(self._since, _RECORDER_OFF if self._own.recorder_is_off else ""))
 
     def _end(self) -> None:
         """End a hang. It is over if steps end again; otherwise the processes are about to end."""

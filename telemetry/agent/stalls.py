@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
 
-from telemetry.agent.stuck import EXPECTED, OVERDUE, StuckMonitor, longest_phase, paused
+from telemetry.agent.stuck import StuckMonitor, paused, phase_seconds
 from telemetry.diagnosis.advice import WHOLE_BATCHES
 from telemetry.diagnosis.causes import CAUSES, advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
 from telemetry.diagnosis.misuse import mended_first, misuse
 from telemetry.diagnosis.stalls import MIN_STEPS, StallDetector
-from telemetry.diagnosis.stragglers import absent_rank, held_up_by, mostly_in_sync, short_of_cores, straggler
+from telemetry.diagnosis.stragglers import absent_rank, held_up_by, short_of_cores, straggler
 from telemetry.diagnosis.verdict import batches_unseen, costliest, weight
 from telemetry.node.metrics import StallView
 from telemetry.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, OtherCause, StallRecord
@@ -24,7 +24,7 @@ from telemetry.util.errors import kind_of
 from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from telemetry.agent.accounting import Accounting
     from telemetry.agent.findings import FindingLog
@@ -169,6 +169,9 @@ def slow_rank(stall: DetectedStall, stuck: StuckRank | None) -> Straggler | None
 _WAITS_MATTER: Final = 0.02
 """Waits are sampled more often if they take this share of the loop."""
 
+_MOSTLY_IN_SYNC: Final = 0.8
+"""A rank that stands still has waited for the others if this share of its samples is in calls that wait for them."""
+
 
 class StallMonitor:
     """Follows the stalls of one rank.
@@ -199,10 +202,8 @@ class StallMonitor:
             config.stall_window_seconds, config.stall_enter_ratio, config.stall_exit_ratio, event_log.identity
         )
         self.stuck_monitor = StuckMonitor(config, tracker)
-        self._stuck: StuckRank | None = None  # or was until the newest tick
         self._phase: str | None = None
         self._config = config
-        self._longest_phase = self._phase_waited_for = 0.0
         self._one_is_slow = self._peer_is_stuck = False
         self._last = Tick()
         self._last_step = Tick()  # the newest tick in which a step ended
@@ -229,7 +230,9 @@ class StallMonitor:
         )
         category = accounting.ledger.category
         self._phase = category if category in {CHECKPOINT, EVALUATION} else None
-        peer_phase = None if added.steps or did_not_run else self._phase_of(peers)
+        in_phase = [peer.still_seconds for peer in peers if peer.phase in {CHECKPOINT, EVALUATION}]
+        longest = max(in_phase, default=None)
+        waits_for_phase = longest is not None and longest < phase_seconds(self._config.stuck_seconds)
         if not added.steps and not did_not_run:
             debugged = self.stuck_monitor.in_debugger()
             did_not_run = debugged or any(peer.phase == DEBUGGED for peer in peers)
@@ -237,18 +240,17 @@ class StallMonitor:
         self._last = tick
         if added.steps:
             self._last_step = tick
-            self._longest_phase, self._phase_waited_for = max(self._longest_phase, self._phase_waited_for), 0.0
         self.waits_matter = added.wait_seconds >= _WAITS_MATTER * added.loop_seconds > 0
-        stuck = self._stuck = self.stuck_monitor.tick(
+        stuck = self.stuck_monitor.tick(
             None if did_not_run else added,
             tick.conditions.source,
             accounting,
             waits_for_far_ranks=any(peer.node is not None for peer in peers) and self._waits_for_ranks(),
-            peer_phase=peer_phase,
+            peer_phase_seconds=longest,
         )
         if stuck is not None and stuck.kind != "held":
             self._take_stuck(stuck, tick)
-        elif did_not_run or peer_phase == EXPECTED:
+        elif did_not_run or (waits_for_phase and not added.steps):
             self._detector.skip(tick)
         else:
             self._take(tick)
@@ -257,7 +259,8 @@ class StallMonitor:
     @property
     def stuck_time(self) -> tuple[float, str | None]:
         """How long this rank is stuck, or was until the newest tick, and in which category; else 0 and None."""
-        return (0.0, None) if self._stuck is None else (self._stuck.seconds, self._stuck.category)
+        stuck = self.stuck_monitor.stuck
+        return (0.0, None) if stuck is None else (stuck.seconds, stuck.category)
 
     @property
     def samples_closely(self) -> bool:
@@ -272,7 +275,7 @@ class StallMonitor:
     @property
     def stuck(self) -> StuckRank | None:
         """This rank, if it is stuck at the newest tick."""
-        stuck = self._stuck
+        stuck = self.stuck_monitor.stuck
         return stuck if stuck is not None and stuck.kind != "closed" else None
 
     @property
@@ -280,18 +283,11 @@ class StallMonitor:
         """Whether this rank or one of its peers is stuck."""
         return self._peer_is_stuck or self.stuck is not None
 
-    def _phase_of(self, peers: Sequence[RankPace]) -> str | None:
-        """Whether a peer evaluates or writes a checkpoint: `EXPECTED`, or `OVERDUE` if it takes too long; else None."""
-        still = [peer.still_seconds for peer in peers if peer.phase in {CHECKPOINT, EVALUATION}]
-        if not still:
-            return None
-        self._phase_waited_for = max(self._phase_waited_for, *still)
-        return EXPECTED if max(still) < longest_phase(self._config.stuck_seconds, self._longest_phase) else OVERDUE
-
     def _waits_for_ranks(self) -> bool:
         """Whether this rank has spent the time since its newest step in calls that wait for other ranks."""
         now, then = self._last.totals.stacks, self._last_step.totals.stacks
-        return mostly_in_sync(now.samples - then.samples, now.in_sync - then.in_sync)
+        samples, in_sync = now.samples - then.samples, now.in_sync - then.in_sync
+        return samples > 0 and in_sync >= _MOSTLY_IN_SYNC * samples
 
     def _take(self, tick: Tick) -> None:
         before = self._detector.stall
@@ -331,7 +327,7 @@ class StallMonitor:
         named = stuck.cause != "unknown" or self._phase is not None
         missing = held_up_by(pace, tick.conditions.peers) if pace is not None and not named else None
         if missing is not None:
-            stuck = self._stuck = self.stuck_monitor.blame(stuck, missing)
+            stuck = self.stuck_monitor.blame(stuck, missing)
         stall = self._detector.open_stuck(stuck.cause, stuck.seconds, tick)
         self._count_lost(stall, None)
         self._opened_now(stall, with_stacks=True)
@@ -340,8 +336,7 @@ class StallMonitor:
         """Close the open stall at the end of the run. ``timed_out``: it was stuck, and no stall has told so yet."""
         self._last = replace(self._last, totals=totals)
         if timed_out:
-            self._stuck = self.stuck_monitor.timed_out()
-            self._take_stuck(self._stuck, self._last)
+            self._take_stuck(self.stuck_monitor.timed_out(first_batch=not totals.batches), self._last)
         change = self._detector.last()
         if change is not None:
             self._count_lost(change.stall, None)
@@ -368,7 +363,7 @@ class StallMonitor:
             phase=self._phase,
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
             stuck=self.stuck is not None,
-            still_seconds=round(self.stuck_monitor.still_seconds, 1),
+            still_seconds=round(self.stuck_monitor.seconds, 1),
             waits_for_ranks=self._waits_for_ranks(),
             run_wait_seconds=now.ledger_seconds.get(DATA_WAIT, 0.0),
             run_loop_seconds=now.loop_seconds + now.first_wait_seconds,
@@ -400,7 +395,7 @@ class StallMonitor:
     def view(self) -> StallView:
         """The stalls so far, for the endpoint."""
         stall, cause = self._detector.stall, self.active_cause
-        slow = None if stall is None else slow_rank(stall, self._stuck)
+        slow = None if stall is None else slow_rank(stall, self.stuck_monitor.stuck)
         return StallView(cause, dict(self._counts.opened), dict(self._counts.lost_seconds), slow.rank if slow else None)
 
     @property
@@ -421,7 +416,7 @@ class StallMonitor:
 
     def _record(self, stall: DetectedStall) -> StallRecord:
         lines = None if self._lines is None else self._lines.lines_of(stall)
-        return stall_record(stall, self._stuck, self._event_log.identity, self._opened, lines)
+        return stall_record(stall, self.stuck_monitor.stuck, self._event_log.identity, self._opened, lines)
 
     def _count_lost(self, stall: DetectedStall, before: DetectedStall | None) -> None:
         for cause, seconds in stall.lost_seconds.items():
@@ -436,8 +431,7 @@ class StallMonitor:
         if with_stacks:
             with self._errors.contained("stacks"):
                 stacks = self.stuck_monitor.stacks()
-                self._stuck = self.stuck_monitor.stuck
-        record = stall_record(stall, self._stuck, self._event_log.identity, self._opened)
+        record = stall_record(stall, self.stuck_monitor.stuck, self._event_log.identity, self._opened)
         if stacks:
             record.evidence["stacks"] = stacks
         if self._sinks is not None:

@@ -1,11 +1,9 @@
 """Detects whether this rank is stuck, and where.
 
-A rank is stuck if its training thread has made no progress for much longer than a step takes. Time in the training loop
-counts: waiting for a batch, and the compute of a step. Startup, phases that the user has named and the time after a
-loop do not count. Time in which the agent did not run either does not count: the machine slept, or the process was
-stopped. Evaluations and checkpoints have a longer limit, `longest_phase`. A rank is stuck in one if the hooks have seen
-nothing for that long, and it then stays at one place. While another rank is in one, the time of a rank that waits for
-it does not count before that limit.
+A rank is stuck if its training thread has made no progress for much longer than a step takes. Waiting for a batch and
+the compute of a step count, and so does an evaluation or a checkpoint, with a longer limit. Startup, phases that the
+user has named and the time after a loop do not count, nor does time in which another rank evaluates or writes a
+checkpoint, and time in which the agent did not run: the machine slept, or the process was stopped.
 
 The first batches of a run may take long. In the wait for them, whatever their fetches compute or read counts as
 progress, so that a fetch that never ends is found as early as a later one.
@@ -31,7 +29,6 @@ from telemetry.sources.stacks import (
     place,
     stack_hash,
 )
-from telemetry.util.clock import NS, now_ns
 from telemetry.util.stacks import stack_of
 
 if TYPE_CHECKING:
@@ -42,54 +39,49 @@ if TYPE_CHECKING:
     from telemetry.sources.stacks import StuckPlace
     from telemetry.totals import Passed
 
-# -- whether it is stuck -----------------------------------------------------------------------------------------------
+# -- the numbers -------------------------------------------------------------------------------------------------------
+# `tests/test_hangs.py` has the times after which a rank is stuck, and healthy runs that are not.
 
 MIN_SECONDS: Final = 30.0
 """A rank is stuck after this time at the earliest, unless ``stuck_seconds`` is set."""
 
 TIMES_P99: Final = 20.0
-"""A rank is also stuck only after this multiple of the 99th percentile of step durations."""
-
-MIN_TIMES_P99: Final = 4.0
-"""If that is longer than `EARLY_SECONDS`, this multiple is enough: the report must come before NCCL's timeout."""
+"""A rank is also stuck only after this multiple of the 99th percentile of its steps: one in a hundred is longer."""
 
 TIMES_LONGEST: Final = 2.0
-"""The first batch of an epoch may take this multiple of the longest step so far, because workers have to start."""
+"""The first batch of an epoch may take this multiple of the longest step so far, because workers have to start. And
+steps may take this multiple of their p99, however long they are."""
+
+BEFORE_NCCL_SECONDS: Final = 510.0
+"""An evaluation or a checkpoint may show no progress for this time, and the first steps of a run may take it, because
+they compile. For long steps it is enough, too. NCCL ends a hung collective after 600 s, and then the cause can no
+longer be found; until a rank hears of another one's checkpoint, up to `FAR_SECONDS` may pass."""
+
+TIMES_IN_PHASE: Final = 6.0
+"""With ``stuck_seconds``, an evaluation or a checkpoint may show no progress for this multiple of it."""
+
+FAR_SECONDS: Final = 45.0
+"""The news from a rank on another node may be this old: NFS shows a change up to 30 s late, and the nodes write every
+few seconds. A rank that waits for other ranks is not stuck before, because one of them may be in an evaluation."""
 
 MIN_STEPS: Final = 10
-"""Until so many steps have ended, `EARLY_SECONDS` holds: the first steps of a run compile and allocate."""
-
-EARLY_SECONDS: Final = 540.0
-"""Early in a run, a rank is stuck after this time at the earliest. NCCL ends a hung collective after ten minutes;
-then the cause can no longer be found."""
+"""The first steps of a run are so many."""
 
 LATE_TICKS: Final = 2.0
 """A tick counts for at most this many intervals. The agent did not observe the rest."""
 
-PHASE_SECONDS: Final = 480.0
-PHASE_TIMES: Final = 6.0
-"""An evaluation or a checkpoint may show no progress for this time, or for this multiple of ``stuck_seconds``. Until
-then, neither its rank nor one that waits for it is stuck."""
+_IDLE_RATIO: Final = 0.02
+"""A process computes nothing if it uses less than this share of a core. The agent takes 0.2 %."""
 
-MAX_PHASE_SECONDS: Final = 510.0
-TIMES_LONG_PHASE: Final = 1.1
-"""Twice the longest phase so far is allowed up to the first of these limits, so that a report comes before NCCL's
-timeout. The second, a multiple of the longest phase, is always allowed."""
-
-FAR_SECONDS: Final = 45.0
-"""The news from a rank on another node may be this old: NFS shows a change up to 30 s late, and the nodes write every
-few seconds. A rank that waits for other ranks is not stuck before, because one of them may be in an evaluation. With
-``stuck_seconds``, the time is `PHASE_TIMES` of that, if that is less."""
-
-MAX_EXCUSES: Final = 10
-"""The end of an epoch may take this many times as long, because workers can be slow to stop."""
-
-MIN_FETCH_SHARE: Final = 0.25
+_MIN_FETCH_SHARE: Final = 0.25
 """A worker is stuck if its fetch has been in progress for this share of the training thread's wait. For the rest of the
 wait the worker may have been starting, or busy with the previous batch."""
 
-EXPECTED: Final = "expected"
-OVERDUE: Final = "overdue"
+_LEFT_SECONDS: Final = 10.0
+"""A process that was interrupted while stuck may need this long to end. After that, its end has another reason."""
+
+
+# -- whether it is stuck -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +89,24 @@ class Moment:
     """The training thread at one tick.
 
     Attributes:
-        loop_seconds: seconds since the last tick that the thread waited for a batch or computed a step.
         progress: it changes with every observed action: a batch request, a batch, an optimizer step, a phase.
-        steps: completed steps of the run.
-        loop_left: whether the loop of the newest step has been left, for example by ``break``.
-        at_epoch_boundary: whether the thread waits for the first batch of an epoch.
-        early_wait: whether it waits for one of the first batches of the run. Then ``progress`` shows also what their
-            fetches do.
-        seconds: time since the last tick, whatever the thread did; 0.0 if the process or a debugger was stopped.
-        waits_for_far_ranks: whether the thread waits for other ranks, and some of them are on other nodes.
+        seconds: time since the last tick that may be lost: in the loop, in an evaluation or in a checkpoint.
+        over: whether the loop of the newest step has been left, as by ``break``, or its thread has ended.
+        slow: whether it is in one of the first steps of the run, or waits for workers to end.
+        at_epoch_boundary: whether it waits for the first batch of an epoch.
+        waits_for_far_ranks: whether it waits for other ranks, and some of them are on other nodes.
         phase_at: a hash of the stack in an evaluation or a checkpoint of this rank; else None.
-        peer_phase: `EXPECTED` while another rank is in one, `OVERDUE` once that takes too long; else None.
+        peer_phase_seconds: how long another rank has shown no progress in one; None if none is in one.
     """
 
-    loop_seconds: float
     progress: tuple[int, ...]
-    steps: int
-    loop_left: bool
-    at_epoch_boundary: bool
-    seconds: float = 0.0
-    early_wait: bool = False
+    seconds: float
+    over: bool = False
+    slow: bool = False
+    at_epoch_boundary: bool = False
     waits_for_far_ranks: bool = False
     phase_at: str | None = None
-    peer_phase: str | None = None
+    peer_phase_seconds: float | None = None
 
 
 class StuckDetector:
@@ -130,93 +117,67 @@ class StuckDetector:
         interval: seconds between two ticks.
 
     Attributes:
-        seconds: counted seconds without progress. ``still_seconds``: all of them, even those in a checkpoint.
-        excused_seconds: seconds in which another rank was in an evaluation or a checkpoint.
+        seconds: time without progress.
         stuck: whether the rank is stuck.
-        excuses: how many times in a row `excuse` was called.
     """
 
     def __init__(self, setting: float | None, interval: float) -> None:
         self._setting = setting
         self._most = LATE_TICKS * interval
         self._progress: tuple[int, ...] | None = None
-        self.seconds = self.still_seconds = self.excused_seconds = 0.0
-        self.stuck = False
-        self.excuses = 0
+        self._excused = 0.0  # the part of the time in which another rank was in a phase
         self._phase_at: str | None = None
-        self._longest_phase = 0.0
+        self._phase_at_seconds = 0.0  # how long this rank has been at that place
+        self.seconds = 0.0
+        self.stuck = False
 
     def update(self, moment: Moment, stats: StepStats) -> str | None:
-        """Add a tick.
-
-        Args:
-            moment: what the tick has observed.
-            stats: has the durations of the run's steps.
+        """Add a tick. ``stats`` has the durations of the run's steps.
 
         Returns:
             ``opened`` when the rank becomes stuck, ``held`` while it is, ``closed`` when it goes on; else None.
         """
-        if moment.progress != self._progress or moment.loop_left:
-            if self._phase_at is not None:
-                self._longest_phase = max(self._longest_phase, self.still_seconds)
-            self._progress, self._phase_at = moment.progress, moment.phase_at
-            was, self.stuck, self.excuses = self.stuck, False, 0
-            self.seconds = self.still_seconds = self.excused_seconds = 0.0
+        if moment.progress != self._progress or moment.over:
+            was, self.stuck, self._progress = self.stuck, False, moment.progress
+            self.seconds = self._excused = self._phase_at_seconds = 0.0
             return "closed" if was else None
-        self.still_seconds += moment.seconds
-        if moment.phase_at is not None:
-            # Only time at one place counts, and only after the longest allowed evaluation or checkpoint.
-            moved, self._phase_at = moment.phase_at != self._phase_at, moment.phase_at
-            late = self.still_seconds > longest_phase(self._setting, self._longest_phase)
-            counts = self.stuck or (late and not moved)
-            self.seconds = self.seconds + min(moment.seconds, self._most) if counts else 0.0
-        elif moment.peer_phase == EXPECTED and not self.stuck:
-            self.excused_seconds += min(moment.loop_seconds, self._most)
-        else:
-            self.seconds += min(moment.loop_seconds, self._most)
+        passed = min(moment.seconds, self._most)
+        self.seconds += passed
         if self.stuck:
             return "held"
-        # Once the other rank's evaluation or checkpoint takes too long, the wait for it counts, too.
-        without_step = self.seconds + (self.excused_seconds if moment.peer_phase == OVERDUE else 0.0)
-        self.stuck = self._is_stuck(moment, without_step, stats)
-        if not self.stuck:
-            return None
-        self.seconds = without_step if moment.phase_at is None else max(self.still_seconds, self.seconds)
-        return "opened"
+        self.stuck = self._is_stuck(moment, passed, stats)
+        return "opened" if self.stuck else None
 
-    def _is_stuck(self, moment: Moment, without_step: float, stats: StepStats) -> bool:
-        least = self._setting or MIN_SECONDS
+    def _is_stuck(self, moment: Moment, passed: float, stats: StepStats) -> bool:
+        least, patient = self._setting or MIN_SECONDS, phase_seconds(self._setting)
         if moment.phase_at is not None:
-            return self.seconds >= least
-        early = EARLY_SECONDS if moment.steps < MIN_STEPS and not moment.early_wait else 0.0
-        if moment.waits_for_far_ranks:
-            far = FAR_SECONDS if self._setting is None else min(FAR_SECONDS, PHASE_TIMES * self._setting)
-            least = max(least, far)
-        if self.seconds < least or without_step < early:
-            return False
-        at_boundary = moment.at_epoch_boundary
-        return without_step >= stuck_after_seconds(self._setting, stats.step_times(), at_epoch_boundary=at_boundary)
-
-    def excuse(self) -> None:
-        """Start counting again, because the rank was not stuck."""
-        self.seconds, self.stuck = 0.0, False
-        self.excuses += 1
+            # Code that moves does something, also if no hook sees it.
+            self._phase_at_seconds = (self._phase_at_seconds + passed) * (moment.phase_at == self._phase_at)
+            self._phase_at = moment.phase_at
+            return self.seconds >= patient and self._phase_at_seconds >= least
+        if moment.peer_phase_seconds is not None:
+            # The wait for a phase that has become too long is no excuse, and never was one.
+            self._excused = self._excused + passed if moment.peer_phase_seconds < patient else 0.0
+        stood = self.seconds - self._excused
+        return stood >= least and stood >= limit_seconds(self._setting, stats.step_times(), moment)
 
 
-def longest_phase(setting: float | None, longest: float) -> float:
-    """Seconds for which an evaluation or checkpoint may show no progress. ``longest``: most seconds so far."""
-    if setting is not None:
-        return max(PHASE_TIMES * setting, TIMES_LONGEST * longest)
-    usual = min(TIMES_LONGEST * longest, MAX_PHASE_SECONDS)
-    return max(PHASE_SECONDS, usual, TIMES_LONG_PHASE * longest)
-
-
-def stuck_after_seconds(setting: float | None, steps: StepTimes, *, at_epoch_boundary: bool) -> float:
-    """Seconds without progress after which a rank counts as stuck."""
+def limit_seconds(setting: float | None, steps: StepTimes, moment: Moment) -> float:
+    """Seconds without progress after which a rank is stuck in the loop."""
     p99 = steps.p99 or 0.0
-    auto = max(MIN_SECONDS, min(TIMES_P99 * p99, max(EARLY_SECONDS, MIN_TIMES_P99 * p99)))
-    seconds = setting if setting is not None else auto
-    return max(seconds, TIMES_LONGEST * (steps.longest or 0.0)) if at_epoch_boundary else seconds
+    limit = setting or max(MIN_SECONDS, min(TIMES_P99 * p99, BEFORE_NCCL_SECONDS), TIMES_LONGEST * p99)
+    if moment.at_epoch_boundary:
+        limit = max(limit, TIMES_LONGEST * (steps.longest or 0.0))
+    if moment.slow:
+        limit = max(limit, BEFORE_NCCL_SECONDS)
+    if moment.waits_for_far_ranks:
+        limit = max(limit, min(FAR_SECONDS, phase_seconds(setting)))
+    return limit
+
+
+def phase_seconds(setting: float | None) -> float:
+    """Seconds for which an evaluation or a checkpoint may show no progress."""
+    return BEFORE_NCCL_SECONDS if setting is None else TIMES_IN_PHASE * setting
 
 
 def paused(seconds: float, interval: float, process_cpu: float | None, *, intervals: int = 1) -> bool:
@@ -229,7 +190,7 @@ def paused(seconds: float, interval: float, process_cpu: float | None, *, interv
         intervals: number of intervals after which this tick was due.
     """
     late = seconds > (intervals - 1 + LATE_TICKS) * interval + 1.0
-    return late and process_cpu is not None and process_cpu < 0.02 * seconds
+    return late and process_cpu is not None and process_cpu < _IDLE_RATIO * seconds
 
 
 def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuck_for_seconds: float) -> str:
@@ -243,20 +204,12 @@ def stuck_cause(category: str, source: str | None, fetching_seconds: float, stuc
     """
     if category != DATA_WAIT:
         return "unknown"
-    if source in {"workers", None} and fetching_seconds >= MIN_FETCH_SHARE * stuck_for_seconds:
+    if source in {"workers", None} and fetching_seconds >= _MIN_FETCH_SHARE * stuck_for_seconds:
         return "worker_stuck"
     return NAMED_BY_SOURCE.get(source or "", "unknown")
 
 
 # -- where it is stuck -------------------------------------------------------------------------------------------------
-
-_FETCH_WORK_STEPS: Final = 10
-_IDLE_RATIO: Final = 0.02
-"""A fetch makes progress with each tenth of a second that its worker computes. A process computes more than this share
-of a core if it fetches itself. The agent takes 0.2 %."""
-
-_LEFT_SECONDS: Final = 10.0
-"""A process that was interrupted while stuck may need this long to end. After that, its end has another reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +269,7 @@ class StuckMonitor:
     """Follows on the agent thread whether one rank is stuck, and where.
 
     Attributes:
+        stuck: this rank, if it is stuck, or was until the newest tick; else None.
         fetch: where the worker stands whose fetch takes longest, read by `stacks`; None without one.
         left: the rank as it was stuck until a moment ago, when the loop was left, as by Ctrl-C; else None.
     """
@@ -323,14 +277,12 @@ class StuckMonitor:
     def __init__(self, config: Config, tracker: StepTracker) -> None:
         self._tracker = tracker
         self._watch = StuckDetector(config.stuck_seconds, config.interval_seconds)
-        self._stuck: StuckRank | None = None
+        self.stuck: StuckRank | None = None
         self.fetch: StuckPlace | None = None
         self.left: StuckRank | None = None
         self._left_seconds = 0.0
-        self._steps_before = 0  # steps that had ended when the rank was last stuck
-        self._no_batch_yet = True
-        self._fetch_work = 0
-        self._waited_seconds = 0.0  # how long nothing was seen, at the newest tick that saw nothing
+        self._busy_ticks = 0  # in which the process has computed
+        self._waited_seconds = 0.0  # time without progress at the newest tick that saw none
 
     def tick(
         self,
@@ -339,59 +291,58 @@ class StuckMonitor:
         accounting: Accounting,
         *,
         waits_for_far_ranks: bool = False,
-        peer_phase: str | None = None,
+        peer_phase_seconds: float | None = None,
     ) -> StuckRank | None:
-        """Add a tick. Returns the rank if it is stuck, or was until this tick; else None.
+        """Add a tick. Returns `stuck`.
 
         Args:
             added: what has passed since the last tick; None if the process was stopped, also in a debugger.
             source: where batches come from, see `Conditions`.
             accounting: has the training thread's category and step durations.
             waits_for_far_ranks: this rank waits for other ranks, and some of them are on other nodes.
-            peer_phase: whether another rank is in an evaluation or a checkpoint, see `Moment`.
+            peer_phase_seconds: see `Moment`.
         """
-        seconds, loop_seconds = (0.0, 0.0) if added is None else (added.seconds, added.loop_seconds)
         tracker, ledger, stats = self._tracker, accounting.ledger, accounting.stats
         waiting, in_phase = ledger.category == DATA_WAIT, ledger.category in {CHECKPOINT, EVALUATION}
-        early_wait = waiting and stats.steps < MIN_STEPS
+        early, stands = stats.steps < MIN_STEPS, added is None or not added.steps
+        stack = stack_of(tracker.thread) if stands else ()
         progress: tuple[int, ...] = tracker.progress
-        if early_wait and added is not None:
-            loop_seconds, progress = seconds, (*progress, *self._work_of_fetches(added))
+        seconds = 0.0 if added is None else added.seconds if in_phase or (early and waiting) else added.loop_seconds
+        if early and waiting and added is not None:
+            progress = (*progress, *self._work_of_fetches(added))
         moment = Moment(
-            loop_seconds=loop_seconds,
             progress=progress,
-            early_wait=early_wait,
-            steps=stats.steps,
-            loop_left=tracker.loop_left and not waiting and not in_phase,
-            at_epoch_boundary=waiting and ledger.at_epoch_boundary,
             seconds=seconds,
+            over=(tracker.loop_left and not waiting and not in_phase) or (stands and not stack),
+            slow=(early and not waiting) or inside(stack, EPOCH_END),
+            at_epoch_boundary=waiting and ledger.at_epoch_boundary,
             waits_for_far_ranks=waits_for_far_ranks,
-            phase_at=stack_hash(stack_of(tracker.thread)) if in_phase else None,
-            peer_phase=peer_phase,
+            phase_at=stack_hash(stack) if in_phase else None,
+            peer_phase_seconds=peer_phase_seconds,
         )
         kind = self._watch.update(moment, stats)
-        self._left_seconds += seconds
-        self._waited_seconds = self._watch.still_seconds or self._waited_seconds
-        self._no_batch_yet = not ledger.batches
-        if self._left_seconds > _LEFT_SECONDS or accounting.steps_total > self._steps_before:
+        self._waited_seconds = self._watch.seconds or self._waited_seconds
+        self._left_seconds += 0.0 if added is None else added.seconds
+        if self._left_seconds > _LEFT_SECONDS or not stands:
             self.left = None
         if kind == "opened":
-            self.fetch = None
-            self._steps_before = accounting.steps_total
-            self._stuck = self._opened(ledger.category, source)
-        elif kind is not None and self._stuck is not None:
-            before, seconds = self._stuck, max(self._stuck.seconds, self._watch.seconds)
-            self._stuck = replace(before, kind=kind, seconds=seconds)
-            if kind == "closed" and accounting.steps_total == self._steps_before:
-                self.left, self._left_seconds = self._stuck, 0.0
+            # A new loader counts, too, although it may turn out to evaluate.
+            longest = max((worker.seconds or 0.0 for worker in live_workers(tracker.loaders)), default=0.0)
+            cause = stuck_cause(ledger.category, source, longest, self.seconds)
+            self.fetch, first = None, not ledger.batches
+            self.stuck = StuckRank("opened", cause, ledger.category, self.seconds, place(stack), first_batch=first)
+        elif kind is not None and self.stuck is not None:
+            self.stuck = replace(self.stuck, kind=kind, seconds=max(self.stuck.seconds, self.seconds))
+            if kind == "closed" and stands:
+                self.left, self._left_seconds = self.stuck, 0.0
         else:
-            self._stuck = None
-        return self._stuck
+            self.stuck = None
+        return self.stuck
 
     @property
-    def still_seconds(self) -> float:
+    def seconds(self) -> float:
         """Seconds since the hooks last saw the training thread do anything."""
-        return self._watch.still_seconds
+        return self._watch.seconds
 
     def in_debugger(self) -> bool:
         """Whether a person has stopped the training thread in a debugger."""
@@ -399,25 +350,23 @@ class StuckMonitor:
 
     def blame(self, stuck: StuckRank, missing: RankPace) -> StuckRank:
         """Add the rank that the stuck one waits for."""
-        self._stuck = replace(stuck, cause="straggler", missing=missing)
-        return self._stuck
+        self.stuck = replace(stuck, cause="straggler", missing=missing)
+        return self.stuck
 
     def stacks(self) -> list[str]:
         """The stacks of all threads and workers, each as a text. Takes at most 1.5 s."""
         workers = live_workers(self._tracker.loaders)
         texts = all_stacks(self._tracker.thread, workers)
         self.fetch = fetch_in(workers)
-        if self._stuck is not None:
-            self._stuck = replace(self._stuck, worker=self.fetch)
+        if self.stuck is not None:
+            self.stuck = replace(self.stuck, worker=self.fetch)
         return texts
 
-    def timed_out(self) -> StuckRank:
+    def timed_out(self, *, first_batch: bool) -> StuckRank:
         """The rank as it was stuck until the DataLoader's ``timeout`` ended the wait. It is kept in ``left``."""
-        self._left_seconds = 0.0
-        self.left = self._stuck = StuckRank(
-            "opened", "worker_stuck", DATA_WAIT, self._waited_seconds, "", first_batch=self._no_batch_yet
-        )
-        return self.left
+        waited, self._left_seconds = self._waited_seconds, 0.0
+        self.left = self.stuck = StuckRank("opened", "worker_stuck", DATA_WAIT, waited, "", first_batch=first_batch)
+        return self.stuck
 
     def _work_of_fetches(self, added: Passed) -> tuple[int, int]:
         """What fetches have done so far: tenths of a second of CPU time, and bytes read from storage.
@@ -426,34 +375,9 @@ class StuckMonitor:
         """
         pids = [pid for loader in self._tracker.loaders.live() for pid in loader.pids]
         if pids:
-            cpu = sum(stat.cpu_seconds for pid in pids if (stat := read_stat(pid)) is not None)
-            self._fetch_work = int(_FETCH_WORK_STEPS * cpu)
-        elif added.process_cpu_seconds is None or added.process_cpu_seconds > _IDLE_RATIO * added.seconds:
-            self._fetch_work += 1
+            work = int(10 * sum(stat.cpu_seconds for pid in pids if (stat := read_stat(pid)) is not None))
+        else:
+            cpu = added.process_cpu_seconds
+            work = self._busy_ticks = self._busy_ticks + (cpu is None or cpu > _IDLE_RATIO * added.seconds)
         read = (io.read_bytes for pid in pids or [os.getpid()] if (io := read_io(pid)) is not None)
-        return self._fetch_work, sum(read)
-
-    @property
-    def stuck(self) -> StuckRank | None:
-        """This rank, if it is stuck, or was at the newest tick."""
-        return self._stuck
-
-    def _opened(self, category: str, source: str | None) -> StuckRank | None:
-        stack = stack_of(self._tracker.thread)
-        ending = inside(stack, EPOCH_END) and self._watch.excuses < MAX_EXCUSES
-        if not stack or inside(stack, DEBUGGER) or ending:
-            self._watch.excuse()
-            return None
-        seconds = self._watch.seconds
-        cause = stuck_cause(category, source, self._longest_fetch(), seconds)
-        return StuckRank("opened", cause, category, seconds, place(stack), first_batch=self._no_batch_yet)
-
-    def _longest_fetch(self) -> float:
-        """Seconds of the longest fetch in progress, over all loaders.
-
-        A new loader counts, too, although it may turn out to evaluate. The workers' samples leave such a loader out
-        once another one has trained.
-        """
-        blocks = [loader.block for loader in self._tracker.loaders.live() if loader.block is not None]
-        since = [c.fetching_since_ns for block in blocks for c in block.read() if c.fetching_since_ns]
-        return (now_ns() - min(since)) / NS if since else 0.0
+        return work, sum(read)

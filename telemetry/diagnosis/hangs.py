@@ -8,7 +8,7 @@ minority are the suspects. Ranks that wait in different process groups, as with 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -96,6 +96,13 @@ class WaitingRanks:
     sequence: int | None
     shapes: str = ""
 
+    def in_words(self, since: str, *, shapes: bool) -> str:
+        """Where they have waited, and since which time of day."""
+        number = f" #{self.sequence}" if self.sequence is not None else ""
+        shape = f" of {self.shapes}" if self.shapes and shapes else ""
+        has = "has" if len(self.ranks) == 1 else "have"
+        return f"{named(self.ranks)} {has} waited in {self.collective or 'a collective'}{number}{shape} since {since}"
+
 
 @dataclass(frozen=True, slots=True)
 class HangVerdict:
@@ -115,7 +122,6 @@ class HangVerdict:
     waiting: tuple[WaitingRanks, ...]
     seconds: float
     silent: tuple[int, ...]
-    sentence: str = ""
 
     @property
     def suspect(self) -> HangState | None:
@@ -126,7 +132,7 @@ class HangVerdict:
         """Its line in the log. Ranks are ranges of a first and a last rank."""
         return HangLine(
             since=since,
-            verdict=self.sentence,
+            verdict=self.sentence(since),
             kind=self.kind,
             over=ABSENT,
             suspects=[Suspect(s.rank, s.node, s.place, _activity(s)) for s in self.suspects],
@@ -135,6 +141,23 @@ class HangVerdict:
             silent_ranks=len(self.silent),
             recorder=recorder or ABSENT,
         )
+
+    def sentence(self, since: str) -> str:
+        """The verdict in words. ``since``: when the job stopped to go on, ISO-8601."""
+        time, groups = since[11:19], self.waiting
+        clauses = [group.in_words(time, shapes=self.kind == MISMATCH) for group in groups[:_MAX_CLAUSES]]
+        if len(groups) > _MAX_CLAUSES:
+            clauses.append(f"{len(groups) - _MAX_CLAUSES} more groups of ranks wait elsewhere")
+        if self.kind != MISMATCH:
+            clauses += _blamed(self, time if not groups else "")
+        if self.silent:
+            clauses.append(f"nothing is known of {named(self.silent)}")
+        if self.kind == MISMATCH:
+            clauses.append(f"these are different collectives{_odd_words(self)}")
+        elif self.kind == UNKNOWN_HANG and groups and not self.silent:
+            several = "these are different process groups, and " if len(groups) > 1 else ""
+            clauses.append(f"{several}no rank is elsewhere: look at the network between them")
+        return "; ".join(clauses)
 
     def over(self, since: str) -> HangLine:
         """The line in the log that the job goes on."""
@@ -149,7 +172,7 @@ _NO_PHASE: Final = {DATA_WAIT: FETCH, COMPUTE: IN_COMPUTE, LEFT: RANK_LEFT, ENDE
 _ORDER: Final = (FETCH, PHASE, IN_COMPUTE)
 """If two kinds have as many ranks, the first one counts: it is more specific."""
 
-_Group = list["HangState"]  # ranks that wait in one collective
+_Group = list[HangState]  # ranks that wait in one collective
 
 
 def decide(states: Iterable[HangState], world_size: int = 0) -> HangVerdict | None:
@@ -214,10 +237,8 @@ def _suspects(states: Sequence[HangState], waiting: Sequence[_Group], *, silent:
             elsewhere[_NO_PHASE.get(state.doing, PHASE)].append(state)
     left = elsewhere.pop(RANK_LEFT, [])
     if elsewhere:
-        _, _, _, kind = min(
-            (kind != PHASE and not any(state.stuck for state in found), len(found), _ORDER.index(kind), kind)
-            for kind, found in elsewhere.items()
-        )
+        calm = {kind: kind != PHASE and not any(s.stuck for s in found) for kind, found in elsewhere.items()}
+        kind = min(elsewhere, key=lambda kind: (calm[kind], len(elsewhere[kind]), _ORDER.index(kind)))
         return kind, elsewhere[kind] if waiting else _minority_of(elsewhere[kind])
     if left and waiting:
         return RANK_LEFT, left
@@ -309,29 +330,6 @@ def _activity(state: HangState) -> str:
     # In a fetch by a worker the training thread waits for the worker, so its state means nothing.
     kernel = next((text for part, text in _KERNEL if part in state.state), "")
     return f"{words}, {kernel}" if kernel and state.doing in {DATA_WAIT, COMPUTE} else words
-
-
-def with_sentence(verdict: HangVerdict, since: str) -> HangVerdict:
-    """Add the sentence to a verdict. ``since``: time of day at which the job stopped to go on."""
-    clauses, groups = [], verdict.waiting
-    for group in groups[:_MAX_CLAUSES]:
-        number = f" #{group.sequence}" if group.sequence is not None else ""
-        shapes = f" of {group.shapes}" if group.shapes and verdict.kind == MISMATCH else ""
-        has = "has" if len(group.ranks) == 1 else "have"
-        what = f"{group.collective or 'a collective'}{number}{shapes}"
-        clauses.append(f"{named(group.ranks)} {has} waited in {what} since {since}")
-    if len(groups) > _MAX_CLAUSES:
-        clauses.append(f"{len(groups) - _MAX_CLAUSES} more groups of ranks wait elsewhere")
-    if verdict.kind != MISMATCH:
-        clauses += _blamed(verdict, since if not groups else "")
-    if verdict.silent:
-        clauses.append(f"nothing is known of {named(verdict.silent)}")
-    if verdict.kind == MISMATCH:
-        clauses.append(f"these are different collectives{_odd_words(verdict)}")
-    elif verdict.kind == UNKNOWN_HANG and groups and not verdict.silent:
-        several = "these are different process groups, and " if len(groups) > 1 else ""
-        clauses.append(f"{several}no rank is elsewhere: look at the network between them")
-    return replace(verdict, sentence="; ".join(clauses))
 
 
 def _blamed(verdict: HangVerdict, since: str) -> list[str]:

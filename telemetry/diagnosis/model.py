@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.diagnosis.stragglers import own_compute, peers_at_same_pace
+from telemetry.diagnosis.stragglers import at_same_pace, own_compute
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
@@ -73,7 +73,7 @@ def _on_the_cores(evidence: Evidence, fetch: Fetch) -> float:
     cpu = (evidence.process_cpu_per_step_seconds or evidence.step_compute_seconds) + fetch.cpu_seconds
     on_their_cores = fetch.cpu_seconds / evidence.worker_cores if evidence.worker_cores else 0.0
     # Ranks of this node that keep pace need the cores equally often.
-    beside_peers = peers_at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None))
+    beside_peers = at_same_pace(evidence.pace, (peer for peer in evidence.peers if peer.node is None))
     with_peers = _with_all_others(evidence, cpu) if beside_peers else 0.0
     return max(cpu / max(evidence.cores, 1e-9), with_peers, on_their_cores)
 
@@ -131,7 +131,7 @@ def gain_of(
     """
     if then is None:
         return None
-    peers = peers_at_same_pace(evidence.pace, evidence.peers)
+    peers = [peer for _, peer in at_same_pace(evidence.pace, evidence.peers)]
     others = [own_compute(peer, (evidence.pace, *peers)) for peer in peers if peer.rank != but]
     return _factor(evidence.step_seconds if now is None else now, max(then, *others, 0.0))
 

@@ -222,7 +222,7 @@ class StallDetector:
             recurring, rank = self._recurring.costs, self._identity.rank
             found = aggregate(tuple(self._ticks), rank=rank, cause=cause, recurring=recurring)
             pace = structs.replace(found.pace, last_step=self._steps)
-            self._own_paces.add(pace, self._ticks[-1].totals.wall_seconds)
+            self._own_paces.add(pace)
             earlier = self._own_paces.at_the_time_of(found.peers)
             self._evidence = structs.replace(found, pace=pace, earlier_paces=earlier)
         return self._evidence

@@ -16,45 +16,66 @@ if TYPE_CHECKING:
     from telemetry.records import RankPace
 
 
-# -- own paces ---------------------------------------------------------------------------------------------------------
-# The paces of this rank in the last minute, to compare with the paces of other nodes, which are some seconds old.
+# -- the numbers -------------------------------------------------------------------------------------------------------
+# `tests.faults.straggler_campaign` and the recorded runs of `tests/zoo/evidence` have the verdicts that they lead to.
 
-_KEPT: Final = 90
-"""The most paces, one a second. A pace of another node may be a cycle of 10 s old, and 30 s more on NFS."""
+MIN_STEPS: Final = 5
+"""Steps of a window with which it can be compared."""
 
-_APART_SECONDS: Final = 0.9
+_SAME_PACE: Final = 0.15
+"""Ranks have the same pace if their step durations differ by less than this ratio."""
+
+_MIN_SAMPLES: Final = 30
+"""Minimum samples of a training thread. With 30, a share is known to within 0.09."""
+
+_SURELY: Final = 2.0
+"""The cost less this many standard errors of its samples counts as sure."""
+
+_ALIKE: Final = 0.5
+"""A node is slow if each of its ranks surely costs the others this share of the cost of its slowest rank."""
+
+_ALL_CORES: Final = 0.9
+"""The machine of a rank lacks cores if its cores are used to this degree."""
+
+_FOR_CORES: Final = 0.5
+"""The reason is the wait for a core if that is this share of the cost of a rank."""
+
+_STANDSTILL: Final = 0.5
+"""A rank can hold up this one if the time since its last step is this share of this rank's time since then."""
+
+_KEPT: Final = 450
+"""Own paces that are kept. With five ticks a second they last for longer than the news of other nodes may be old."""
 
 _SAME_TIME: Final = 0.05
 """Two windows are of the same time if one ends at most this share of its steps after the other."""
 
 
+# -- own paces ---------------------------------------------------------------------------------------------------------
+
+
 class OwnPaces:
-    """The newest paces of one rank, the oldest first."""
+    """The newest paces of one rank, the oldest first, to compare with older ones of other nodes."""
 
     def __init__(self) -> None:
         self._paces: deque[RankPace] = deque(maxlen=_KEPT)
-        self._newest_seconds = 0.0
 
-    def add(self, pace: RankPace, wall_seconds: float) -> None:
-        """Add the pace of a tick. ``wall_seconds``: length of the run so far."""
+    def add(self, pace: RankPace) -> None:
+        """Add the pace of a tick."""
         if self._paces and pace.last_step < self._paces[-1].last_step:
             self._paces.clear()
-        if not self._paces or wall_seconds - self._newest_seconds >= _APART_SECONDS:
-            self._paces.append(pace)
-            self._newest_seconds = wall_seconds
+        self._paces.append(pace)
 
     def at_the_time_of(self, peers: Iterable[RankPace]) -> tuple[RankPace, ...]:
         """The earlier paces of this rank whose windows end where windows of its peers end."""
         if not self._paces:
             return ()
-        newest = self._paces[-1]
+        paces, newest = tuple(self._paces), self._paces[-1]
         late = newest.last_step - _SAME_TIME * newest.steps
-        ends = [pace.last_step for pace in self._paces]
         places = set()
-        for step in {peer.last_step for peer in peers if ends[0] <= peer.last_step < late}:
-            after = bisect_left(ends, step)
-            places.add(after - 1 if after and step - ends[after - 1] < ends[after] - step else after)
-        return tuple(self._paces[place] for place in sorted(places))
+        for step in {peer.last_step for peer in peers if paces[0].last_step <= peer.last_step < late}:
+            after = bisect_left(paces, step, key=lambda pace: pace.last_step)
+            places.add(min(after, max(0, after - 1), key=lambda at: abs(paces[at].last_step - step)))
+        return tuple(paces[place] for place in sorted(places))
 
 
 # -- straggler ---------------------------------------------------------------------------------------------------------
@@ -70,31 +91,6 @@ class OwnPaces:
 #
 # Both also show a rank whose training thread waits for a core while all cores of its machine are busy.
 # Its own work is not slow then, and a moment later another rank may lack a core. So that time does not count.
-
-MIN_STEPS: Final = 5
-_SAME_PACE: Final = 0.15
-"""Ranks have the same pace if their step durations differ by less than this ratio."""
-
-_ALIKE: Final = 0.5
-"""A node is slow if each of its ranks surely costs the others at least this share of the cost of its slowest rank."""
-
-_SURELY: Final = 2.0
-"""The cost less this many standard errors of its samples counts as sure."""
-
-_MOSTLY_IN_SYNC: Final = 0.8
-"""A rank has mostly waited for the others from this share of its samples on."""
-
-_MIN_STANDSTILL_SHARE: Final = 0.5
-"""A rank can hold up this one if the time since its last step is at least this share of this rank's time since then."""
-
-_MIN_SAMPLES: Final = 30
-"""Minimum samples of a training thread. With 30, a share is known to within 0.09."""
-
-_ALL_CORES: Final = 0.9
-"""The machine of a rank lacks cores if its cores are used to this degree."""
-
-_FOR_CORES: Final = 0.5
-"""The reason is the wait for a core if that is at least this share of the cost of a rank."""
 
 _AWAY: Final = {EVALUATION: "is in an evaluation", CHECKPOINT: "is in a checkpoint"}
 """Activities of a rank that neither waits for data nor computes a step."""
@@ -133,22 +129,19 @@ def straggler(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankP
             compared with one another.
     """
     others = tuple(others)
-    pairs = _at_same_pace(own, others, earlier)
+    pairs = at_same_pace(own, others, earlier)
     found = {other.rank: slow for mine, other in pairs if (slow := _waited_for(mine, other)) is not None}
     slowest = max(found.values(), key=lambda slow: slow.lost, default=None)
     if slowest is None or slowest.node is None:
         return slowest
-    there = [other for _, other in pairs if other.node == slowest.node]
-    ranks, known = max(peer.node_ranks for peer in there), {peer.rank for peer in there}
-    # The paces of the fastest ranks show the cost of the whole node. A rank may be the fastest by one sign only. The
-    # one by another sign may have another pace, as it is at another step.
-    fastest = {other.rank for other in others if other.node == slowest.node and other.node_fastest}
-    if ranks < 2 or (len(there) < ranks and not (fastest and fastest <= known)):
+    # Either all ranks of a node are known or none. One with another pace is not waited for.
+    node = [other for other in others if other.node == slowest.node]
+    surely = [slow.lost - _SURELY * slow.error for other in node if (slow := found.get(other.rank)) is not None]
+    if len(node) < 2 or len(surely) < len(node) or min(surely) < _ALIKE * slowest.lost:
         return slowest
-    surely = [slow.lost - _SURELY * slow.error if (slow := found.get(rank)) is not None else 0.0 for rank in known]
-    if min(surely) < _ALIKE * slowest.lost:
-        return slowest
-    return replace(slowest, why=f"{slowest.why}; all {ranks} ranks of that node are waited for, so the node is slow")
+    return replace(
+        slowest, why=f"{slowest.why}; all {len(node)} ranks of that node are waited for, so the node is slow"
+    )
 
 
 def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()) -> Straggler | None:
@@ -157,20 +150,18 @@ def short_of_cores(own: RankPace, others: Iterable[RankPace], earlier: Iterable[
     `straggler` does not count this: the machine is too small for its load, whichever rank is without a core.
     """
     why = "waits for a core, and all cores of its machine are busy"
-    pairs = [(mine, other) for mine, other in _at_same_pace(own, others, earlier) if _lacks_cores(other)]
+    pairs = [(mine, other) for mine, other in at_same_pace(own, others, earlier) if _lacks_cores(other)]
     found = [Straggler(other.rank, _lost_to_cores(mine, other), why, other.node) for mine, other in pairs]
     return max(found, key=lambda slow: slow.lost, default=None)
 
 
-def peers_at_same_pace(own: RankPace, others: Iterable[RankPace]) -> list[RankPace]:
-    """The other ranks with the same pace as this one. Ranks with the same pace wait for each other."""
-    return [other for _, other in _at_same_pace(own, others)]
-
-
-def _at_same_pace(
+def at_same_pace(
     own: RankPace, others: Iterable[RankPace], earlier: Iterable[RankPace] = ()
 ) -> list[tuple[RankPace, RankPace]]:
-    """The other ranks with the same pace as this one, each after the pace of this rank at the same time."""
+    """The other ranks with the same pace as this one, each after the pace of this rank at the same time.
+
+    Ranks with the same pace wait for each other.
+    """
     known = (own, *earlier)
     pairs = []
     for other in others:
@@ -224,9 +215,9 @@ def _elsewhere(own: RankPace, other: RankPace) -> Straggler | None:
         return None
     waiting = other.exposed_wait_seconds / other.steps - own.exposed_wait_seconds / own.steps
     absent = other.away_seconds / other.steps - own.away_seconds / own.steps
-    lost = min(own.compute_seconds / own.steps - other.compute_seconds / other.steps, waiting + absent)
+    lost = min(compute_seconds(own) - compute_seconds(other), waiting + absent)
     if not own.on_gpu and own.stack_samples >= _MIN_SAMPLES:
-        lost = min(lost, _sync_seconds(own))  # in the rest of its compute the samples show work
+        lost = min(lost, sync_seconds(own))  # in the rest of its compute the samples show work
     if lost <= 0:
         return None
     why = "waits for data" if waiting >= absent else _AWAY.get(other.away_in or "", "is busy outside of its steps")
@@ -243,7 +234,7 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     if min(own.stack_samples, other.stack_samples) < _MIN_SAMPLES:
         return None
     more_in_window = max(0.0, own.seconds / own.steps - other.seconds / other.steps)
-    lost = _sync_seconds(own) - _sync_seconds(other) - more_in_window
+    lost = sync_seconds(own) - sync_seconds(other) - more_in_window
     error = math.hypot(_sync_error(own), _sync_error(other))
     if own.on_gpu or other.on_gpu:
         # A host that waits for its own GPU (`.item()`) is not in torch.distributed either, but delays nobody. It delays
@@ -257,21 +248,27 @@ def _slow(own: RankPace, other: RankPace) -> Straggler | None:
     return Straggler(other.rank, lost, f"takes longer to compute a step{where}", other.node, error)
 
 
-def _sync_seconds(pace: RankPace) -> float:
-    return pace.compute_seconds / pace.steps * pace.in_sync_ratio
+def compute_seconds(pace: RankPace) -> float:
+    """Seconds of compute of a step."""
+    return pace.compute_seconds / pace.steps
+
+
+def sync_seconds(pace: RankPace) -> float:
+    """Seconds of a step in which the rank waits for others. There must be a sample."""
+    return compute_seconds(pace) * pace.in_sync_ratio
 
 
 def _sync_error(pace: RankPace) -> float:
-    """The standard error of `_sync_seconds`: its share comes from samples."""
+    """The standard error of `sync_seconds`: its share comes from samples."""
     share = min(1.0, pace.in_sync_ratio)
-    return pace.compute_seconds / pace.steps * math.sqrt(share * (1.0 - share) / pace.stack_samples)
+    return compute_seconds(pace) * math.sqrt(share * (1.0 - share) / pace.stack_samples)
 
 
 def held_up_by(own: RankPace, others: Iterable[RankPace]) -> RankPace | None:
     """During a standstill: a rank that has not reached the synchronisation in which this rank waits; else None."""
     if not own.waits_for_ranks:
         return None
-    still = _MIN_STANDSTILL_SHARE * own.seconds_without_step
+    still = _STANDSTILL * own.seconds_without_step
     return next((o for o in others if o.seconds_without_step >= still and not o.waits_for_ranks), None)
 
 
@@ -281,14 +278,9 @@ def absent_rank(pace: RankPace) -> Straggler:
     return Straggler(pace.rank, pace.seconds_without_step, where, pace.node)
 
 
-def mostly_in_sync(samples: int, in_sync: int) -> bool:
-    """Whether most of a rank's samples were in synchronisation."""
-    return samples > 0 and in_sync >= _MOSTLY_IN_SYNC * samples
-
-
 def own_compute(pace: RankPace, everyone: Iterable[RankPace]) -> float:
     """Seconds of a step's compute without waiting for other ranks; 0.0 before the first step."""
     if not pace.steps:
         return 0.0
     slow = straggler(pace, [other for other in everyone if other.rank != pace.rank])
-    return max(0.0, pace.compute_seconds / pace.steps - (slow.lost if slow is not None else 0.0))
+    return max(0.0, compute_seconds(pace) - (slow.lost if slow is not None else 0.0))

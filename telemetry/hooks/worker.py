@@ -396,8 +396,8 @@ def _offer_stacks(block: WorkerBlock, worker: int) -> None:
         _responder = _StackResponder(area)
     _responder.area = area
     counters = block.counters(worker)
-    counters.stack_inode, counters.stack_thread = _responder.pipe.identity[1], _responder.thread.native
-    counters.stack_pipe = _responder.pipe.number  # last: it shows that the others are set
+    counters.stack_inode = _responder.pipe.identity[1]
+    counters.stack_pipe = _responder.pipe.number  # last: it shows that the other is set
 
 
 def _own_pipe() -> Descriptor:

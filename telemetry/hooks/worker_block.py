@@ -34,7 +34,7 @@ STACK_REQUEST: Final = struct.Struct("=q")
 
 _COUNTED: Final = (
     *("worker", "pid", "tid", "epoch", "fetches", "wall_ns", "fetching_since_ns", "ended"),
-    *("stack_pipe", "stack_inode", "stack_thread", "sample_session", "sample_until_ns"),
+    *("stack_pipe", "stack_inode", "sample_session", "sample_until_ns"),
     *("firsts", "first_wall_ns", "first_wait_ns", "exhausted_epoch", "first_batch", "second_batch"),
     "unsized",
 )
@@ -50,8 +50,8 @@ class WorkerCounters(Structure):
         ended: fetches that have ended, including those that raised. The first is number 0.
         epoch: how many epochs it has begun. Epoch ``e`` began with fetch number ``epoch_began[e % EPOCHS]``.
         recent_started_ns, recent_finished_ns: stamps of the newest ended fetches. Number ``n`` is at ``n % RECENT``.
-        stack_pipe, stack_inode, stack_thread: how it can be asked for its stacks: its descriptor of a pipe, the
-            inode that this must have, and the kernel's number of the thread that answers. `SharedArea` gets the answer.
+        stack_pipe, stack_inode: how it can be asked for its stacks: its descriptor of a pipe, and the inode that this
+            must have. `SharedArea` gets the answer.
         firsts: first fetches of an epoch. ``first_wall_ns``: their time. ``first_wait_ns``: time from the begin of an
             iteration until they began.
         exhausted_epoch: the newest epoch in which an iterable data set has given its last item.
@@ -79,7 +79,6 @@ class WorkerCounters(Structure):
     ended: int
     stack_pipe: int
     stack_inode: int
-    stack_thread: int
     sample_session: int
     sample_until_ns: int
     firsts: int

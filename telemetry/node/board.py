@@ -400,13 +400,6 @@ class Board:
         except OSError:
             return None
 
-    def stamp(self, name: str) -> int:
-        """A number that changes with a file; 0 without one."""
-        try:
-            return (self.path / name).stat(follow_symlinks=False).st_mtime_ns
-        except OSError:
-            return 0
-
     # -- who serves ----------------------------------------------------------------------------------------------------
 
     def lead(self) -> bool:

@@ -1,12 +1,9 @@
 """The nodes of a job tell each other the paces of their ranks and, during a hang, what each rank does.
 
     RUN_DIR/job/node-NAME.json     the ranks of one node, written by the rank that serves it
-    RUN_DIR/job/digest.json        in a large job: what all nodes need of all ranks
 
-There is no collective and no port. Each node reads the files of all others. From `_LARGE` nodes on, only the node with
-the first name does so. It writes the digest, which the others read instead: a job of 1,250 nodes in which each reads
-all would open 156,000 files a second. If the digest falls silent, all nodes read all files, until one writes it again.
-The folder is listed once a minute; in the first two minutes, at each cycle.
+There is no collective and no port. Each node reads the files of all others, at most `_FILES_A_SECOND`: every five
+seconds in a job of 64 nodes, and less often in a larger one. A job of more than `MAX_NODES` nodes has no exchange.
 
 A shared file system may be slow or hang, so the rank that serves its node runs `JobExchange.cycle` on a thread. It puts
 the results on the board, where every rank of the node reads them (`JobLink`).
@@ -14,16 +11,18 @@ the results on the board, where every rank of the node reads them (`JobLink`).
 
 from __future__ import annotations
 
-import heapq
 import os
 import zlib
 from dataclasses import dataclass
+from heapq import nsmallest
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import GONE, NODE_SILENT, HangState
+from telemetry.diagnosis.stragglers import compute_seconds, sync_seconds
 from telemetry.records import (
     COMPUTE,
     RankPace,  # msgspec reads the annotations
@@ -40,32 +39,24 @@ if TYPE_CHECKING:
     from telemetry.node.board import Board
     from telemetry.util.errors import ErrorLog
 
+# -- the numbers -------------------------------------------------------------------------------------------------------
+# `benchmarks.job_exchange` measures what the exchange costs a node, in jobs of several sizes.
+
 CYCLE_SECONDS: Final = 5.0
 """A node writes its file and reads the others' this often. A straggler is judged over a window of 30 s."""
 
-LARGE_CYCLE_SECONDS: Final = 10.0
-"""A cycle in a job of `_LARGE` nodes and more."""
+_FILES_A_SECOND: Final = 16.0
+"""A node reads at most so many files a second. In a job of 64 nodes, the file system opens 810 a second for all."""
 
-_LARGE: Final = 64
-"""From this many other nodes on, one node reads all files for all nodes."""
+MAX_NODES: Final = 256
+"""With more nodes, the news of a rank would be older than `FAR_SECONDS`, in which a healthy evaluation is known."""
 
-_LIST_SECONDS: Final = 60.0
-"""The folder is listed this often."""
-
-_YOUNG_SECONDS: Final = 120.0
-"""At first the folder is listed at each cycle, because the nodes of a job start at different moments."""
-
-_ALIVE_SECONDS: Final = 45.0
-"""If a file has not changed for this long, its node has ended. NFS may show a change 30 s late."""
-
-_DIGEST_SECONDS: Final = 150.0
-"""If the digest has not changed for this long, its writer has ended. Reading all files for it may take long."""
+_SILENT_SECONDS: Final = 60.0
+"""If a file has not changed for this long, its node has ended or is lost: NFS may show a change 30 s late. News on the
+board that are as old are dropped: the exchange hangs, or the rank that ran it has ended."""
 
 _STALE_SECONDS: Final = 3600.0
 """A file that has not changed since it was first read this long ago is removed: a killed attempt has left it."""
-
-_LOST_SECONDS: Final = 60.0
-"""While the job hangs, a node whose file has not changed for this long counts as gone, with its ranks."""
 
 _ALONE_SECONDS: Final = 90.0
 """If no file of another node appears for this long, the run folder is assumed not to be shared."""
@@ -73,57 +64,49 @@ _ALONE_SECONDS: Final = 90.0
 _SETTLE_SECONDS: Final = 10.0
 """A rank that has not appeared on this node after this time is assumed to be on another node."""
 
-_COUNT_SECONDS: Final = 60.0
-"""A rank that does not serve its node counts the node's ranks this often."""
+_MANY_RANKS: Final = 64
+"""Of more ranks on other nodes, only the nodes of the most conspicuous ones are passed on: at every tick, each rank
+looks for the one that it waits for, which takes 4 us for each other rank."""
 
-_NEWS_SECONDS: Final = 60.0
-"""News this old is dropped: the exchange hangs, or the rank that ran it has ended."""
-
-_DIGEST: Final = "digest.json"
-_NEWS: Final = "job.json"
-_SOURCE: Final = "job"
-
-_EACH: Final = 8
-"""This many ranks of each kind are passed on, see `candidates`."""
+_CONSPICUOUS: Final = 4
+"""So many ranks of each kind are conspicuous, see `conspicuous`."""
 
 MAX_BYTES: Final = 1 << 20
 """Size limit for the file of a node. A report of 8 ranks takes 3 KB."""
 
-_MAX_DIGEST_BYTES: Final = 1 << 23
-"""Size limit for the digest. It takes 3 MB for 10,000 ranks that hang."""
+_NEWS: Final = "job.json"
 
 
 class NodeReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a node reports of its own ranks; in the digest, of all ranks of the job.
+    """What a node reports of its own ranks.
 
     It has no time that another machine's clock is compared with. A reader takes its writer to be alive as long as
     ``sequence`` changes, by the reader's own clock.
 
     Attributes:
-        node: name of the node that wrote it.
+        node: name of the node.
         sequence: increases with each report of that node, from any start.
-        ranks: the newest paces. Each has its node's name. In the digest: the candidates among all ranks.
+        ranks: the newest paces. Each has its node's name.
         hang: during a hang, the state of each rank.
-        nodes: in the digest, the number of living nodes. ``file``: the file of the node that wrote the digest.
     """
 
     node: str
     sequence: int
     ranks: tuple[RankPace, ...]
     hang: tuple[HangState, ...] = ()
-    nodes: int = 1
-    file: str = ""
 
 
 class JobNews(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What the ranks of a node read about the other nodes, in a file on the board.
 
     Attributes:
+        at_ns: when it was written, monotonic ns.
         ranks: the paces of ranks that others may wait for. Each has its node's name.
         stuck: whether a rank of another node is stuck.
     """
 
-    ranks: tuple[RankPace, ...]
+    at_ns: int
+    ranks: tuple[RankPace, ...] = ()
     stuck: bool = False
 
 
@@ -131,65 +114,30 @@ _report_decoder: Final = msgspec.json.Decoder(NodeReport)
 _news_decoder: Final = msgspec.json.Decoder(JobNews)
 
 
-def read_report(path: str | os.PathLike[str], most: int = MAX_BYTES) -> NodeReport | None:
+def read_report(path: str | os.PathLike[str]) -> NodeReport | None:
     """Read the report in a file; None if it cannot be read or makes no sense."""
     try:
-        return _report_decoder.decode(read_small(path, most))
+        return _report_decoder.decode(read_small(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
 
 
-# -- who is slow, who waits --------------------------------------------------------------------------------------------
+def conspicuous(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
+    """The ranks of whole nodes, with those that others may wait for: all ranks of a job that is not very large.
 
-
-def candidates(paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
-    """Choose the few ranks that others may wait for, and the fastest ones to compare them with.
-
-    A job may have thousands of ranks, and at every tick each rank looks for the one that it waits for. Only a rank with
-    an extreme value can be that one: the shortest compute, the least time in collectives, the longest time without a
-    step, or a phase. With a slow rank go the fastest ranks of its node. They show whether the rank is
-    slow or the whole node. The extremes of a set are among the extremes of its parts.
-
-    Returns at most four times `_EACH` ranks and the fastest ranks of the nodes of the slow ones, sorted by rank.
+    Others can only wait for a rank with an extreme value: the shortest compute, the least time in synchronisation, or
+    the longest time without a step in which it does not wait for others, as in a phase.
     """
     known = list(paces)
-    stepping = [pace for pace in known if pace.steps]
-    sampled = [pace for pace in stepping if pace.stack_samples]
-    slow = [
-        *heapq.nsmallest(_EACH, stepping, _compute),
-        *heapq.nsmallest(_EACH, sampled, lambda pace: pace.in_sync_ratio),
+    if len(known) <= _MANY_RANKS:
+        return tuple(known)
+    chosen = [
+        *nsmallest(_CONSPICUOUS, known, lambda p: compute_seconds(p) if p.steps else inf),
+        *nsmallest(_CONSPICUOUS, known, lambda p: sync_seconds(p) if p.steps and p.stack_samples else inf),
+        *nsmallest(_CONSPICUOUS, known, lambda p: 0.0 if p.waits_for_ranks else -p.seconds_without_step),
     ]
-    nodes = {pace.node for pace in slow}
-    fastest = [pace for pace in stepping if pace.node_fastest and pace.node in nodes]
-    still = [pace for pace in known if pace.seconds_without_step > 0 and not pace.waits_for_ranks]
-    stopped = heapq.nlargest(_EACH, still, lambda pace: pace.seconds_without_step)
-    in_phase = heapq.nsmallest(_EACH, [pace for pace in known if pace.phase is not None], lambda pace: pace.rank)
-    chosen = {pace.rank: pace for pace in (*slow, *fastest, *stopped, *in_phase)}
-    return tuple(chosen[rank] for rank in sorted(chosen))
-
-
-def of_node(node: str, paces: Iterable[RankPace]) -> tuple[RankPace, ...]:
-    """Add the node's name to the paces of its ranks for the other nodes, and mark the fastest ranks.
-
-    Others wait least for the fastest, by each sign of a slow rank: the rank with the longest compute, the one that
-    spends most of it in synchronisation, and the one whose GPU is busiest.
-    """
-    known = tuple(paces)
-    stepping = [pace for pace in known if pace.steps]
-    sampled = [pace for pace in stepping if pace.stack_samples]
-    timed = [pace for pace in stepping if pace.gpu_busy_ratio is not None]
-    fastest = {
-        *(pace.rank for pace in heapq.nlargest(1, stepping, _compute)),
-        *(pace.rank for pace in heapq.nlargest(1, sampled, lambda p: _compute(p) * p.in_sync_ratio)),
-        *(pace.rank for pace in heapq.nlargest(1, timed, lambda p: p.gpu_busy_ratio or 0.0)),
-    }
-    return tuple(
-        structs.replace(pace, node=node, node_ranks=len(known), node_fastest=pace.rank in fastest) for pace in known
-    )
-
-
-def _compute(pace: RankPace) -> float:
-    return pace.compute_seconds / pace.steps
+    nodes = {pace.node for pace in chosen}
+    return tuple(pace for pace in known if pace.node in nodes)
 
 
 # -- files of nodes ----------------------------------------------------------------------------------------------------
@@ -197,18 +145,11 @@ def _compute(pace: RankPace) -> float:
 
 @dataclass(slots=True)
 class _Seen:
-    """The newest report in one file.
-
-    Attributes:
-        first_ns: when it was first read.
-        changed_ns: when its sequence was seen to change; 0 before that.
-        there: whether the last reading succeeded.
-    """
+    """The newest report in one file. ``at_ns``: when it was first read, or has ``changed`` since."""
 
     report: NodeReport
-    first_ns: int
-    changed_ns: int = 0
-    there: bool = True
+    at_ns: int
+    changed: bool = False
 
 
 class JobExchange:
@@ -221,9 +162,11 @@ class JobExchange:
         mono_ns: the clock, monotonic nanoseconds.
 
     Attributes:
-        shared: whether another node's file has been seen; None while unknown.
+        file: name of this node's file.
         nodes: number of living nodes of the job at the last cycle, including this one.
         hang: during a hang, the states of the other nodes' ranks at the last cycle.
+        seconds: time until the next cycle.
+        trouble: why other nodes are not heard of, for the log; else empty.
     """
 
     def __init__(self, run_dir: Path, node: str, board: str = "", *, mono_ns: Callable[[], int] = now_ns) -> None:
@@ -232,15 +175,13 @@ class JobExchange:
         self.file: Final = f"node-{slug(node)}{f'-{zlib.crc32(board.encode()):08x}' if board else ''}.json"
         self._now = mono_ns
         self._seen: dict[str, _Seen] = {}
-        self._others: list[str] = []
-        self._listed_ns = -(1 << 62)
         self._began_ns = mono_ns()
-        self._knows_all = False  # whether the files of all nodes were read at the last cycle
-        self._wrote_digest = False
+        self._shared = False  # whether another node has been seen
         self._sequence = int.from_bytes(os.urandom(4), "big")  # random, so it differs from an earlier process's
-        self.shared: bool | None = None
         self.nodes = 1
         self.hang: tuple[HangState, ...] = ()
+        self.seconds = CYCLE_SECONDS
+        self.trouble = ""
 
     def cycle(self, ranks: Iterable[RankPace], hang: tuple[HangState, ...] = ()) -> tuple[RankPace, ...]:
         """Write the paces of this node's ranks, and read those of the others.
@@ -250,115 +191,67 @@ class JobExchange:
             hang: during a hang, their states.
 
         Returns:
-            The candidates among the ranks of the other nodes. Each has its node's name.
+            The ranks of other nodes that others may wait for. Each has its node's name.
 
         Raises:
             OSError: this node's file cannot be written.
         """
-        own = of_node(self._node, ranks)
+        own = tuple(structs.replace(pace, node=self._node) for pace in ranks)
         self._sequence += 1
-        self._write(self.file, NodeReport(self._node, self._sequence, own, hang))
-        self._list()
-        files, large = self._others, len(self._others) >= _LARGE
-        digest = self._look(_DIGEST, _DIGEST_SECONDS, _MAX_DIGEST_BYTES) if large else None
-        follows = digest is not None and digest.file < self.file
-        if follows and digest is not None:
-            self._look(digest.file)  # to notice when the writer of the digest is lost
-            reports, files, self.nodes = [digest], [digest.file], digest.nodes
-        else:
-            living = {name: report for name in files if (report := self._look(name)) is not None}
-            reports, self.nodes = [*living.values()], 1 + len(living)
-        found = candidates(pace for report in reports for pace in report.ranks)
-        states = [state for report in reports for state in report.hang]
-        if hang or states:
-            states += self._lost(files)
-        # From the second cycle in which all files are read, it is known who is alive.
-        self._wrote_digest = large and not follows and self._knows_all and self.file < min(living, default="~")
-        if self._wrote_digest:
-            everyone = candidates([*own, *found])
-            self._write(
-                _DIGEST, NodeReport(self._node, self._sequence, everyone, (*hang, *states), self.nodes, self.file)
-            )
-        self._knows_all = not follows
-        here = {pace.rank for pace in own}
+        self._write(NodeReport(self._node, self._sequence, own, hang))
+        self._read()
+        known, here, now = [seen for seen in self._seen.values() if seen.changed], {p.rank for p in own}, self._now()
+        living = [seen.report for seen in known if now - seen.at_ns <= _SILENT_SECONDS * NS]
+        silent = [seen.report for seen in known if now - seen.at_ns > _SILENT_SECONDS * NS]
+        states = [state for report in living for state in report.hang]
+        if hang or states:  # a node that ends removes its file
+            lost = [pace for report in silent for pace in report.ranks]
+            states += [HangState(pace.rank, pace.node or "", COMPUTE, GONE, state=NODE_SILENT) for pace in lost]
         self.hang = tuple(state for state in states if state.rank not in here)
-        self._judge_sharing()
-        return tuple(pace for pace in found if pace.rank not in here)
+        self.nodes = 1 + len(living)
+        self._shared = self._shared or self.nodes > 1
+        if not self._shared and now - self._began_ns > _ALONE_SECONDS * NS:
+            self.trouble = self.trouble or (
+                "no other node of this job writes to the run folder, so stragglers are judged on this node alone: "
+                "put run_dir on a file system that all nodes share"
+            )
+        return conspicuous(pace for report in living for pace in report.ranks if pace.rank not in here)
 
     def leave(self) -> None:
-        """Remove this node's files, because the run has ended here. Another node writes the digest again."""
+        """Remove this node's file, because the run has ended here."""
         remove_file(self._folder / self.file)
-        if self._wrote_digest:
-            remove_file(self._folder / _DIGEST)
 
-    def _write(self, name: str, report: NodeReport) -> None:
-        content, path = msgspec.json.encode(report), str(self._folder / name)
+    def _write(self, report: NodeReport) -> None:
+        content, path = msgspec.json.encode(report), str(self._folder / self.file)
         try:
             replace_file(path, content)
         except FileNotFoundError:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, content)
 
-    def _list(self) -> None:
-        now = self._now()
-        young = now - self._began_ns < _YOUNG_SECONDS * NS
-        if not young and now - self._listed_ns < _LIST_SECONDS * NS:
-            return
-        self._listed_ns = now
-        with os.scandir(self._folder) as entries:
-            names = sorted(e.name for e in entries if e.name.startswith("node-") and e.name.endswith(".json"))
-        for name, seen in self._seen.items():
-            if not seen.changed_ns and now - seen.first_ns > _STALE_SECONDS * NS:
-                remove_file(self._folder / name)
-        there = {*names, _DIGEST}
-        self._seen = {name: seen for name, seen in self._seen.items() if name in there}
-        self._others = [name for name in names if name != self.file]
-
-    def _look(self, name: str, alive_seconds: float = _ALIVE_SECONDS, most: int = MAX_BYTES) -> NodeReport | None:
-        """The report in a file; None without one, or if its writer has ended or was not seen alive yet."""
-        now, seen = self._now(), self._seen.get(name)
-        report = read_report(f"{self._folder}/{name}", most)
-        if seen is not None:
-            seen.there = report is not None
-        if report is not None:
-            if seen is None:
-                seen = self._seen[name] = _Seen(report, now)
-            elif report.sequence != seen.report.sequence:
-                seen.changed_ns = now
-            seen.report = report
-        if seen is None or not seen.changed_ns or now - seen.changed_ns > alive_seconds * NS:
-            return None
-        return seen.report
-
-    def _lost(self, names: Iterable[str]) -> list[HangState]:
-        """The states of ranks whose nodes' files have not changed for a minute.
-
-        A node that ends removes its file. A file that was never seen to change belongs to an earlier attempt.
-        """
-        since = self._now() - int(_LOST_SECONDS * NS)
-        silent = [
-            seen.report
-            for name in names
-            if (seen := self._seen.get(name)) is not None and seen.there and 0 < seen.changed_ns <= since
-        ]
-        return [
-            HangState(pace.rank, pace.node or report.node, COMPUTE, GONE, state=NODE_SILENT)
-            for report in silent
-            for pace in report.ranks
-        ]
-
-    def _judge_sharing(self) -> None:
-        if self.nodes > 1:
-            self.shared = True
-        elif self.shared is None and self._now() - self._began_ns > _ALONE_SECONDS * NS:
-            self.shared = False
+    def _read(self) -> None:
+        """Read the files of the others. A node lives once its file was seen to change: it may be of an earlier run."""
+        names = [name for name in os.listdir(self._folder) if name.startswith("node-") and name != self.file]  # noqa: PTH208
+        self.seconds = max(CYCLE_SECONDS, len(names) / _FILES_A_SECOND)
+        if len(names) >= MAX_NODES:
+            self.trouble = f"the job has more than {MAX_NODES} nodes, so each compares its own ranks only"
+            names = []
+        seen, self._seen = self._seen, {}
+        for name in names:
+            report, before, now = read_report(f"{self._folder}/{name}"), seen.get(name), self._now()
+            if report is not None and (before is None or report.sequence != before.report.sequence):
+                self._seen[name] = _Seen(report, now, changed=before is not None)
+            elif before is not None:
+                self._seen[name] = before
+                if not before.changed and now - before.at_ns > _STALE_SECONDS * NS:
+                    remove_file(self._folder / name)
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
 class JobLink:
-    """What the agent of one rank has of the other nodes.
+    """What the agent of one rank has of the other ranks of the job.
 
     Args:
         run_dir: the run folder, which all nodes of the job must share.
@@ -390,31 +283,25 @@ class JobLink:
         self._now = mono_ns
         self._thread: OwnThread | None = None
         self._stop = Wake()
-        self._trouble: str | None = None
-        self._told: set[str] = set()
-        self._ranks = 0
-        self._counted_ns = mono_ns()
+        self._trouble = self._told = ""
+        self._near: dict[int, RankPace] = {}  # the last pace of each rank of this node, also of ended ones
+        self._far: tuple[RankPace, ...] = ()
         self._elsewhere_ns = mono_ns()  # until this time other nodes may have had no ranks
         self._cpu_before = 0.0  # CPU time of threads that have ended
         self.cpu_seconds = 0.0
-        self._stamp = 0
-        self._learned_ns = 0
-        self._learned: tuple[RankPace, ...] = ()
         self._states: tuple[HangState, ...] = ()  # of other nodes' ranks; the exchange's thread leaves them here
         self.local: tuple[HangState, ...] = ()
         self.elsewhere: tuple[HangState, ...] = ()
         self.stuck_elsewhere = False
+        self._ranks = 0  # the most ranks of this node at one time, because ranks may end early
 
     def tick(self, world_size: int) -> None:
         """Run the exchange if it is this rank's turn. Called about once a second; never blocks."""
-        trouble, self._trouble = self._trouble, None
-        if trouble is not None and trouble not in self._told:
-            self._told.add(trouble)
-            self._errors.tell(_SOURCE, trouble)
+        if self._trouble not in {"", self._told}:
+            self._told = self._trouble
+            self._errors.tell("job", self._told)
         now = self._now()
-        if self._node.leads or now - self._counted_ns >= _COUNT_SECONDS * NS:
-            self._count_ranks(now)
-        if not (self._node.leads and world_size > self._ranks):
+        if not (self._node.leads and self.ranks_elsewhere(world_size)):
             self._elsewhere_ns = now
         # The ranks of a node start at different moments.
         wanted = now - self._elsewhere_ns >= _SETTLE_SECONDS * NS
@@ -428,32 +315,35 @@ class JobLink:
             self._stop.set()
 
     def ranks_elsewhere(self, world_size: int) -> bool:
-        """Whether the job has ranks on other nodes."""
-        self._count_ranks(self._now())
+        """Whether the job has ranks on other nodes, as of `paces`."""
         return world_size > self._ranks
 
-    def _count_ranks(self, now: int) -> None:
-        """Count the ranks of this node. The largest number counts, because ranks may end early."""
-        self._ranks, self._counted_ns = max(self._ranks, self._node.live_ranks()), now
+    def paces(self, but: int) -> tuple[RankPace, ...]:
+        """The ranks of this node without rank ``but``, and the ranks of other nodes that this one may wait for."""
+        near = self._node.paces(but)
+        self._ranks = max(self._ranks, 1 + len(near))
+        self._near |= {pace.rank: pace for pace in near}
+        news = self._news()
+        self._far, self.stuck_elsewhere = (news.ranks, news.stuck) if news is not None else ((), False)
+        self.elsewhere = self._states if news is not None and self._node.leads else ()
+        return (*near, *self._far)
 
-    def paces(self) -> tuple[RankPace, ...]:
-        """The ranks of other nodes that this rank may wait for; empty if no such rank is known."""
-        stamp = self._node.stamp(_NEWS)
-        if stamp != self._stamp:
-            self._stamp, self._learned_ns = stamp, self._now()
-            self._learn(self._node.get(_NEWS))
-        elif self._now() - self._learned_ns > _NEWS_SECONDS * NS:
-            self._learn(None)
-        return self._learned
+    @property
+    def of_run(self) -> tuple[RankPace, ...]:
+        """The newest paces, and the last ones of ranks of this node that have ended.
 
-    def _learn(self, content: bytes | None) -> None:
-        """Take what the exchange has put on the board; None if nothing there is new enough."""
+        When a job ends, its ranks leave the board one after the other, and the last line still has to cover all of
+        them. Of other nodes only some ranks are known at any time, so it means nothing if one is no longer known.
+        """
+        return (*self._near.values(), *self._far)
+
+    def _news(self) -> JobNews | None:
+        """What the exchange has put on the board; None if nothing there is new enough."""
         try:
-            news = JobNews(()) if content is None else _news_decoder.decode(content)
+            news = _news_decoder.decode(self._node.get(_NEWS) or b"")
         except (ValueError, RecursionError):
-            content, news = None, JobNews(())
-        self._learned, self.stuck_elsewhere = news.ranks, news.stuck
-        self.elsewhere = self._states if content is not None and self._node.leads else ()
+            return None
+        return news if self._now() - news.at_ns <= _SILENT_SECONDS * NS else None
 
     def close(self, seconds: float) -> None:
         """End the exchange and remove this node's file, unless the file system hangs.
@@ -471,41 +361,13 @@ class JobLink:
         while not stop.is_set():
             try:
                 found = exchange.cycle(self._node.paces(), self.local)
-                self._states = exchange.hang
-                news = JobNews(found, any(state.stuck for state in exchange.hang))
+                self._states, self._trouble = exchange.hang, exchange.trouble
+                news = JobNews(self._now(), found, any(state.stuck for state in exchange.hang))
                 self._node.put(_NEWS, msgspec.json.encode(news))
             except Exception as error:
                 why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 self._trouble = f"the other nodes cannot be told of this one's ranks: {self._run_dir / 'job'}: {why}"
-            if exchange.shared is False:
-                self._trouble = (
-                    "no other node of this job writes to the run folder, so stragglers are judged on this node alone: "
-                    "put run_dir on a file system that all nodes share"
-                )
             self.cpu_seconds = thread_time() + self._cpu_before
-            stop.wait(CYCLE_SECONDS if exchange.nodes <= _LARGE else LARGE_CYCLE_SECONDS)
+            stop.wait(exchange.seconds)
         self._states = ()
         exchange.leave()
-
-
-class PeerPaces:
-    """Gets the paces of the other ranks once a tick, and keeps the last pace of each rank of this node.
-
-    When a job ends, its ranks leave the board one after the other, and rank 0's last line still has to cover all of
-    them. Of other nodes only some ranks are known at any time, so a rank that is no longer among them means nothing.
-    """
-
-    def __init__(self) -> None:
-        self._far: tuple[RankPace, ...] = ()
-        self._near: dict[int, RankPace] = {}
-
-    def take(self, paces: tuple[RankPace, ...]) -> tuple[RankPace, ...]:
-        """Take and return the paces of the ranks that run now."""
-        self._near |= {pace.rank: pace for pace in paces if pace.node is None}
-        self._far = tuple(pace for pace in paces if pace.node is not None)
-        return paces
-
-    @property
-    def of_run(self) -> tuple[RankPace, ...]:
-        """The paces at the newest `take`, with the last ones of ranks that had ended before."""
-        return (*self._near.values(), *self._far)

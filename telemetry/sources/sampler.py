@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.records import COMPUTE_PARTS
+from telemetry.sources.collectives import collective_in, in_backward
 from telemetry.sources.parts import PartReader
 from telemetry.sources.proc import read_schedule
 from telemetry.sources.sampling import SampleClock, runs_beside
-from telemetry.sources.stacks import collective_in, in_backward
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import (
     CHECKPOINT,

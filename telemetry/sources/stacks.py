@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from telemetry.hooks.worker_block import STACK_REQUEST
-from telemetry.sources.proc import is_worker_of_ours, read_schedule, read_stat, thread_state
+from telemetry.sources.proc import thread_state
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.files import raised
 from telemetry.util.stacks import Stack, is_library, line_of, python_threads, stack_text, users_spot
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from telemetry.hooks.loaders import LoaderRegistry
     from telemetry.hooks.worker_block import SharedArea, WorkerCounters
-    from telemetry.sources.proc import Schedule
 
 MAX_BYTES: Final = 1 << 16
 """All stacks together have at most this many bytes."""
@@ -99,7 +98,6 @@ def _bounded(texts: Sequence[str]) -> list[str]:
 
 _ALL_SECONDS: Final = 1.5
 _POLL_SECONDS: Final = 0.01
-_MAX_WORKERS: Final = 64
 
 
 @dataclass(slots=True)
@@ -148,100 +146,52 @@ def live_workers(loaders: LoaderRegistry) -> list[WorkerStack]:
 
 
 def ask_workers(workers: Sequence[WorkerStack]) -> None:
-    """Ask all workers for their stacks at the same time. Takes at most 1.5 s. Only the first 64 are asked.
+    """Ask all workers for their stacks at the same time. Takes at most 1.5 s.
 
     A thread of the worker is woken through a pipe, and answers in memory. No signal is sent: it would interrupt the
     worker's system calls, and C libraries take that for an error. The pipe is opened through /proc, which allows it for
     files of the same user's processes. ptrace is not needed.
     """
-    waiting = []
-    for place, worker in enumerate(workers):
-        counters, area = worker.counters, worker.area
-        if place >= _MAX_WORKERS:
-            worker.missing = f"only {_MAX_WORKERS} workers are asked"
-        elif counters is None or area is None or not counters.stack_pipe:
+    number = now_ns()
+    left: list[tuple[WorkerStack, SharedArea]] = []
+    for worker in workers:
+        worker.state = thread_state(worker.pid, worker.pid)
+        if worker.counters is None or worker.area is None or not worker.counters.stack_pipe:
             worker.missing = "it was started before the agent, or could not be made ready to be asked"
+        elif _wake(worker.pid, worker.counters, number):
+            left.append((worker, worker.area))
         else:
-            before, number = _schedules(worker.pid, counters), now_ns()
-            worker.missing = _silent(worker.pid) or _wake(worker.pid, counters, number)
-            if not worker.missing:
-                waiting.append((worker, counters, area, number, before))
-    began, left = now_ns(), waiting
-    while left and now_ns() - began < _ALL_SECONDS * NS:
+            worker.missing = "it has ended, or has closed our pipe"
+    while left and now_ns() - number < _ALL_SECONDS * NS:
         sleep(_POLL_SECONDS)
-        for worker, _, area, number, _ in left:
+        for worker, area in left:
             found = area.read()
             if found is not None and (found.session, found.pid) == (number, worker.pid):
                 worker.stack = found.content.decode("utf-8", "replace")
         left = [each for each in left if not each[0].stack]
-    for worker, counters, _, number, before in left:
-        worker.missing = _silent(worker.pid) or _late(worker.pid, counters, number, before)
-    for worker in workers:
-        worker.state = thread_state(worker.pid, worker.pid)
+    for worker, _ in left:
+        worker.missing = f"it did not answer in {_ALL_SECONDS} s: it is stopped, has no core, or a call holds the GIL"
 
 
-def _silent(pid: int) -> str:
-    """Why no thread of this process can answer; empty if one can."""
-    stat = read_stat(pid)
-    if stat is None:
-        return "it has ended"
-    if not is_worker_of_ours(stat.parent):
-        return "it has ended, and its pid is another process's"
-    stopped = thread_state(pid, pid) in {"stopped", "traced"}
-    return "it is stopped, by a signal or a debugger" if stopped else ""
-
-
-def _wake(pid: int, counters: WorkerCounters, number: int) -> str:
-    """Write the request into the worker's pipe. Returns why it was not written; empty if it was."""
-    closed, path = "it has closed our pipe", f"/proc/{pid}/fd/{counters.stack_pipe}"
+def _wake(pid: int, counters: WorkerCounters, number: int) -> bool:
+    """Write the request into the worker's pipe. Returns whether it has one."""
+    path = f"/proc/{pid}/fd/{counters.stack_pipe}"
     try:
         # Look first, because opening another file may change something for its owner.
         if str(Path(path).readlink()) != f"pipe:[{counters.stack_inode}]":
-            return closed
+            return False
         # Open it for reading, too: without a reader, a write would send SIGPIPE.
         pipe = raised(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         try:
-            if os.fstat(pipe).st_ino != counters.stack_inode:
-                return closed
             os.write(pipe, STACK_REQUEST.pack(number))
         finally:
             os.close(pipe)
-    except FileNotFoundError:
-        return closed
-    except OSError as error:  # also if the pipe is full
-        return f"it cannot be asked ({error.strerror})"
-    return ""
-
-
-def _late(pid: int, counters: WorkerCounters, number: int, before: tuple[Schedule, Schedule] | None) -> str:
-    """Why it did not answer in time, judging by the kernel's figures for its answering and its main thread."""
-    after = _schedules(pid, counters)
-    if before is None or after is None:
-        return "it did not answer in time"
-    seconds = (now_ns() - number) / NS
-    (answering, main), (answering_before, main_before) = after, before
-    waited = (answering.runnable_ns - answering_before.runnable_ns) / NS
-    if answering.run_ns == answering_before.run_ns or waited > seconds / 2:
-        return f"it did not answer in {seconds:.1f} s: it got no core"
-    return (
-        f"it did not answer in {seconds:.1f} s: a call that holds the GIL runs. "
-        f"Of this time its main thread was on a core for {(main.run_ns - main_before.run_ns) / NS:.1f} s"
-    )
-
-
-def _schedules(pid: int, counters: WorkerCounters) -> tuple[Schedule, Schedule] | None:
-    """The figures of the answering and the main thread; None if the kernel does not report them."""
-    answering, main = read_schedule(pid, counters.stack_thread), read_schedule(pid, pid)
-    return (answering, main) if answering is not None and main is not None else None
+    except OSError:  # also if the pipe is full
+        return False
+    return True
 
 
 # -- one place -------------------------------------------------------------------------------------------------------
-
-_DISTRIBUTED: Final = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_NO_WAITING: Final = tuple(f"{_DISTRIBUTED}{part}{os.sep}" for part in ("checkpoint", "elastic", "rpc"))
-_DDP: Final = f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}distributed.py"
-_BACKWARD: Final = f"{os.sep}torch{os.sep}autograd{os.sep}graph.py"
-_WRAPPERS: Final = frozenset({"wrapper", "inner", "_fn", "<lambda>"})
 
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -264,25 +214,6 @@ def place_of(stack: Stack) -> StuckPlace:
     if own is None:
         return StuckPlace(None, stack[0].function if stack else None)
     return StuckPlace(_line(own.file, own.line), stack[0].function)
-
-
-def collective_in(stack: Stack) -> str | None:
-    """The collective that a thread is in, by its innermost frames; empty for a backward pass or DDP, else None.
-
-    A backward pass may also compute.
-    """
-    file = stack[0].file if stack else ""
-    if file.endswith((_BACKWARD, _DDP)):
-        return ""
-    if _DISTRIBUTED not in file or any(part in file for part in _NO_WAITING):
-        return None
-    inner = [spot for spot in stack if _DISTRIBUTED in spot.file]
-    return next((spot.function for spot in inner if spot.function not in _WRAPPERS), "")
-
-
-def in_backward(stack: Stack) -> bool:
-    """Whether the innermost frame is the backward pass, which may wait for other ranks or compute."""
-    return bool(stack) and stack[0].file.endswith(_BACKWARD)
 
 
 def fetch_in(workers: Sequence[WorkerStack]) -> StuckPlace | None:

@@ -122,7 +122,7 @@ JOB = """
     QUIET = {"evaluate", "one_evaluates", "compile", "debugger", "slow"}
     peers.CYCLE_SECONDS = peers._SETTLE_SECONDS = 0.5
     job_hang._PATIENCE_SECONDS = 6.0
-    peers._ALIVE_SECONDS, peers._LOST_SECONDS = 4.5, 6.0
+    peers._SILENT_SECONDS = 6.0
     sys.path.insert(0, sys.argv[5] + "/site-packages/torch/distributed")
     import unnoticed
 

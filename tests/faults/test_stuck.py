@@ -9,7 +9,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pdb  # noqa: T100 - a debugger is what is tested
-import re
 import select
 import signal
 import threading
@@ -359,8 +358,7 @@ def test_a_worker_that_holds_the_gil_cannot_answer_and_that_is_said(begin, lines
     (opened,) = lines("stall_open")
     heading, text = stack_of(opened, "in a fetch for")
     assert state in heading
-    said = r"  no stack: it did not answer in 1\.\d s: a call that holds the GIL runs\. "
-    assert re.fullmatch(said + r"Of this time its main thread was on a core for \d\.\d s", text)
+    assert text == "  no stack: it did not answer in 1.5 s: it is stopped, has no core, or a call holds the GIL"
 
 
 class Named(Numbers):
@@ -419,7 +417,7 @@ def test_a_stopped_worker_is_left_alone(begin, lines, when_stuck):
     assert opened["cause"] == "worker_stuck"
     heading, text = stack_of(opened, "worker 0")
     assert "stopped" in heading
-    assert "no stack: it is stopped" in text
+    assert "no stack: it did not answer in 1.5 s: it is stopped" in text
 
 
 def test_a_worker_begun_before_the_agent_cannot_be_asked_and_that_is_said(begin, lines, when_stuck, release):

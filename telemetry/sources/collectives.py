@@ -1,4 +1,4 @@
-"""The newest collective of this process, from torch's flight recorder; without a recorder, its number.
+"""The collective that this process is in: by the stack of a thread, and by torch's flight recorder.
 
 The recorder keeps the newest collectives of a process in a ring. From torch 2.11 on it is on for NCCL and for gloo. The
 variable TORCH_FR_BUFFER_SIZE (before: TORCH_NCCL_TRACE_BUFFER_SIZE) is its size, and 0 turns it off. It is read only
@@ -13,6 +13,7 @@ while the job hangs, and never turned on or off here. By torch's sources, anothe
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -22,7 +23,37 @@ from telemetry.records import Collective
 from telemetry.sources.memory import cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from telemetry.util.stacks import Stack
+
+# -- by a stack --------------------------------------------------------------------------------------------------------
+
+_DISTRIBUTED: Final = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_NO_WAITING: Final = tuple(f"{_DISTRIBUTED}{part}{os.sep}" for part in ("checkpoint", "elastic", "rpc"))
+_DDP: Final = f"{os.sep}torch{os.sep}nn{os.sep}parallel{os.sep}distributed.py"
+_BACKWARD: Final = f"{os.sep}torch{os.sep}autograd{os.sep}graph.py"
+_WRAPPERS: Final = frozenset({"wrapper", "inner", "_fn", "<lambda>"})
+
+
+def collective_in(stack: Stack) -> str | None:
+    """The collective that a thread is in, by its innermost frames; empty for a backward pass or DDP, else None.
+
+    A backward pass may also compute.
+    """
+    file = stack[0].file if stack else ""
+    if file.endswith((_BACKWARD, _DDP)):
+        return ""
+    if _DISTRIBUTED not in file or any(part in file for part in _NO_WAITING):
+        return None
+    inner = [spot for spot in stack if _DISTRIBUTED in spot.file]
+    return next((spot.function for spot in inner if spot.function not in _WRAPPERS), "")
+
+
+def in_backward(stack: Stack) -> bool:
+    """Whether the innermost frame is the backward pass, which may wait for other ranks or compute."""
+    return bool(stack) and stack[0].file.endswith(_BACKWARD)
+
+
+# -- by torch's recorder -----------------------------------------------------------------------------------------------
 
 _ENTRY: Final = re.compile(rb'\{[^{}]*"retired":false[^{}]*\}')
 """Matches collectives that have not ended. An entry contains no other object."""
@@ -44,30 +75,22 @@ class RecordedCollectives:
     off: bool = False
 
 
-class FlightRecorder:
-    """Reads the recorder of this process. Imports nothing: it looks at modules that the script has imported."""
+def recorded_collectives() -> RecordedCollectives | None:
+    """The current state; None if torch.distributed is not in use, or torch fails.
 
-    def __init__(self) -> None:
-        self._listed: tuple[tuple[str, int], Collective | None] | None = None
-
-    def read(self) -> RecordedCollectives | None:
-        """The current state; None if torch.distributed is not in use, or torch fails."""
-        dist, c10d = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
-        try:
-            if dist is None or c10d is None or not dist.is_available() or not dist.is_initialized():
-                return None
-            on_cuda = _on_cuda(dist)
-            dump = getattr(c10d, "_dump_nccl_trace_json" if on_cuda else "_dump_fr_trace_json", None)
-            if dump is None:
-                return RecordedCollectives(_counted(dist), None)
-            status = json.loads(dump(False, False)).get("pg_status") or {}
-            if not status:
-                return RecordedCollectives(_counted(dist), None, off=True)
-            return self._read(status, None if on_cuda else dump)
-        except Exception:  # torch's private functions may change or refuse
+    It imports nothing: it looks at modules that the script has imported.
+    """
+    dist, c10d = sys.modules.get("torch.distributed"), sys.modules.get("torch._C._distributed_c10d")
+    try:
+        if dist is None or c10d is None or not dist.is_available() or not dist.is_initialized():
             return None
-
-    def _read(self, status: dict[str, Any], dump: Callable[[bool, bool], bytes] | None) -> RecordedCollectives:
+        on_cuda = _on_cuda(dist)
+        dump = getattr(c10d, "_dump_nccl_trace_json" if on_cuda else "_dump_fr_trace_json", None)
+        if dump is None:
+            return RecordedCollectives(_counted(dist), None)
+        status = json.loads(dump(False, False)).get("pg_status")
+        if not status:
+            return RecordedCollectives(_counted(dist), None, off=True)
         groups = [(name, _number(each, "enqueued"), _number(each, "completed")) for name, each in status.items()]
         entered = [(name, enqueued, done) for name, enqueued, done in groups if enqueued > 0]
         if not entered:
@@ -75,16 +98,12 @@ class FlightRecorder:
         waiting = [group for group in entered if group[1] > group[2]]
         name, number, done = max(waiting or entered, key=lambda group: group[1])
         newest = Collective("", min(done + 1, number) if waiting and done >= 0 else number, name)
-        if waiting and dump is not None:
-            newest = self._listed_as((name, number), dump) or newest
-        return RecordedCollectives(newest, bool(waiting))
-
-    def _listed_as(self, key: tuple[str, int], dump: Callable[[bool, bool], bytes]) -> Collective | None:
-        """The oldest collective that has not ended. The list is read once for each newest one."""
-        if self._listed is None or self._listed[0] != key:
+        if waiting and not on_cuda:
             found = _ENTRY.search(dump(True, False))
-            self._listed = (key, _collective(json.loads(found.group())) if found else None)
-        return self._listed[1]
+            newest = _collective(json.loads(found.group())) if found else newest
+        return RecordedCollectives(newest, bool(waiting))
+    except Exception:  # torch's private functions may change or refuse
+        return None
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
