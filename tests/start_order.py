@@ -7,7 +7,7 @@ from __future__ import annotations
 
 LONG = """
     stack/cluster faults/test_job_hangs stack/job faults/test_attempts faults/test_exits test_alerts test_tune stack/
-    loaders/test_unchanged_loaders faults/test_stuck faults/test_snapshots test_samples faults/test_stack_requests
+    faults/test_stuck faults/test_snapshots test_samples faults/test_stack_requests
     test_demo faults/test_ranks zoo/test_zoo faults/test_forks test_report_logs faults/test_disks
     faults/test_blocked_agent unnoticed/ faults/test_memory test_workers faults/test_signals faults/test_standard_streams
     test_stalls test_agent faults/test_footprint faults/test_takeover faults/test_names_and_settings test_html

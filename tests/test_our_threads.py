@@ -193,29 +193,3 @@ def test_a_file_with_quotes_and_control_characters_keeps_its_name():
     over.set()
     thread.join()
     assert (spot.file, spot.function) == (name, "wait")
-
-
-SILENT = """
-import os, sys
-import torch
-from types import SimpleNamespace
-from telemetry.snapshot.capture import Session
-from telemetry.snapshot.plan import REQUEST, Plan, Request
-
-written = []
-sys.addaudithook(lambda event, _: written.append(event) if event in {"os.putenv", "os.unsetenv"} else None)
-plan = Plan(Request("1700000000000-0000000a", REQUEST, None, 2, "a test"), 1)
-for _ in range(2):
-    session = Session(plan, SimpleNamespace(run="r", rank=0, world_size=1))
-    session.prepare()
-    session.start()
-    torch.ones(3)
-    session.stop()
-assert not written, written
-"""
-
-
-def test_a_recording_is_silent_and_writes_no_environment():
-    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""

@@ -121,7 +121,10 @@ ALONE = {"run", "rank", "pid", "life"}
 """These fields decide which process a line belongs to. Of the others, each junk has a rank in one run."""
 
 
-@pytest.mark.parametrize("number", range(len(LINES)), ids=lambda number: f"{number}-{LINES[number]['event']}")
+# Of the two windows and of the two stalls that open the later has what the earlier has.
+@pytest.mark.parametrize(
+    "number", [n for n in range(len(LINES)) if n not in {1, 2}], ids=lambda number: LINES[number]["event"]
+)
 def test_no_field_of_a_log_can_break_the_report(tmp_path, capsys, number):
     whole, alone, job = COMMON | LINES[number], tmp_path / "alone", tmp_path / "job"
     for path in places(whole):

@@ -77,8 +77,9 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("kept", [False, True], ids=["new workers", "persistent workers"])
+@pytest.mark.parametrize(
+    ("kind", "kept"), [*((kind, False) for kind in LOADERS), ("a smaller last batch", True), ("without it", True)]
+)
 def test_samples_with_workers_are_those_that_the_script_trained_on(counted, kept, kind):
     """Over several epochs. One is left while other batches are prefetched, of the same size where nothing varies."""
     trainer, loader = Trainer(), loader_of(Numbers(60), workers=2, persistent_workers=kept, **LOADERS[kind])

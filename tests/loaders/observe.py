@@ -1,19 +1,17 @@
-"""What a job observes of its own loaders, as JSON: run bare and under the agent, and compared.
-
-Usage: ``python observe.py GROUP RESULTS``. With ``TELEMETRY_DISABLED=1`` it is the bare run.
-"""
+"""What a job observes of its own loaders: `tests.unnoticed` runs it bare and under the agent."""
 
 from __future__ import annotations
 
 import gc
-import json
+import importlib
 import multiprocessing
 import os
-import re
-import sys
 import threading
 import time
 from multiprocessing import forkserver
+
+import torch
+from torch.utils.data._utils import fetch
 
 import telemetry
 
@@ -57,8 +55,6 @@ def raised(action) -> list[str]:
 
 def layers() -> dict[str, int]:
     """Wrappers around what runs in a worker."""
-    from torch.utils.data._utils import fetch
-
     return {
         kind.__name__: depth(vars(kind)["fetch"]) for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
     }
@@ -80,29 +76,16 @@ def observe(case) -> dict:
     }
 
 
-def main(group: str, results: str) -> None:
+def main(group: str) -> None:
     """Run every case of a module of this folder."""
-    import importlib
-
-    import torch
-
     torch.set_num_threads(1)
     multiprocessing.get_context("spawn").Event()  # starts the resource tracker, which keeps a descriptor
     if multiprocessing.get_start_method() == "forkserver":  # the default from Python 3.14 on; it keeps one, too
         forkserver.ensure_running()
     cases = importlib.import_module(f"tests.loaders.{group}").CASES
-    agent = telemetry.start(os.path.dirname(results), start_line=False, port="off", interval_seconds=0.1)
-    seen = {"__warmup__": observe(lambda: None)} | {name: observe(case) for name, case in cases.items()}
-    ran = agent.running
-    errors = agent.tracker.errors if ran else 0
-    last = repr(agent.tracker.last_error) if errors else None
+    telemetry.start(start_line=False, port="off", interval_seconds=0.1)
+    observe(lambda: None)  # for what stays open from the first use on
+    for name, case in cases.items():
+        print(name, observe(case))
     telemetry.stop()
-    batches = agent.accounting.ledger.batches if ran else 0  # all of them, which only the end of the run has read
-    stopped = {"layers": layers(), "threads": threads()}
-    with open(results, "w") as file:
-        told = json.dumps({"cases": seen, "stopped": stopped, "errors": errors, "last error": last, "batches": batches})
-        file.write(re.sub(r" at 0x[0-9a-f]+", "", told))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(layers(), threads())

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.unnoticed.pairs import unchanged
+from tests.faults.processes import end_of
+from tests.unnoticed.pairs import ITSELF, unchanged
 
 CASES = {
     "properties of a loader": """
@@ -135,40 +136,21 @@ CASES = {
                     training.step(x)
         print(touched)
         """,
-    "swapped tensors of a batch": """
+    "swapped tensors of a batch, a data set and a model": """
         import torch
         from unnoticed.training import Training, looked_at
 
-        for workers in (0, 1):
-            training = Training(workers=workers)
-            for _ in looked_at():
-                for x in training.loader:
-                    torch.utils.swap_tensors(x, torch.zeros_like(x))
-                    training.step(x)
-        print("trained")
-        """,
-    "swapped tensors of a data set": """
-        import torch
-        from unnoticed.training import Training, looked_at
-
-        data = torch.ones(64, 8)
-        training = Training(data)
-        for _ in looked_at():
-            for x in training.loader:
-                training.step(x)
-                torch.utils.swap_tensors(data, torch.zeros_like(data))
-        print("trained")
-        """,
-    "swapped parameters": """
-        import torch
-        from unnoticed.training import Training, looked_at
-
+        data, kinds = torch.ones(64, 8), (torch.float64, torch.float32)
         torch.__future__.set_swap_module_params_on_conversion(True)
-        training, kinds = Training(), (torch.float64, torch.float32)
-        for number in looked_at():
-            training.model.to(kinds[number % 2])
-            for x in training.loader:
-                training.step(x.to(kinds[number % 2]))
+        for items, workers in ((None, 0), (None, 1), (data, 0)):
+            training = Training(items, workers=workers)
+            for number in looked_at():
+                training.model.to(kinds[number % 2])
+                for x in training.loader:
+                    if items is None:
+                        torch.utils.swap_tensors(x, torch.zeros_like(x))
+                    training.step(x.to(kinds[number % 2]))
+                    torch.utils.swap_tensors(data, torch.zeros_like(data))
         print("trained")
         """,
     "references to tensors": """
@@ -489,6 +471,22 @@ CASES = {
                     print(repr(error), getattr(error, "__notes__", None))
         """,
 }
+
+
+GROUP = """
+    import sys
+    from tests.loaders.observe import main
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("group", ["torch_cases", "watch_cases"])
+def test_unusual_loaders_and_sources(group, tmp_path):
+    """Whatever is done with them, they do the same and leave the same behind."""
+    unchanged(tmp_path, GROUP, group, under=ITSELF)
+    end = end_of(tmp_path / "ours-run")
+    assert "hook" not in end["errors_total"]
+    assert end["steps_total"] > 300
 
 
 @pytest.mark.parametrize("source", CASES.values(), ids=CASES)

@@ -51,27 +51,7 @@ def test_a_hook_may_do_what_it_wants(which, tmp_path):
 
 
 CASES = {
-    "stop in a hook": """
-        import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-        import telemetry
-        from unnoticed.training import Training
-
-        def stop(*_):
-            telemetry.stop()
-
-        training = Training()
-        for register in (training.optimizer.register_step_pre_hook, training.optimizer.register_step_post_hook,
-                         register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            telemetry.start(port="off")
-            training.step(torch.ones(8))
-            handles = [register(stop), register(lambda *_: None)]
-            training.step(torch.ones(8))
-            for handle in handles:
-                handle.remove()
-        print("trained")
-        """,
-    "start in a hook": """
+    "stop and start in a hook": """
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         import telemetry
@@ -80,15 +60,20 @@ CASES = {
         def start(*_):
             telemetry.start(port="off")
 
-        training = Training()
-        for register in (training.optimizer.register_step_pre_hook, training.optimizer.register_step_post_hook,
-                         register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            training.step(torch.ones(8))
-            handles = [register(start), register(lambda *_: None)]
-            training.step(torch.ones(8))
+        def stop(*_):
             telemetry.stop()
-            for handle in handles:
-                handle.remove()
+
+        training = Training()
+        for before, act in ((start, stop), (stop, start)):
+            for register in (training.optimizer.register_step_pre_hook, training.optimizer.register_step_post_hook,
+                             register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+                before()
+                training.step(torch.ones(8))
+                handles = [register(act), register(lambda *_: None)]
+                training.step(torch.ones(8))
+                for handle in handles:
+                    handle.remove()
+        telemetry.stop()
         print("trained")
         """,
     "another thread steps the same optimizer": """
@@ -168,18 +153,6 @@ CASES = {
         """,
     "copies have no hook of ours": """
         import copy, pickle
-        from unnoticed.training import Training, looked_at
-
-        training, seen = Training(), set()
-        for _ in looked_at():
-            for x in training.loader:
-                training.step(x)
-                for one in (copy.deepcopy(training.optimizer), pickle.loads(pickle.dumps(training.optimizer))):
-                    seen.add((len(one._optimizer_step_pre_hooks), len(one._optimizer_step_post_hooks), *sorted(vars(one))))
-        print(seen)
-        """,
-    "copies of an optimizer that pickles all it has": """
-        import copy, pickle
         from unnoticed.training import QuickSGD, Training, looked_at
 
         class Whole(QuickSGD):
@@ -189,13 +162,15 @@ CASES = {
             def __setstate__(self, state):
                 self.__dict__.update(state)
 
-        training, seen = Training(optimizer=Whole), set()
-        for _ in looked_at():
-            for x in training.loader:
-                training.step(x)
-                for one in (copy.deepcopy(training.optimizer), pickle.loads(pickle.dumps(training.optimizer))):
-                    seen.add((len(one._optimizer_step_pre_hooks), len(one._optimizer_step_post_hooks), *sorted(vars(one))))
-        print(seen)
+        for kind in (QuickSGD, Whole):
+            training, seen = Training(optimizer=kind), set()
+            for _ in looked_at():
+                for x in training.loader:
+                    training.step(x)
+                    for one in (copy.deepcopy(training.optimizer), pickle.loads(pickle.dumps(training.optimizer))):
+                        hooks = one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks
+                        seen.add((*map(len, hooks), *sorted(vars(one))))
+            print(seen)
         """,
     "properties of an optimizer": """
         from unnoticed.training import QuickSGD, Training, looked_at
