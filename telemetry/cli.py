@@ -139,7 +139,8 @@ def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     length = tune.add_argument_group("length", "how long a trial takes")
     length.add_argument("--seconds", metavar="S", type=_number(0.1), default="10",
                         help="training time that is measured, without the warm-up (default: %(default)s)")
-    length.add_argument("--steps", metavar="N", type=_whole(1), help="a trial also ends after this many measured steps")
+    length.add_argument("--steps", metavar="N", type=_number(1, kind=int),
+                        help="a trial also ends after this many measured steps")
     length.add_argument("--warm-up", metavar="S", type=_number(0), default="3",
                         help="time after the first step that is not measured (default: %(default)s)")
     length.add_argument("--timeout", metavar="S", type=_number(1), default="600",
@@ -148,7 +149,7 @@ def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     search.add_argument("--grid", metavar="NAME=V,V", action="append", default=[],
                         help="try all combinations instead of the usual settings, such as num_workers=0,2,4 "
                         "prefetch_factor=2,4; may be repeated")
-    search.add_argument("--nproc-per-node", metavar="N", type=_whole(1),
+    search.add_argument("--nproc-per-node", metavar="N", type=_number(1, kind=int),
                         help="start N ranks with torchrun, and tune all")
     files = tune.add_argument_group("files", "what a trial writes")
     files.add_argument("--scratch", action="store_true", help="run each trial in an empty working folder")
@@ -175,7 +176,7 @@ def _add_others(commands: argparse._SubParsersAction[_Parser]) -> None:
     snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
     snapshot.add_argument("--rank", metavar="all|N", type=_rank, default="all",
                           help="the ranks to record (default: %(default)s)")
-    snapshot.add_argument("--steps", metavar="K", type=_whole(1, 50), default="5",
+    snapshot.add_argument("--steps", metavar="K", type=_number(1, 50, int), default="5",
                           help="number of steps, from 1 to 50 (default: %(default)s)")
     snapshot.add_argument("--timeout", metavar="SECONDS", type=_number(0.1), default="300",
                           help="maximum time to wait for the traces, in seconds (default: %(default)s)")
@@ -202,21 +203,15 @@ def _takes_script(parser: _Parser, command: str) -> None:
     parser.set_defaults(command=command)
 
 
-def _number(low: float, high: float = math.inf) -> Callable[[str], float]:
+def _number(low: float, high: float = math.inf, kind: Callable[[str], float] = float) -> Callable[[str], float]:
     def number(text: str) -> float:
-        value = float(text)
+        value = kind(text)
         if not (low <= value <= high and value < math.inf):
             raise argparse.ArgumentTypeError(f"{text} is not from {low:g} to {high:g}")
         return value
 
+    number.__name__ = "whole number" if kind is int else "number"  # for the message of argparse
     return number
-
-
-def _whole(low: int, high: float = math.inf) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        return int(_number(low, high)(str(int(text))))
-
-    return whole_number
 
 
 def _size(text: str) -> int:

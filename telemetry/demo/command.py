@@ -14,14 +14,18 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from telemetry.compare import compare
 from telemetry.report.command import PageError, page_recorder, report
 from telemetry.report.logs import NoRunError, load
 from telemetry.report.process_log import stalls_of
 from telemetry.top.command import top
 from telemetry.util.processes import disabled
 from telemetry.util.text import show, warn
+
+if TYPE_CHECKING:
+    from telemetry.records import Advice
 
 SCRIPT: Final = Path(__file__).with_name("train.py")
 
@@ -120,50 +124,25 @@ def _prepare(base: Path, plan: DemoPlan) -> tuple[Path, Path]:
 
 def _follow_advice(run: Path, training: list[str], plan: DemoPlan) -> Path | None:
     """Train again with the advised number of workers, and compare. Returns the new run folder; None without advice."""
-    first = outcome(run)
-    if first.workers is None or first.predicted_speedup is None or not first.steps_per_second:
+    advice = advised(run)
+    if advice is None:
         say("", "5. In so short a run no stall has led to advice on the number of workers, so this part is skipped.")
         return None
-    second = run.with_name(f"{run.name}-{first.workers}-workers")
+    second = run.with_name(f"{run.name}-{advice.value}-workers")
     second.mkdir()
-    say("", f"5. Taking the advice, num_workers={first.workers}:", "")
-    _train(second, [*training, "--num-workers", str(first.workers)], max(1.0, _SECOND_RUN_RATIO * plan.seconds))
-    rate = outcome(second).steps_per_second
-    if rate:
-        say(
-            "                 steps per second of the training loop",
-            f"   no workers                 {first.steps_per_second:6.1f}",
-            f"   {first.workers} workers                  {rate:6.1f}",
-            f"   speed-up: predicted {first.predicted_speedup:.2f}, realised {rate / first.steps_per_second:.2f}",
-        )
+    gain = f"{advice.predicted_speedup:.2f} times the steps per second"
+    say("", f"5. Taking the advice, {advice.typed}, which predicts {gain} in the training loop:", "")
+    _train(second, [*training, "--num-workers", str(advice.value)], max(1.0, _SECOND_RUN_RATIO * plan.seconds))
+    say(_command_line("compare", run, second), "")
+    compare(str(run), str(second), as_json=False, fail_over=None)
     return second
 
 
-class DemoOutcome(NamedTuple):
-    """The result of one run.
-
-    Attributes:
-        steps_per_second: pace of its training loop from the first batch on; None without a step.
-        workers: the ``num_workers`` in the first advice of the costliest stall; None without one.
-        predicted_speedup: predicted factor on the steps per second of this advice; None without one.
-    """
-
-    steps_per_second: float | None
-    workers: int | None = None
-    predicted_speedup: float | None = None
-
-
-def outcome(run: Path) -> DemoOutcome:
-    """Read a run's log."""
-    process = load(run)[-1]
-    totals, ledger = process.totals, process.ledger
-    loop = ledger.get("data_wait", 0.0) + ledger.get("compute", 0.0) - totals.first_wait_seconds
-    rate = totals.steps_total / loop if totals.steps_total and loop > 0 else None
-    stall = max(stalls_of(process), key=lambda stall: stall.lost_seconds, default=None)
-    for advice in stall.advice[:1] if stall else ():
-        if advice.setting == "num_workers":
-            return DemoOutcome(rate, int(advice.value or 0), advice.predicted_speedup)
-    return DemoOutcome(rate)
+def advised(run: Path) -> Advice | None:
+    """The first advice of the costliest stall of a run, if it is about the number of workers."""
+    stall = max(stalls_of(load(run)[-1]), key=lambda stall: stall.lost_seconds, default=None)
+    advice = stall.advice[0] if stall and stall.advice else None
+    return advice if advice and advice.setting == "num_workers" and advice.predicted_speedup else None
 
 
 # -- one training, and what the other commands show while it runs ------------------------------------------------------
