@@ -243,11 +243,11 @@ class TimeAxis:
         legend = [Curve(kind, palette.MARKS[kind], np.array([])) for kind in kinds]
         return [Chart(key, title, plot, ("", "marks"), figures, note, kind="bars", legend=legend)]
 
-    def heat_map(self, metrics: Sequence[HeatMetric], rows: Sequence[str], bins_per_cell: int) -> figure:
+    def heat_map(self, metrics: Sequence[HeatMetric], rows: Sequence[str]) -> figure:
         """Ranks over time in colours: an image for each metric, of which the page shows one. ``rows``: their labels."""
         height, columns = metrics[0].cells.shape
         plot = self._plot(60 + max(90, min(420, 14 * height)), Range1d(start=height, end=0), "rank")
-        width = columns * bins_per_cell * self._width
+        width = columns * self._width
         for metric in metrics:
             scale = _scale(metric.unit, metric.high)
             low, high = metric.low * scale.factor, max(metric.high, metric.low + 1e-12) * scale.factor

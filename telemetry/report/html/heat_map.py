@@ -8,7 +8,7 @@ import numpy as np
 
 from telemetry.records import COMPUTE, DATA_WAIT
 from telemetry.report.html.drawing import CELSIUS, HERTZ, RATIO, SECONDS, WATTS, Chart, HeatMetric, shown
-from telemetry.report.html.over_time import mean, ratio
+from telemetry.report.html.over_time import MAX_ROWS, ratio
 from telemetry.util.text import named, percent
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from telemetry.report.html.drawing import TimeAxis
     from telemetry.report.html.over_time import Figures, OverTime
 
-_MAX_HEAT_ROWS: Final = 256
-_MAX_HEAT_CELLS: Final = 40_000
 _COLOURED_RATIO: Final = 0.98
 _FAR_ABOVE: Final = 2.0
 """The colours of the heat map end at the quantile `_COLOURED_RATIO` if the largest figure is so many times as large."""
@@ -50,19 +48,18 @@ def heat_map(axis: TimeAxis, figures: OverTime, nodes: Mapping[int, str]) -> lis
     if not found:
         return []
     found.sort(key=lambda metric: -_oddity(metric.cells))  # stable: without an outlier, the order stays
-    size = -(-len(ranks) // _MAX_HEAT_ROWS)
+    size = -(-len(ranks) // MAX_ROWS)
     groups = [range(at, min(at + size, len(ranks))) for at in range(0, len(ranks), size)]
     note = "Each row is a rank. "
     if size > 1:
         note = f"Each row is {size} ranks, and shows the one that differs most from all ranks at that time. "
-    bins = max(1, -(-len(groups) * found[0].cells.shape[1] // _MAX_HEAT_CELLS))
-    metrics = [_thinned(metric if size == 1 else _worst_of(metric, groups), bins) for metric in found]
+    metrics = [metric if size == 1 else _worst_of(metric, groups) for metric in found]
     members = [[ranks[at] for at in group] for group in groups]
     rows = [f"{named(own)} ({_places(own, nodes, ' …')})" for own in members]
     chart = Chart(
         "ranks",
         "Ranks over time",
-        axis.heat_map(metrics, rows, bins),
+        axis.heat_map(metrics, rows),
         ("", "lowest", "median", "highest", "most different"),
         [_spread_of(each, rows) for each in metrics],
         f"{note}Empty: not measured, or the rank was not there.",
@@ -163,13 +160,3 @@ def _worst_of(metric: HeatMetric, groups: Sequence[Sequence[int]]) -> HeatMetric
         off = np.where(np.isfinite(part), np.abs(part - median), -1.0)
         cells[at] = part[off.argmax(axis=0), np.arange(part.shape[1])]
     return metric._replace(cells=cells)
-
-
-def _thinned(metric: HeatMetric, size: int) -> HeatMetric:
-    """The metric with the means of ``size`` neighbouring bins, so that the page does not get too large."""
-    rows, bins = metric.cells.shape
-    if size == 1:
-        return metric
-    padded = np.full((rows, -(-bins // size) * size), np.nan)
-    padded[:, :bins] = metric.cells
-    return metric._replace(cells=mean(padded.reshape(rows, -1, size), axis=2))

@@ -42,6 +42,10 @@ _ADDED: Final = (*CATEGORIES, "steps", "samples", "tokens", "agent", "hooks")
 """The sums of `Point` that a chart shows."""
 
 _MAX_CELLS: Final = 1 << 18
+MAX_ROWS: Final = 256
+_MAX_DRAWN_CELLS: Final = 40_000
+"""Of the heat map: more rows would be too thin, more cells too many bytes."""
+
 _MAX_BINS: Final = 512
 _MIN_BINS: Final = 32
 _WINDOWS_PER_BIN: Final = 4
@@ -88,7 +92,8 @@ class RunRecorder:
         self.width_seconds = 1.0
         self.bins = range(0)
         self.phases: list[PhaseLine] = []
-        self._max_bins = max(_MIN_BINS, min(_MAX_BINS, _MAX_CELLS // ranks))
+        fits = min(_MAX_BINS, _MAX_CELLS // ranks, _MAX_DRAWN_CELLS // min(ranks, MAX_ROWS))
+        self._max_bins = max(_MIN_BINS, fits)
         self._max_rows = ranks + ranks // 8 + 1  # with some for processes that change their rank
         self.rows: dict[int, int] = {}
         self.samples: dict[tuple[str, int], npt.NDArray[np.float32]] = {}

@@ -51,14 +51,6 @@ _NO_MARKUP: Final = str.maketrans(
 """The characters that could end a script element are escaped."""
 
 
-class _Tile(NamedTuple):
-    """One figure of the run, as text. ``note``: what it refers to, or why it is absent."""
-
-    label: str
-    value: str
-    note: str = ""
-
-
 class _Section(NamedTuple):
     """A part of the page. ``absent``: figures that it would show but that were not measured."""
 
@@ -103,15 +95,9 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
         sums=sum_lines(found.values),
         kwh=KWH,
         heat_colours=HEAT_COLOURS,
-        style=_own("page.css"),
-        code=_own("page.js"),
         library=Markup(library.replace("</script", "<\\/script")),  # noqa: S704 - not of a log
         drawings=Markup(drawings),  # noqa: S704 - no markup is left
     )
-
-
-def _own(name: str) -> Markup:
-    return Markup((_FOLDER / name).read_text("utf-8"))  # noqa: S704 - a file of this package
 
 
 # -- above the charts ----------------------------------------------------------------------------------------------
@@ -129,19 +115,20 @@ def _state_of(found: Report) -> tuple[str, str]:
     return words, found.verdict.level
 
 
-def _tiles(found: Report) -> list[_Tile]:
+def _tiles(found: Report) -> list[tuple[str, str, str]]:
+    """Figures of the run, each with what it refers to, or why it is absent."""
     ranks, books, attempts = found.values.ranks, found.values.job.goodput, len(found.values.job.attempts)
     loop, steps = sum(rank.loop_seconds for rank in ranks), sum(rank.steps for rank in ranks)
     wall = sum(rank.wall_seconds for rank in ranks)
     agent = sum(sum(rank.overhead_seconds.values()) for rank in ranks)
     lost = sum(found.lost_seconds.values())
     return [
-        _Tile("Wall clock", rough_duration(books.wall_seconds), f"{attempts} attempt{'s' * (attempts != 1)}"),
-        _Tile("Goodput", percent(books.goodput_ratio), "of the wall clock trained something that was kept"),
-        _Tile("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
+        ("Wall clock", rough_duration(books.wall_seconds), f"{attempts} attempt{'s' * (attempts != 1)}"),
+        ("Goodput", percent(books.goodput_ratio), "of the wall clock trained something that was kept"),
+        ("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
         _exposed_wait(found.verdict.loss),
-        _Tile("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
-        _Tile(
+        ("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
+        (
             "Cost of the agent",
             percent(agent / wall, 3) if wall > 0 else "-",
             f"{duration(agent / steps)} a step" if steps else "",
@@ -149,16 +136,16 @@ def _tiles(found: Report) -> list[_Tile]:
     ]
 
 
-def _exposed_wait(loss: Loss) -> _Tile:
+def _exposed_wait(loss: Loss) -> tuple[str, str, str]:
     """The exposed wait of the rank that the verdict is about."""
     worst = loss.worst
     if worst is None:
-        return _Tile("Exposed wait", "-" if loss.kind == VerdictKind.NO_STEPS else "not known")
+        return "Exposed wait", "-" if loss.kind == VerdictKind.NO_STEPS else "not known", ""
     if worst.exposed_ratio is None:
-        return _Tile("Exposed wait", "not measured")
+        return "Exposed wait", "not measured", ""
     starved = loss.kind == VerdictKind.STARVED
     ratio, after = (worst.exposed_ratio, "") if starved else healthy_share(worst)
-    return _Tile("Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})")
+    return "Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})"
 
 
 def _facts(found: Report, figures: OverTime) -> list[tuple[str, str]]:
