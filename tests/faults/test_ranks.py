@@ -67,7 +67,6 @@ WAITING = (
 
 LAUNCHED = {
     "torchrun": lambda rank: {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
-    "lightning": lambda rank: {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"} if rank else {},
     "none": lambda rank: {},
     "all the same": lambda rank: {"RANK": "0", "WORLD_SIZE": "1"},
 }  # fmt: skip

@@ -51,7 +51,7 @@ def test_many_snapshots_leave_nothing_behind_but_their_files(tmp_path):
         for batch in DataLoader(Ones(), batch_size=4):
             layers(batch).sum().backward()
             time.sleep(0.001)
-            if recorded() == 60:
+            if recorded() == 45:
                 break
             if sum(agent().snapshots.counts.values()) == len(grown):
                 grown.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
@@ -66,7 +66,7 @@ def test_many_snapshots_leave_nothing_behind_but_their_files(tmp_path):
         timeout=300,
     )
     early, late = max(grown[:15]), max(grown[-15:])
-    assert late - early < 8 * MIB, f"{(late - early) // MIB} MiB in 35 snapshots of about 1 MiB each"
+    assert late - early < 8 * MIB, f"{(late - early) // MIB} MiB in 20 snapshots of about 1 MiB each"
     assert kept <= 1 << 18, "the limit holds"
 
 
@@ -345,14 +345,12 @@ def of_many(tmp_path, operators: int) -> dict:
     return line
 
 
-@pytest.mark.parametrize(("operators", "steps"), [(300, 3), (35_000, 2), (60_000, 1)])
+@pytest.mark.parametrize(("operators", "steps"), [(35_000, 2), (60_000, 1)])
 def test_one_step_is_recorded_and_more_if_they_fit(tmp_path, operators, steps):
     line = of_many(tmp_path, operators)
     assert line["result"] == "recorded"
     assert line["last_step"] == line["first_step"] + steps - 1
-    assert line["why"] == (
-        None if steps == 3 else "cut short: a larger trace may take over 1 s (snapshot_pause_seconds)"
-    )
+    assert line["why"] == "cut short: a larger trace may take over 1 s (snapshot_pause_seconds)"
 
 
 @pytest.mark.parametrize(("operators", "dropped"), [(200_000, "1 step took"), (1_000_000, "inside a step")])
