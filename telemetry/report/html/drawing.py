@@ -87,7 +87,7 @@ def _scale(unit: str, largest: float) -> _Scale:
         factor, sign = (1e3, "ms") if largest < 1 else (1.0, "s")
     elif unit == BYTES:
         factor, sign = (1e-9, "GB") if largest >= 1e9 else (1e-6, "MB")
-    digits = 3 - math.floor(math.log10(max(largest * factor, 1e-6)))
+    digits = 3 - math.floor(math.log10(max(largest * factor, 1e-3)))
     return _Scale(factor, sign, max(0, digits))
 
 
