@@ -58,7 +58,6 @@ def test_a_stall_names_rank_node_cause_and_advice(run):
     run.add(log_line("stall_close", NOW, 1, "n2"), rank=1)
     assert run.row(1).finding == "waits for data"
     assert run.row(1).stalls[-1].closed == iso(run.now)
-    assert view.newest_stall()[0].rank == 1
 
 
 def test_of_a_long_log_the_head_and_the_end_are_read(tmp_path):
@@ -114,6 +113,7 @@ def test_a_stall_that_has_been_open_for_hours_is_found(run):
     for _ in range(50):
         run.add(lines)
     assert run.row().finding == "workers_io_bound"
+    assert len(run.row().life.log.stalls) == 40
 
 
 def test_a_torn_last_line_waits_for_its_end(run):
@@ -171,6 +171,18 @@ def test_a_rank_without_a_sign_of_life(run):
     rows = {row.rank: row for row in view.rows}
     assert (rows[0].state, rows[0].since, rows[1].state) == (State.GONE, NOW - 20, State.OK)
     assert view.verdict.startswith("Killed: rank 0 did not end by itself.")
+
+
+def test_the_stall_of_a_rank_that_was_killed_is_over(run):
+    run.add_rank(0, stall(NOW - 150, "worker_stuck", evidence={"stuck_in": "data_wait"}), ago=120)
+    run.add_rank(1)
+    assert run.view().verdict.startswith("Killed: rank 0 did not end by itself.")
+
+
+def test_a_minute_of_long_steps_without_a_wait_is_measured(run):
+    run.add(start(NOW - 2000), *(window(NOW - 2000 + s, s, steps=s // 30, wait=5.0) for s in range(30, 2001, 10)))
+    run.now = NOW
+    assert run.view().verdict.startswith("Healthy")
 
 
 def test_a_clock_that_is_behind_makes_no_rank_gone(run):

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from top_runs import ADVICE, NOW, Run, iso, log_line, stall, start
+from top_runs import ADVICE, NOW, Run, iso, log_line, stall, start, window
 
 from telemetry.top.text import chosen, printed, rank_lines, summary
 
@@ -221,6 +221,9 @@ def test_the_worst_rank_is_on_top_below_the_verdict(ranks):
         assert "run r  6 ranks on 2 nodes  1 gone, 1 stalled, 1 starved, 1 waiting, 2 ok" in text
         assert screen.ranks() == [2, 3, 5, 4, 1, 0]
         assert "\u2592" * 8 + "\u2588" * 8 in text
+        assert " 15%" not in text
+        ranks.add(window(ranks.now, 100.0, 1, wait=15.0, steps=50), rank=1)
+        await screen.shows(" 15%")
 
     with_screen(test, ranks)
 

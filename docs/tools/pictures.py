@@ -142,7 +142,7 @@ def many_ranks(folder: Path) -> Iterator[Path]:
         writer.join(60)
 
 
-STALL: Final = ("Starved: rank 2", "waits for rank 2", "predicted")
+STALL: Final = ("Starved: rank 2", "waits for rank 2", "newest stall: rank 2")
 
 
 def picture_of_top(name: str, run_dir: Path, folder: Path) -> None:

@@ -26,9 +26,10 @@ from telemetry.top.view import JobView, State
 from telemetry.util.text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from rich.console import Console, ConsoleOptions
     from textual.app import ComposeResult
 
     from telemetry.top.text import Column
@@ -79,13 +80,14 @@ class _Cell:
     def __init__(self, app: TopApp, place: int, column: Column) -> None:
         self._app, self._place, self._column = app, place, column
 
-    def __rich__(self) -> Text:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         row, column = self._app.shown[self._place], self._column
         text = one_line(column.text(row))
         if column.bar:
-            return Text.assemble(*(_BLOCKS[letter] for letter in text))
-        style = _STATE_STYLES[row.state] if column.name == "state" else ""
-        return Text(text, style, justify=column.justify, no_wrap=True, overflow="ellipsis")
+            yield Text.assemble(*(_BLOCKS[letter] for letter in text))
+        else:
+            style = _STATE_STYLES[row.state] if column.name == "state" else ""
+            yield Text(text, style, justify=column.justify, no_wrap=True, overflow="ellipsis")
 
 
 class RankTable(DataTable[_Cell]):
@@ -168,7 +170,7 @@ class TopApp(App[None]):
     CSS = """
     #verdict, #stall { max-height: 25%; }
     RankTable { height: 1fr; }
-    #find { display: none; }
+    #find { display: none; height: 1; border: none; }
     """
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar = [
@@ -195,7 +197,7 @@ class TopApp(App[None]):
         self._verdict, self._summary = Static(id="verdict"), Static()
         self._legend, self._stall = Static(), Static(id="stall")
         self._table = RankTable(cursor_type="row")
-        self._input = Input(id="find", placeholder="a text in the number, node, state or activity", compact=True)
+        self._input = Input(id="find", placeholder="a text in the number, node, state or activity")
         yield from (self._verdict, self._summary, self._table, self._legend, self._stall, self._input, Footer())
 
     def on_load(self) -> None:
@@ -208,7 +210,7 @@ class TopApp(App[None]):
         self._table.focus()
         # Not Textual's own workers: it waits for their end, and a dead file system may hold a look for ever.
         threading.Thread(target=self._look, name="telemetry-top", daemon=True).start()
-        self.set_interval(1.0, self._draw)
+        self.set_interval(1.0, self._draw_times)
         # After Ctrl-Z and fg the terminal is empty, but Textual does not draw it again.
         self.app_resume_signal.subscribe(self, lambda _: self.screen.refresh(layout=True))
         self._draw()
@@ -242,13 +244,17 @@ class TopApp(App[None]):
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        view, now = self._view, time.time()
-        style = {GOOD: _GOOD_STYLE, BAD: _BAD_STYLE}.get(view.level, _WARN_STYLE)
-        self._verdict.update(_lines([view.verdict], style))
-        self._summary.update(_lines([summary(view, now) if view.rows else "", *filter(None, [view.note])], "dim"))
-        self._stall.update(_lines(newest_stall(view, now) if view.rows else (), first=_WARN_STYLE))
+        style = {GOOD: _GOOD_STYLE, BAD: _BAD_STYLE}.get(self._view.level, _WARN_STYLE)
+        self._verdict.update(_lines([self._view.verdict], style))
+        self._draw_times()
         self._legend.update(self._made_legend())
         self._draw_table()
+
+    def _draw_times(self) -> None:
+        """Draw what changes with the time alone."""
+        view, now = self._view, time.time()
+        self._summary.update(_lines([summary(view, now) if view.rows else "", *filter(None, [view.note])], "dim"))
+        self._stall.update(_lines(newest_stall(view, now) if view.rows else (), first=_WARN_STYLE))
 
     def _made_legend(self) -> Text:
         parts = [self._order, "trouble only" if self._trouble_only else "", f"find {self._find}" if self._find else ""]

@@ -207,11 +207,13 @@ def summary(view: JobView, now: float) -> str:
 
 
 def newest_stall(view: JobView, now: float) -> list[str]:
-    """The newest stall with its advice; one line if there was none."""
-    found = view.newest_stall()
-    if found is None:
+    """The newest open stall with its advice, or else the newest one. Ranks that wait for others count last."""
+    found = [(row, row.stalls[-1]) for row in view.rows if row.stalls]
+    if not found:
         return ["no stall in what was read"]
-    row, stall = found
+    row, stall = max(
+        found, key=lambda each: (each[1].closed is None, each[1].cause != "straggler", str(each[1].opened))
+    )
     began, ended = unix(stall.opened or ""), unix(stall.closed or "")
     times = ["-" if at is None else clock(at) for at in (began, ended)]
     if stall.closed is not None:
@@ -250,7 +252,7 @@ def _facts(row: RankRow) -> list[str]:
     takes = ", ".join(f"{name} {duration(times.get(name))}" for name in ("p50", "p95", "p99", "max"))
     rates = ((name, row.per_second(name)) for name in _COUNTED)
     topics = {
-        "now": [row.now_in.replace("_", " "), f"at {row.where}" if row.where else ""],
+        "now": [row.now_in.replace("_", " ")],
         "steps": [
             f"{'-' if steps is None else steps}, {'-' if pace is None else f'{pace:.2f}'} a second",
             f"a step takes {takes}" if times else "",

@@ -70,7 +70,6 @@ class RankRow:
         gpu, host: its newest readings. ``step_seconds``: percentiles of its steps in the newest window.
         stalls: the stalls of ``report --json``, the newest last.
         state: its state. ``since``: Unix time at which it began, None if not known. ``finding``: it in a few words.
-        where: the line of code in which it holds the others up; empty if not known.
     """
 
     life: Life
@@ -85,7 +84,6 @@ class RankRow:
     state: State = State.OK
     since: float | None = None
     finding: str = "ok"
-    where: str = ""
 
     @property
     def rank(self) -> int:
@@ -146,9 +144,8 @@ def _with_state(row: RankRow, now: float, hang: HangRecord | None = None, waitin
     suspect = next((each for each in hang.suspects if each.rank == row.rank), None) if hang else None
     hung_since = unix(hang.since or "") if hang else None
     state, since, finding = _state(row, now, suspect, hung_since, waits=row.rank in waiting)
-    where = "" if suspect is None else suspect.where or ""
-    found = replace(row, state=state, since=since, finding=finding, where=where)
-    return found if found.is_alive else replace(found, now_in="", where="", gpu=GpuLine(), host=HostLine())
+    found = replace(row, state=state, since=since, finding=finding)
+    return found if found.is_alive else replace(found, now_in="", gpu=GpuLine(), host=HostLine())
 
 
 def _state(  # noqa: PLR0911, one return for each state
@@ -216,15 +213,6 @@ class JobView:
     def nodes(self) -> int:
         """The number of nodes."""
         return len({row.node for row in self.rows})
-
-    def newest_stall(self) -> tuple[RankRow, StallRecord] | None:
-        """The newest open stall, or else the newest stall. Ranks that wait for another count only without others."""
-        found = [(row, row.stalls[-1]) for row in self.rows if row.stalls]
-        return max(
-            found,
-            key=lambda each: (each[1].closed is None, each[1].cause != "straggler", str(each[1].opened)),
-            default=None,
-        )
 
 
 def running_view(rows: Sequence[RankRow], now: float) -> JobView:
