@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.node.server import Address
-    from telemetry.records import GpuSample
 
 OK: Final = "ok"
 ABSENT: Final = "--"
@@ -206,23 +205,15 @@ def check_gpu(place: CheckContext) -> Results:
         source.close()
     place.gpus = True
     alike: dict[tuple[str, str], list[int]] = {}
+    without = "not available, only utilization (hardware counters need Hopper or newer, and permission)"
     for gpu in gpus:
-        alike.setdefault(_about(gpu, driver.version), []).append(gpu.index)
+        status, activity = (ABSENT, without) if gpu.sm_active_ratio is None else (OK, "read from hardware counters")
+        text = f"{gpu.name}, driver {driver.version}; SM activity is {activity}"
+        alike.setdefault((status, text), []).append(gpu.index)
     for index, lost in driver.unreadable.items():
         alike.setdefault((PROBLEM, f"{lost}; run nvidia-smi -q for details"), []).append(index)
-    return [(status, f"{_listed(indexes)}: {text}") for (status, text), indexes in alike.items()]
-
-
-def _listed(indexes: Sequence[int]) -> str:
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges(indexes))
-
-
-def _about(gpu: GpuSample, version: str) -> tuple[str, str]:
-    """Status and text for one GPU or MIG device; the same for identical ones."""
-    text = f"{gpu.name}, driver {version}; SM activity is"
-    if gpu.sm_active_ratio is not None:
-        return OK, f"{text} read from hardware counters"
-    return ABSENT, f"{text} not available, only utilization (hardware counters need Hopper or newer, and permission)"
+    shown = {key: [f"{a}-{b}" if a < b else str(a) for a, b in ranges(indexes)] for key, indexes in alike.items()}
+    return [(status, f"{','.join(indexes)}: {text}") for (status, text), indexes in shown.items()]
 
 
 def _is_rocm() -> bool:
@@ -266,11 +257,10 @@ def _time_with_events(*, gpus: bool) -> tuple[str, str]:
 
         caught.clear()
         usable = torch.cuda.is_available()  # warns about the reason and returns False
-    if not (torch.version.cuda or torch.version.hip):
-        why = "this build of torch has no CUDA, so waits are measured on the host"
-        return (PROBLEM, f"{why}, although there is a GPU; install a CUDA build of torch") if gpus else (ABSENT, why)
     if not usable:
         why = str(caught[-1].message).partition("(Triggered")[0] if caught else "torch finds no GPU"
+        if not (torch.version.cuda or torch.version.hip):
+            why = "this build of torch has no CUDA (for a GPU, install a CUDA build)"
         return (PROBLEM if gpus else ABSENT), f"{why}, so waits are measured on the host"
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
@@ -293,31 +283,29 @@ def check_endpoint(place: CheckContext) -> Results:
     host, port = place.config.host, place.config.port
     if port is None:
         return [(ABSENT, "turned off by the setting port: there are no Prometheus metrics")]
-    free = None
     try:
-        address = address_of(host, _RESOLVER_SECONDS)
-        refused = _bind(address, port)
-        if refused is not None and refused.errno == errno.EADDRINUSE and port:
-            free = next((other for other in from_port(port) if _bind(address, other) is None), None)
+        free = _first_free(address_of(host, _RESOLVER_SECONDS), from_port(port))
     except OSError as error:
-        refused = error
-    if refused is None:
-        return [(OK, f"port {port} is free on {host}" if port else f"a free port was found on {host}")]
-    if free is not None:
-        return [(ABSENT, f"port {port} is taken on {host} ({refused.strerror}); a run will use port {free} instead")]
-    why, remedy = explained(refused, host, port)
-    return [(PROBLEM, f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)")]
+        why, remedy = explained(error, host, port)
+        return [(PROBLEM, f"no metrics: {why}; {remedy} ({ENV_PREFIX}HOST, {ENV_PREFIX}PORT)")]
+    if free != port:
+        return [(ABSENT, f"port {port} is taken on {host}; a run will use port {free} instead")]
+    return [(OK, f"port {port} is free on {host}" if port else f"a free port was found on {host}")]
 
 
-def _bind(address: Address, port: int) -> OSError | None:
-    """Bind a port as the endpoint does, and release it. Returns the error; None if the port is free."""
-    try:
+def _first_free(address: Address, ports: Iterable[int]) -> int:
+    """The first port that can be bound as the endpoint does it. Raises OSError if there is none."""
+    for port in ports:
         with socket.socket(address.family, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address.at(port))
-    except OSError as error:
-        return error
-    return None
+            try:
+                trial.bind(address.at(port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def check_run_folder(place: CheckContext) -> Results:
