@@ -52,7 +52,8 @@ def main_of(*arguments) -> int:
 def figures_of(page: Page) -> dict[str, list[tuple[str, list]]]:
     """The columns of each chart of a page: their names and their values."""
     drawings = json.loads(next(text for text in page.scripts if text.startswith("{")))
-    return {plot["attributes"]["name"]: [*columns(plot)] for plot in drawings["roots"]}
+    (_, plots), *_ = drawings["roots"][0]["attributes"]["data"]["entries"]
+    return {plot["attributes"]["name"]: [*columns(plot)] for plot in plots}
 
 
 def columns(part):

@@ -134,7 +134,7 @@ def test_the_pointer_reads_values(opened):
 
 def test_zoom_by_button_drag_and_double_click_is_shared(opened):
     tab = opened()
-    spans = """() => Bokeh.documents[0].roots().filter(plot => plot.x_range.name === "time")
+    spans = """() => Bokeh.documents[0].roots().filter(plot => plot.x_range?.name === "time")
         .map(plot => plot.x_range.end - plot.x_range.start)"""
     (whole,) = set(tab.evaluate(spans))
     tab.locator("[data-zoom=in]").click()

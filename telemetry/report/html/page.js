@@ -2,9 +2,21 @@
 (async () => {
   const PAPER = 660; // pixels: the width of A4 and of Letter, within their margins
   const byId = (id) => document.getElementById(id);
-  const drawing = Bokeh.require("document").Document.from_json(JSON.parse(byId("drawings").textContent));
-  const plots = [...drawing.roots()];
-  const place = (plot) => document.querySelector(`[data-chart="${plot.name}"] .plot`);
+  const painted = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve, 0)));
+  await painted();
+
+  // What is in view is drawn first: the page may be opened at one of its sections. The rest follows at once, so that a
+  // print has all of it.
+  const places = [...document.querySelectorAll(".plot")];
+  const inView = (place) => {
+    const box = place.getBoundingClientRect();
+    return box.bottom > 0 && box.top < innerHeight;
+  };
+  const seen = places.filter(inView), order = [...seen, ...places.filter((place) => !seen.includes(place))];
+  const json = JSON.parse(byId("drawings").textContent);
+  const roots = [byId("content"), ...order]; // the first root is not drawn
+  const [views] = await Bokeh.embed.embed_items({json}, [{docid: "json", root_ids: [...roots.keys()], roots}]);
+  const drawing = Bokeh.documents[0], [{data: {plots}}] = drawing.roots();
 
   // The time range, which all charts over time share.
   const time = drawing.get_model_by_name("time");
@@ -28,10 +40,9 @@
     for (const scale of document.querySelectorAll("[data-metric]")) scale.hidden = scale.dataset.metric !== select.value;
   });
 
-  let views;
   // At once: a print does not wait for the next frame.
   const repaint = () => {
-    for (const view of plots.map((plot) => views?.get(plot)).filter(Boolean)) {
+    for (const view of plots.map((plot) => views.get(plot)).filter(Boolean)) {
       view.invalidate_painters();
       view.repaint();
     }
@@ -62,21 +73,11 @@
     for (const each of document.querySelectorAll(".plot")) Object.assign(each.style, {width: "", zoom: ""});
   });
 
-  // What is in view is drawn first: the page may be opened at one of its sections. The rest follows at once, so that a
-  // print has all of it.
-  const inView = (plot) => {
-    const box = place(plot).getBoundingClientRect();
-    return box.bottom > 0 && box.top < innerHeight;
-  };
-  const painted = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve, 0)));
-  await painted();
-  const seen = plots.filter(inView), order = [...seen, ...plots.filter((plot) => !seen.includes(plot))];
-  for (const plot of plots) drawing.remove_root(plot);
-  views = await Bokeh.embed.add_document_standalone(drawing, document.body, order.map(place));
-  for (const [number, plot] of order.entries()) {
+  for (const place of order) {
+    const plot = plots[places.indexOf(place)];
     drawing.add_root(plot);
     plot.on_event("doubletap", () => zoom("all"));
-    if (number === 0) {
+    if (place === order[0]) {
       await painted();
       performance.mark("first-chart", {detail: plot.name});
     } else {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import bokeh
 from bokeh.document import Document
+from bokeh.models import ColumnDataSource
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -65,10 +66,13 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
     """The report of a run as one HTML page. ``recorder``: it has taken the lines of the logs."""
     figures = recorder.over_time(found.processes)
     sections = _sections(found, recorder, figures)
-    document = Document()
-    for chart in (chart for section in sections for chart in section.charts):
+    drawn = [chart for section in sections for chart in section.charts]
+    for chart in drawn:
         chart.plot.name = chart.key
-        document.add_root(chart.plot)
+    document = Document()
+    document.add_root(
+        ColumnDataSource({"plots": [chart.plot for chart in drawn]})
+    )  # not the plots: page.js says which is drawn first
     state, kind = _state_of(found)
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
