@@ -218,7 +218,7 @@ def cpu_seconds(beside: Sequence[int] = ()) -> dict[str, float]:
     for pid in beside:
         tasks = Path(f"/proc/{pid}/task").glob("*")
         spent[BESIDE] = spent.get(BESIDE, 0.0) + sum(map(_task_seconds, tasks))
-    own = sys.modules.get("telemetry.util.threads")  # `threading` does not know these
+    own = sys.modules.get("telemetry.safety.threads")  # `threading` does not know these
     threads = [(thread.name, thread.native) for thread in own._running.values()] if own is not None else []
     for thread in threading.enumerate():
         loaders = thread.name.startswith(_LOADER_THREADS)

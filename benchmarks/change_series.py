@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.findings import change_line
+from telemetry.agent.step_monitor import change_line
 from telemetry.diagnosis.changes import ChangeDetector
-from telemetry.log_lines import fields_of
+from telemetry.log.lines import fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

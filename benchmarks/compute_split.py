@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import machine
-from telemetry.records import BACKWARD, COMPUTE_PARTS, FORWARD, OPTIMIZER, OTHER
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.model.records import BACKWARD, COMPUTE_PARTS, FORWARD, OPTIMIZER, OTHER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,11 +20,8 @@ from telemetry import records  # RECORDS
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
-from telemetry.diagnosis.memory import MemoryGrowth
-from telemetry.node.board import RankHead, RankState
-from telemetry.node.metrics import AttemptView, EnergyView, RunView, SnapshotsView, StallView
-from telemetry.node.prometheus import numbers_of, rendered
-from telemetry.records import (
+from telemetry.diagnosis.memory_outlook import MemoryGrowth
+from telemetry.model.records import (
     COMPUTE_PARTS,
     FETCH_BUCKETS,
     MEMORY_PARTS,
@@ -38,7 +35,10 @@ from telemetry.records import (
     TorchMemorySample,
     WorkersSample,
 )
-from telemetry.totals import StackTotals, Totals
+from telemetry.model.totals import StackTotals, Totals
+from telemetry.node.board import RankHead, RankState
+from telemetry.node.metrics import AttemptView, EnergyView, RunView, SnapshotsView, StallView
+from telemetry.node.prometheus import numbers_of, rendered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from benchmarks import machine
 from telemetry.agent.agent import Agent
-from telemetry.util import gil
+from telemetry.safety import gil
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"

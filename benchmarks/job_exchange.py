@@ -22,10 +22,10 @@ import msgspec
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import HangState, decide
+from telemetry.model.records import Collective, RankPace
 from telemetry.node import peers
 from telemetry.node.peers import JobExchange, NodeReport
-from telemetry.records import Collective, RankPace
-from telemetry.util.files import read_small, replace_file
+from telemetry.safety.files import read_small, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker
 
 from benchmarks import machine
-from telemetry.hooks.worker import WorkerLoop
-from telemetry.hooks.worker_block import WorkerBlock
-from telemetry.util import threads
+from telemetry.safety import threads
+from telemetry.seams.worker import WorkerLoop
+from telemetry.seams.worker_block import WorkerBlock
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import StackProfile
 

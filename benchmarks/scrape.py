@@ -213,11 +213,12 @@ def full_view() -> RunView:
 
 def _filled(hint: Any, name: str) -> Any:
     """A value of an annotated type with every field filled, including fields that are added later."""
-    from telemetry import records, totals
     from telemetry.config import STEP_BUCKETS
-    from telemetry.diagnosis import hangs, memory
+    from telemetry.diagnosis import hangs
+    from telemetry.diagnosis import memory_outlook as memory
+    from telemetry.model import records, totals
+    from telemetry.model.records import CATEGORIES, Histogram
     from telemetry.node import metrics
-    from telemetry.records import CATEGORIES, Histogram
 
     if hint is Histogram:
         return Histogram(STEP_BUCKETS, tuple(range(1000, 1001 + len(STEP_BUCKETS))), 123456.789)

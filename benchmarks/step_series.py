@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from telemetry.totals import EpochTotals, SampledTotals, Totals, WorkerTotals
+from telemetry.model.totals import EpochTotals, SampledTotals, Totals, WorkerTotals
 
 if TYPE_CHECKING:
     import random

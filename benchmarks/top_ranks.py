@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import CATEGORIES
+from telemetry.model.records import CATEGORIES
 from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:

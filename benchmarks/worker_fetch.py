@@ -16,8 +16,8 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from benchmarks import child
-from telemetry.hooks.worker import timed_fetch
-from telemetry.hooks.worker_block import WorkerBlock
+from telemetry.seams.worker import timed_fetch
+from telemetry.seams.worker_block import WorkerBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """The command's entry point. The working folder may have modules with the names of those that we need."""
     from telemetry._version import __version__
-    from telemetry.util import imports
+    from telemetry.safety import imports
 
     if sys.argv[1:] == ["--version"]:  # also where a package is missing
         print(f"telemetry {__version__}")

@@ -14,17 +14,17 @@ import threading
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from telemetry.hooks.patching import WeakMap
-from telemetry.util import imports
+from telemetry.safety import imports
+from telemetry.safety.errors import let_pass, say
+from telemetry.safety.processes import disabled, is_loader_worker, runs_without_gil
+from telemetry.seams.patching import WeakMap
 from telemetry.util.clock import now_ns
-from telemetry.util.errors import let_pass, say
-from telemetry.util.processes import disabled, is_loader_worker, runs_without_gil
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from telemetry.agent.agent import Agent
-    from telemetry.hooks.tracker import StepTracker
+    from telemetry.seams.tracker import StepTracker
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def load(*project: str) -> None:
     try:
         from telemetry import config
         from telemetry.agent.agent import Agent
-        from telemetry.hooks import watch  # noqa: F401
+        from telemetry.seams import watch  # noqa: F401
     finally:
         imports.end()
     _agent_class, _config = Agent, config
@@ -156,7 +156,7 @@ def watch(iterable: Iterable[T]) -> Iterable[T]:
     kind = type(iterable)  # Python looks up these methods on the type, too; the object itself may raise anything
     if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
         raise TypeError(f"telemetry.watch needs something to iterate over, not {kind.__name__}")
-    from telemetry.hooks.watch import wrap
+    from telemetry.seams.watch import wrap
 
     try:
         watched: Iterable[T] = wrap(iterable, _tracker)
@@ -318,8 +318,8 @@ def _tracker() -> StepTracker | None:
 
 
 def _is_timed_already(agent: Agent, iterable: object) -> bool:
-    from telemetry.hooks import loaders
-    from telemetry.hooks.watch import Watched
+    from telemetry.seams import loaders
+    from telemetry.seams.watch import Watched
 
     if issubclass(type(iterable), Watched):
         return True

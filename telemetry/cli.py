@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from telemetry import api, launch
 from telemetry._version import __version__
 from telemetry.config import GROUPS, TRIAL_VARIABLE, Config, SettingError, closest, settings
-from telemetry.util.processes import disabled
-from telemetry.util.text import complain, show, warn
+from telemetry.safety.processes import disabled
+from telemetry.util.words import complain, show, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def _no_option(given: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that prints with `util.text`, because an argument may contain unprintable text."""
+    """An argparse parser that prints with `util.words`, because an argument may contain unprintable text."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if file is sys.stdout:
@@ -105,7 +105,7 @@ def _add_readers(commands: argparse._SubParsersAction[_Parser]) -> None:
     top.add_argument("--once", action="store_true", help="print one frame as text, and end")
 
     report = commands.add_parser("report", help="show where the time of a run went, from its run folder")
-    report.set_defaults(command="telemetry.report.command.report")
+    report.set_defaults(command="telemetry.report.report_command.report")
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run folder")
     output = report.add_mutually_exclusive_group()
     output.add_argument("--json", **_JSON)
@@ -160,7 +160,7 @@ def _add_others(commands: argparse._SubParsersAction[_Parser]) -> None:
     trace = commands.add_parser(
         "trace", help="show what the steps of a torch.profiler trace consist of, and what to change"
     )
-    trace.set_defaults(command="telemetry.trace.command.trace")
+    trace.set_defaults(command="telemetry.trace.trace_command.trace")
     trace.add_argument("path", metavar="FILE_OR_DIR", help="a .json or .json.gz trace, or a folder of them")
     trace.add_argument("--json", action="store_true", dest="as_json",
                        help="print JSON instead of text: an object for a file, a list for a folder")
@@ -172,7 +172,7 @@ def _add_others(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="make a running job record a torch.profiler trace of a few steps",
         description="Asks the ranks of a running job, through its run folder, to trace the same steps.",
     )
-    snapshot.set_defaults(command="telemetry.snapshot.command.snapshot")
+    snapshot.set_defaults(command="telemetry.snapshot.snapshot_command.snapshot")
     snapshot.add_argument("run_dir", metavar="RUN_DIR", help="the run folder of the job")
     snapshot.add_argument("--rank", metavar="all|N", type=_rank, default="all",
                           help="the ranks to record (default: %(default)s)")
@@ -184,7 +184,7 @@ def _add_others(commands: argparse._SubParsersAction[_Parser]) -> None:
     demo = commands.add_parser(
         "demo", help="train a small network whose data loader is too slow, and show the findings (90 s)"
     )
-    demo.set_defaults(command="telemetry.demo.command.demo")
+    demo.set_defaults(command="telemetry.demo.demo_command.demo")
     demo.add_argument("--run-dir", metavar="DIR", default="demo-run",
                       help="run folder of the demo (default: %(default)s)")
 

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from telemetry.log_lines import Scalar
-from telemetry.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT
-from telemetry.report.logs import NoRunError, load
-from telemetry.report.process_log import Point, lost_by_cause, not_replaced
-from telemetry.util.text import complain, duration, listed, percent, show, show_json, table
+from telemetry.log.lines import Scalar
+from telemetry.log.process import Point, lost_by_cause, not_replaced
+from telemetry.log.reader import NoRunError, load
+from telemetry.model.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT
+from telemetry.util.words import complain, duration, listed, percent, show, show_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.report.process_log import ProcessLog
+    from telemetry.log.process import ProcessLog
 
 # -- the ratio and its interval ----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, ge
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from telemetry.util.processes import DISABLED_VARIABLE, FALSE_WORDS
+from telemetry.safety.processes import DISABLED_VARIABLE, FALSE_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry._version import __version__
 from telemetry.config import ENV_PREFIX, Config, SettingError, settings, unknown_variables
-from telemetry.util.processes import DISABLED_VARIABLE, disabled, runs_without_gil
-from telemetry.util.text import binary_size, ranges, show
+from telemetry.safety.processes import DISABLED_VARIABLE, disabled, runs_without_gil
+from telemetry.seams.table import absent
+from telemetry.util.words import binary_size, ranges, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -270,6 +271,14 @@ def _time_with_events(*, gpus: bool) -> tuple[str, str]:
     return OK, f"work on {torch.cuda.get_device_name()}; two events in a row are {apart:.1f} us apart"
 
 
+def check_torch(_place: CheckContext) -> Results:
+    """Whether this torch has all the names that the agent patches or reads."""
+    if "torch" not in sys.modules:
+        return
+    missing = [(ABSENT, f"{seam.module} has no {', '.join(seam.names)}; absent: {seam.without}") for seam in absent()]
+    yield from missing or [(OK, "this torch has every name that the agent patches or reads")]
+
+
 # -- metrics and logs --------------------------------------------------------------------------------------------------
 
 _BOARD_BYTES: Final = 16 << 20
@@ -393,7 +402,7 @@ def check_kernel(_place: CheckContext) -> Results:
 
 
 CHECKS: Final[tuple[Callable[[CheckContext], Results], ...]] = (
-    check_enabled, check_settings, check_versions, check_packages, check_gpu, check_cuda_events, check_endpoint,
-    check_run_folder, check_board, check_threads, check_memory, check_kernel,
+    check_enabled, check_settings, check_versions, check_packages, check_gpu, check_cuda_events, check_torch,
+    check_endpoint, check_run_folder, check_board, check_threads, check_memory, check_kernel,
 )  # fmt: skip
-"""In the order of the output. `check_cuda_events` uses a result of `check_gpu`."""
+"""In the order of the output. `check_cuda_events` uses a result of `check_gpu`, and imports torch for `check_torch`."""

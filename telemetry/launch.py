@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.util import imports
+from telemetry.safety import imports
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec

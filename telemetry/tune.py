@@ -26,8 +26,8 @@ import psutil
 from telemetry.agent.trial import TrialPlan, TrialResult, result_path
 from telemetry.config import ENV_PREFIX, TRIAL_VARIABLE
 from telemetry.diagnosis.model import MAX_WORKERS, MAX_WORKERS_PER_CORE
-from telemetry.records import LoaderSettings
-from telemetry.util.text import complain, milliseconds, show, show_json, table, warn
+from telemetry.model.records import LoaderSettings
+from telemetry.util.words import complain, milliseconds, show, show_json, table, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

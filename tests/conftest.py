@@ -14,17 +14,17 @@ from hypothesis import settings
 from torch.utils.data._utils import worker as worker_module
 
 import telemetry
-from telemetry.agent.accounting import Accounting, Ledger
 from telemetry.config import Config
-from telemetry.hooks.attachment import Attachment
-from telemetry.hooks.garbage import GarbageTimer
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.records import PhaseSpan, Step
-from telemetry.report.logs import load
-from telemetry.util import threads
+from telemetry.log.reader import load
+from telemetry.loop.ledger import Accounting, Ledger
+from telemetry.loop.ring import Ring
+from telemetry.model.records import PhaseSpan, Step
+from telemetry.safety import threads
+from telemetry.safety.errors import ErrorLog
+from telemetry.seams.attachment import Attachment
+from telemetry.seams.garbage import GarbageTimer
+from telemetry.seams.tracker import StepTracker
 from telemetry.util.clock import now_ns
-from telemetry.util.errors import ErrorLog
 from tests.report_logs import summarize
 from tests.start_order import start_order
 

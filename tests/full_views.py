@@ -7,11 +7,8 @@ import msgspec
 from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HangState, HangVerdict
-from telemetry.diagnosis.memory import MemoryGrowth
-from telemetry.node.board import Numbers, RankHead, RankState
-from telemetry.node.metrics import COLLECTOR, AttemptView, EnergyView, RunView, SnapshotsView, StallView
-from telemetry.node.prometheus import numbers_of, rendered
-from telemetry.records import (
+from telemetry.diagnosis.memory_outlook import MemoryGrowth
+from telemetry.model.records import (
     CATEGORIES,
     COMPUTE_PARTS,
     MEMORY_PARTS,
@@ -25,7 +22,10 @@ from telemetry.records import (
     TorchMemorySample,
     WorkersSample,
 )
-from telemetry.totals import StackTotals, Totals
+from telemetry.model.totals import StackTotals, Totals
+from telemetry.node.board import Numbers, RankHead, RankState
+from telemetry.node.metrics import COLLECTOR, AttemptView, EnergyView, RunView, SnapshotsView, StallView
+from telemetry.node.prometheus import numbers_of, rendered
 
 
 def published(numbers):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-from telemetry.agent.accounting import Ledger, StepStats
 from telemetry.agent.collectors import Samples
-from telemetry.agent.stalls import StallMonitor
-from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
+from telemetry.agent.stall_monitor import StallMonitor
 from telemetry.config import Config
-from telemetry.hooks.tracker import StepTracker
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
+from telemetry.loop.ledger import Ledger, StepStats
+from telemetry.loop.tick_totals import Overhead, StallCounts, TotalsBuilder
+from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
+from telemetry.safety.errors import ErrorLog
+from telemetry.seams.tracker import StepTracker
 from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import sleep
-from telemetry.util.errors import ErrorLog
 from tests.slice_cases import IDLE
 
 SECOND = 1_000_000_000

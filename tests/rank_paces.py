@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telemetry.records import RankPace
+from telemetry.model.records import RankPace
 
 
 def pace(rank: int, compute: float = 9.0, **fields) -> RankPace:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from telemetry.records import CATEGORIES
-from telemetry.report.process_log import ProcessLog
+from telemetry.log.process import ProcessLog
+from telemetry.model.records import CATEGORIES
+from telemetry.report.as_text import as_text
 from telemetry.report.summary import Report, report_of
-from telemetry.report.text import as_text
 from telemetry.util.sketch import Sketch
 
 

@@ -6,12 +6,12 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from telemetry.hooks.ring import S_COMPUTE, Ring
-from telemetry.hooks.tracker import StepTracker
+from telemetry.loop.ring import S_COMPUTE, Ring
+from telemetry.safety.threads import OwnThread
+from telemetry.seams.tracker import StepTracker
 from telemetry.sources import sampler
 from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import sleep
-from telemetry.util.threads import OwnThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from telemetry.diagnosis.causes import CAUSES, advise
-from telemetry.records import FETCH_BUCKETS, Histogram, RankPace, WorkersSample
+from telemetry.model.records import FETCH_BUCKETS, Histogram, RankPace, WorkersSample
 from tests.slices import Slice, evidence_over
 
 IDLE = WorkersSample(

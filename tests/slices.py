@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from telemetry.agent.collectors import Samples
-from telemetry.agent.totals import Readings, integrated
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
 from telemetry.diagnosis.stalls import DetectedStall, StallDetector, StallUpdate
-from telemetry.records import (
+from telemetry.loop.tick_totals import Readings, integrated
+from telemetry.model.records import (
     CHECKPOINT,
     COMPUTE,
     DATA_WAIT,
@@ -23,7 +23,7 @@ from telemetry.records import (
     RankPace,
     WorkersSample,
 )
-from telemetry.totals import (
+from telemetry.model.totals import (
     CompileTotals,
     Conditions,
     EpochTotals,
@@ -34,8 +34,8 @@ from telemetry.totals import (
     Totals,
     together,
 )
+from telemetry.safety.processes import identify
 from telemetry.util.clock import NS
-from telemetry.util.processes import identify
 
 
 @dataclass(frozen=True)

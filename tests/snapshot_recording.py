@@ -9,10 +9,10 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from telemetry.config import Config
+from telemetry.safety.processes import Identity
 from telemetry.snapshot.budget import Budget
 from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.plan import REQUEST, Plan, Request
-from telemetry.util.processes import Identity
 from tests.data_sets import Numbers
 
 ME = Identity("a run", 3, 3, 4, "n", 1, "plain")

@@ -14,18 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.agent.accounting import Accounting, ExposedWait, Ledger, StepStats
 from telemetry.agent.collectors import Samples
-from telemetry.agent.totals import GpuEnergy, Readings, integrated
 from telemetry.config import Config
-from telemetry.hooks import ring as r
-from telemetry.hooks.attachment import Attachment
-from telemetry.hooks.batches import BatchMark, TrainedBatches
-from telemetry.hooks.device import wait_class
-from telemetry.hooks.loaders import LoaderHandle
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.records import (
+from telemetry.loop import ring as r
+from telemetry.loop.ledger import Accounting, ExposedWait, Ledger, StepStats
+from telemetry.loop.ring import Ring
+from telemetry.loop.tick_totals import GpuEnergy, Readings, integrated
+from telemetry.model.records import (
     CATEGORIES,
     COMPUTE,
     DATA_WAIT,
@@ -39,9 +34,14 @@ from telemetry.records import (
     ProcessSample,
     Step,
 )
+from telemetry.model.totals import EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals, difference, together
+from telemetry.safety.errors import ErrorLog
+from telemetry.seams.attachment import Attachment
+from telemetry.seams.batches import BatchMark, TrainedBatches
+from telemetry.seams.device import wait_class
+from telemetry.seams.loaders import LoaderHandle
+from telemetry.seams.tracker import StepTracker
 from telemetry.sources.proc import ProcessSource
-from telemetry.totals import EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals, difference, together
-from telemetry.util.errors import ErrorLog
 from telemetry.util.sketch import Sketch
 from tests.monitored_rank import Run
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from msgspec import structs
 
-from telemetry.agent.stuck import StuckRank
+from telemetry.agent.stuck_monitor import StuckRank
 from telemetry.diagnosis.causes import advise
-from telemetry.records import FETCH_BUCKETS, Histogram
+from telemetry.model.records import FETCH_BUCKETS, Histogram
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, with_workers
 from tests.slices import evidence_over
 

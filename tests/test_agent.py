@@ -18,18 +18,18 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import Config, SettingError
-from telemetry.hooks.loaders import LoaderRegistry
-from telemetry.hooks.ring import CAPACITY, STEP
-from telemetry.hooks.worker_block import WorkerCounters
-from telemetry.records import FETCH_BUCKETS, GpuSample, StallRecord
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.loop.ring import CAPACITY, STEP
+from telemetry.model.records import FETCH_BUCKETS, GpuSample, StallRecord
+from telemetry.safety import threads
+from telemetry.safety import threads as own_threads
+from telemetry.seams.loaders import LoaderRegistry
+from telemetry.seams.worker_block import WorkerCounters
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import GpuSource
 from telemetry.sources.proc import HostSource
 from telemetry.sources.workers import WorkersSource
-from telemetry.util import threads
-from telemetry.util import threads as own_threads
 from tests.data_sets import Numbers
 from tests.full_views import page
 from tests.report_logs import summarize

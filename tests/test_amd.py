@@ -17,14 +17,14 @@ from fakes.amd import NONE_16, NONE_32, NONE_64, Gpu, Library
 
 import telemetry.doctor
 from telemetry.agent.collectors import CollectorPoller
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.records import GpuSample
+from telemetry.loop.ring import Ring
+from telemetry.model.records import GpuSample
+from telemetry.safety import threads
+from telemetry.safety.errors import ErrorLog
+from telemetry.seams.tracker import StepTracker
 from telemetry.sources.amd import Amd
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import GpuSource
-from telemetry.util import threads
-from telemetry.util.errors import ErrorLog
 
 ADDRESS, OTHER = "0000:c1:00", "0001:c1:00"
 IDENTITY = {"amdsmi_get_gpu_device_bdf", "amdsmi_get_gpu_device_uuid"}

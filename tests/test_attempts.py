@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 import telemetry
 from telemetry.agent.attempt import EndEvidence, Replay, RunSoFar, RunState, StuckTimes, read_run_state
-from telemetry.log_lines import Heartbeat, Resumption, stuck_in_loop
-from telemetry.records import LOST, Step
+from telemetry.log.lines import Heartbeat, Resumption, stuck_in_loop
+from telemetry.model.records import LOST, Step
+from telemetry.safety import processes
+from telemetry.safety.errors import ErrorLog
+from telemetry.safety.processes import Identity, job_labels
 from telemetry.sources.cgroup import OomCounter, group_id
-from telemetry.util import processes
 from telemetry.util.clock import NS
-from telemetry.util.errors import ErrorLog
-from telemetry.util.processes import Identity, job_labels
 from tests.running_agent import log_lines, scrape, wait_for
 
 IDENTITY = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")

@@ -24,7 +24,7 @@ from benchmarks import trace as trace_benchmark
 from benchmarks.effort import QUICK
 from benchmarks.fleet_prometheus import inlined
 from benchmarks.fleet_ranks import Node, fleet
-from telemetry.trace.reader import read_trace
+from telemetry.trace.trace_file import read_trace
 from tests.full_views import page
 
 TINY = {"hot_rounds": 1, "hot_steps": 40, "cold_rounds": 1, "cold_steps": 2}

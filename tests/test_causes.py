@@ -18,7 +18,7 @@ import telemetry
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.costs import costs, crowded_out
 from telemetry.diagnosis.evidence import RecurringCostsWatch, evidence_field
-from telemetry.totals import Tick
+from telemetry.model.totals import Tick
 from tests.data_sets import Numbers
 from tests.slice_cases import CASES, STARVED, a_slice, slices, with_workers
 from tests.slices import Detector, evidence_over, next_tick

@@ -13,13 +13,13 @@ import pytest
 import telemetry
 from benchmarks.change_series import CHANGES, STEADY, changes_in
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.findings import ChangeMonitor
+from telemetry.agent.step_monitor import ChangeMonitor
 from telemetry.cli import main
 from telemetry.diagnosis import changes as module
 from telemetry.diagnosis.changes import Block, ChangeDetector, GrowthDetector, growth_finding
-from telemetry.diagnosis.lines import LineShare
-from telemetry.records import FASTER, GROWS, SLOWER, UNCLEAR
-from telemetry.records import STEADY as STEADY_TREND
+from telemetry.diagnosis.hot_lines import LineShare
+from telemetry.model.records import FASTER, GROWS, SLOWER, UNCLEAR
+from telemetry.model.records import STEADY as STEADY_TREND
 from telemetry.util.profiles import StackProfile, StackTime
 from telemetry.util.stacks import Spot
 from tests.running_agent import log_lines, scrape, wait_for

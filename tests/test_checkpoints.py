@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.agent.attempt import Replay
-from telemetry.hooks.resume import holds_optimizer, step_of
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.seams.resume import holds_optimizer, step_of
 from tests.data_sets import Numbers
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from telemetry._version import __version__
 from telemetry.cli import main
-from telemetry.util.text import (
+from telemetry.util.words import (
     binary_size,
     byte_size,
     duration,

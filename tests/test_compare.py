@@ -12,7 +12,7 @@ import pytest
 from benchmarks.compare import drawn
 from telemetry.cli import main
 from telemetry.compare import Run, ratio_interval
-from telemetry.records import CATEGORIES
+from telemetry.model.records import CATEGORIES
 from telemetry.util.clock import iso_time
 from tests.faults.warm_python import warm_python
 from tests.report_logs import START, line, write

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 import telemetry
 from benchmarks import compute_split
 from benchmarks.compute_split import Loop, Rows, Timers, shares
-from telemetry.records import BACKWARD, COMPILE, COPY, FORWARD, OPTIMIZER, OTHER
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.model.records import BACKWARD, COMPILE, COPY, FORWARD, OPTIMIZER, OTHER
 from telemetry.sources.compiles import CompilationReader
 from telemetry.sources.parts import PartReader
 from telemetry.util.stacks import Spot

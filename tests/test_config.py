@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.config import GROUPS, Config, SettingError, settings, unknown_variables
-from telemetry.util.processes import disabled
+from telemetry.safety.processes import disabled
 
 CONTRACT = {
     "interval_seconds": 1.0, "log_interval_seconds": 10.0, "port": 9464, "host": "127.0.0.1", "stall_enter_ratio": 0.2,

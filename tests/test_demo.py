@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.demo import command
-from telemetry.demo.command import DemoPlan, demo
-from telemetry.records import Advice
+from telemetry.demo import demo_command as command
+from telemetry.demo.demo_command import DemoPlan, demo
+from telemetry.model.records import Advice
 
 pytest.importorskip("PIL")
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def shown(tmp_path_factory):
     base = tmp_path_factory.mktemp("demo")
     script = Path(__file__).with_name("fakes") / "slow_storage_train.py"
     code = (
-        "import pathlib, sys; from telemetry.demo import command; from telemetry.demo.command import DemoPlan; "
+        "import pathlib, sys; from telemetry.demo import command; from telemetry.demo.demo_command import DemoPlan; "
         f"command.SCRIPT = pathlib.Path({str(script)!r}); "
         f"sys.exit(command.demo({str(base)!r}, {DemoPlan(**LIGHT, seconds=10)!r}))"
     )
@@ -167,9 +167,7 @@ def test_a_training_that_fails_shows_its_stderr(tmp_path, capsys, monkeypatch):
 def test_interrupted_it_ends_the_training(tmp_path):
     # Where the tests run in the background, Ctrl-C is ignored, and whatever they start would inherit that.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += (
-        f"from telemetry.demo.command import *; sys.exit(demo({str(tmp_path)!r}, {DemoPlan(**SMALL, seconds=60)!r}))"
-    )
+    code += f"from telemetry.demo.demo_command import *; sys.exit(demo({str(tmp_path)!r}, {DemoPlan(**SMALL, seconds=60)!r}))"
     child = subprocess.Popen(
         [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

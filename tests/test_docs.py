@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.agent import stuck, ticks
-from telemetry.agent.lines import StallLines
-from telemetry.agent.stuck import StuckRank
+from telemetry.agent import stuck_monitor as stuck
+from telemetry.agent.line_monitor import StallLines
+from telemetry.agent.stuck_monitor import StuckRank
 from telemetry.config import Config
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.costs import THRESHOLDS, Thresholds
+from telemetry.loop import tick_pace as ticks
 from tests.lines.__main__ import Outcome
 from tests.lines.__main__ import table as planted
 

@@ -14,7 +14,7 @@ from fakes.nvml import Gpu, Mig, State
 from telemetry import doctor as module
 from telemetry.config import Config
 from telemetry.doctor import ABSENT, OK, PROBLEM, WIDTH, CheckContext, Finding, doctor, examine, render
-from telemetry.util import threads
+from telemetry.safety import threads
 from tests.running_agent import wait_for
 
 
@@ -182,6 +182,14 @@ def test_events_on_a_real_gpu():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     assert found("cuda events").status == OK
+
+
+def test_a_torch_without_a_name_that_the_agent_patches(monkeypatch):
+    assert found("torch").status == OK
+    monkeypatch.delattr("torch.utils.data._utils.worker._worker_loop")
+    finding = found("torch")
+    assert finding.status == ABSENT
+    assert "torch.utils.data._utils.worker has no _worker_loop; absent: fetches of workers" in finding.text
 
 
 def test_findings_fit_the_terminal():

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.end_line import end_line, verdict_at_end
 from telemetry.diagnosis.verdict import RankWaits, costliest
-from telemetry.records import Advice, OtherCause, RankPace, StallRecord
-from telemetry.report.command import report
+from telemetry.model.records import Advice, OtherCause, RankPace, StallRecord
+from telemetry.report.report_command import report
 
 OWN = RankWaits(
     rank=0, steps=100, wait_seconds=74.0, compute_seconds=26.0, first_wait_seconds=0.5, exposed_seconds=74.0

@@ -17,7 +17,7 @@ from msgspec import UNSET
 
 from telemetry.agent.attempt import EndEvidence, failure_of
 from telemetry.diagnosis.verdict import UNSURE, GpuFault, RankWaits, RunEnd, RunFacts, VerdictKind, judge
-from telemetry.log_lines import GpuMemoryFull, RunEndLine
+from telemetry.log.lines import GpuMemoryFull, RunEndLine
 
 ROOT = Path(__file__).parents[1]
 CALM = RankWaits(rank=0, steps=100, wait_seconds=1.0, compute_seconds=99.0, first_wait_seconds=0.1, exposed_seconds=1.0)

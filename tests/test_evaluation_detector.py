@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.records import COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.model.records import COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from tests.data_sets import Numbers
 
 # -- a loader iterated with gradients off is evaluation ----------------------------------------------------------------

@@ -14,11 +14,11 @@ import telemetry
 from telemetry.agent.evaluations import EvaluationMonitor, EvaluationWaits
 from telemetry.cli import main
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding, small_batches
-from telemetry.diagnosis.lines import LineShare
-from telemetry.hooks.loaders import BatchSource
-from telemetry.hooks.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
+from telemetry.diagnosis.hot_lines import LineShare
+from telemetry.loop.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
+from telemetry.model.totals import Conditions, Tick, Totals
+from telemetry.seams.loaders import BatchSource
 from telemetry.sources import sampler
-from telemetry.totals import Conditions, Tick, Totals
 from tests.report_logs import START, line, totals, write
 from tests.running_agent import log_lines
 

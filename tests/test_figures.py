@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent.log import LogWindow
+from telemetry.log.event_log import LogWindow
+from telemetry.model.records import CATEGORIES, Histogram
+from telemetry.model.totals import Totals
 from telemetry.node.metrics import RunView
-from telemetry.records import CATEGORIES, Histogram
 from telemetry.sinks.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES, figures
-from telemetry.totals import Totals
 from tests.full_views import page
 from tests.running_agent import log_lines, wait_for
 

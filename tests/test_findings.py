@@ -12,8 +12,8 @@ from msgspec import structs
 import telemetry
 from telemetry.cli import main
 from telemetry.diagnosis.findings import FINDINGS, Finding, by_weight
-from telemetry.records import Advice, FindingKind, HotLine
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.model.records import Advice, FindingKind, HotLine
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
 from tests.running_agent import log_lines
 

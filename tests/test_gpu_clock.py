@@ -15,11 +15,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent.accounting import ExposedWait
-from telemetry.hooks import dataloader, ring, state, tracker
-from telemetry.hooks import device as gpu_clock
-from telemetry.hooks.device import BUDGET_RATIO, DeviceStream, GpuClock, device_in_use
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.loop import ring
+from telemetry.loop.ledger import ExposedWait
+from telemetry.seams import dataloader, state, tracker
+from telemetry.seams import device as gpu_clock
+from telemetry.seams.device import BUDGET_RATIO, DeviceStream, GpuClock, device_in_use
 from tests.data_sets import Numbers
 from tests.fakes.device import Device, Event
 from tests.report_logs import summarize
@@ -412,7 +413,7 @@ def test_a_device_of_an_extension_is_known(agent, monkeypatch):
 
 
 def test_the_parameters_of_the_optimizer_name_the_device(agent, monkeypatch):
-    monkeypatch.setattr("telemetry.hooks.optimizer._devices_of", lambda optimizer: [torch.device("xla", 0)])
+    monkeypatch.setattr("telemetry.seams.optimizer._devices_of", lambda optimizer: [torch.device("xla", 0)])
     _optimizer = train(torch.nn.Parameter(torch.ones(1)), steps=3)
     wait_until(agent, None)
     assert "(xla)" in agent.accounting.exposed_absent

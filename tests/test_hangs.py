@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from telemetry.agent.accounting import StepTimes
-from telemetry.agent.stuck import Moment, StuckDetector, limit_seconds, paused, phase_seconds, stuck_cause
+from telemetry.agent.stuck_monitor import Moment, StuckDetector, limit_seconds, paused, phase_seconds, stuck_cause
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import ENDED, GONE, LEFT, STOPPED, HangState, decide
-from telemetry.log_lines import Suspect, WaitingRanges
-from telemetry.records import Collective
-from telemetry.util.text import named, ranges
+from telemetry.log.lines import Suspect, WaitingRanges
+from telemetry.loop.ledger import StepTimes
+from telemetry.model.records import Collective
+from telemetry.util.words import named, ranges
 from tests.slice_cases import STARVED, a_slice
 from tests.slices import Detector
 

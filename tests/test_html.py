@@ -16,20 +16,20 @@ from report_logs import START, line, window, write
 
 import benchmarks.simulated_run as simulation
 from benchmarks.simulated_run import SimulatedRun, write_run
-from telemetry.log_lines import GpuLine, WindowLine
-from telemetry.report import logs
-from telemetry.report.logs import load
+from telemetry.log import reader as logs
+from telemetry.log.lines import GpuLine, WindowLine
+from telemetry.log.reader import load
 from telemetry.util.clock import iso_time
 
 pytest.importorskip("bokeh")  # what draws the page
 
 import numpy as np
 
+from telemetry.log.process import ProcessLog
 from telemetry.report.html import over_time
 from telemetry.report.html.drawing import TimeAxis
 from telemetry.report.html.heat_map import heat_map
 from telemetry.report.html.over_time import STEP, RunRecorder
-from telemetry.report.process_log import ProcessLog
 
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>\"'`$$x$${{7*7}}\u2028"
 

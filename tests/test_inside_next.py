@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from telemetry.diagnosis.evidence import aggregate
-from telemetry.totals import StackTotals, Tick, Totals
+from telemetry.model.totals import StackTotals, Tick, Totals
 from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers
 from tests.sampled_thread import often, sampled

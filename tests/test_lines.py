@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import telemetry
-from telemetry.agent.lines import MAX_BYTES, MAX_FILES, write_profile
-from telemetry.diagnosis.lines import MIN_SAMPLES, LineShare, line_advice, line_shares, line_verdict
-from telemetry.hooks.worker_block import SharedArea
-from telemetry.report.logs import load
+from telemetry.agent.line_monitor import MAX_BYTES, MAX_FILES, write_profile
+from telemetry.diagnosis.hot_lines import MIN_SAMPLES, LineShare, line_advice, line_shares, line_verdict
+from telemetry.log.reader import load
+from telemetry.seams.worker_block import SharedArea
 from telemetry.util.profiles import CHECKPOINT, FETCH, MAX_STACKS, SAMPLER, STEP, WAIT, StackProfile, StackTime
 from telemetry.util.stacks import Spot, is_library
 from tests.report_logs import START, line, summarize, text_of, totals, window, write

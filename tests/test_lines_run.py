@@ -13,13 +13,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent.lines import LineMonitor
-from telemetry.diagnosis.lines import MIN_SAMPLES
+from telemetry.agent.line_monitor import LineMonitor
+from telemetry.diagnosis.hot_lines import MIN_SAMPLES
 from telemetry.diagnosis.stalls import DetectedStall
-from telemetry.log_lines import StragglerCodeLine
+from telemetry.log.lines import StragglerCodeLine
+from telemetry.safety.errors import ErrorLog
 from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.errors import ErrorLog
 from telemetry.util.profiles import StackProfile
 from tests.data_sets import Numbers
 from tests.running_agent import wait_for

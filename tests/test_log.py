@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
-from telemetry import records
 from telemetry.agent.collectors import mean_of
-from telemetry.agent.log_file import LogFile, json_logger
-from telemetry.records import LOG_KIND, GpuSample, ProcessSample
+from telemetry.log.file import LogFile, json_logger
+from telemetry.model import records
+from telemetry.model.records import LOG_KIND, GpuSample, ProcessSample
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, wait_for
 from tests.slice_cases import IDLE
@@ -144,7 +144,7 @@ def test_a_simulated_line_has_the_fields_of_a_real_one(agent, tmp_path):
 
 
 def test_a_simulated_run_knows_its_samples_tokens_and_energy(tmp_path, capsys):
-    from telemetry.report.command import report
+    from telemetry.report.report_command import report
 
     write_run(tmp_path, SimulatedRun(ranks=2, seconds=200))
     assert report(str(tmp_path), as_json=True) == 0

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from telemetry.diagnosis.memory import MAX_READINGS, MAX_SPACING_SECONDS, History, MemoryWatch
-from telemetry.log_lines import MemoryForecast
-from telemetry.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, GpuSample, MemorySample, TorchMemorySample
+from telemetry.diagnosis.memory_outlook import MAX_READINGS, MAX_SPACING_SECONDS, History, MemoryWatch
+from telemetry.log.lines import MemoryForecast
+from telemetry.model.records import CUDA, SHARED_MEMORY, TRAINING, WORKERS, GpuSample, MemorySample, TorchMemorySample
 
 GB = 1e9
 LIMIT = 64 * GB

@@ -15,13 +15,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.agent.collectors import CollectorPoller
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
+from telemetry.loop.ring import Ring
 from telemetry.node import prometheus
 from telemetry.node.board import RankHead, RankState
 from telemetry.node.metrics import COLLECTOR, GROUPS, EnergyView, metrics
 from telemetry.node.prometheus import Exposition, numbers_of
-from telemetry.util.errors import ErrorLog
+from telemetry.safety.errors import ErrorLog
+from telemetry.seams.tracker import StepTracker
 from tests.full_views import full_view, page
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,16 +12,16 @@ import torch
 from msgspec import structs
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
-from telemetry.agent.lines import StallLines
-from telemetry.agent.stalls import stall_record
+from telemetry.agent.line_monitor import StallLines
+from telemetry.agent.stall_monitor import stall_record
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.costs import costs
-from telemetry.diagnosis.lines import LineShare, line_advice
+from telemetry.diagnosis.hot_lines import LineShare, line_advice
 from telemetry.diagnosis.misuse import misuse
 from telemetry.diagnosis.stalls import DetectedStall
-from telemetry.hooks.loaders import traits_of
-from telemetry.hooks.worker import fingerprint
-from telemetry.records import LoaderTraits
+from telemetry.model.records import LoaderTraits
+from telemetry.seams.loaders import traits_of
+from telemetry.seams.worker import fingerprint
 from telemetry.sources.workers import WorkersSource
 from telemetry.util.profiles import WAIT
 from tests.data_sets import Numbers

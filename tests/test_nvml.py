@@ -13,13 +13,13 @@ from fakes import nvml as fake
 from fakes.nvml import Gpu, Mig, State
 
 import telemetry
-from telemetry.records import THROTTLE_REASONS, GpuError, GpuSample
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.model.records import THROTTLE_REASONS, GpuError, GpuSample
+from telemetry.safety import threads
 from telemetry.sources import nvml
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import GpuSource
 from telemetry.sources.nvml import THROTTLE_BITS, Nvml
-from telemetry.util import threads
 from tests.full_views import page
 from tests.report_logs import summarize
 from tests.running_agent import log_lines

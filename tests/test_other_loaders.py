@@ -17,8 +17,8 @@ from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import telemetry
-from telemetry.records import DATA_WAIT, STARTUP
-from telemetry.report.logs import load
+from telemetry.log.reader import load
+from telemetry.model.records import DATA_WAIT, STARTUP
 from tests.data_sets import Numbers
 from tests.report_logs import summarize
 

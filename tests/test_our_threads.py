@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.sources.stacks import all_stacks
+from telemetry.sources.stuck_stacks import all_stacks
 from telemetry.util.stacks import stack_of
 from tests.faults.processes import HANG
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 WATCHED = """
 import functools, io, multiprocessing, os, socket, sys, threading, time, urllib.request
 from importlib.abc import MetaPathFinder
-from telemetry.util.threads import named, running
+from telemetry.safety.threads import named, running
 
 multiprocessing.set_start_method("fork")  # no worker can import what -c runs
 

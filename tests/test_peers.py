@@ -14,13 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from telemetry.diagnosis.hangs import HangState
+from telemetry.model.records import Collective, RankPace
 from telemetry.node import peers
 from telemetry.node.board import Board, Numbers
 from telemetry.node.peers import JobExchange, JobLink, NodeReport, read_report
-from telemetry.records import Collective, RankPace
-from telemetry.util import threads
+from telemetry.safety import threads
+from telemetry.safety.errors import ErrorLog
 from telemetry.util.clock import NS
-from telemetry.util.errors import ErrorLog
 from tests.rank_paces import pace
 
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.hooks.attachment import Attachment
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.hooks.watch import wrap
+from telemetry.loop.ring import Ring
+from telemetry.seams.attachment import Attachment
+from telemetry.seams.tracker import StepTracker
+from telemetry.seams.watch import wrap
 from tests.data_sets import Numbers
 from tests.snapshot_recording import Taken
 

@@ -14,13 +14,13 @@ from telemetry.agent.job_hang import JobHang
 from telemetry.diagnosis.hangs import HangState
 from telemetry.diagnosis.stalls import StallDetector
 from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.log_lines import fields_of
+from telemetry.log.lines import fields_of
+from telemetry.loop.ring import Ring
+from telemetry.model.records import CHECKPOINT, Collective, HostSample, ProcessSample, RankPace
 from telemetry.node.board import Board
-from telemetry.records import CHECKPOINT, Collective, HostSample, ProcessSample, RankPace
+from telemetry.safety.processes import Identity
+from telemetry.seams.tracker import StepTracker
 from telemetry.util.clock import NS, WallClock
-from telemetry.util.processes import Identity
 from telemetry.util.stacks import stack_of
 from tests.faults.processes import Child, write
 from tests.monitored_rank import SECOND, Run

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.diagnosis.verdict import judge
-from telemetry.log_lines import RunStartLine, TotalsLine
-from telemetry.records import CATEGORIES
-from telemetry.report.command import report
-from telemetry.report.logs import NoRunError, load
-from telemetry.report.process_log import ProcessLog, Progress, not_replaced
+from telemetry.log.lines import RunStartLine, TotalsLine
+from telemetry.log.process import ProcessLog, Progress, not_replaced
+from telemetry.log.reader import NoRunError, load
+from telemetry.model.records import CATEGORIES
+from telemetry.report.report_command import report
 from telemetry.report.summary import run_facts
 from telemetry.util.clock import iso_time
 from telemetry.util.sketch import Sketch

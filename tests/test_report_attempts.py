@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from telemetry.config import Config, SettingError
-from telemetry.records import CATEGORIES
+from telemetry.log.reader import load
+from telemetry.model.records import CATEGORIES
+from telemetry.report.as_text import as_text
 from telemetry.report.goodput import Experience, best_interval, ettr
-from telemetry.report.logs import load
 from telemetry.report.summary import report_of
-from telemetry.report.text import as_text
 from tests.report_logs import START, line, text_of, totals, write
 
 T0 = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -17,14 +17,14 @@ import pytest
 import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
 from telemetry.config import Config
-from telemetry.log_lines import KINDS, GpuLine, HostLine, WorkersLine
-from telemetry.records import CATEGORIES
-from telemetry.report import logs
-from telemetry.report.logs import load
-from telemetry.report.process_log import ProcessLog
-from telemetry.report.text import as_text
+from telemetry.log import reader as logs
+from telemetry.log.lines import KINDS, GpuLine, HostLine, WorkersLine
+from telemetry.log.process import ProcessLog
+from telemetry.log.reader import load
+from telemetry.model.records import CATEGORIES
+from telemetry.report.as_text import as_text
 from telemetry.util.sketch import Sketch
-from telemetry.util.text import show
+from telemetry.util.words import show
 from tests.report_logs import START, line, reported, summarize, text_of, window, write
 
 JUNK = [None, True, -1, 1e300, 2.5, "", "\x1b]0;x\x07", [], [1], {}, {"a": "b"}, [[{}]], [None], {"p50": []}]

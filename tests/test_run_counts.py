@@ -10,7 +10,7 @@ import pytest
 from html_pages import Page, page_of
 from report_logs import START, line, window, write
 
-from telemetry.report.logs import load
+from telemetry.log.reader import load
 from tests.faults.warm_python import warm_python
 from tests.report_logs import summarize
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import telemetry
-from telemetry.report.logs import load
+from telemetry.log.reader import load
 from tests.data_sets import Numbers, Stream
 from tests.report_logs import summarize
 

@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import telemetry
 from telemetry.agent.agent import Agent
-from telemetry.diagnosis.lines import line_shares
+from telemetry.diagnosis.hot_lines import line_shares
+from telemetry.safety import gil, threads
+from telemetry.safety.gil import GilTurns, SwitchInterval
 from telemetry.sources import sampling
 from telemetry.sources.sampler import Sampler
 from telemetry.sources.sampling import SampleClock
-from telemetry.util import gil, threads
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.gil import GilTurns, SwitchInterval
 from telemetry.util.profiles import FETCH, StackProfile
 from telemetry.util.stacks import Spot
 from tests.running_agent import wait_for

@@ -19,12 +19,12 @@ import pytest
 
 import telemetry
 from telemetry.config import SINKS, Config
+from telemetry.safety import threads
+from telemetry.safety.errors import ErrorLog
+from telemetry.safety.processes import identify
 from telemetry.sinks.output import MAX_ITEMS, FigureOutput
 from telemetry.sinks.writers import MlflowSink, SinkItem, SinkWaits, WandbSink
-from telemetry.util import threads
 from telemetry.util.clock import NS, WallClock
-from telemetry.util.errors import ErrorLog
-from telemetry.util.processes import identify
 from tests.running_agent import wait_for
 
 ROOT = Path(__file__).parents[1]
@@ -334,7 +334,7 @@ def test_a_rank_that_does_not_write_loads_nothing(tmp_path, rank, sinks):
 FAKE = """
 import json, sys, threading, time, types
 import torch, telemetry
-from telemetry.util.threads import named
+from telemetry.safety.threads import named
 from torch.utils.data import DataLoader
 
 class Run:

@@ -15,15 +15,16 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent import snapshots
-from telemetry.agent.snapshots import SnapshotControl, Trigger
+from telemetry.agent import snapshot_rules as snapshots
+from telemetry.agent.snapshot_rules import SnapshotControl, Trigger
 from telemetry.config import Config
-from telemetry.records import RECORDED, REFUSED, SKIPPED, Step
-from telemetry.snapshot import command, plan
-from telemetry.snapshot.command import snapshot
+from telemetry.model.records import RECORDED, REFUSED, SKIPPED, Step
+from telemetry.safety import files
+from telemetry.safety.processes import Identity
+from telemetry.snapshot import plan
+from telemetry.snapshot import snapshot_command as command
 from telemetry.snapshot.plan import REQUEST, Meeting, Plan, Request, new_id
-from telemetry.util import files
-from telemetry.util.processes import Identity
+from telemetry.snapshot.snapshot_command import snapshot
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines
 from tests.snapshot_recording import mark, marks

@@ -13,7 +13,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
-from telemetry.records import FAILED, OTHER, RECORDED, REFUSED, SKIPPED
+from telemetry.model.records import FAILED, OTHER, RECORDED, REFUSED, SKIPPED
 from telemetry.snapshot.capture import Session
 from telemetry.snapshot.capture import on_gpu as on_a_gpu
 from tests.data_sets import Numbers

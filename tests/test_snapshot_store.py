@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.config import Config
-from telemetry.hooks.worker_block import WorkerCounters
+from telemetry.seams.worker_block import WorkerCounters
 from telemetry.snapshot import store
 from telemetry.snapshot.store import MIN_FREE_BYTES, StoreError, TraceStore, WorkerFetches
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import telemetry
-from telemetry.log_lines import GpuOutOfMemoryLine
-from telemetry.records import Collective, TorchMemorySample
+from telemetry.log.lines import GpuOutOfMemoryLine
+from telemetry.model.records import Collective, TorchMemorySample
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
 from telemetry.sources.collectives import RecordedCollectives, recorded_collectives

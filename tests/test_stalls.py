@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from telemetry.agent.stalls import stall_record
+from telemetry.agent.stall_monitor import stall_record
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.causes import CAUSES, advise, shares_of
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.stalls import DetectedStall, StallDetector
 from telemetry.diagnosis.stragglers import held_up_by
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
-from telemetry.records import Advice, Deliveries, GpuSample, ProcessSample, RankPace
-from telemetry.totals import Tick, Totals, together
-from telemetry.util.processes import identify
+from telemetry.loop.ring import Ring
+from telemetry.model.records import Advice, Deliveries, GpuSample, ProcessSample, RankPace
+from telemetry.model.totals import Tick, Totals, together
+from telemetry.safety.processes import identify
+from telemetry.seams.tracker import StepTracker
 from tests.monitored_rank import Run
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
 from tests.slices import Detector, evidence_over

@@ -14,14 +14,14 @@ from msgspec import structs
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent import findings
-from telemetry.diagnosis.lines import line_shares
+from telemetry.agent import step_monitor as findings
+from telemetry.diagnosis.hot_lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
+from telemetry.loop.ring import Ring
+from telemetry.model.totals import GarbageTotals
+from telemetry.seams.tracker import StepTracker
 from telemetry.sources.proc import ThreadLoad, ThreadLoads
 from telemetry.sources.sampler import BusyThread, Sampler
-from telemetry.totals import GarbageTotals
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.profiles import STEP, StackProfile, StackTime
 from telemetry.util.stacks import STANDARD_LIBRARY, Spot

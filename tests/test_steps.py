@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import telemetry
-from telemetry.records import COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.model.records import COMPUTE, DATA_WAIT, EVALUATION, OTHER
 from tests.data_sets import Numbers, Stream
 
 # -- batches of every kind of DataLoader are counted, and belong to the right step -------------------------------------

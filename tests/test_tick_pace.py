@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from telemetry.agent.ticks import TickPace
 from telemetry.config import Config
-from telemetry.records import CATEGORIES
+from telemetry.loop.tick_pace import TickPace
+from telemetry.model.records import CATEGORIES
 from telemetry.util.clock import NS
 
 

@@ -9,7 +9,7 @@ import pytest
 from top_runs import NOW, Run, dumped, iso, log_line, stall, start, window
 
 from telemetry.diagnosis.verdict import judge
-from telemetry.report.logs import load
+from telemetry.log.reader import load
 from telemetry.report.summary import run_facts
 from telemetry.top import run_folder
 from telemetry.top.log_tail import LAST_BYTES, LogTail

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from telemetry.cli import main
 from telemetry.trace import events as reading
 from telemetry.trace.events import NoTraceError, TraceError
-from telemetry.trace.reader import read_trace
 from telemetry.trace.steps import difference, intersection, length, merged, split, union, within
+from telemetry.trace.trace_file import read_trace
 
 ROOT = Path(__file__).parents[1]
 TRACES = Path(__file__).parent / "traces"
@@ -605,7 +605,7 @@ def test_gzip_of_several_members_with_padding_or_cut_off_anywhere(tmp_path):
 
 BOMB_READER = """
 import resource, sys
-from telemetry.trace.reader import read_trace
+from telemetry.trace.trace_file import read_trace
 from telemetry.trace.events import TraceError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -23,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from telemetry.hooks.loaders import Arrival
-from telemetry.hooks.worker import _SpawnedLoop
-from telemetry.hooks.worker_block import RECENT, WorkerBlock, WorkerCounters
-from telemetry.records import FETCH_BUCKETS
+from telemetry.model.records import FETCH_BUCKETS
+from telemetry.seams.loaders import Arrival
+from telemetry.seams.worker import _SpawnedLoop
+from telemetry.seams.worker_block import RECENT, WorkerBlock, WorkerCounters
 from telemetry.sources.proc import read_schedule
 from telemetry.sources.workers import Fetches, WorkersSource
 from telemetry.util.clock import now_ns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime, timezone
 
-from telemetry.records import CATEGORIES
+from telemetry.model.records import CATEGORIES
 from telemetry.top.run_folder import RunFolder
 
 NOW = 1_800_000_000.0

@@ -19,8 +19,8 @@ from telemetry.agent.collectors import mean_of
 from telemetry.config import GROUPS, settings
 from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.diagnosis.findings import FINDINGS
+from telemetry.model.records import FAILURES, RankPace, WorkersSample
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
-from telemetry.records import FAILURES, RankPace, WorkersSample
 from telemetry.sinks.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 
 if TYPE_CHECKING:

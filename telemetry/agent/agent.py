@@ -12,46 +12,46 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
-from telemetry.agent.accounting import Accounting
 from telemetry.agent.attempt import FOLDER, AttemptLog, RunSoFar
 from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.evaluations import EvaluationMonitor
-from telemetry.agent.findings import ChangeMonitor, FindingLog, StepMonitor, change_line
 from telemetry.agent.job_hang import JobHang, OwnState
-from telemetry.agent.lines import LineMonitor
-from telemetry.agent.log import EventLog
-from telemetry.agent.snapshots import SnapshotControl
-from telemetry.agent.stalls import StallMonitor
-from telemetry.agent.ticks import TickPace
-from telemetry.agent.totals import Overhead, StallCounts, TotalsBuilder
+from telemetry.agent.line_monitor import LineMonitor
+from telemetry.agent.snapshot_rules import SnapshotControl
+from telemetry.agent.stall_monitor import StallMonitor
+from telemetry.agent.step_monitor import ChangeMonitor, FindingLog, StepMonitor, change_line
 from telemetry.agent.trial import TrialRun
 from telemetry.config import TRIAL_VARIABLE
-from telemetry.diagnosis.memory import MemoryWatch
-from telemetry.hooks.attachment import Attachment
-from telemetry.hooks.patching import keep
-from telemetry.hooks.ring import Ring
-from telemetry.hooks.tracker import StepTracker
+from telemetry.diagnosis.memory_outlook import MemoryWatch
+from telemetry.log.event_log import EventLog
+from telemetry.loop.ledger import Accounting
+from telemetry.loop.ring import Ring
+from telemetry.loop.tick_pace import TickPace
+from telemetry.loop.tick_totals import Overhead, StallCounts, TotalsBuilder
+from telemetry.model.records import LOADER_TIMEOUT
 from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import NodeService
 from telemetry.node.metrics import RunView
 from telemetry.node.peers import JobLink
 from telemetry.node.prometheus import TargetFile
-from telemetry.records import LOADER_TIMEOUT
+from telemetry.safety.errors import ErrorLog, say
+from telemetry.safety.files import StandardStreams
+from telemetry.safety.processes import identify, job_labels, slug
+from telemetry.safety.threads import OwnThread, Wake
+from telemetry.seams.attachment import Attachment
+from telemetry.seams.patching import keep
+from telemetry.seams.tracker import StepTracker
 from telemetry.sinks.output import FigureOutput
 from telemetry.sources.proc import planned_threads
 from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import NS, WallClock, now_ns
-from telemetry.util.errors import ErrorLog, say
-from telemetry.util.files import StandardStreams
-from telemetry.util.processes import identify, job_labels, slug
-from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
-    from telemetry.agent.stuck import StuckRank
+    from telemetry.agent.stuck_monitor import StuckRank
     from telemetry.config import Config
     from telemetry.diagnosis.findings import Finding
-    from telemetry.records import RankPace
+    from telemetry.model.records import RankPace
 
 _LEAD_SECONDS: Final = 1.0
 """Time between two readings of the ring, and between two checks whether a rank serves the node. It does not depend on

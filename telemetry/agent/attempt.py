@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import structs
 
-from telemetry.log_lines import (
+from telemetry.log.lines import (
     ABSENT,
     Count,
     GpuMemoryFull,
@@ -33,8 +33,7 @@ from telemetry.log_lines import (
     read_heartbeat,
     stuck_in_loop,
 )
-from telemetry.node.metrics import AttemptView
-from telemetry.records import (
+from telemetry.model.records import (
     CHECKPOINT,
     COMPUTE,
     DATA_WAIT,
@@ -53,22 +52,23 @@ from telemetry.records import (
     WORKER_KILLED,
     PhaseSpan,
 )
+from telemetry.node.metrics import AttemptView
+from telemetry.safety import processes
+from telemetry.safety.files import Descriptor, opened, read_small, remove_file, replace_file
 from telemetry.sources.cgroup import OomCounter
-from telemetry.util import processes
 from telemetry.util.clock import NS, iso_time, now_ns
-from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
 from telemetry.util.stacks import is_library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from telemetry.agent.accounting import Accounting
-    from telemetry.hooks.tracker import StepTracker
-    from telemetry.records import SavedCheckpoint, Step
+    from telemetry.loop.ledger import Accounting
+    from telemetry.model.records import SavedCheckpoint, Step
+    from telemetry.safety.errors import ErrorLog
+    from telemetry.safety.processes import Identity
+    from telemetry.seams.tracker import StepTracker
     from telemetry.util.clock import WallClock
-    from telemetry.util.errors import ErrorLog
-    from telemetry.util.processes import Identity
 
 
 # -- how this process ends: by itself, by an exception or by an exit status --------------------------------------------

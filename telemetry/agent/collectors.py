@@ -7,8 +7,8 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.hooks.device import CUDA
-from telemetry.records import LOG_KIND
+from telemetry.model.records import LOG_KIND
+from telemetry.seams.device import CUDA
 from telemetry.sources.amd import Amd, is_rocm
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import Collector, CollectorError, Poller
@@ -18,15 +18,14 @@ from telemetry.sources.nvml import Nvml
 from telemetry.sources.proc import HostSource, ProcessSource
 from telemetry.sources.workers import WorkersSource
 from telemetry.util.clock import sleep
-from telemetry.util.text import listed
+from telemetry.util.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from telemetry.hooks.tracker import StepTracker
-    from telemetry.log_lines import GpuOutOfMemoryLine
-    from telemetry.records import (
+    from telemetry.log.lines import GpuOutOfMemoryLine
+    from telemetry.model.records import (
         CollectorHealth,
         GpuError,
         GpuSample,
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
         TorchMemorySample,
         WorkersSample,
     )
-    from telemetry.util.errors import ErrorLog
+    from telemetry.safety.errors import ErrorLog
+    from telemetry.seams.tracker import StepTracker
 
 
 _GPUS: Final = "gpus"

@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from telemetry.diagnosis.verdict import RankWaits, RunEnd, RunFacts, judge
-from telemetry.records import COMPUTE, DATA_WAIT, StallRecord
+from telemetry.model.records import COMPUTE, DATA_WAIT, StallRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.verdict import GpuFault, Verdict
-    from telemetry.log_lines import RunEndLine
-    from telemetry.records import HotLine, RankPace
-    from telemetry.totals import Totals
+    from telemetry.log.lines import RunEndLine
+    from telemetry.model.records import HotLine, RankPace
+    from telemetry.model.totals import Totals
 
 
 def verdict_at_end(

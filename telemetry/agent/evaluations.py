@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding, small_batches
-from telemetry.diagnosis.lines import line_shares, reading_place
-from telemetry.hooks.batches import BatchMark
-from telemetry.hooks.loaders import BatchSource, LoaderHandle
-from telemetry.hooks.ring import BEGINS, S_EVALUATION
-from telemetry.records import EVALUATION
-from telemetry.totals import Totals, difference
+from telemetry.diagnosis.hot_lines import line_shares, reading_place
+from telemetry.loop.ring import BEGINS, S_EVALUATION
+from telemetry.model.records import EVALUATION
+from telemetry.model.totals import Totals, difference
+from telemetry.seams.batches import BatchMark
+from telemetry.seams.loaders import BatchSource, LoaderHandle
 from telemetry.util.clock import NS
 from telemetry.util.profiles import EVALUATING, EVALUATION_WAIT, STEP, WAIT, StackProfile
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.diagnosis.findings import Finding
-    from telemetry.hooks.ring import Entry
-    from telemetry.records import LoaderSettings
+    from telemetry.loop.ring import Entry
+    from telemetry.model.records import LoaderSettings
+    from telemetry.model.totals import Tick
     from telemetry.sources.sampler import Sampler
-    from telemetry.totals import Tick
 
 
 # -- the spans of evaluations in the ring ------------------------------------------------------------------------------

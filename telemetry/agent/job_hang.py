@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import ALIVE, ENDED, GONE, LEFT, SILENT, STOPPED, HangState, decide
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, Collective
+from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, Collective
 from telemetry.sources.collectives import collective_in, in_backward, recorded_collectives
 from telemetry.sources.proc import thread_state
-from telemetry.sources.stacks import place_of, stack_hash
+from telemetry.sources.stuck_stacks import place_of, stack_hash
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.stacks import stack_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.agent.accounting import Accounting
-    from telemetry.agent.log import EventLog
-    from telemetry.agent.stalls import StallMonitor
+    from telemetry.agent.stall_monitor import StallMonitor
     from telemetry.diagnosis.hangs import HangVerdict
-    from telemetry.hooks.tracker import StepTracker
-    from telemetry.log_lines import HangLine
+    from telemetry.log.event_log import EventLog
+    from telemetry.log.lines import HangLine
+    from telemetry.loop.ledger import Accounting
     from telemetry.node.board import Board, RankHead
     from telemetry.node.peers import JobLink
+    from telemetry.safety.processes import Identity
+    from telemetry.seams.tracker import StepTracker
     from telemetry.util.clock import WallClock
-    from telemetry.util.processes import Identity
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 # `tests.faults.hang_campaign` has the verdicts that they lead to.

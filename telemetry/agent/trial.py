@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from telemetry.hooks.checkpoints import SAVING
-from telemetry.hooks.patching import Patches, is_imported, unseen
-from telemetry.records import LoaderSettings
-from telemetry.totals import Conditions, Totals
-from telemetry.util.files import replace_file
+from telemetry.model.records import LoaderSettings
+from telemetry.model.totals import Conditions, Totals
+from telemetry.safety.files import replace_file
+from telemetry.seams.checkpoints import SAVING
+from telemetry.seams.patching import Patches, is_imported, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from telemetry.hooks.tracker import StepTracker
+    from telemetry.model.totals import Tick
     from telemetry.node.endpoint import NodeService
-    from telemetry.totals import Tick
-    from telemetry.util.errors import ErrorLog
-    from telemetry.util.processes import Identity
+    from telemetry.safety.errors import ErrorLog
+    from telemetry.safety.processes import Identity
+    from telemetry.seams.tracker import StepTracker
 
 # -- what passes between `telemetry tune` and a trial ------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from PIL import Image
 
-from telemetry.util.files import temporary_name
+from telemetry.safety.files import temporary_name
 
 if TYPE_CHECKING:
     from pathlib import Path

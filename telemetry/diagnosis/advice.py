@@ -23,9 +23,9 @@ from telemetry.diagnosis.model import (
     with_transfer,
 )
 from telemetry.diagnosis.stragglers import straggler
-from telemetry.records import Advice
-from telemetry.util.text import milliseconds as ms
-from telemetry.util.text import rounded_percent
+from telemetry.model.records import Advice
+from telemetry.util.words import milliseconds as ms
+from telemetry.util.words import rounded_percent
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence

@@ -14,13 +14,13 @@ from telemetry.diagnosis import advice
 from telemetry.diagnosis.costs import costs, without_own_time
 from telemetry.diagnosis.misuse import mended_first
 from telemetry.util.profiles import CHECKPOINT, FETCH, STEP, WAIT
-from telemetry.util.text import rounded_percent
+from telemetry.util.words import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.records import Advice
+    from telemetry.model.records import Advice
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

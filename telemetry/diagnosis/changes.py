@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from telemetry.diagnosis.findings import Finding
-from telemetry.records import (
+from telemetry.model.records import (
     COMPUTE,
     COMPUTE_PARTS,
     DATA_WAIT,
@@ -26,13 +26,13 @@ from telemetry.records import (
     Advice,
     StepTrend,
 )
-from telemetry.util.text import byte_size, duration, rough_duration, rounded_percent
+from telemetry.util.words import byte_size, duration, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from telemetry.diagnosis.lines import LineShare
-    from telemetry.totals import Totals
+    from telemetry.diagnosis.hot_lines import LineShare
+    from telemetry.model.totals import Totals
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 # Measured by `benchmarks.change_series` (simulated loops) if no other test is named.

@@ -10,15 +10,15 @@ from msgspec import structs
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.evidence import Evidence
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.lines import LineShare, verdict_part
-from telemetry.records import EVALUATION, Advice, RankPace
+from telemetry.diagnosis.hot_lines import LineShare, verdict_part
+from telemetry.model.records import EVALUATION, Advice, RankPace
 from telemetry.util.profiles import WAIT
-from telemetry.util.text import duration, rounded_percent
+from telemetry.util.words import duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.totals import Totals
+    from telemetry.model.totals import Totals
 
 _MIN_GAIN: Final = 1.1
 """Least factor on the steps of the run. A small validation, or one that computes, is no finding."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
-from telemetry.records import (
+from telemetry.model.records import (
     CHECKPOINT,
     EVALUATION,
     FETCH_BUCKETS,
@@ -20,12 +20,12 @@ from telemetry.records import (
     RankPace,
     WindowPace,
 )
-from telemetry.totals import ROUNDING_SECONDS, Totals
+from telemetry.model.totals import ROUNDING_SECONDS, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.totals import Conditions, Tick, WorkerTotals
+    from telemetry.model.totals import Conditions, Tick, WorkerTotals
 
 
 MIN_ITERATED_STEPS: Final = 5

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from telemetry.records import Advice, FindingKind, HotLine
+from telemetry.model.records import Advice, FindingKind, HotLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One finding of a rank. The newest finding of a kind replaces the earlier ones.
 
     Attributes:
-        rank: the rank; `telemetry.agent.findings.FindingLog` sets it.
+        rank: the rank; `telemetry.agent.step_monitor.FindingLog` sets it.
         share_ratio: share of the rank's training loop (of the run, for an evaluation) that it costs; None if unknown.
         text: one sentence with its figures, without its full stop.
         lines: the lines of code in which it is, the largest share first.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from telemetry.log_lines import ABSENT, HangLine, Suspect, WaitingRanges
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Collective
-from telemetry.util.text import named, ranges
+from telemetry.log.lines import ABSENT, HangLine, Suspect, WaitingRanges
+from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, STARTUP, Collective
+from telemetry.util.words import named, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,14 +11,14 @@ from msgspec import structs
 
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.model import Fetch, alone_in_worker, gain_of, predicted_step, step_with
-from telemetry.records import Advice, HotLine
-from telemetry.util.text import milliseconds as ms
+from telemetry.model.records import Advice, HotLine
+from telemetry.util.words import milliseconds as ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.records import FindingKind
+    from telemetry.model.records import FindingKind
 
 SPLIT: Final = "divide the data set's items among the workers: use get_worker_info() in its __iter__"
 

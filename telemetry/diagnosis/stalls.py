@@ -12,13 +12,13 @@ from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.evidence import RecurringCostsWatch, aggregate
 from telemetry.diagnosis.stragglers import OwnPaces, straggler
-from telemetry.totals import Tick
+from telemetry.model.totals import Tick
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.records import RankPace
-    from telemetry.totals import Passed, Totals
-    from telemetry.util.processes import Identity
+    from telemetry.model.records import RankPace
+    from telemetry.model.totals import Passed, Totals
+    from telemetry.safety.processes import Identity
 
 MIN_STEPS: Final = 5
 """Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""

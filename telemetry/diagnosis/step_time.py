@@ -11,19 +11,19 @@ from msgspec import structs
 
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.lines import ERRORS, SURE, is_host_work, line_shares, top_line, waits_for_thread
+from telemetry.diagnosis.hot_lines import ERRORS, SURE, is_host_work, line_shares, top_line, waits_for_thread
 from telemetry.diagnosis.model import gain_of
-from telemetry.records import Advice
-from telemetry.totals import GarbageTotals
+from telemetry.model.records import Advice
+from telemetry.model.totals import GarbageTotals
 from telemetry.util.profiles import STEP
-from telemetry.util.text import milliseconds as ms
-from telemetry.util.text import rounded_percent
+from telemetry.util.words import milliseconds as ms
+from telemetry.util.words import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.diagnosis.lines import LineShare
+    from telemetry.diagnosis.hot_lines import LineShare
     from telemetry.sources.proc import ThreadLoad
     from telemetry.sources.sampler import Sampler
 

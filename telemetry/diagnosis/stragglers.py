@@ -8,12 +8,12 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from telemetry.records import CHECKPOINT, EVALUATION
+from telemetry.model.records import CHECKPOINT, EVALUATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.records import RankPace
+    from telemetry.model.records import RankPace
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------

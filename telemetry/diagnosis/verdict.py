@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.diagnosis.findings import reason_of
-from telemetry.records import (
+from telemetry.model.records import (
     CHECKPOINT,
     COMPUTE,
     CUDA,
@@ -32,7 +32,7 @@ from telemetry.records import (
     XIDS_OF_SCRIPTS,
     stuck_in_words,
 )
-from telemetry.util.text import (
+from telemetry.util.words import (
     binary_size,
     byte_size,
     listed,
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
-    from telemetry.log_lines import GpuMemoryFull, MemoryForecast, RunEndLine
-    from telemetry.records import Advice, HotLine, StallRecord
-    from telemetry.trace.advice import Suggestion
+    from telemetry.log.lines import GpuMemoryFull, MemoryForecast, RunEndLine
+    from telemetry.model.records import Advice, HotLine, StallRecord
+    from telemetry.trace.trace_advice import Suggestion
 
 
 class VerdictKind(Enum):

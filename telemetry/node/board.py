@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from telemetry.diagnosis.hangs import HangState
-from telemetry.records import Histogram, RankPace
+from telemetry.model.records import Histogram, RankPace
+from telemetry.safety.files import Descriptor, opened, read_small, remove_file, replace_file
+from telemetry.safety.gil import let_others_run
+from telemetry.safety.processes import identity_from_torch, pid_namespace, process_state, slug, start_ticks
 from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
-from telemetry.util.files import Descriptor, opened, read_small, remove_file, replace_file
-from telemetry.util.gil import let_others_run
-from telemetry.util.processes import identity_from_torch, pid_namespace, process_state, slug, start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from telemetry.util.errors import ErrorLog
-    from telemetry.util.processes import Identity
+    from telemetry.safety.errors import ErrorLog
+    from telemetry.safety.processes import Identity
 
 _STALE_SECONDS: Final = 3600.0
 _PREFIX: Final = "torch-telemetry"

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from telemetry.diagnosis.hangs import HangState
+    from telemetry.model.records import RankPace
     from telemetry.node.board import Board
     from telemetry.node.metrics import RunView
     from telemetry.node.prometheus import TargetFile
     from telemetry.node.server import Address
-    from telemetry.records import RankPace
-    from telemetry.util.errors import ErrorLog
+    from telemetry.safety.errors import ErrorLog
 
 _ANNOUNCED_SECONDS: Final = 0.2
 """Ranks start together. A rank that does not serve waits this long for the announcement of the port. A resolver gets

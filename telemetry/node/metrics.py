@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeV
 
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import HANG_KINDS
-from telemetry.records import (
+from telemetry.model.records import (
     CATEGORIES,
     COMPUTE_PARTS,
     LOST,
@@ -26,8 +26,8 @@ from telemetry.records import (
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.hangs import HangVerdict
-    from telemetry.diagnosis.memory import MemoryGrowth
-    from telemetry.records import (
+    from telemetry.diagnosis.memory_outlook import MemoryGrowth
+    from telemetry.model.records import (
         CollectorHealth,
         GpuSample,
         HostSample,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TorchMemorySample,
         WorkersSample,
     )
-    from telemetry.totals import StackTotals, Totals
+    from telemetry.model.totals import StackTotals, Totals
 
 # -- the state of a rank -------------------------------------------------------------------------------------------
 

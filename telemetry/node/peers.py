@@ -23,21 +23,21 @@ from msgspec import structs
 
 from telemetry.diagnosis.hangs import GONE, NODE_SILENT, HangState
 from telemetry.diagnosis.stragglers import compute_seconds, sync_seconds
-from telemetry.records import (
+from telemetry.model.records import (
     COMPUTE,
     RankPace,  # msgspec reads the annotations
 )
+from telemetry.safety.files import read_small, remove_file, replace_file
+from telemetry.safety.processes import slug
+from telemetry.safety.threads import OwnThread, Wake
 from telemetry.util.clock import NS, now_ns, thread_time
-from telemetry.util.files import read_small, remove_file, replace_file
-from telemetry.util.processes import slug
-from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from telemetry.node.board import Board
-    from telemetry.util.errors import ErrorLog
+    from telemetry.safety.errors import ErrorLog
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 # `benchmarks.job_exchange` measures what the exchange costs a node, in jobs of several sizes.

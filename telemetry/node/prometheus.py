@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
 
+from telemetry.model.records import Histogram
 from telemetry.node.board import Numbers
 from telemetry.node.metrics import GPU_GROUPS, GROUPS, metrics
-from telemetry.records import Histogram
+from telemetry.safety.files import read_small, replace_file
+from telemetry.safety.gil import let_others_run
+from telemetry.safety.imports import private
+from telemetry.safety.processes import slug
 from telemetry.util.clock import NS, now_ns, sleep
-from telemetry.util.files import read_small, replace_file
-from telemetry.util.gil import let_others_run
-from telemetry.util.imports import private
-from telemetry.util.processes import slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

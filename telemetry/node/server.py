@@ -19,16 +19,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.node.prometheus import Page
+from telemetry.safety.files import LOWEST, Descriptor, raised
+from telemetry.safety.threads import OwnThread, no_fork
 from telemetry.util.clock import NS, now_ns, sleep, thread_time
-from telemetry.util.files import LOWEST, Descriptor, raised
-from telemetry.util.threads import OwnThread, no_fork
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from telemetry.node.board import ServerLock
     from telemetry.node.prometheus import Exposition
-    from telemetry.util.errors import ErrorLog
+    from telemetry.safety.errors import ErrorLog
 
 # -- the setting `host` ------------------------------------------------------------------------------------------------
 

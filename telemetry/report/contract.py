@@ -8,9 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from telemetry.diagnosis.findings import Finding
-from telemetry.log_lines import ChangedFigure, Number, Suspect
-from telemetry.records import Advice, Epochs, HotLine, StallRecord, StepTrend
-from telemetry.trace.advice import Suggestion
+from telemetry.log.lines import ChangedFigure, Number, Suspect
+from telemetry.model.records import Advice, Epochs, HotLine, StallRecord, StepTrend
+from telemetry.trace.trace_advice import Suggestion
 
 
 class Durations(msgspec.Struct):
@@ -111,7 +111,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 
 class JobAttempt(msgspec.Struct, kw_only=True):
-    """One attempt. ``resumed_from``: where its position comes from, see `telemetry.report.attempts.Course`."""
+    """One attempt. ``resumed_from``: where its position comes from, see `telemetry.report.attempt_list.Course`."""
 
     attempt: int
     started: str

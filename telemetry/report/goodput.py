@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
-from telemetry.records import (
+from telemetry.log.process import lost_by_cause
+from telemetry.model.records import (
     CATEGORIES,
     CHECKPOINT,
     DATA_WAIT,
@@ -23,7 +24,7 @@ from telemetry.records import (
     STARTUP,
     STUCK,
 )
-from telemetry.report.attempts import (
+from telemetry.report.attempt_list import (
     ASSUMED,
     FINISHED,
     RUNNING,
@@ -33,15 +34,14 @@ from telemetry.report.attempts import (
     lives_of,
 )
 from telemetry.report.contract import Books, CheckpointInterval, Cost, Job, JobAttempt, Throughput
-from telemetry.report.process_log import lost_by_cause
 from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.attempts import Life
+    from telemetry.log.process import ProcessLog
+    from telemetry.report.attempt_list import Life
     from telemetry.report.contract import Rank
-    from telemetry.report.process_log import ProcessLog
 
 SECONDS: Final = (
     *(PRODUCTIVE, REDONE, RESTORE, REPLAY, STARTUP, DATA_WAIT, EVALUATION, CHECKPOINT, STUCK, DOWN, OTHER),

@@ -22,8 +22,16 @@ from telemetry.diagnosis.verdict import (
     Verdict,
     judge,
 )
-from telemetry.records import CATEGORIES, COMPUTE, DATA_WAIT, REPLAY
-from telemetry.report.attempts import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
+from telemetry.log.process import (
+    findings_of,
+    lost_by_cause,
+    not_replaced,
+    stalls_of,
+    take_lines_of_slow_ranks,
+    unix,
+)
+from telemetry.model.records import CATEGORIES, COMPUTE, DATA_WAIT, REPLAY
+from telemetry.report.attempt_list import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
     Change,
     Durations,
@@ -36,26 +44,18 @@ from telemetry.report.contract import (
     Waiting,
 )
 from telemetry.report.goodput import cost_of, energy_of, goodput_of, job_of, throughput_of
-from telemetry.report.process_log import (
-    findings_of,
-    lost_by_cause,
-    not_replaced,
-    stalls_of,
-    take_lines_of_slow_ranks,
-    unix,
-)
-from telemetry.trace.advice import LoadingSuggestion
 from telemetry.trace.events import TraceError
-from telemetry.trace.reader import read_trace
-from telemetry.util.text import percent, plain_number, rounded_percent
+from telemetry.trace.trace_advice import LoadingSuggestion
+from telemetry.trace.trace_file import read_trace
+from telemetry.util.words import percent, plain_number, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-    from telemetry.records import Advice
+    from telemetry.log.process import ProcessLog
+    from telemetry.model.records import Advice
     from telemetry.report.goodput import Goodput
-    from telemetry.report.process_log import ProcessLog
     from telemetry.util.sketch import Sketch
 
 _MAX_RANKS: Final = 1 << 17

@@ -7,13 +7,13 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.model.records import CATEGORIES, DATA_WAIT
 from telemetry.node.metrics import GROUPS
-from telemetry.records import CATEGORIES, DATA_WAIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from telemetry.agent.log import LogWindow
+    from telemetry.log.event_log import LogWindow
     from telemetry.node.metrics import Metric, RunView
     from telemetry.util.sketch import Percentiles
 

@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.config import TRIAL_VARIABLE
+from telemetry.safety.errors import kind_of
+from telemetry.safety.threads import OwnThread, Wake
 from telemetry.sinks.figures import figures
 from telemetry.sinks.writers import NAMESPACE, SinkItem, SinkWaits, make_sink
 from telemetry.util.clock import NS, now_ns, thread_time
-from telemetry.util.errors import kind_of
-from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from telemetry.agent.attempt import RunSoFar
-    from telemetry.agent.log import LogWindow
     from telemetry.config import Config
+    from telemetry.log.event_log import LogWindow
+    from telemetry.model.records import StallRecord
     from telemetry.node.metrics import RunView
-    from telemetry.records import StallRecord
+    from telemetry.safety.errors import ErrorLog
+    from telemetry.safety.processes import Identity
     from telemetry.sinks.writers import Sink
     from telemetry.util.clock import WallClock
-    from telemetry.util.errors import ErrorLog
-    from telemetry.util.processes import Identity
 
 MAX_ITEMS: Final = 360
 """So many items wait for one sink: an hour, at one every 10 s."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from telemetry.safety.files import opened
 from telemetry.util.clock import unix_time
-from telemetry.util.files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry.safety.files import read_small
+from telemetry.safety.threads import Wake
 from telemetry.sources.cgroup import MemoryLimits
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.files import read_small
-from telemetry.util.threads import Wake
 
 if TYPE_CHECKING:
     from telemetry.config import Config

@@ -13,7 +13,7 @@ This is the only file that imports `torch.profiler`. What was measured about it 
   imports all of Inductor, which takes 1.2 s. `torch.autograd.profiler.profile` does neither.
 * Kineto writes two lines to stderr for each session. Its level is a variable in the library, see `_quiet`.
 
-When a profiler of the user's ("theirs") starts, ours ends first; see `hooks.profilers`.
+When a profiler of the user's ("theirs") starts, ours ends first; see `seams.profilers`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from telemetry.hooks.device import stream_captures
-from telemetry.records import FAILED, RECORDED, REFUSED, SKIPPED
+from telemetry.model.records import FAILED, RECORDED, REFUSED, SKIPPED
+from telemetry.safety.errors import let_pass
+from telemetry.seams.device import stream_captures
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.errors import let_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from telemetry.config import Config
-    from telemetry.hooks.profilers import ProfilerWatch
-    from telemetry.hooks.tracker import StepTracker
+    from telemetry.safety.processes import Identity
+    from telemetry.seams.profilers import ProfilerWatch
+    from telemetry.seams.tracker import StepTracker
     from telemetry.snapshot.budget import Budget
     from telemetry.snapshot.plan import Plan
-    from telemetry.util.processes import Identity
 
 _PLAIN: Final = dict.fromkeys(range(32), " ") | {ord('"'): "'", ord("\\"): "/"}
 """Torch writes the names of ranges into its JSON unescaped (2.13): a quotation mark made the file unreadable."""

@@ -26,10 +26,10 @@ import msgspec
 from msgspec import Meta
 
 from telemetry.diagnosis.causes import CAUSES
-from telemetry.records import StallRecord
+from telemetry.model.records import StallRecord
+from telemetry.safety.files import read_small, remove_file, replace_file
+from telemetry.safety.processes import MAX_RANK
 from telemetry.util.clock import unix_time
-from telemetry.util.files import read_small, remove_file, replace_file
-from telemetry.util.processes import MAX_RANK
 
 if TYPE_CHECKING:
     from pathlib import Path

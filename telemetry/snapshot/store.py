@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from telemetry.safety.files import opened, temporary_name
 from telemetry.snapshot.plan import FOLDER
 from telemetry.util.clock import NS, now_ns, unix_ns, unix_time
-from telemetry.util.files import opened, temporary_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.config import Config
-    from telemetry.hooks.worker_block import WorkerCounters
+    from telemetry.seams.worker_block import WorkerCounters
     from telemetry.snapshot.capture import Session
 
 MIN_FREE_BYTES: Final = 1 << 30

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from telemetry.records import PressureSample
+from telemetry.model.records import PressureSample
+from telemetry.safety.files import read_small
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import now_ns
-from telemetry.util.files import read_small
 
 _NO_LIMIT: Final = 1 << 60
 """Version 1 writes a number near 2**63 for "no limit"."""

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import Collective
+from telemetry.model.records import Collective
 from telemetry.sources.memory import cuda
 
 if TYPE_CHECKING:

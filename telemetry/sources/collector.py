@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Generic, Protocol, TypeVar
 
-from telemetry.records import CollectorHealth
+from telemetry.model.records import CollectorHealth
 from telemetry.util.clock import NS, now_ns
 
 T_co = TypeVar("T_co", covariant=True)

@@ -11,8 +11,8 @@ import re
 import sys
 from typing import Any, Final, NamedTuple
 
+from telemetry.safety.errors import let_pass
 from telemetry.util.clock import unix_time
-from telemetry.util.errors import let_pass
 
 _BEFORE: Final = re.compile(r"^\d+/\d+: ")
 _MAX_REASON: Final = 160

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from telemetry.records import GpuSample
+from telemetry.model.records import GpuSample
+from telemetry.safety.threads import OwnThread, Wake
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import NS, now_ns, thread_time
-from telemetry.util.threads import OwnThread, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from telemetry.records import GpuError
+    from telemetry.model.records import GpuError
 
 MAX_ERRORS: Final = 100
 """A GPU may report errors without end. The rest is read at the next tick."""

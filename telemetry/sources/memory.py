@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
 
-from telemetry.log_lines import GpuOutOfMemoryLine
-from telemetry.records import MemorySample, TorchMemorySample
+from telemetry.log.lines import GpuOutOfMemoryLine
+from telemetry.model.records import MemorySample, TorchMemorySample
+from telemetry.safety.errors import let_pass
+from telemetry.safety.files import read_small
 from telemetry.sources.cgroup import MemoryLimits
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.proc import is_worker_of_ours, read_stat
 from telemetry.util.clock import NS, now_ns, thread_time_ns
-from telemetry.util.errors import let_pass
-from telemetry.util.files import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from telemetry.hooks.state import StepState
+    from telemetry.seams.state import StepState
     from telemetry.sources.proc import Stat
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import CLEANED_UP, GPM, GpuError
+from telemetry.model.records import CLEANED_UP, GPM, GpuError
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import MAX_ERRORS, SELDOM_NS, Driver, DriverError, Gpu, NoGpuError, Reading
 from telemetry.util.clock import now_ns

@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from telemetry.records import BACKWARD, COMPILE, COPY, FORWARD, OPTIMIZER, OTHER
+from telemetry.model.records import BACKWARD, COMPILE, COPY, FORWARD, OPTIMIZER, OTHER
 
 if TYPE_CHECKING:
     from telemetry.util.stacks import Spot, Stack

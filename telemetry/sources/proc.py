@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.records import HostSample, ProcessSample
+from telemetry.model.records import HostSample, ProcessSample
+from telemetry.safety.files import read_small
+from telemetry.safety.processes import START_TICKS, STATE, stat_fields
 from telemetry.sources.cgroup import KIB, PressureSource, read_pairs
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import NS, now_ns
-from telemetry.util.files import read_small
-from telemetry.util.processes import START_TICKS, STATE, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable

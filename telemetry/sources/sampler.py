@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from telemetry.records import COMPUTE_PARTS
+from telemetry.model.records import COMPUTE_PARTS
+from telemetry.safety.threads import named
 from telemetry.sources.collectives import collective_in, in_backward
 from telemetry.sources.parts import PartReader
 from telemetry.sources.proc import read_schedule
@@ -29,12 +30,11 @@ from telemetry.util.profiles import (
     StackTime,
 )
 from telemetry.util.stacks import fetch_part, in_sampler, is_ours, line_of, python_threads, stack_of, users_spot
-from telemetry.util.threads import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from telemetry.hooks.tracker import StepTracker
+    from telemetry.seams.tracker import StepTracker
     from telemetry.sources.sampling import Sample
     from telemetry.util.stacks import Stack
 

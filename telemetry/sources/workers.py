@@ -1,6 +1,6 @@
 """The DataLoader workers of this process: what they do, and where their time goes.
 
-The workers record their fetches (`hooks.worker`), which shows how busy they are. The kernel's schedstat of the same
+The workers record their fetches (`seams.worker`), which shows how busy they are. The kernel's schedstat of the same
 threads splits that time into running, runnable (waiting for a core) and the rest, blocked. Between fetches a worker
 sleeps. So all its CPU time belongs to its fetches, including that of its other threads and of programs that it starts.
 """
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.hooks.worker_block import WorkerCounters
-from telemetry.records import FETCH_BUCKETS, Deliveries, EpochOpenings, Histogram, WorkersSample
+from telemetry.model.records import FETCH_BUCKETS, Deliveries, EpochOpenings, Histogram, WorkersSample
+from telemetry.model.totals import together
+from telemetry.seams.worker_block import WorkerCounters
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
-from telemetry.totals import together
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from telemetry.hooks.loaders import Arrival, LoaderHandle, LoaderRegistry
-    from telemetry.hooks.worker_block import WorkerBlock
+    from telemetry.seams.loaders import Arrival, LoaderHandle, LoaderRegistry
+    from telemetry.seams.worker_block import WorkerBlock
     from telemetry.sources.proc import Stat
 
 # -- the source --------------------------------------------------------------------------------------------------------

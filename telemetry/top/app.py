@@ -23,7 +23,7 @@ from telemetry.diagnosis.verdict import BAD, GOOD
 from telemetry.top.run_folder import RunFolder
 from telemetry.top.text import BARS, SORTS, WORST, chosen, columns, newest_stall, rank_lines, summary
 from telemetry.top.view import JobView, State
-from telemetry.util.text import one_line
+from telemetry.util.words import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -12,7 +12,7 @@ from typing import Final
 
 from telemetry.top.run_folder import RunFolder
 from telemetry.top.text import printed
-from telemetry.util.text import complain, show
+from telemetry.util.words import complain, show
 
 _DUMB: Final = ("", "dumb", "unknown")
 """Values of TERM for terminals that cannot place text."""

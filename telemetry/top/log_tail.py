@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Final
 
-from telemetry.util.files import open_regular
+from telemetry.safety.files import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path

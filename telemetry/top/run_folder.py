@@ -8,24 +8,24 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.diagnosis.verdict import judge
-from telemetry.log_lines import GpuLine, HostLine, TotalsLine, WindowLine
-from telemetry.records import CATEGORIES
-from telemetry.report.attempts import FINISHED, KILLED, RUNNING, lives_of
-from telemetry.report.logs import NoRunError, ProcessLogs, decoded, find_logs, load, take_heartbeats
-from telemetry.report.process_log import not_replaced, stalls_of
+from telemetry.log.lines import GpuLine, HostLine, TotalsLine, WindowLine
+from telemetry.log.process import not_replaced, stalls_of
+from telemetry.log.reader import NoRunError, ProcessLogs, decoded, find_logs, load, take_heartbeats
+from telemetry.model.records import CATEGORIES
+from telemetry.report.attempt_list import FINISHED, KILLED, RUNNING, lives_of
 from telemetry.report.summary import run_facts
+from telemetry.safety.files import caches_folders
 from telemetry.top.log_tail import LogTail
 from telemetry.top.view import RECENT_SECONDS, JobView, RankRow, ended_view, run_end, running_view
-from telemetry.util.files import caches_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.log_lines import Heartbeat
-    from telemetry.report.attempts import Life
-    from telemetry.report.logs import LogName
+    from telemetry.log.lines import Heartbeat
+    from telemetry.log.reader import LogName
+    from telemetry.report.attempt_list import Life
 
 _LIST_SECONDS: Final = 5.0
 """Time between two looks for new logs."""

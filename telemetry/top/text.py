@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from telemetry.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.report.process_log import unix
-from telemetry.report.text import advice_lines, compute_shares, stall_section
+from telemetry.log.process import unix
+from telemetry.model.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.report.as_text import advice_lines, compute_shares, stall_section
 from telemetry.top.view import STATES, clock
-from telemetry.util.text import binary_size, byte_size, duration, percent, plain_number, rough_duration, shortened
+from telemetry.util.words import binary_size, byte_size, duration, percent, plain_number, rough_duration, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from telemetry.log_lines import GpuLine, TotalsLine
+    from telemetry.log.lines import GpuLine, TotalsLine
     from telemetry.top.view import JobView, RankRow
 
 _OLD_SECONDS: Final = 10.0

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec import structs
 
 from telemetry.diagnosis.verdict import BAD, UNSURE, judge
-from telemetry.log_lines import GpuLine, HostLine, StallCloseLine, StallOpenLine, TotalsLine
-from telemetry.records import COMPUTE, DATA_WAIT, STARTUP
-from telemetry.report.attempts import FAILED, FINISHED, KILLED, RUNNING, Attempt
-from telemetry.report.process_log import ProcessLog, unix
+from telemetry.log.lines import GpuLine, HostLine, StallCloseLine, StallOpenLine, TotalsLine
+from telemetry.log.process import ProcessLog, unix
+from telemetry.model.records import COMPUTE, DATA_WAIT, STARTUP
+from telemetry.report.attempt_list import FAILED, FINISHED, KILLED, RUNNING, Attempt
 from telemetry.report.summary import hang_of, run_facts
-from telemetry.util.text import named, rough_duration
+from telemetry.util.words import named, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from telemetry.diagnosis.verdict import RunEnd, Verdict
-    from telemetry.log_lines import StallLine, Suspect
-    from telemetry.records import StallRecord
-    from telemetry.report.attempts import Life
+    from telemetry.log.lines import StallLine, Suspect
+    from telemetry.model.records import StallRecord
+    from telemetry.report.attempt_list import Life
     from telemetry.report.contract import HangRecord
 
 

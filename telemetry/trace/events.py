@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta, Raw, Struct, field
 
+from telemetry.safety.files import open_regular
 from telemetry.trace import names
-from telemetry.util.files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from operator import attrgetter, is_not, methodcaller
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.util.threads import named
+from telemetry.safety.threads import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

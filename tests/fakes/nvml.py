@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from telemetry.util.threads import named
+from telemetry.safety.threads import named
 
 SUCCESS = 0
 UNINITIALIZED = 1

@@ -30,7 +30,7 @@ def sockets(column: int, wanted: str) -> list[str]:
 
 def look() -> dict:
     """Threads of the agent, by Python and by the kernel; its sockets and files; and whether it is thought to run."""
-    own, api = sys.modules.get("telemetry.util.threads"), sys.modules.get("telemetry.api")
+    own, api = sys.modules.get("telemetry.safety.threads"), sys.modules.get("telemetry.api")
     names = [thread.name for thread in threading.enumerate()] + (own.running() if own else [])
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/comm") as comm:

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 
-from telemetry.util.threads import named
+from telemetry.safety.threads import named
 from tests.faults.inside import agent
 
 WAYS = ["all files", "file system", "resolver", "named host", "callback"]

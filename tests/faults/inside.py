@@ -67,6 +67,6 @@ def page() -> str:
 
 def own_threads() -> list[str]:
     """The names of the agent's threads. The one of NVML ends by itself where there is no driver."""
-    from telemetry.util import threads
+    from telemetry.safety import threads
 
     return sorted(name for name in threads.running() if name != "telemetry-nvml")

@@ -219,7 +219,7 @@ def test_a_reused_descriptor_number_belongs_to_its_new_owner(tmp_path):
     """As a daemon does: all descriptors are closed, and the next files get the numbers of the agent's."""
     source = """
         import os, sys, telemetry
-        from telemetry.util.threads import Wake
+        from telemetry.safety.threads import Wake
         from tests.faults.inside import log_file, page, until
 
         agent = telemetry.start("run", interval_seconds=0.5, log_interval_seconds=0.5)

@@ -21,8 +21,8 @@ from telemetry.node.board import Board, ServerLock
 from telemetry.node.endpoint import NodeService
 from telemetry.node.prometheus import Page, TargetFile
 from telemetry.node.server import MAX_CONNECTIONS, Endpoint, HostNames, address_of
-from telemetry.util import threads
-from telemetry.util.errors import ErrorLog
+from telemetry.safety import threads
+from telemetry.safety.errors import ErrorLog
 from tests.faults.processes import HANG, Child, fetch, quiet, run, told, value, wait_for, write
 from tests.free_ports import free_ports
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from telemetry.agent.log_file import LogFile
+from telemetry.log.file import LogFile
 from tests.faults.processes import end_of, environment, log_lines, python, run, told, without_start_line, write
 
 HEAD = b'{"event": "run_start"}\n'

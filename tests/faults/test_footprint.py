@@ -64,7 +64,7 @@ def test_modules_of_a_process_without_torch(port, tmp_path):
         before = set(sys.modules)
         import telemetry
         first = {{name for name in set(sys.modules) - before if name.startswith("telemetry")}}
-        assert not first & {{"telemetry.agent", "telemetry.node", "telemetry.sources", "telemetry.records"}}, first
+        assert not first & {{"telemetry.agent", "telemetry.node", "telemetry.sources", "telemetry.model.records"}}, first
         assert len(os.listdir("/proc/self/task")) == 1
         telemetry.start("run")
         assert own_threads() == ["telemetry-agent"] + ["telemetry-endpoint"] * ({port!r} == "0")
@@ -89,7 +89,7 @@ def test_the_nvml_thread_is_there_with_a_driver_only(driver, tmp_path):
         pytest.skip("this machine has a driver")
     source = """
         import sys, telemetry
-        from telemetry.util import threads
+        from telemetry.safety import threads
         from tests.faults.inside import page, until
         telemetry.start("run")
         up = 'telemetry_collector_up{collector="nvml",rank="0",run="run"} ' + sys.argv[1]

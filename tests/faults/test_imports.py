@@ -81,10 +81,10 @@ COMMAND = ("-c", "import sys; sys.path[0] = '/usr/bin'; from telemetry.__main__ 
 
 HERE = """
     import os, sys
-    names = ["telemetry.hooks", "psutil", "prometheus_client", "msgspec", "resource", "statistics"]
+    names = ["telemetry.seams", "psutil", "prometheus_client", "msgspec", "resource", "statistics"]
     print([__import__(name).MINE for name in names], *sys.path[:1])
     """
-PROJECT = ("telemetry/__init__", "telemetry/hooks", "psutil", "prometheus_client", "msgspec", "resource", "statistics")
+PROJECT = ("telemetry/__init__", "telemetry/seams", "psutil", "prometheus_client", "msgspec", "resource", "statistics")
 
 
 @pytest.mark.parametrize(("module", "variable"), [(True, "PYTHONPATH"), (False, "TELEMETRY_DISABLED")])

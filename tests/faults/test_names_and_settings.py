@@ -193,7 +193,7 @@ OFF = """
     with telemetry.step(), telemetry.phase("evaluation"):
         pass
     telemetry.stop()
-    heavy = ("telemetry.agent.agent", "telemetry.hooks.tracker", "telemetry.node", "telemetry.sources", "structlog",
+    heavy = ("telemetry.agent.agent", "telemetry.seams.tracker", "telemetry.node", "telemetry.sources", "structlog",
              "prometheus_client", "psutil", "pynvml")
     assert [name for name in sys.modules if name.startswith(heavy)] == []
     assert ("msgspec" in sys.modules) is (sys.argv[1] == "run"), "the command has read its options"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import telemetry
-from telemetry.hooks.device import DeviceStream, GpuClock
+from telemetry.seams.device import DeviceStream, GpuClock
 from tests.faults.processes import HANG, end_of, events, fetch, told, value, wait_for
 
 BATCHES = 6
@@ -209,7 +209,7 @@ def test_a_gpu_clock_that_fails_costs_its_own_figure_and_no_step(at, start, unha
 @pytest.mark.parametrize("seam", ["DataLoader.__iter__", "torch.save", "optimizer", "_BaseDataLoaderIter.__next__"])
 def test_a_hook_that_cannot_be_placed_leaves_the_others(seam, start, unharmed, monkeypatch, tmp_path):
     """A version of torch in which one of them has another place."""
-    from telemetry.hooks import patching
+    from telemetry.seams import patching
 
     replace = patching.Patches.replace
 
@@ -329,7 +329,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
     import atexit
 
     from telemetry.agent import agent as module
-    from telemetry.agent import log
+    from telemetry.log import event_log as log
 
     owner, name = {
         "attach": (module.Attachment, "attach"),

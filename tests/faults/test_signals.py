@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from telemetry.util.threads import OwnThread
+from telemetry.safety.threads import OwnThread
 from tests.data_sets import Numbers
 from tests.faults.processes import (
     HANG,

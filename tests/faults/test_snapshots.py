@@ -198,7 +198,7 @@ def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
 # -- the thread that exports ---------------------------------------------------------------------------------------
 
 REFUSE = """
-from telemetry.util import threads as own_threads
+from telemetry.safety import threads as own_threads
 
 
 def refuse(*_):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from telemetry.sources.stacks import ask_workers, live_workers
+from telemetry.sources.stuck_stacks import ask_workers, live_workers
 from tests.data_sets import Numbers
 from tests.faults.processes import wait_for
 

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from telemetry.util import errors, files
+from telemetry.safety import errors, files
 from tests.faults.processes import (
     HANG,
     RUN,
@@ -96,7 +96,7 @@ def test_no_descriptor_of_ours_is_a_standard_one(tmp_path):
         import os
         os.close(0)
         import telemetry
-        from telemetry.hooks.worker_block import WorkerBlock
+        from telemetry.seams.worker_block import WorkerBlock
         from tests.faults.inside import log_file, page, tell, until
         agent = telemetry.start("run")
         os.close(1)
@@ -284,7 +284,7 @@ def test_two_writers_of_a_file_never_meet(tmp_path):
         import os, sys
         from pathlib import Path
         from telemetry.node.prometheus import TargetFile
-        from telemetry.util.files import replace_file
+        from telemetry.safety.files import replace_file
         os.getpid = lambda: 77
         content = (sys.argv[1] * 2000).encode()
         targets = TargetFile(Path("targets"), "run", "node")
@@ -312,7 +312,7 @@ def test_what_cannot_be_written_whole_leaves_the_file_as_it_was(tmp_path):
     assert files.replace_file(path, b"not this", first=True) is False
     code = f"""
 import resource, signal
-from telemetry.util.files import replace_file
+from telemetry.safety.files import replace_file
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 replace_file({str(path)!r}, b"x" * 1000)

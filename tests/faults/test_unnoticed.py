@@ -63,7 +63,7 @@ def test_the_user_s_exceptions_pass_unchanged_and_nothing_sticks(error, how, sta
     assert caught is (None if error is StopIteration else mine), "the end of an iteration, as in plain Python"
     if caught and how != "watch" and sys.version_info >= (3, 11):  # on 3.10 our frame cannot be removed
         files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(mine.__traceback__)]
-        assert not [file for file in files if "/telemetry/hooks/" in file]
+        assert not [file for file in files if "/telemetry/seams/" in file]
     assert agent.tracker.waiting_since == 0
     train(agent_is_marked=how == "steps")
     telemetry.stop()
@@ -133,7 +133,7 @@ def test_a_module_searched_before_its_import_is_still_patched(tmp_path):
 # -- tracebacks, iterators, and what is put back ---------------------------------------------------------------------
 
 
-OURS = re.compile(r'  File "[^"]*/telemetry/hooks/[^"]*", line .*\n    .*\n')
+OURS = re.compile(r'  File "[^"]*/telemetry/seams/[^"]*", line .*\n    .*\n')
 """A frame of ours, which Python 3.10 cannot remove."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from telemetry.records import BACKWARD, COPY
+from telemetry.model.records import BACKWARD, COPY
 from telemetry.sources.parts import PartReader
 from telemetry.util.stacks import Stack, own_stack
 from tests.frameworks.test_frameworks import needs

@@ -14,8 +14,8 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import telemetry
-from telemetry.hooks.worker import WorkerLoop
-from telemetry.records import DATA_WAIT, EVALUATION
+from telemetry.model.records import DATA_WAIT, EVALUATION
+from telemetry.seams.worker import WorkerLoop
 from tests.faults.processes import HANG, environment
 from tests.loaders.observe import depth, layers
 from tests.loaders.torch_cases import note

@@ -45,8 +45,8 @@ def test_modules_of_the_project_are_the_script_s_and_the_agent_is_complete(how, 
 
 def test_a_package_of_the_project_is_the_script_s_with_all_its_modules(tmp_path):
     source = """
-        import telemetry.api, telemetry.hooks
-        print(telemetry.MINE, telemetry.api.MINE, telemetry.hooks.MINE)
+        import telemetry.api, telemetry.seams
+        print(telemetry.MINE, telemetry.api.MINE, telemetry.seams.MINE)
         """
     beside = {f"telemetry/{name}.py": "MINE = 3\n" for name in ("__init__", "api", "hooks")}
     unchanged(tmp_path, source, cold=True, under=COMMAND, beside=beside)

@@ -30,7 +30,7 @@ _MAX_TRIES: Final = 6
 _MAX_COMPARISONS: Final = 3
 """Maximum comparisons until the pace is steady. If none is steady, the last one counts. Both paces are recorded."""
 
-_JUDGES: Final = ("agent", "diagnosis", "hooks", "report", "sources", "util")
+_JUDGES: Final = ("agent", "diagnosis", "log", "loop", "model", "report", "seams", "sources", "util")
 _SHARED: Final = ("common.py", "samples.py", "store_server.py")
 
 

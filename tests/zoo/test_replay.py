@@ -13,7 +13,7 @@ from telemetry.diagnosis.causes import CAUSES, advise
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.evidence import Evidence
 from telemetry.diagnosis.stragglers import straggler
-from telemetry.records import LoaderTraits, RankPace
+from telemetry.model.records import LoaderTraits, RankPace
 
 RECORDED = sorted((Path(__file__).parent / "evidence").glob("*.json"))
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.log.process import unix
+from telemetry.model.records import COMPUTE, DATA_WAIT
 from telemetry.report.goodput import SECONDS as GOODPUT_SECONDS
 from telemetry.report.html import drawing, palette
 from telemetry.report.html.drawing import (
@@ -21,17 +22,16 @@ from telemetry.report.html.drawing import (
     Mark,
 )
 from telemetry.report.html.over_time import STEP, WAIT, Figures, mean, ratio
-from telemetry.report.process_log import unix
-from telemetry.util.text import duration, named, percent
+from telemetry.util.words import duration, named, percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from telemetry.log_lines import PhaseLine
+    from telemetry.log.lines import PhaseLine
+    from telemetry.log.process import ProcessLog
     from telemetry.report.contract import Books, Rank, ReportValues, Snapshot
     from telemetry.report.html.drawing import Chart, TimeAxis
     from telemetry.report.html.over_time import OverTime
-    from telemetry.report.process_log import ProcessLog
 
 # -- sampled figures -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
 from telemetry.report.html import palette
-from telemetry.util.text import byte_size, duration, percent
+from telemetry.util.words import byte_size, duration, percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from telemetry.records import COMPUTE, DATA_WAIT
+from telemetry.model.records import COMPUTE, DATA_WAIT
 from telemetry.report.html.drawing import CELSIUS, HERTZ, RATIO, SECONDS, WATTS, Chart, HeatMetric, shown
 from telemetry.report.html.over_time import MAX_ROWS, ratio
-from telemetry.util.text import named, percent
+from telemetry.util.words import named, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

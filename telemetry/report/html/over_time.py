@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from telemetry.log_lines import GpuLine, HostLine, Line, PhaseLine, WindowLine, WorkersLine
-from telemetry.records import CATEGORIES
-from telemetry.report.attempts import log_interval
-from telemetry.report.process_log import Point, unix
+from telemetry.log.lines import GpuLine, HostLine, Line, PhaseLine, WindowLine, WorkersLine
+from telemetry.log.process import Point, unix
+from telemetry.model.records import CATEGORIES
+from telemetry.report.attempt_list import log_interval
 from telemetry.util.sketch import Sketch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.report.process_log import ProcessLog
+    from telemetry.log.process import ProcessLog
 
 Figures = npt.NDArray[np.float64]
 """Figures by time bin, by rank, or by rank and time bin. NaN: not measured."""

@@ -14,13 +14,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from telemetry.diagnosis.verdict import BAD, VerdictKind, healthy_share
-from telemetry.records import CATEGORIES
-from telemetry.report.attempts import FAILED, KILLED, RUNNING
+from telemetry.model.records import CATEGORIES
+from telemetry.report.as_text import KWH, memory_lines, sum_lines
+from telemetry.report.attempt_list import FAILED, KILLED, RUNNING
 from telemetry.report.html import charts
 from telemetry.report.html.drawing import HEAT_COLOURS, TimeAxis
 from telemetry.report.html.heat_map import heat_map
-from telemetry.report.text import KWH, memory_lines, sum_lines
-from telemetry.util.text import duration, listed, percent, plain_number, rough_duration
+from telemetry.util.words import duration, listed, percent, plain_number, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

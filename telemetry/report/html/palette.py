@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from telemetry.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
+from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
 
 GREEN: Final = "#009D70"
 RED: Final = "#D55E08"

@@ -47,7 +47,7 @@ class Record:
 
     def count(self) -> tuple[int, int]:
         """Descriptors and threads."""
-        own = sys.modules.get("telemetry.util.threads")
+        own = sys.modules.get("telemetry.safety.threads")
         return len(os.listdir("/proc/self/fd")), threading.active_count() + (len(own.running()) if own else 0)
 
     def end(self, steps: int) -> None:

@@ -15,7 +15,7 @@ from fakes import nvml
 
 from benchmarks.fleet_ranks import Node, SimulatedRank
 from stack.jobs import wait_for
-from telemetry.records import CollectorHealth
+from telemetry.model.records import CollectorHealth
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import GpuSource
 from telemetry.sources.nvml import Nvml

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from stack.jobs import SLOW_RANK, environment, must_have, wait_for
-from telemetry.agent.stuck import MIN_STEPS
+from telemetry.agent.stuck_monitor import MIN_STEPS
 
 pytestmark = pytest.mark.stack
 

@@ -1,0 +1,1 @@
+"""The records that go from room to room, with their units, and sums over time."""

@@ -1,0 +1,1 @@
+"""What keeps the training from noticing the agent."""

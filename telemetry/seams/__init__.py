@@ -1,0 +1,1 @@
+"""All that touches names of torch and of other libraries that are private or patched."""
