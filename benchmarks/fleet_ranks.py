@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry import records  # RECORDS
 from telemetry._version import __version__
 from telemetry.config import STEP_BUCKETS
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.memory_outlook import MemoryGrowth
+from telemetry.model import records  # RECORDS
 from telemetry.model.records import (
     COMPUTE_PARTS,
     FETCH_BUCKETS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from telemetry.model.records import BACKWARD, COPY
 from telemetry.sources.parts import PartReader
-from telemetry.util.stacks import Stack, own_stack
+from telemetry.util.stacks import Stack, stack_of
 from tests.frameworks.test_frameworks import needs
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Training:
 
         class Batch(torch.Tensor):
             def to(batch, *_args: Any, **_named: Any) -> torch.Tensor:  # noqa: N805
-                self.copies.append(own_stack(sys._getframe()))
+                self.copies.append(stack_of(get_ident()))
                 return batch
 
         self.kind = Batch
@@ -111,7 +112,7 @@ def test_the_copies_of_a_framework_s_loop_are_a_part(loop):
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name == "_engine_run_backward":
-            training.backward.append(own_stack(frame))
+            training.backward.append(stack_of(get_ident()))
 
     sys.setprofile(profile)
     try:
