@@ -300,7 +300,7 @@ def _throughput_by_run() -> Iterator[timeseries.Panel]:
     """Samples and tokens a second, by run."""
     for name, absent in (
         ("samples", "the size of a batch is not known"),
-        ("tokens", "no batch has input_ids, and the script tells no tokens"),
+        ("tokens", "the script tells no tokens"),
     ):
         yield half(
             graph(

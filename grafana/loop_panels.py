@@ -191,7 +191,7 @@ def throughput() -> timeseries.Panel:
         graph(
             "Samples and tokens a second",
             "Of the chosen ranks together, evaluations and checkpoints included. Absent if the size "
-            "of a batch is not known, or no batch has input_ids and the script tells no tokens.",
+            "of a batch is not known, or the script tells no tokens.",
             "short",
             Query(f"sum({rate('training_samples_total')})", "samples"),
             Query(f"sum({rate('training_tokens_total')})", "tokens"),

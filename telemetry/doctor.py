@@ -235,6 +235,8 @@ def check_cuda_events(place: CheckContext) -> Results:
     """Whether waits can be measured on the GPU. It runs on its own thread, because a wedged driver hangs."""
     if place.config.gpu_events == "off":
         return [(ABSENT, "turned off by the setting gpu_events: the exposed wait is not measured on GPUs")]
+    if version_of("torch") is None:
+        return [(ABSENT, "torch is not installed")]
     answers: list[tuple[str, str]] = []
 
     def ask() -> None:

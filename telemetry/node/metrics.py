@@ -284,9 +284,8 @@ LOOP: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metric
             "optimizer step on. Goes on over the attempts of a run, by rank. An attempt that did not know its own "
             "adds nothing."),
     counter("training_tokens_total", "Tokens that the training took.", lambda view: view.tokens, from_zero=False,
-            absent="if the script tells none, and no batch has `input_ids` or one is not known",
-            details="As `telemetry.tokens()` told them, else the positions of `input_ids` in the batches that the "
-            "training took, padding included. Goes on over attempts as `training_samples_total` does."),
+            absent="if the script tells none",
+            details="As `telemetry.tokens()` told them. Goes on over attempts as `training_samples_total` does."),
     counter("training_optimizer_steps_total", "Steps of optimizers.", lambda view: view.totals.optimizer_steps,
             details="With gradient accumulation there are fewer than training steps, with several optimizers "
             "more."),

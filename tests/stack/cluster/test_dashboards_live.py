@@ -21,7 +21,7 @@ EMPTY = {
     "run / Snapshots / B": "no run has switched its snapshots off",
     "run / Errors and dropped steps / B": "no step is dropped",
     "run / The slowest rank, and slow nodes / B": "no node is slow as a whole",
-    "run / Samples and tokens a second / B": "no batch has input_ids, and no script tells its tokens",
+    "run / Samples and tokens a second / B": "no script tells its tokens",
     "fleet / Tokens a second, by run / A": "the same",
 } | {f"node / Errors of the GPUs / {letter}": "no GPU has an error" for letter in "ABCDEFGH"}
 """Queries that these runs have no data for, and why."""
