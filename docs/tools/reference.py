@@ -33,6 +33,9 @@ DOCS: Final = Path(__file__).resolve().parents[1]
 BEGIN: Final = "<!-- begin generated: `make docs-reference` -->\n"
 END: Final = "<!-- end generated -->\n"
 
+OF_ALL_GPUS: Final = ("gpu", "uuid")
+"""Labels of the metrics of GPUs; METRICS.md says so above its tables."""
+
 
 def main() -> None:
     """Write every page anew."""
@@ -71,7 +74,7 @@ def metrics_part() -> str:
             for text, above in zip(absent, ["", *absent], strict=False)
         ]
         cells = [(*_metric(group, metric), text) for (group, metric), text in zip(rows, said, strict=True)]
-        parts.append(f"## {title}\n\n{table(('Name', 'Type', 'Labels', 'Meaning', 'Absent'), cells)}")
+        parts.append(f"## {title}\n\n{table(('Name', 'Type', 'Meaning', 'Absent'), cells)}")
     users: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for _, metric in metrics():
         if metric.label is not None and metric.label.values:
@@ -82,12 +85,11 @@ def metrics_part() -> str:
 
 
 def _metric(group: MetricGroup[Any], metric: Metric[Any]) -> tuple[str, ...]:
-    labels = ["node", *group.labels] if group.of_node else [*group.labels]
+    labels = [label for label in group.labels if label not in OF_ALL_GPUS]
     if metric.label is not None:
         labels.append(metric.label.name)
-    if metric.type == "histogram":
-        labels.append("le")
-    return f"`{metric.name}`", metric.type, _names(labels), f"{metric.help} {metric.details}".strip()
+    labelled = f"Label{'s' * (len(labels) > 1)} {_names(labels)}." if labels else ""
+    return f"`{metric.name}`", metric.type, " ".join(filter(None, (metric.help, labelled, metric.details)))
 
 
 def _names(names: Iterable[str]) -> str:
@@ -119,8 +121,8 @@ def figures_part() -> str:
     rows = [(f"`{figure.name}`", figure.help) for figure in (*WINDOW_FIGURES, *STATE_FIGURES)]
     return (
         f"{table(('Name', 'Meaning'), rows)}\n"
-        "Each [metric](METRICS.md) that has no labels of its own, by its name without `training_`: "
-        f"{_names(figure.name for figure in METRIC_FIGURES)}.\n"
+        "Each [metric](METRICS.md) without a label of its own is there, too, by its name without `training_`: "
+        f"`{METRIC_FIGURES[0].name}` and so on.\n"
     )
 
 
@@ -129,92 +131,92 @@ def figures_part() -> str:
 EVIDENCE: Final = {
     "window_seconds": "length of the window",
     "steps": "steps that ended in the window",
-    "batches_per_step": "batches that a step takes, mostly 1",
-    "wait_seconds": "wait in the window",
+    "batches_per_step": "batches of a step, mostly 1",
+    "wait_seconds": "wait",
     "exposed_seconds": "exposed wait",
     "compute_seconds": "compute",
     "evaluation_seconds": "time in evaluations",
     "edges": "epoch boundaries: iterations that began",
     "iterations_left": "iterations that were left before their end",
-    "edge_wait_seconds": "wait at epoch boundaries: end and start of an iteration, and its first batch",
-    "around_edges_seconds": "how much longer than others the batches next to epoch boundaries were waited for",
+    "edge_wait_seconds": "wait at epoch boundaries",
+    "around_edges_seconds": "extra wait for the batches next to epoch boundaries",
     "edge_share": "share of the training loop in waits at epoch boundaries, if epochs are longer than a window",
     "first_fetch_seconds": "mean time of a worker's first fetch of an epoch",
-    "worker_start_seconds": "mean time from the begin of an iteration until that fetch begins",
-    "first_fetch_ratio": "share of the wait at epoch boundaries in which first fetches take longer than others",
+    "worker_start_seconds": "mean time from the start of an iteration to that fetch",
+    "first_fetch_ratio": "share of the wait at epoch boundaries because first fetches take longer than others",
     "checkpoint_seconds": "time to write checkpoints",
     "checkpoints": "steps with a checkpoint",
     "checkpoint_interval_seconds": "training time between the newest two checkpoints; 0 if the window has several",
-    "early_checkpoint_seconds": "mean time of the first checkpoints of the run",
-    "around_checkpoints_seconds": "how much longer the compute of steps with a checkpoint took than of others",
+    "early_checkpoint_seconds": "mean time of the run's first checkpoints",
+    "around_checkpoints_seconds": "extra compute of steps with a checkpoint",
     "garbage_seconds": "garbage collection on the training thread",
     "garbage_wait_seconds": "its part in waits inside an epoch",
-    "own_collections_ratio": "share of the collections of all objects that the script has started itself",
-    "recompilations": "how often torch.compile has compiled functions again",
-    "recompile_seconds": "time of these compilations",
-    "recompiled_function": "the function that took most of it",
-    "recompiled_because": "the check that failed in the newest one, as torch says it",
+    "own_collections_ratio": "share of the full collections that the script itself started",
+    "recompilations": "recompilations by torch.compile",
+    "recompile_seconds": "their time",
+    "recompiled_function": "the function with most of it",
+    "recompiled_because": "the check that failed in the newest one, in torch's words",
     "edge_garbage_seconds": "its part in waits at epoch boundaries",
     "source": "where batches come from: `training_thread`, `workers`, `watched` or `read_ahead`",
-    "settings": "settings of the loader, by the names of DataLoader's arguments",
-    "iterable_data": "whether the loader's data set is an IterableDataset",
-    "asks_for_its_worker": "whether a function of that data set uses `get_worker_info`",
-    "shuffled": "whether the batches come in random order",
+    "settings": "settings of the loader, by DataLoader's names",
+    "iterable_data": "whether the data set is an IterableDataset",
+    "asks_for_its_worker": "whether it uses `get_worker_info`",
+    "shuffled": "whether the order is random",
     "has_set_epoch": "whether the data set has `set_epoch()`",
-    "one_by_one": "whether each sample is fetched by a call of `__getitem__` of its own",
+    "one_by_one": "whether each sample has its own call of `__getitem__`",
     "batch_size": "samples of a batch",
     "sample_code": "file, line and name of the function that gives a sample",
-    "read_by_thread": "whether another thread of the training process reads a DataLoader",
-    "iterated_at": "file, line and function in which the newest iterator was made",
-    "own_fetch_cpu_ratio": "share of the training thread's own fetches that ran on a core",
-    "compute_parts": "the share of each part of the compute",
+    "read_by_thread": "whether another thread of the process reads a DataLoader",
+    "iterated_at": "file, line and function that made the newest iterator",
+    "own_fetch_cpu_ratio": "share of the training thread's own fetches on a core",
+    "compute_parts": "share of each part of the compute",
     "where": "the line of your code in most samples of the training thread",
-    "outlier_wait_seconds": "wait in single steps that waited much longer than the steps around them",
+    "outlier_wait_seconds": "wait in single steps that waited much longer than their neighbours",
     "fetch_wait_seconds": "fetch wait",
     "transfer_wait_seconds": "transfer wait",
     "transfer_wait_long_fetch_seconds": "transfer wait while the worker was in an unusually long fetch",
     "head_of_line_seconds": "fetch wait with head-of-line blocking",
-    "blocking_worker": "the worker that was waited for longest with head-of-line blocking",
-    "transfer_seconds": "mean time to transfer a batch of a worker that is not busy",
-    "transfer_from_busy_seconds": "mean time to transfer a batch of a busy worker",
-    "freeing_seconds": "mean time of the training thread to free a batch; part of the compute",
-    "receiving_cpu_seconds": "mean CPU time of the training thread to receive and unpickle a batch",
-    "ready_batches": "mean number of ready batches in the result queues",
+    "blocking_worker": "the worker with most of it",
+    "transfer_seconds": "mean transfer time of a batch of an idle worker",
+    "transfer_from_busy_seconds": "the same of a busy worker",
+    "freeing_seconds": "mean time to free a batch on the training thread; part of the compute",
+    "receiving_cpu_seconds": "mean CPU time to receive and unpickle a batch on the training thread",
+    "ready_batches": "mean number of ready batches",
     "slack_seconds": "mean slack of a batch",
-    "sampler_seconds": "time of DataLoader's sampler in waits inside an epoch",
-    "edge_sampler_seconds": "time of DataLoader's sampler in waits at epoch boundaries",
+    "sampler_seconds": "time of the sampler in waits inside an epoch",
+    "edge_sampler_seconds": "time of the sampler in waits at epoch boundaries",
     "edge_share_of_sampler": "the sampler's part of `edge_share`",
     "sampler_cpu_ratio": "share of the sampler's time on a core",
     "workers": "number of workers",
-    "configured_workers": "`num_workers` of the loader; workers without items may have ended",
-    "empty_workers": "workers to which the data set gives no item",
-    "same_batches": "whether several workers have given the same batches",
-    "worker_cores": "cores that the workers may use, if fewer than the rank may use",
+    "configured_workers": "`num_workers` of the loader",
+    "empty_workers": "workers without items",
+    "same_batches": "whether several workers gave the same batches",
+    "worker_cores": "cores that the workers may use, if fewer than the rank may",
     "fetches": "fetches that ended in the window",
     "fetch_seconds": "mean time of a fetch",
     "fetch_cpu_seconds": "mean CPU time of a fetch",
     "longest_fetch_seconds": "upper bound of all fetches",
     "slowest_fetch_seconds": "mean time of a fetch of the slowest worker",
-    "long_fetches": "fetches of more than a second: how long each was in progress when last seen",
-    "fetching_seconds": "duration so far of the longest fetch in progress",
+    "long_fetches": "fetches of more than a second: their time when last seen",
+    "fetching_seconds": "time so far of the longest fetch in progress",
     "read_bytes": "read from storage by all workers",
-    "written_bytes": "written by all workers, with the pickled part of batches",
+    "written_bytes": "written by all workers, with pickled batches",
     "worker_busy_ratio": "share of the time in which a worker is busy",
-    "worker_cpu_ratio": "share of the time in fetches in which a worker is running",
-    "worker_runnable_ratio": "share of the time in fetches in which a worker is runnable; null if unknown",
-    "worker_blocked_ratio": "share of the time in fetches in which a worker is blocked",
-    "pickling_cores": "cores that the workers use outside of fetches, for pickling",
+    "worker_cpu_ratio": "running share of the time in fetches",
+    "worker_runnable_ratio": "runnable share of it; null if unknown",
+    "worker_blocked_ratio": "blocked share of it",
+    "pickling_cores": "cores that the workers use for pickling",
     "cores": "cores that this rank may use and no other process uses",
     "cores_of_others": "cores that other processes use",
-    "host_cpu_ratio": "use of all cores of the machine",
-    "process_cpu_per_step_seconds": "CPU time of the training process for a step, without its workers",
+    "host_cpu_ratio": "CPU use of the machine",
+    "process_cpu_per_step_seconds": "CPU time of the training process for a step, without workers",
     "own_runnable_seconds": "run-queue delay of the training thread",
-    "throttled_ratio": "share of the periods in which the cgroup's CPU quota was used up",
-    "gpu_utilization_ratio": "share of the time in which the GPU ran a kernel",
+    "throttled_ratio": "share of the periods in which the CPU quota (cgroup) was used up",
+    "gpu_utilization_ratio": "share of the time with a kernel on the GPU",
     "gpu_idle_seconds": "time of the training loop without a kernel and without a wait",
     "gpu_slowed_seconds": "time lost because the GPU's clock was throttled",
-    "paces": "the pace of this rank, and then those of the ranks that it may wait for",
-    "earlier_paces": "paces of this rank at the time of older paces of the others",
+    "paces": "the pace of this rank, then of those that it may wait for",
+    "earlier_paces": "older paces of this rank, from the time of the others' paces",
 }
 """What each field is that `evidence_field` writes. Its unit stands in its name."""
 
@@ -226,18 +228,18 @@ PACE: Final = {
     "exposed_wait_seconds": "seconds of exposed wait in it",
     "away_seconds": "seconds in it that are neither wait nor compute",
     "stack_samples": "samples of the training thread while it computed",
-    "in_sync_samples": "samples of these in calls in which ranks wait for one another",
+    "in_sync_samples": "those of them in calls in which ranks wait for one another",
     "on_gpu": "whether it trains on a GPU",
     "cause": "the cause of its open stall",
     "where": "the line of your code in most samples, outside of calls in which ranks wait",
-    "phase": "the phase that it is in: an evaluation, a checkpoint, or a debugger that has paused it",
+    "phase": "its phase: an evaluation, a checkpoint, or a debugger that paused it",
     "seconds_without_step": "seconds since its newest step",
-    "waits_for_ranks": "whether it has spent this time in calls in which ranks wait for one another",
-    "gpu_busy_ratio": "share of the time in which its GPU ran something",
-    "last_step": "steps of the run that had ended at the end of the window",
+    "waits_for_ranks": "whether it spent them in calls in which ranks wait for one another",
+    "gpu_busy_ratio": "share of the time with a kernel on its GPU",
+    "last_step": "steps of the run so far",
     "away_in": "the category of the ledger with most of `away_seconds`",
     "core_wait_seconds": "seconds of run-queue delay of its training thread",
-    "cores_busy_ratio": "use of all cores of its machine",
+    "cores_busy_ratio": "CPU use of its machine",
     "node": "its node, if it is another one",
 }
 """What each field of an entry of ``paces`` is."""
@@ -250,7 +252,7 @@ STALL: Final = {
     "straggler_node": "its node",
     "straggler_reason": "why it is slow",
     "stuck_for_seconds": "in a hang: time without progress",
-    "stuck_in": "in a hang: the category of the ledger that the training thread is in",
+    "stuck_in": "in a hang: the training thread's category of the ledger",
     "stuck_at": "in a hang: the innermost frames of the training thread",
     "worker_at": "in a hang: the line of the worker whose fetch takes longest",
     "lines": "the lines in which the time was spent",
@@ -262,30 +264,30 @@ STALL: Final = {
 
 WORKERS: Final = {
     "workers": EVIDENCE["workers"],
-    "training_workers": "workers of loaders that give training batches",
+    "training_workers": "those that give training batches",
     "resident_memory_bytes": "resident memory of all workers",
     "ready_batches": EVIDENCE["ready_batches"],
     "fetching_seconds": EVIDENCE["fetching_seconds"],
-    "fetches_total": "fetches of the run so far",
-    "cpu_ratio": "share of the time in which a worker is running, in a fetch",
+    "fetches_total": "fetches so far",
+    "cpu_ratio": "running share of the time, in a fetch",
     "busy_ratio": EVIDENCE["worker_busy_ratio"],
-    "runnable_ratio": "share of the time in which a worker is runnable",
-    "blocked_ratio": "share of the time in which a worker is blocked; the three add up to `busy_ratio`",
+    "runnable_ratio": "runnable share of it",
+    "blocked_ratio": "blocked share of it; the three add up to `busy_ratio`",
     "read_bytes_per_second": "read from storage by all workers",
     "slack_seconds": EVIDENCE["slack_seconds"],
-    "fetch_wait_seconds_total": "fetch wait of the run so far",
-    "transfer_wait_seconds_total": "transfer wait of the run so far",
-    "head_of_line_seconds_total": "fetch wait of the run so far with head-of-line blocking",
-    "matched_total": "batches of the run so far that were matched with their fetch",
-    "from_busy_total": "batches of these whose worker was busy during their transfer",
-    "transfer_wait_busy_worker_seconds_total": "transfer wait of the run so far for these",
+    "fetch_wait_seconds_total": "fetch wait so far",
+    "transfer_wait_seconds_total": "transfer wait so far",
+    "head_of_line_seconds_total": "fetch wait so far with head-of-line blocking",
+    "matched_total": "batches so far that were matched with their fetch",
+    "from_busy_total": "those of them whose worker was busy during the transfer",
+    "transfer_wait_busy_worker_seconds_total": "transfer wait so far for these",
     "transfer_wait_long_fetch_seconds_total": "its part with the worker in an unusually long fetch",
     "head_of_line_batches": "finished batches that wait behind one that is not finished",
     "head_of_line_worker": "the worker that fetches that one",
     "head_of_line_since_seconds": "how long that fetch has taken",
-    "written_bytes_per_second": "written by all workers, with the pickled part of batches",
-    "allowed_cores": "cores that all training workers together may use",
-    "packing_ratio": "share of the time in which a worker is running outside of fetches, for pickling",
+    "written_bytes_per_second": "written by all workers, with pickled batches",
+    "allowed_cores": "cores that the training workers may use",
+    "packing_ratio": "share of the time in which a worker pickles",
 }
 """What each field of the event ``workers`` is."""
 

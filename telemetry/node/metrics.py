@@ -270,47 +270,39 @@ RUN_INFO: Final[MetricGroup[RunView]] = MetricGroup(
           lambda _: 1.0,
           details="`launcher` is `torchrun` (everything that sets `RANK` and `WORLD_SIZE`), `mpi`, `slurm`, "
           "`lightning`, `spawn` (`torch.multiprocessing.spawn`), `kubernetes` or `plain`. `job`, `user`, "
-          "`account` and `partition` are what Slurm, LSF, PBS or Kubernetes (`JOB_NAME`, `POD_NAMESPACE`, "
-          "`QUEUE_NAME`) say; empty where nothing tells. Prometheus calls the label `job` `exported_job`, because "
-          "each target has a `job` already."),
+          "`account` and `partition` come from Slurm, LSF, PBS or Kubernetes (`JOB_NAME`, `POD_NAMESPACE`, "
+          "`QUEUE_NAME`), or are empty. Prometheus calls the label `job` `exported_job`."),
 ))
 LOOP: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     gauge("training_run_ended", "1 once this rank has ended by itself, 0 before.", lambda view: view.ended),
     counter("training_steps_total", "Training steps that have ended.", lambda view: view.totals.steps),
     counter("training_samples_total", "Samples of the batches that the training took.", lambda view: view.samples,
-            from_zero=False, absent="if the size of a batch was not known ([Throughput](throughput.md))",
-            details="As many as there were indices. Batches that were only prefetched, those of an evaluation, "
-            "and those that are drawn and thrown away after a restart do not count. Known from the second "
-            "optimizer step on. Goes on over the attempts of a run, by rank. An attempt that did not know its own "
-            "adds nothing."),
+            from_zero=False, absent="if the size of a batch was not known",
+            details="Goes on over the attempts of a run, by rank. [Throughput](throughput.md) says what counts."),
     counter("training_tokens_total", "Tokens that the training took.", lambda view: view.tokens, from_zero=False,
             absent="if the script tells none",
-            details="As `telemetry.tokens()` told them. Goes on over attempts as `training_samples_total` does."),
+            details="As `telemetry.tokens()` told them. Goes on over attempts, too."),
     counter("training_optimizer_steps_total", "Steps of optimizers.", lambda view: view.totals.optimizer_steps,
-            details="With gradient accumulation there are fewer than training steps, with several optimizers "
-            "more."),
+            details="Fewer than training steps with gradient accumulation, more with several optimizers."),
     histogram("training_step_duration_seconds", "Duration of a training step: wait and compute.",
               lambda view: view.step_duration,
-              details="Without evaluations and checkpoints within the step. The setting `step_buckets` gives the "
-              "bounds."),
+              details="Without evaluations and checkpoints. The setting `step_buckets` gives the bounds."),
     histogram("training_wait_duration_seconds", "Time that a training step waited for its batch.",
               lambda view: view.wait_duration,
               details="The bounds are 1 ms and those of the setting `step_buckets`."),
     counter("training_time_seconds_total",
             "Time of this rank by category; the categories add up to its wall clock.",
-            lambda view: view.totals.ledger_seconds, label=CATEGORY,
-            details="Every second since the agent's start is in exactly one category."),
+            lambda view: view.totals.ledger_seconds, label=CATEGORY),
     counter("training_exposed_wait_seconds_total",
             "Exposed wait: time waiting for data while the device had nothing to run.",
             lambda view: view.totals.exposed_wait_seconds,
-            absent="on a GPU where the wait cannot be timed (`gpu_events` is off, or there are no CUDA events); "
-            "where no step requested its batch in a way that the agent sees",
+            absent="where it [cannot be measured](concepts.md#when-exposed-wait-is-absent)",
             details="Without a GPU the whole wait is exposed."),
     counter("training_compute_samples_total",
             "Samples of the training thread in a step, by whether it waited for other ranks.",
             lambda view: _samples(view.totals.stacks), label=SAMPLE_STATE, absent="in a job of one rank",
             details="`in_sync`: in a call in which ranks wait for one another (a collective, the backward pass of "
-            "DDP). `own`: anywhere else. On a GPU they show what the host does, not the device."),
+            "DDP). `own`: anywhere else. On a GPU, of the host."),
     gauge("training_last_step_timestamp_seconds", "Unix time at which the newest step ended.",
           lambda view: view.last_step_unix_seconds, absent="before the first step has ended"),
 ))
@@ -327,28 +319,25 @@ STALLS: Final[MetricGroup[StallView]] = MetricGroup(record=lambda view: view.sta
             lambda stalls: stalls.lost_seconds, label=CAUSE,
             details="Multiply it by the number of GPUs to get GPU time."),
 ))
-_NO_HANG: Final = "unless the job hangs, and on ranks that do not serve their node"
+_NO_HANG: Final = "unless the job hangs; on ranks that do not serve their node"
+_NOT_KNOWN: Final = f"{_NO_HANG}; where it is not known"
 HANG: Final[MetricGroup[HangVerdict]] = MetricGroup(record=lambda view: view.hang, absent=_NO_HANG, metrics=(
     gauge("training_hang_active", "1 for the kind of the hang, 0 for the others.", lambda hang: (hang.kind,),
           label=MetricLabel("kind", HANG_KINDS),
-          details="The log has the ranks and a sentence, in lines with `event` = `hang`."),
+          details="The log's `hang` lines have the ranks and a sentence."),
     gauge("training_hang_suspect_rank", "Number of the rank that the others wait for while the job hangs.",
           lambda hang: None if hang.suspect is None else hang.suspect.rank,
-          absent="unless the job hangs and a rank is suspected, and on ranks that do not serve their node",
-          details="Of several ranks the first."),
+          absent=_NOT_KNOWN, details="Of several ranks the first."),
     gauge("training_hang_place_info",
           "Always 1. The label has the file and line where that rank is while the job hangs.",
-          _hang_place, label=MetricLabel("place"),
-          absent="unless the job hangs and the line of the rank that is waited for is known, and on ranks that do "
-          "not serve their node",
-          details="It names no folder. There is one value for each hang, and none otherwise."),
+          _hang_place, label=MetricLabel("place"), absent=_NOT_KNOWN,
+          details="It names no folder."),
 ))
 SNAPSHOTS: Final[MetricGroup[SnapshotsView]] = MetricGroup(record=lambda view: view.snapshots, metrics=(
     counter("training_snapshots_total", "Snapshots that this rank was asked for, by result.",
             lambda snapshots: snapshots.results, label=MetricLabel("result", SNAPSHOT_RESULTS),
-            details="`recorded`: the trace was written. `refused`: something else had priority (the script's own "
-            "profiler, a limit). `failed`: an error. `skipped`: this rank did not reach the steps. The log has "
-            "the reasons, in lines with `event` = `snapshot`."),
+            details="`refused`: something else had priority (the script's own profiler, a limit). `skipped`: this rank "
+            "did not reach the steps. The log's `snapshot` lines have the reasons."),
 ))
 
 COMPUTE_SPLIT: Final[MetricGroup[RunView]] = MetricGroup(
@@ -356,59 +345,50 @@ COMPUTE_SPLIT: Final[MetricGroup[RunView]] = MetricGroup(
     absent="before a backward pass has been seen", metrics=(
     counter("training_compute_seconds_total", "Seconds of the compute, by part.",
             lambda view: view.totals.compute_parts, label=MetricLabel("part", COMPUTE_PARTS),
-            details="An estimate from samples of the training thread's stack. On an accelerator it is the host's time, "
-            "which launches the work or waits for it; a snapshot shows the device's. `forward` is what comes before a "
-            "backward pass, `optimizer` the `step()` of optimizers, `compile` the work of `torch.compile`, and `other` "
-            "the rest. `copy`: copies of batches to the device by the functions of accelerate, transformers, "
-            "Lightning, fastai and ignite; other loops have them in `forward`. Waiting in collectives is in the part "
-            "that waits: with DistributedDataParallel in `backward`."),
+            details="An estimate from stack samples of the training thread, so on a GPU the host's time. "
+            "[More](concepts.md#the-parts-of-the-compute)."),
 ))
 CHANGES: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     gauge("training_step_change_ratio",
           "Duration of a step now, relative to that before the slow-down that holds on; 1 without one.",
           lambda view: view.step_change_ratio,
-          absent="while the training loop has run for less than about 15 minutes",
-          details="1.12: steps take 12 % longer than before. The log has when, which part of the step and what "
-          "changed with it, in lines with `event` = `change`. See [Changes](causes.md#changes)."),
+          absent="in about the first 15 minutes of training",
+          details="1.12: steps take 12 % longer. The log's `change` lines have when, which part, and what changed "
+          "with it ([Changes](causes.md#changes))."),
 ))
 
 ATTEMPTS: Final[MetricGroup[AttemptView]] = MetricGroup(
     record=lambda view: view.attempt, absent="on other ranks than 0", metrics=(
     gauge("training_run_attempt", "Number of this attempt of the run, from 0.", lambda attempt: attempt.number,
-          details="A run that is restarted in the same run folder, under the same name, begins another attempt."),
+          details="A restart in the same run folder, under the same name, is another attempt."),
     gauge("training_run_attempts_without_progress",
           "Attempts in a row that ended without completing a checkpoint.",
           lambda attempt: attempt.without_progress,
-          details="Those directly before this one; 0 as soon as this one completes a checkpoint."),
+          details="0 as soon as this one completes a checkpoint."),
     counter("training_run_lost_seconds_total",
             "Time that restarts and hangs have cost the run, over all its attempts.",
             lambda attempt: attempt.lost_seconds, from_zero=False, label=MetricLabel("category", LOST),
-            details="It goes on from the attempts before, through a small file in the run folder. Multiply it by "
-            "the number of ranks to get GPU time. `redone` is counted when the next attempt begins. "
-            "[Goodput](goodput.md) explains the categories."),
+            details="Multiply it by the number of ranks to get GPU time. `redone` is counted when the next attempt "
+            "begins. [Goodput](goodput.md) explains the categories."),
 ))
 
-_NO_DRIVER: Final = "where the GPU's driver cannot be read"
-_NO_DEVICE: Final = f"{_NO_DRIVER}, and before the rank's device is known"
-_NO_READING: Final = f"{_NO_DEVICE}; where the GPU or MIG slice does not support the reading"
-_NO_BANDWIDTH: Final = f"{_NO_DRIVER}; on GPUs of NVIDIA older than Hopper, which have no hardware counters (GPM)"
+_NO_READING: Final = "where the GPU or MIG slice does not support it"
+_NO_BANDWIDTH: Final = "on NVIDIA's before Hopper"
 _NO_GPM: Final = f"{_NO_BANDWIDTH}; on AMD's"
 _NO_TRAFFIC: Final = f"{_NO_GPM}; on MIG devices"
-_NO_ECC: Final = f"{_NO_DEVICE}; where the GPU has no ECC memory, or ECC is off"
-_NO_REMAPPING: Final = f"{_NO_DEVICE}; on GPUs older than Ampere, on those that do not remap rows, and on AMD's"
+_NO_ECC: Final = "without ECC"
+_NO_REMAPPING: Final = "before Ampere; where rows are not remapped; on AMD's"
 _NOT_AMD: Final = f"{_NO_READING}; on AMD's"
-_SELDOM: Final = "Read every ten seconds."
 
 GPU_INFO: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu, labels=("gpu", "uuid", "name", "sm_active_source", "utilization_source"),
-    absent=_NO_DEVICE, label_values=lambda gpu: _place(gpu) | {
+    label_values=lambda gpu: _place(gpu) | {
         "name": gpu.name, "sm_active_source": gpu.sm_active_source or "none",
         "utilization_source": gpu.utilization_source or "none",
     }, metrics=(
     gauge("training_gpu_info", "Always 1. A GPU of this rank and the sources of its figures.", lambda _: 1.0,
-          details="`utilization_source` is the source of `training_gpu_utilization_ratio`: `nvml`, `amdsmi`, `gpm` "
-          "(hardware counters, for a MIG device) or `none`. `sm_active_source` is the source of "
-          "`training_gpu_sm_active_ratio`: `gpm` or `none`."),
+          details="`utilization_source`: `nvml`, `amdsmi`, `gpm` (hardware counters, for a MIG device) or `none`. "
+          "`sm_active_source`: `gpm` or `none`."),
 ))
 GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     record=lambda view: view.gpu, labels=("gpu", "uuid"), label_values=_place, absent=_NO_READING, metrics=(
@@ -435,67 +415,64 @@ GPU: Final[MetricGroup[GpuSample]] = MetricGroup(
     gauge("training_gpu_memory_total_bytes", "Total memory of the GPU.", lambda gpu: gpu.memory_total_bytes),
     gauge("training_gpu_power_watts", "Power draw of the GPU.", lambda gpu: gpu.power_watts),
     gauge("training_gpu_power_limit_watts", "Power limit of the GPU that holds now.",
-          lambda gpu: gpu.power_limit_watts, details=_SELDOM),
+          lambda gpu: gpu.power_limit_watts),
     gauge("training_gpu_temperature_celsius", "Temperature of the GPU.", lambda gpu: gpu.temperature_celsius),
     gauge("training_gpu_memory_temperature_celsius", "Temperature of the GPU's memory.",
-          lambda gpu: gpu.memory_temperature_celsius, details=_SELDOM),
+          lambda gpu: gpu.memory_temperature_celsius),
     gauge("training_gpu_sm_clock_hertz", "Clock frequency of the SMs.", lambda gpu: gpu.sm_clock_hertz),
     gauge("training_gpu_sm_clock_max_hertz", "Maximum clock frequency of the SMs.",
           lambda gpu: gpu.sm_clock_max_hertz),
     gauge("training_gpu_memory_clock_hertz", "Clock frequency of the GPU's memory.",
-          lambda gpu: gpu.memory_clock_hertz, details=_SELDOM),
+          lambda gpu: gpu.memory_clock_hertz),
     gauge("training_gpu_throttled", "1 for each reason that limits the clocks right now, 0 for the others.",
           lambda gpu: gpu.throttled, label=MetricLabel("reason", THROTTLE_REASONS), absent=_NOT_AMD,
           details="A low clock on an idle GPU is not throttling."),
     counter("training_gpu_power_violation_seconds_total", "Time in which the power limit reduced the clocks.",
             lambda gpu: gpu.power_violation_seconds, from_zero=False, absent=_NOT_AMD,
-            details=f"Since the driver was loaded. {_SELDOM}"),
+            details="Since the driver was loaded."),
     counter("training_gpu_thermal_violation_seconds_total", "Time in which heat reduced the clocks.",
             lambda gpu: gpu.thermal_violation_seconds, from_zero=False, absent=_NOT_AMD,
-            details=f"Since the driver was loaded. {_SELDOM}"),
+            details="Since the driver was loaded."),
     counter("training_gpu_ecc_corrected_errors_total", "Errors of the GPU's memory that ECC has corrected.",
             lambda gpu: gpu.ecc_corrected_errors_total, from_zero=False, absent=_NO_ECC,
-            details=f"Since the driver was loaded. {_SELDOM}"),
+            details="Since the driver was loaded."),
     counter("training_gpu_ecc_uncorrected_errors_total", "Errors of the GPU's memory that ECC could not correct.",
             lambda gpu: gpu.ecc_uncorrected_errors_total, from_zero=False, absent=_NO_ECC,
-            details=f"Since the driver was loaded. {_SELDOM}"),
+            details="Since the driver was loaded."),
     counter("training_gpu_corrected_remapped_rows_total",
             "Rows of the GPU's memory that were replaced because of corrected errors.",
             lambda gpu: gpu.corrected_remapped_rows_total, from_zero=False, absent=_NO_REMAPPING,
-            details=f"Over the life of the GPU. {_SELDOM}"),
+            details="Over the life of the GPU."),
     counter("training_gpu_uncorrected_remapped_rows_total",
             "Rows of the GPU's memory that were replaced because of uncorrected errors.",
             lambda gpu: gpu.uncorrected_remapped_rows_total, from_zero=False, absent=_NO_REMAPPING,
-            details=f"Over the life of the GPU. {_SELDOM}"),
+            details="Over the life of the GPU."),
     gauge("training_gpu_row_remap_pending", "1 if a row will be replaced at the next reset of the GPU.",
-          lambda gpu: gpu.row_remap_pending, absent=_NO_REMAPPING, details=_SELDOM),
+          lambda gpu: gpu.row_remap_pending, absent=_NO_REMAPPING),
     gauge("training_gpu_row_remap_failure", "1 if a row could not be replaced: the GPU must be exchanged.",
-          lambda gpu: gpu.row_remap_failure, absent=_NO_REMAPPING, details=_SELDOM),
+          lambda gpu: gpu.row_remap_failure, absent=_NO_REMAPPING),
     counter("training_gpu_pcie_replays_total", "Packets that had to be sent again over PCIe.",
-            lambda gpu: gpu.pcie_replays_total, from_zero=False,
-            details=f"Since the driver was loaded. {_SELDOM}"),
+            lambda gpu: gpu.pcie_replays_total, from_zero=False, details="Since the driver was loaded."),
     gauge("training_gpu_xid", "Newest Xid error of the GPU since the agent started; 0 without one.",
-          lambda gpu: gpu.xid, absent=_NOT_AMD, details="An error 45, which follows others, does not replace one. The "
-          "log has all of them, in lines with `event` = `gpu_error`."),
+          lambda gpu: gpu.xid, absent=_NOT_AMD, details="45, which follows others, does not replace one. The log's "
+          "`gpu_error` lines have all."),
     counter("training_gpu_xid_errors_total", "Xid errors of the GPU since the agent started.",
             lambda gpu: gpu.xid_errors_total, absent=_NOT_AMD),
 ))
 GPU_ENERGY: Final[MetricGroup[EnergyView]] = MetricGroup(
     record=lambda view: view.energy, labels=("gpu", "uuid"), label_values=lambda energy: _place(energy.gpu),
-    absent=f"{_NO_DEVICE}; on GPUs older than Volta and MIG devices, which have no counter", metrics=(
+    absent="before Volta; on MIG devices", metrics=(
     counter("training_gpu_energy_joules_total",
             "Energy that the whole GPU has used since the agent's first reading, by category of the ledger.",
             lambda energy: energy.joules, label=MetricLabel("category", CATEGORIES),
-            details="The sum is the GPU's own counter, of all processes on it: ranks that share a GPU each show "
-            "all of it. The split is an estimate: between two readings each category gets its share of the time. "
-            "While the GPU cannot be read the value stays; the next reading adds what was used meanwhile."),
+            details="Of all processes on it: ranks that share a GPU each show all of it. The split is an estimate by "
+            "time."),
 ))
 GPU_PRICE: Final[MetricGroup[RunView]] = MetricGroup(
     record=lambda view: view, absent="without the setting `gpu_hour_price`", metrics=(
     gauge("training_gpu_hour_price", "Price of an hour of one GPU, from the run's settings.",
           lambda view: view.gpu_hour_price,
-          details="In the currency of the setting `gpu_hour_price`: use the same one for all runs. One rank "
-          "counts as one GPU."),
+          details="Use one currency for all runs. One rank counts as one GPU."),
 ))
 TORCH_MEMORY: Final[MetricGroup[TorchMemorySample]] = MetricGroup(
     record=lambda view: view.torch_memory, absent="until the process has initialised CUDA", metrics=(
@@ -508,8 +485,8 @@ TORCH_MEMORY: Final[MetricGroup[TorchMemorySample]] = MetricGroup(
 
 _NO_PROC: Final = "without `/proc`"
 _NO_WORKERS: Final = "without workers, and at their first reading"
-_NO_FETCH_TIMES: Final = f"{_NO_WORKERS}; for workers started before the agent, and for workers that are threads"
-_NO_SCHEDSTAT: Final = f"{_NO_FETCH_TIMES}; where the kernel has no `schedstat`"
+_NO_FETCH_TIMES: Final = f"{_NO_WORKERS}; for workers started before the agent, or that are threads"
+_NO_SCHEDSTAT: Final = "as for `training_loader_worker_busy_ratio`, and where the kernel has no `schedstat`"
 
 FETCHES: Final[MetricGroup[Histogram]] = MetricGroup(
     record=_fetches, absent="before the first fetch that the agent saw end", metrics=(
@@ -521,11 +498,10 @@ WORKERS: Final[MetricGroup[WorkersSample]] = MetricGroup(
     record=lambda view: view.workers, absent=f"{_NO_PROC}, and before the first sample", metrics=(
     gauge("training_loader_workers", "Live DataLoader workers of this rank.", lambda workers: workers.workers,
           unit="processes",
-          details="Includes workers that are threads of the training process. 0 with `num_workers=0` and between "
-          "epochs."),
+          details="Includes workers that are threads. 0 with `num_workers=0` and between epochs."),
     gauge("training_loader_workers_memory_bytes", "Resident memory of the workers, summed.",
           lambda workers: workers.resident_memory_bytes,
-          details="Pages that workers share are counted once per worker. Workers that are threads count 0."),
+          details="Shared pages are counted once per worker. Workers that are threads count 0."),
     gauge("training_loader_worker_busy_ratio", "Share of time in which the workers were in a fetch.",
           lambda workers: workers.busy_ratio, absent=_NO_FETCH_TIMES,
           details="Mean over the workers. It is the sum of the next three."),
@@ -544,24 +520,23 @@ WORKERS: Final[MetricGroup[WorkersSample]] = MetricGroup(
     gauge("training_loader_slack_seconds",
           "How long a batch had been ready when it was requested, mean since the last sample.",
           lambda workers: workers.slack_seconds,
-          absent="where no batch could be matched with its fetch: no workers, workers started before the agent, "
-          "`in_order=False`",
-          details="It falls before the GPU becomes idle. 0: the training thread waits for every batch."),
+          absent="without workers; for workers started before the agent; with `in_order=False`",
+          details="It falls before the GPU idles. 0: the training thread waits for every batch."),
     counter("training_loader_fetch_wait_seconds_total",
             "Fetch wait: time waiting for batches whose fetch had not ended when they were requested.",
             lambda workers: workers.deliveries.fetch_wait_seconds,
-            details="Up to the end of the fetch. Counts the matched batches, without the first of each epoch."),
+            details="Up to the end of the fetch. Without the first batch of each epoch."),
     counter("training_loader_transfer_wait_seconds_total",
             "Transfer wait: time waiting for batches whose fetch had ended.",
             lambda workers: workers.deliveries.transfer_wait_seconds,
-            details="Pickling, sending, pinning and unpickling, and what the training thread itself does before "
-            "`next()` returns: the sampler, garbage collections. Counts the same batches as the fetch wait."),
+            details="Pickling, sending, pinning, unpickling, and the sampler and garbage collections in `next()`. Of "
+            "the same batches."),
     counter("training_loader_head_of_line_seconds_total",
             "Part of the fetch wait during which a later batch of another worker was ready.",
             lambda workers: workers.deliveries.head_of_line_wait_seconds),
     gauge("training_loader_head_of_line_batches", "Finished batches that wait right now for an earlier batch.",
           lambda workers: workers.head_of_line_batches,
-          details="The log (`workers`) has the worker they wait for, and since when."),
+          details="The log's `workers` lines have the worker, and since when."),
 ))
 
 RESOURCE: Final = MetricLabel("resource", ("cpu", "io", "memory"))
@@ -603,37 +578,32 @@ MEMORY_GROWTH: Final[MetricGroup[MemoryGrowth]] = MetricGroup(
     gauge("training_memory_growth_bytes_per_second",
           "Lasting growth of memory: 0 for a part that does not grow for good.",
           lambda growth: growth.bytes_per_second, unit="bytes", label=WHERE,
-          absent="for a part that the run does not have, such as `workers` without workers",
-          details="Growth at the start, up to a cache's size, in single jumps, and of workers that are started "
-          "anew in each epoch is not counted. [Memory](causes.md#memory) explains the parts."),
+          absent="for a part that the run does not have",
+          details="[Memory](causes.md#memory) explains the parts."),
     gauge("training_memory_exhausted_in_seconds",
           "Time until memory is used up, if it goes on growing as it does.",
           lambda growth: growth.exhausted_in_seconds,
           absent="while no memory grows for good, or its end is not in sight",
-          details="The memory limit of the cgroup or the memory of the machine, `/dev/shm`, or the memory of the "
-          "GPU, whichever is used up first."),
+          details="That of the cgroup, the machine, `/dev/shm` or the GPU, whichever is used up first."),
 ))
 
 COLLECTOR: Final = MetricLabel(
     "collector", ("nvml", "amdsmi", "host", "process", "workers", "pressure", "torch_memory", "memory")
 )
 _NO_ATTEMPT: Final = (
-    "for that of `nvml` and `amdsmi` that is not used, for a collector with nothing to read (`torch_memory` without "
-    "CUDA), and before its first attempt"
+    "for a collector that is not used or has nothing to read; before its first attempt"
 )
 
 AGENT: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     counter("telemetry_overhead_seconds_total", "Time that the agent cost, by thread.",
             lambda view: view.totals.overhead_seconds, label=MetricLabel("thread", ("training", "agent")),
-            details="`training`: time on the training thread, extrapolated from a third of one call in 64. `agent`: "
-            "CPU time of the agent's own threads."),
+            details="`training`: on the training thread, an estimate. `agent`: CPU time of the agent's own threads."),
     counter("telemetry_errors_total", "Failures of the agent's own parts.", lambda view: view.errors,
             label=MetricLabel("source"), absent="for a source that has not failed",
-            details="The log has the messages, in lines with `event` = `error`."),
+            details="The log's `error` lines have the messages."),
     counter("telemetry_dropped_steps_total", "Steps that the agent dropped because the ring was full.",
             lambda view: view.totals.dropped_steps,
-            details="They are in `training_steps_total` and their time is in the ledger, but they are in no "
-            "histogram."),
+            details="They are in `training_steps_total` and the ledger, but in no histogram."),
     gauge("telemetry_collector_up", "1 if the collector's last attempt worked, else 0.", _up, label=COLLECTOR,
           absent=_NO_ATTEMPT),
     gauge("telemetry_collector_duration_seconds", "Duration of the collector's last attempt.", _durations,
