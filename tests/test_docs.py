@@ -115,7 +115,7 @@ OF_SOME_STALLS = (
 
 def test_every_field_of_the_evidence_is_documented(monkeypatch):
     tool = load_tool("reference")
-    documented = set(re.findall(r"^\| `(\w+)`", text_of(DOCS / "output.md"), flags=re.MULTILINE))
+    documented = set(re.findall(r"^- `(\w+)`", text_of(DOCS / "output.md"), flags=re.MULTILINE))
     evidence = tool.written_evidence()
     written = {*evidence, *evidence["paces"][0], *OF_SOME_STALLS, *tool.written_workers()}
     assert len(written) > 90

@@ -60,6 +60,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
+def meanings(rows: Iterable[tuple[str, str]]) -> str:
+    """A Markdown list of names and what each means."""
+    return "".join(f"- `{name}`: {meaning}\n" for name, meaning in rows)
+
+
 # -- METRICS.md ------------------------------------------------------------------------------------------------------
 
 
@@ -118,9 +123,8 @@ def _setting(setting: Setting) -> tuple[str, ...]:
 
 def figures_part() -> str:
     """The names of `telemetry.metrics`; what those of metrics mean stands in METRICS.md."""
-    rows = [(f"`{figure.name}`", figure.help) for figure in (*WINDOW_FIGURES, *STATE_FIGURES)]
     return (
-        f"{table(('Name', 'Meaning'), rows)}\n"
+        f"{meanings((figure.name, figure.help) for figure in (*WINDOW_FIGURES, *STATE_FIGURES))}\n"
         "Each [metric](METRICS.md) without a label of its own is there, too, by its name without `training_`: "
         f"`{METRIC_FIGURES[0].name}` and so on.\n"
     )
@@ -293,7 +297,7 @@ WORKERS: Final = {
 
 
 def fields_part() -> str:
-    """The tables of fields. Raises ValueError for a field without a meaning, and for a meaning without a field."""
+    """The lists of fields. Raises ValueError for a field without a meaning, and for a meaning without a field."""
     evidence = written_evidence()
     parts = (
         ("Of a window", list(evidence), EVIDENCE),
@@ -301,18 +305,14 @@ def fields_part() -> str:
         ("Of some stalls", list(STALL), STALL),
         ("Of the event `workers`", written_workers(), WORKERS),
     )
-    for title, names, meanings in parts:
-        if set(names) != set(meanings):
+    for title, names, known in parts:
+        if set(names) != set(known):
             raise ValueError(
-                f"{title}: these fields need a meaning, or are no longer written: {set(names) ^ set(meanings)}"
+                f"{title}: these fields need a meaning, or are no longer written: {set(names) ^ set(known)}"
             )
-    tables = [
-        f"### {title}\n\n{table(('Field', 'Meaning'), ((f'`{name}`', meanings[name]) for name in names))}"
-        for title, names, meanings in parts
-    ]
-    kinds = table(("Kind", "Meaning"), ((f"`{kind}`", text) for kind, text in FINDINGS.items()))
-    failures = table(("`failure`", "Meaning"), ((f"`{name}`", text) for name, text in FAILURES.items()))
-    return "\n".join([*tables, f"### Kinds of findings\n\n{kinds}", f"### Failures\n\n{failures}"])
+    fields = [f"### {title}\n\n{meanings((name, known[name]) for name in names)}" for title, names, known in parts]
+    kinds, failures = meanings(FINDINGS.items()), meanings(FAILURES.items())
+    return "\n".join([*fields, f"### Kinds of findings\n\n{kinds}", f"### Failures\n\n{failures}"])
 
 
 def written_evidence() -> dict[str, Any]:
