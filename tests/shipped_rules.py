@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import grafana
+from telemetry.node.metrics import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -38,12 +39,11 @@ def must_have(command):
 
 
 def documented_metrics():
-    """Names in docs/METRICS.md, with what a histogram is scraped as."""
+    """Names of the table of metrics, with what a histogram is scraped as."""
     found = set()
-    for line in (ROOT / "docs" / "METRICS.md").read_text().splitlines():
-        if row := re.match(r"\| `(\w+)` \| (\w+) \|", line):
-            name, kind = row.groups()
-            found |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
+    for _, metric in metrics():
+        parts = ("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",)
+        found |= {metric.name + part for part in parts}
     return found
 
 

@@ -79,7 +79,7 @@ def metrics_part() -> str:
             for text, above in zip(absent, ["", *absent], strict=False)
         ]
         cells = [(*_metric(group, metric), text) for (group, metric), text in zip(rows, said, strict=True)]
-        parts.append(f"## {title}\n\n{table(('Name', 'Type', 'Meaning', 'Absent'), cells)}")
+        parts.append(f"## {title}\n\n{table(('Name', 'Meaning', 'Absent'), cells)}")
     users: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for _, metric in metrics():
         if metric.label is not None and metric.label.values:
@@ -94,7 +94,7 @@ def _metric(group: MetricGroup[Any], metric: Metric[Any]) -> tuple[str, ...]:
     if metric.label is not None:
         labels.append(metric.label.name)
     labelled = f"Label{'s' * (len(labels) > 1)} {_names(labels)}." if labels else ""
-    return f"`{metric.name}`", metric.type, " ".join(filter(None, (metric.help, labelled, metric.details)))
+    return f"`{metric.name}`", " ".join(filter(None, (metric.help, labelled, metric.details)))
 
 
 def _names(names: Iterable[str]) -> str:
