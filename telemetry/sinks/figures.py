@@ -40,14 +40,14 @@ def _percentiles(name: str, what: str, of: Callable[[LogWindow], Percentiles | N
         yield Figure(f"{name}_{field}", f"{what}, {word}.", read)
 
 
-_OF_LOOP: Final = "Share of the training loop (wait plus compute) that was"
+_OF_LOOP: Final = "Share of the training loop that was"
 
 WINDOW_FIGURES: Final = (
     Figure("steps_per_second", "Training steps per second of wall clock.",
            lambda window: _per(window.added.steps, window.added.wall_seconds)),
-    Figure("samples_per_second", "Samples that this rank trained on, per second of wall clock.",
+    Figure("samples_per_second", "Samples of this rank per second of wall clock.",
            lambda window: _per(window.added.samples, window.added.wall_seconds)),
-    Figure("tokens_per_second", "Tokens that this rank trained on, per second of wall clock.",
+    Figure("tokens_per_second", "Tokens of this rank per second of wall clock.",
            lambda window: _per(window.added.tokens, window.added.wall_seconds)),
     Figure("data_wait_ratio", f"{_OF_LOOP} wait.",
            lambda window: _per(window.added.ledger_seconds.get(DATA_WAIT, 0.0), window.added.all_loop_seconds)),
@@ -59,15 +59,15 @@ WINDOW_FIGURES: Final = (
 """Of a `LogWindow`."""
 
 STATE_FIGURES: Final = (
-    *(Figure(f"{name}_seconds_total", f"Time of the ledger's category `{name}` so far.",
+    *(Figure(f"{name}_seconds_total", f"Time in `{name}` so far.",
              partial(lambda view, name: view.totals.ledger_seconds.get(name), name=name)) for name in CATEGORIES),
     Figure("stall_active", "1 while a stall is open, else 0.",
            lambda view: view.stalls and float(view.stalls.active is not None)),
     Figure("stalls_total", "Stalls that have opened so far.",
            lambda view: view.stalls and sum(view.stalls.opened.values())),
-    Figure("stall_lost_seconds_total", "Time that this rank has lost in stalls so far.",
+    Figure("stall_lost_seconds_total", "Time lost in stalls so far.",
            lambda view: view.stalls and sum(view.stalls.lost_seconds.values())),
-    *(Figure(f"overhead_{name}_seconds_total", f"Time that the agent has cost so far, thread `{name}`.",
+    *(Figure(f"overhead_{name}_seconds_total", f"Cost of the agent so far, thread `{name}`.",
              partial(lambda view, name: view.totals.overhead_seconds.get(name), name=name))
       for name in ("training", "agent")),
 )  # fmt: skip
