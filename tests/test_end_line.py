@@ -20,7 +20,13 @@ from telemetry.model.records import Advice, OtherCause, RankPace, StallRecord
 from telemetry.report.report_command import report
 
 OWN = RankWaits(
-    rank=0, steps=100, wait_seconds=74.0, compute_seconds=26.0, first_wait_seconds=0.5, exposed_seconds=74.0
+    rank=0,
+    steps=100,
+    wait_seconds=74.0,
+    compute_seconds=26.0,
+    first_wait_seconds=0.5,
+    exposed_seconds=74.0,
+    starved_ratio=0.2,
 )
 CALM = replace(OWN, wait_seconds=1.0, compute_seconds=99.0, exposed_seconds=1.0)
 LEDGER = {"startup": 2.0, "data_wait": 1.0, "compute": 99.0, "evaluation": 20.0, "checkpoint": 0.1, "other": 0.0}

@@ -20,7 +20,15 @@ from telemetry.diagnosis.verdict import UNSURE, GpuFault, RankWaits, RunEnd, Run
 from telemetry.log.lines import GpuMemoryFull, RunEndLine
 
 ROOT = Path(__file__).parents[1]
-CALM = RankWaits(rank=0, steps=100, wait_seconds=1.0, compute_seconds=99.0, first_wait_seconds=0.1, exposed_seconds=1.0)
+CALM = RankWaits(
+    rank=0,
+    steps=100,
+    wait_seconds=1.0,
+    compute_seconds=99.0,
+    first_wait_seconds=0.1,
+    exposed_seconds=1.0,
+    starved_ratio=0.2,
+)
 
 HELD = """
 import sys, threading, time

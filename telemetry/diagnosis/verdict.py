@@ -76,9 +76,6 @@ BAD: Final = "bad"
 UNSURE: Final = "unknown"
 """The levels of a verdict."""
 
-STARVED_RATIO: Final = 0.20
-"""The default of ``stall_enter_ratio``, for logs that do not have it."""
-
 _MAX_UNSEEN_RATIO: Final = 0.05
 """If a rank did not see the batches of more than this share of its steps, it is unknown whether it waits for data."""
 
@@ -105,8 +102,8 @@ class RankWaits:
     compute_seconds: float
     first_wait_seconds: float
     exposed_seconds: float | None
+    starved_ratio: float
     unseen_steps: int = 0
-    starved_ratio: float = STARVED_RATIO
     unmeasured: str = ""
 
     @property

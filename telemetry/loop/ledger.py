@@ -607,11 +607,6 @@ class Accounting:
         self.ledger.count_dropped(self._tracker.ring.dropped)
         self.stats.steps += self._tracker.ring.open
 
-    @property
-    def phase_has_ended(self) -> bool:
-        """Whether `take_phases` has something to return."""
-        return bool(self.ledger.phases or self._tracker.phases)
-
     def take_phases(self) -> list[PhaseSpan]:
         """The phases that have ended since the last call: of the ledger, and those that the script has named."""
         phases = self.ledger.take_phases()

@@ -1,1 +1,1 @@
-"""The records that go from room to room, with their units, and sums over time."""
+"""The records that are passed from folder to folder, with their units, and sums over time."""

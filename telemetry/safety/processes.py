@@ -336,7 +336,7 @@ def _made_up_name(launcher: str, local_rank: int) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher == "mpi":
         # All ranks of a node have the launcher as parent. So its pid and start make the same name on each of them.
         return f"{script}-{os.getppid()}-{start_ticks(os.getppid()) or 0}"
-        # Lightning's rank 0 starts the others: the run has the name that rank 0 has made up.
+    # Lightning's rank 0 starts the others: the run has the name that rank 0 has made up.
     if spawned or (launcher == "lightning" and local_rank):
         return f"{script}-{_start_text(os.getppid())}-{os.getppid()}"
     number = next(_made_up)  # an agent that starts again in this process gets a new run

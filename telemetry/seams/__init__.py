@@ -1,1 +1,1 @@
-"""All that touches names of torch and of other libraries that are private or patched."""
+"""What is patched in torch and in other libraries, and the private names that are read there: see `table`."""

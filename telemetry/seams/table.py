@@ -60,7 +60,7 @@ SEAMS: Final = (
         "torch.utils.data._utils.worker",
         ("_worker_loop",),
         "a worker counts its fetches",
-        "fetches of workers: then `unknown` is the cause of most waits",
+        "fetches of workers: the cause of most waits is `unknown` then",
         patched=True,
     ),
     Seam(
@@ -188,7 +188,7 @@ SEAMS: Final = (
     ),
     # -- torch.compile and profilers -----------------------------------------------------------------------------------
     Seam("torch._dynamo.trace_rules", ("add",), "Dynamo calls our functions, and does not trace them", "speed"),
-    Seam("torch._dynamo.utils", ("get_compilation_metrics",), "what is compiled again, and why", "`recompilation`"),
+    Seam("torch._dynamo.utils", ("get_compilation_metrics",), "what is compiled again, and why", "`recompiling`"),
     Seam(
         "torch.autograd.profiler",
         ("profile._prepare_trace", "profile._start_trace", "emit_nvtx.__enter__", "emit_itt.__enter__"),
@@ -219,7 +219,7 @@ SEAMS: Final = (
         looked_up=False,
     ),
     # -- Python and others ---------------------------------------------------------------------------------------------
-    Seam("gc", ("callbacks",), "each garbage collection of the training thread", "`garbage_collection`", patched=True),
+    Seam("gc", ("callbacks",), "each garbage collection of the training thread", "`gc_pause`", patched=True),
     Seam("sys", ("setswitchinterval", "_current_frames", "_getframe"), "stack samples", "lines and parts"),
     Seam("threading", ("_active",), "the names of threads, without their lock", "names of threads"),
     Seam("multiprocessing.process", ("_children",), "children that outlive the script", "an end line after theirs"),
