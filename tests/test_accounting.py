@@ -338,7 +338,7 @@ def test_what_did_not_fit_into_the_ring_is_other_and_its_steps_are_counted(event
         for spans, most in events:
             for span in spans:
                 both.span(*span)
-                full |= bool(both.ring._gap_since)
+                full |= bool(both.ring.gap_since)
             both.read(most)
         both.read()
         for _ in range(2):
@@ -375,7 +375,7 @@ def test_batches_are_numbered_again_once_the_iteration_is_certain(dropped):
 
     epoch()
     batches.fold(ring.drain(1 << 20))
-    while not ring._gap_since:
+    while not ring.gap_since:
         ring.push(3, 4, r.STEP)
     for _ in range(dropped):
         epoch()

@@ -49,9 +49,9 @@ def shown(tmp_path_factory):
     base = tmp_path_factory.mktemp("demo")
     script = Path(__file__).with_name("fakes") / "slow_storage_train.py"
     code = (
-        "import pathlib, sys; from telemetry.demo import command; from telemetry.demo.demo_command import DemoPlan; "
+        "import pathlib, sys; from telemetry.demo import demo_command; from telemetry.demo.demo_command import DemoPlan; "
         f"command.SCRIPT = pathlib.Path({str(script)!r}); "
-        f"sys.exit(command.demo({str(base)!r}, {DemoPlan(**LIGHT, seconds=10)!r}))"
+        f"sys.exit(demo_command.demo({str(base)!r}, {DemoPlan(**LIGHT, seconds=10)!r}))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}
     env |= {"TELEMETRY_PORT": "0", "PYTHONPATH": str(ROOT)}

@@ -49,7 +49,7 @@ _NEVER_SEEN: Final = 1.5**2
 
 _MIN_SHARE: Final = 0.01
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
-_OURS: Final = f"{os.sep}telemetry{os.sep}hooks{os.sep}"
+_OURS: Final = f"{os.sep}telemetry{os.sep}seams{os.sep}"
 _PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
 """Functions that only call another one. ``_call_impl`` and ``__call__`` begin with an underscore."""
 

@@ -172,13 +172,18 @@ class Ledger:
             and self._span_at_ns <= self.at_ns <= stamp
         )
 
-    def advance(self, now_ns: int, waiting_since_ns: int = 0) -> None:
+    def advance(self, now_ns: int, waiting_since_ns: int = 0, *, dropped_since_ns: int = 0) -> None:
         """Book the time up to now. If a request is in progress since ``waiting_since_ns``, book it as data wait.
+
+        If spans are dropped since ``dropped_since_ns``, it is other: nobody knows what this time was.
 
         A request whose span has already been folded is not booked again. The request may begin before the newest booked
         time, if it began just after the last call had looked for one.
         """
-        if waiting_since_ns > 0 and waiting_since_ns >= self._span_at_ns:
+        if dropped_since_ns:
+            self._book(dropped_since_ns)
+            self.category = OTHER
+        elif waiting_since_ns > 0 and waiting_since_ns >= self._span_at_ns:
             self._book(waiting_since_ns)
             if self._waiting_at_ns is None:
                 self._waiting_at_ns = self.at_ns
@@ -556,7 +561,7 @@ class Accounting:
             # This order matters, and all of it comes before the ring is emptied. A request in progress here was already
             # in progress at ``now``, or its span is in the ring.
             ended = self.batches.ended
-            now, waiting_since, head = now_ns(), tracker.waiting_since, ring.head
+            now, waiting_since, dropped_since, head = now_ns(), tracker.waiting_since, ring.gap_since, ring.head
             self.updated_ns = now
             while taken := ring.drain(_CHUNK, head):
                 self._fold(taken)
@@ -570,7 +575,7 @@ class Accounting:
                     sleep(0)
                     self.turns.check()  # beside C calls of 2 ms, one update took over 20 s
             self.batches.forget(ended)
-            self.ledger.advance(now, waiting_since)
+            self.ledger.advance(now, waiting_since, dropped_since_ns=dropped_since)
             self._look_for_batches(waiting_since)
             self._update_exposed()
         if tracker.errors != self._hook_errors_seen:

@@ -73,9 +73,10 @@ class Ring:
     Attributes:
         open: whether a step is open after the newest entry.
         dropped: steps that ended in gaps.
+        gap_since: start of the first span that was dropped; 0 if the newest was not.
     """
 
-    __slots__ = ("_gap_since", "_unclosing", "dropped", "head", "limit", "open", "tail", "words")
+    __slots__ = ("_unclosing", "dropped", "gap_since", "head", "limit", "open", "tail", "words")
 
     def __init__(self) -> None:
         self.words: list[Any] = [*_UNWRITTEN] * CAPACITY
@@ -85,7 +86,7 @@ class Ring:
         self.open = False
         self._unclosing = 0  # entries that closed no step; the fast path writes no such entries
         self.dropped = 0
-        self._gap_since = 0  # start of the first span that was dropped; 0 if the newest was not
+        self.gap_since = 0
 
     def push(self, start: int, end: int, entry: int, source: Any = None) -> None:
         """Write one span (see `Entry`). If the ring is full, drop it."""
@@ -97,7 +98,7 @@ class Ring:
             self._store(start, end, entry, source)
             self._unclosing += not closes
             return
-        self._gap_since = self._gap_since or start
+        self.gap_since = self.gap_since or start
         self.dropped += closes
 
     @property
@@ -132,12 +133,12 @@ class Ring:
 
     def _find_room(self, start: int, *, was_open: bool) -> bool:
         """Check how far the reader is. After dropped spans, an entry of the gap up to ``start`` goes in first."""
-        limit, gap = self.tail + WORDS, self._gap_since
+        limit, gap = self.tail + WORDS, self.gap_since
         if self.head + (2 if gap else 1) * STRIDE > limit:
             return False
         if gap:
             self._store(gap, start, code(S_OTHER, S_OTHER, GAP | (OPENS if was_open else 0)), self.dropped)
             self._unclosing += 1
-            self._gap_since = 0
+            self.gap_since = 0
         self.limit = limit
         return True

@@ -198,7 +198,8 @@ AGAIN = """
     def heard():
         # Whether the newest heartbeat has all steps that have ended.
         beats = sorted(glob.glob("run/attempts/*.beat"), key=os.path.getmtime)
-        return len(beats) > again and json.loads(open(beats[-1]).read())["steps_total"] == 24
+        beat = open(beats[-1]).read() if len(beats) > again else ""
+        return beat.endswith(chr(10)) and json.loads(beat)["steps_total"] == 24
 
     for step, _ in enumerate(telemetry.watch(range(40)), first + 1):
         if step % 10 == 0:

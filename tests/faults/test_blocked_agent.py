@@ -179,7 +179,12 @@ def test_an_agent_that_hangs_loses_no_second_and_no_step(tmp_path, what, steps_a
     ledger = {c: only(last, "training_time_seconds_total", category=c) for c in spent}
     assert sum(ledger.values()) == pytest.approx(wall, rel=0.01)
     # Between the script's stamp and the agent's, the thread may have lost its core. So the two may differ by that time.
-    assert ledger == pytest.approx(spent, abs=0.01 * wall + without_core)
+    differ = 0.01 * wall + without_core
+    if dropped:  # the time of steps that did not fit into the ring is other
+        assert all(ledger[category] <= spent[category] + differ for category in spent if category != "other")
+        assert ledger["other"] >= spent["other"] - differ
+    else:
+        assert ledger == pytest.approx(spent, abs=differ)
 
     for before, after in pairwise(events(tmp_path / "run", "window")):
         totals = before["ledger_total_seconds"], after["ledger_total_seconds"]

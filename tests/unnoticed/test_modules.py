@@ -48,7 +48,7 @@ def test_a_package_of_the_project_is_the_script_s_with_all_its_modules(tmp_path)
         import telemetry.api, telemetry.seams
         print(telemetry.MINE, telemetry.api.MINE, telemetry.seams.MINE)
         """
-    beside = {f"telemetry/{name}.py": "MINE = 3\n" for name in ("__init__", "api", "hooks")}
+    beside = {f"telemetry/{name}.py": "MINE = 3\n" for name in ("__init__", "api", "seams")}
     unchanged(tmp_path, source, cold=True, under=COMMAND, beside=beside)
 
 

@@ -135,7 +135,7 @@ def test_ledger_grows_as_the_wall_clock_does(prometheus, job):
     wait_for("a full window", stepped_throughout, window + 40, every=0.5)
     # The slope of all samples: increase() guesses what lies between a sample and the edge of the window.
     slope = prometheus.by_rank(f"sum by (rank) (deriv(training_time_seconds_total{of_window}))")
-    assert slope == {rank: pytest.approx(1, rel=0.02) for rank in range(4)}
+    assert slope == {rank: pytest.approx(1, rel=0.05) for rank in range(4)}
     growth = prometheus.by_rank(f"sum by (rank) (increase(training_time_seconds_total{of_window})) / {window}")
     assert growth == {rank: pytest.approx(1, rel=0.1) for rank in range(4)}  # a state may be a second old
 
