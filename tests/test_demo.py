@@ -50,7 +50,7 @@ def shown(tmp_path_factory):
     script = Path(__file__).with_name("fakes") / "slow_storage_train.py"
     code = (
         "import pathlib, sys; from telemetry.demo import demo_command; from telemetry.demo.demo_command import DemoPlan; "
-        f"command.SCRIPT = pathlib.Path({str(script)!r}); "
+        f"demo_command.SCRIPT = pathlib.Path({str(script)!r}); "
         f"sys.exit(demo_command.demo({str(base)!r}, {DemoPlan(**LIGHT, seconds=10)!r}))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("TELEMETRY_")}

@@ -321,7 +321,7 @@ class TopApp(App[None]):
     def action_find(self) -> None:
         """Ask for a text to find ranks by."""
         self._input.display = True
-        self.screen.set_focus(self._input)  # at once: keys that follow quickly are for it, not for the table
+        self._input.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Show the ranks with the text so far."""

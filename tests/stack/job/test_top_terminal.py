@@ -97,6 +97,7 @@ def test_the_first_line_blames_and_keys_work(terminal, stalled):
     terminal.keys("s")
     terminal.shows("\nrank  \u2592 data wait")
     terminal.keys("/")
+    terminal.shows("a text in the number")
     terminal.keys("-l", "rank 1")
     terminal.shows("rank, find rank 1 ")
     terminal.keys("Enter")
