@@ -164,12 +164,18 @@ def _train(run: Path, script: list[str], seconds: float, *, look: bool = False) 
     """
     typed = ["run", "--run-dir", str(run), "--log-interval-seconds", "2", *script, "--seconds", f"{seconds:g}"]
     say(_command_line(*typed), "")
+    interrupts: list[int] = []
+    # An exception while the child starts would leave it running.
+    before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
     with (run / "train.out").open("wb") as output, (run / "train.err").open("wb") as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "telemetry", *typed], stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
             env=os.environ | {"TELEMETRY_END_LINE": "off"}, start_new_session=True,
         )  # fmt: skip
     try:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            raise KeyboardInterrupt
         if look:
             _look_at(child, run, seconds / 2)
         child.wait(seconds + _MAX_EXTRA_SECONDS)
