@@ -199,7 +199,9 @@ AGAIN = """
         # Whether the newest heartbeat has all steps that have ended.
         beats = sorted(glob.glob("run/attempts/*.beat"), key=os.path.getmtime)
         beat = open(beats[-1]).read() if len(beats) > again else ""
-        return beat.endswith(chr(10)) and json.loads(beat)["steps_total"] == 24
+        if not beat.endswith(chr(10)) or json.loads(beat)["steps_total"] != 24:
+            return False
+        return json.loads(open("run/attempts/rank-0.json").read())["attempt"] == again
 
     for step, _ in enumerate(telemetry.watch(range(40)), first + 1):
         if step % 10 == 0:
