@@ -482,8 +482,12 @@ class AttemptLog:
 
     @property
     def _restored(self) -> bool:
-        """Whether a state was loaded that has had steps, or that may have had some."""
-        return bool(self._tracker.resume.step or self._tracker.resume.restore_ns)
+        """Whether a state was loaded that has had steps, or that may have had some.
+
+        Accelerate loads the state of an optimizer that is new, too.
+        """
+        resume = self._tracker.resume
+        return bool(resume.restore_ns if resume.step is None else resume.step)
 
     def add_steps(self, steps: list[Step]) -> None:
         """Look for replay in steps that have closed."""

@@ -24,7 +24,8 @@ class Example:
     Attributes:
         causes: that its stalls may have; on a fast machine it has none.
         evaluates: whether the ledger has to show evaluations. All of them write checkpoints.
-        judged: batches of the first evaluation that may be taken for steps; see `Case.judged`.
+        judged: batches of the first evaluation that may be taken for steps; see `Case.judged`. They have 8 samples.
+        too_many: samples that smaller batches at the ends of epochs lack: without workers they count as whole ones.
         own_lines: whether the script, or a library of it, writes to stderr.
     """
 
@@ -34,10 +35,13 @@ class Example:
     evaluates: bool = False
     judged: int = 0
     own_lines: bool = False
+    too_many: int = 0
 
 
 EXAMPLES = {
-    "mnist": Example("torch", ("--digits", "1000", "--epochs", "2"), OWN, evaluates=True),
+    "mnist": Example(
+        "torch", ("--digits", "1000", "--epochs", "2"), OWN, evaluates=True, too_many=2 * (16 * 64 - 1000)
+    ),
     "imagenet": Example("PIL", ("--pictures", "200", "--epochs", "2"), WORKERS),
     "finetune": Example("transformers", ("--reviews", "320", "--epochs", "2"), OWN, True, JUDGED, own_lines=True),
 }
@@ -61,8 +65,7 @@ def test_the_report_counts_what_the_script_counts(tmp_path, name):
     report = json.loads(telemetry(tmp_path, "report", "run", "--json").stdout)
     (rank,) = report["ranks"]
     assert 0 <= rank["steps"] - steps <= example.judged
-    # A smaller batch at the end of an epoch counts as a whole one, and batches of the first evaluation may be taken off.
-    assert rank["samples"] == pytest.approx(samples, rel=0.07)
+    assert 0 <= rank["samples"] - samples - example.too_many <= 8 * example.judged
     assert bool(rank["ledger"]["evaluation"]) == example.evaluates
     assert rank["ledger"]["checkpoint"] > 0
     assert sum(rank["ledger"].values()) == pytest.approx(rank["wall_seconds"], rel=0.01)
