@@ -38,6 +38,7 @@ class Seam(NamedTuple):
 
 _LOADER: Final = "torch.utils.data.dataloader"
 _ITERATOR: Final = "_MultiProcessingDataLoaderIter"
+_STATEFUL: Final = "_StatefulMultiProcessingDataLoaderIter"
 
 SEAMS: Final = (
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -83,7 +84,10 @@ SEAMS: Final = (
     ),
     Seam(
         "torchdata.stateful_dataloader.stateful_dataloader",
-        ("_StatefulMultiProcessingDataLoaderIter.__init__", "StatefulDataLoader.__iter__"),
+        (
+            *("StatefulDataLoader.__iter__", "_worker_loop", f"{_STATEFUL}.__init__", f"{_STATEFUL}._reset"),
+            f"{_STATEFUL}._shutdown_workers",
+        ),
         "the same of torchdata's loader",
         "waits for its batches",
         patched=True,
@@ -98,14 +102,17 @@ SEAMS: Final = (
     ),
     Seam(
         "monai.data.thread_buffer",
-        ("ThreadDataLoader.__iter__",),
+        ("ThreadDataLoader.__iter__", "ThreadBuffer.__iter__"),
         "waits for MONAI's thread",
         "waits for it",
         patched=True,
     ),
     Seam(
         "nvidia.dali.plugin.pytorch",
-        ("DALIGenericIterator.__next__", "DALIRaggedIterator.__next__"),
+        (
+            *("DALIGenericIterator.__init__", "DALIGenericIterator.__next__"),
+            *("DALIRaggedIterator.__init__", "DALIRaggedIterator.__next__"),
+        ),
         "waits for NVIDIA DALI",
         "waits for it",
         patched=True,
@@ -131,6 +138,20 @@ SEAMS: Final = (
         patched=True,
     ),
     Seam(
+        "torch.distributed.checkpoint.state_dict_saver",
+        ("save", "async_save"),
+        "checkpoints",
+        "checkpoints, which count as `other`",
+        patched=True,
+    ),
+    Seam(
+        "torch.distributed.checkpoint.state_dict_loader",
+        ("load", "load_state_dict"),
+        "checkpoints",
+        "checkpoints, which count as `other`",
+        patched=True,
+    ),
+    Seam(
         "torch.distributed.checkpoint.state_dict",
         ("_init_optim_state",),
         "a step that only creates an optimizer's state does not count",
@@ -146,9 +167,16 @@ SEAMS: Final = (
     ),
     # -- devices -------------------------------------------------------------------------------------------------------
     Seam(
-        "torch.cuda",
+        "torch.cuda.graphs",
         ("CUDAGraph.capture_begin", "CUDAGraph.capture_end", "CUDAGraph.replay"),
         "a step of an optimizer in a CUDA graph, and no event of ours in a capture",
+        "steps that a graph replays",
+        patched=True,
+    ),
+    Seam(
+        "torch.accelerator.graphs",
+        ("Graph.capture_begin", "Graph.capture_end", "Graph.replay"),
+        "the same on any device",
         "steps that a graph replays",
         patched=True,
     ),
@@ -191,7 +219,10 @@ SEAMS: Final = (
     Seam("torch._dynamo.utils", ("get_compilation_metrics",), "what is compiled again, and why", "`recompiling`"),
     Seam(
         "torch.autograd.profiler",
-        ("profile._prepare_trace", "profile._start_trace", "emit_nvtx.__enter__", "emit_itt.__enter__"),
+        (
+            *("profile._prepare_trace", "profile._start_trace", "profile.__exit__"),
+            *("emit_nvtx.__enter__", "emit_nvtx.__exit__", "emit_itt.__enter__", "emit_itt.__exit__"),
+        ),
         "a profiler of the user's begins: ours ends first, because two end the process",
         "snapshots",
         patched=True,

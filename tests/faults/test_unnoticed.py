@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from torchdata.stateful_dataloader import stateful_dataloader
 
 import telemetry
+from telemetry.seams.table import SEAMS
 from tests.data_sets import Numbers
 from tests.faults.processes import end_of, run
 
@@ -196,6 +197,13 @@ def test_detach_puts_everything_back():
     assert all(a != b for a, b in zip(before, patched()))
     telemetry.stop()
     assert patched() == before
+
+
+def test_each_patch_is_in_the_table_of_seams(observed):
+    listed = {(seam.module, name) for seam in SEAMS if seam.patched for name in seam.names}
+    for owner, name, _, _ in observed.attachment._patches._undo:
+        where = (owner.__module__, f"{owner.__name__}.{name}") if isinstance(owner, type) else (owner.__name__, name)
+        assert where in listed
 
 
 def test_a_patch_over_ours_stays(observed):
