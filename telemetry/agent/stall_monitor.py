@@ -166,9 +166,6 @@ def slow_rank(stall: DetectedStall, stuck: StuckRank | None) -> Straggler | None
 
 # -- turns ticks into stalls -------------------------------------------------------------------------------------------
 
-_WAITS_MATTER: Final = 0.02
-"""Waits are sampled more often if they take this share of the loop."""
-
 _MOSTLY_IN_SYNC: Final = 0.8
 """A rank that stands still has waited for the others if this share of its samples is in calls that wait for them."""
 
@@ -180,7 +177,7 @@ class StallMonitor:
 
     Attributes:
         stuck_monitor: finds out whether this rank is stuck, and where.
-        waits_matter: whether the waits since the tick before took time worth a look.
+        waits_matter: whether the waits since the tick before took a share that opens a stall.
         costliest: the closed stall that cost most.
         closed_stuck: the newest closed stall in which the rank was stuck.
     """
@@ -240,7 +237,7 @@ class StallMonitor:
         self._last = tick
         if added.steps:
             self._last_step = tick
-        self.waits_matter = added.wait_seconds >= _WAITS_MATTER * added.loop_seconds > 0
+        self.waits_matter = added.wait_seconds >= self._config.stall_enter_ratio * added.loop_seconds > 0
         stuck = self.stuck_monitor.tick(
             None if did_not_run else added,
             tick.conditions.source,
