@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter, namedtuple
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader, Dataset
 
 from telemetry.cli import main
-from telemetry.trace import events as reading
 from telemetry.trace.events import NoTraceError, TraceError
-from telemetry.trace.steps import difference, intersection, length, merged, split, union, within
+from telemetry.trace.steps import difference, intersection, length, union, within
 from telemetry.trace.trace_file import read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -274,12 +273,11 @@ def test_interval_arithmetic_against_sets_of_moments(one, other, window):
     def moments(intervals):
         return {m for start, end in intervals for m in range(int(start), int(end))}
 
-    a, b = union(one), merged(sorted(other))
+    a, b = union(one), union(other)
     assert (moments(a), moments(b)) == (moments(one), moments(other))
     assert all(x[1] < y[0] for x, y in zip(a, a[1:], strict=False))
     assert moments(intersection(a, b)) == moments(a) & moments(b)
     assert moments(difference(a, b)) == moments(a) - moments(b)
-    assert [moments(part) for part in split(a, b)] == [moments(a) & moments(b), moments(a) - moments(b)]
     assert moments(within(a, *map(float, sorted(window)))) == moments(a) & set(range(*sorted(window)))
     assert length(difference(a, b)) == len(moments(a) - moments(b))
 
@@ -377,12 +375,6 @@ def as_json(run):
     return read
 
 
-def process(*arguments, **variables):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, "-m", "telemetry", "trace", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, errors="replace")
-
-
 def test_the_figures_are_one_screen_and_then_come_the_tables(run):
     screen, _, tables = run(WORKERS0).stdout.partition("\n\nstep ")
     assert len(screen.splitlines()) <= 30
@@ -393,8 +385,10 @@ def test_the_figures_are_one_screen_and_then_come_the_tables(run):
 def test_neither_torch_nor_numpy_is_needed(tmp_path):
     for name in ("torch", "numpy", "pandas"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not needed')")
-    done = process(WORKERS0, "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert (done.returncode, done.stderr) == (0, "")
+    command = [sys.executable, "-m", "telemetry", "trace", str(WORKERS0), "--json"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, capture_output=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_folder_is_a_list_by_rank_and_what_is_no_trace_is_passed_over(tmp_path, run, as_json):
@@ -428,17 +422,18 @@ def test_links_in_a_folder_are_not_followed(tmp_path, run, as_json):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "not JSON after byte 0"),
-        (b"\x00\x01\x02", "not JSON after byte 0"),
-        (b'{"traceEvents": [{"ph": "X", "na', "damaged, cut off or not JSON after byte 17"),
+        (b"", "damaged, cut off or not JSON (Input data was truncated)"),
+        (b"\x00\x01\x02", "damaged, cut off or not JSON"),
+        (b'{"traceEvents": [{"ph": "X", "na', "damaged, cut off or not JSON"),
         (WHOLE[:5000], "cut off or damaged (Compressed file ended"),
+        (WHOLE[:2], "cut off or damaged (Compressed file ended"),
         (WHOLE[:5000] + b"\x55" * 3000 + WHOLE[8000:], "cut off or damaged"),
-        (b'{"traceEvents": [{"ph": "X" "cat": 1}]}', "after byte 17"),
-        (b'{"traceEvents" [', "after byte 0"),
+        (b'{"traceEvents": [{"ph": "X" "cat": 1}]}', "(byte 28)"),
+        (b'{"traceEvents" [', "(byte 15)"),
         (b'{"traceEvents": 5}', "is not a trace of torch.profiler"),
         (b'{"other": 5}', "missing required field `traceEvents`"),
         (b'{"traceEvents": []}', "no operator, runtime call or kernel"),
-        (b"[" * 100_000, "after byte 1"),
+        (b"[" * 100_000, "recursion"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_a_clear_error(tmp_path, content, says, run):
@@ -471,23 +466,11 @@ def test_what_is_no_file_is_a_clear_error(tmp_path, run):
     assert run(WORKERS0, "--max-bytes", "-1").returncode == 2
 
 
-def test_names_cannot_command_the_terminal(tmp_path, as_json):
+def test_names_cannot_command_the_terminal(tmp_path, run, as_json):
     name = "evil\x1b]0;title\x07\x9b31m\u202e\n"
     file = write(tmp_path, [x("cpu_op", name, 1, 2), kernel(1, 2, 1, name=name)], "a\x1bb.json")
-    for encoding in ("utf-8", "ascii"):
-        done = process(file, PYTHONIOENCODING=encoding)
-        assert done.returncode == 0
-        assert not {c for c in done.stdout if not c.isprintable()} - {"\n"}
+    assert not {c for c in run(file).stdout if not c.isprintable()} - {"\n"}
     assert as_json(file)["operators"][0]["name"] == name
-
-
-def test_a_reader_that_has_seen_enough_is_no_error():
-    command = f"'{sys.executable}' -m telemetry trace '{WORKERS0}' --json | head -c 10"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, env=environment
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 class Slow(Dataset):
@@ -536,103 +519,39 @@ def test_a_live_recording_of_this_torch_shows_the_data_loader(tmp_path, workers,
 
 # -- the file --------------------------------------------------------------------------------------------------------
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
-    ['"', "\\", "}, {", '},\n {"', '"}]}', "\\u0022", "[{", "nan", "N/A"]
-)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | texts,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=12,
 )
-layouts = st.sampled_from([{"indent": None}, {"indent": 2}, {"indent": 0}, {"separators": (",", ":")}])
-
-
-def operators(content: bytes, path: Path, chunk: int = 7):
-    """The calls of each operator in a file that is read in such pieces."""
-    path.write_bytes(content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_CHUNK", chunk)
-        trace = read_trace(path)
-    return {operator.name: operator.calls for operator in trace.operators}, trace
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.lists(st.tuples(texts, values), min_size=1, max_size=12), values, layouts, st.integers(1, 40), st.booleans())
-def test_any_json_cut_anywhere_is_read_as_a_whole_would_be(tmp_path_factory, named, other, layout, chunk, ascii_only):
-    events = [x("cpu_op", name, 1, 1, other=value) for name, value in named]
-    document = {"a": other, "traceEvents": events, "distributedInfo": {"rank": 3}, "b": [{}, {}]}
-    data = json.dumps(document, ensure_ascii=ascii_only, **layout).encode()
-    found, trace = operators(data, tmp_path_factory.getbasetemp() / "any.json", chunk)
-    assert found == Counter(name for name, _ in named if not name.startswith("[pl]"))
-    assert (trace.rank, len(trace.notes)) == (3, 1)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(values, max_size=6), st.data(), st.binary(max_size=200))
-def test_a_file_that_is_cut_off_or_goes_on_with_any_bytes_is_an_error_and_nothing_else(
+def test_any_events_can_be_read_and_a_file_that_is_cut_off_or_goes_on_with_any_bytes_is_an_error(
     tmp_path_factory, events, data, more
 ):
-    whole = json.dumps({"traceEvents": [x("cpu_op", "a", 1, 1), *events]}).encode()
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    whole = write(path.parent, [x("cpu_op", "a", 1, 1), *events], path.name).read_bytes()
+    assert [operator.calls for operator in read_trace(path).operators if operator.name == "a"] == [1]
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
-    path = tmp_path_factory.getbasetemp() / "cut.json"
+    path.write_bytes(cut)
     with pytest.raises(TraceError, match="cut off"):
-        operators(cut, path)
+        read_trace(path)
+    path.write_bytes(cut + more)
     try:
-        operators(cut + more, path)
+        read_trace(path)
     except TraceError:
         pass
 
 
 def test_what_is_not_json_but_can_be_read(tmp_path):
     event = b'{"cat": "cpu_op", "ts": 1, "dur": 1, "name": '
-    found, trace = operators(
-        b'[%b"ok"}, %b"nan N/A", "args": {"bytes": nan, "a": -inf, "b": N/A, "c": NaN}}, %b"\xff\x01"}]'
-        % ((event,) * 3),
-        tmp_path / "words.json",
-    )
-    assert found == {"ok": 1, "nan N/A": 1, "\ufffd ": 1}
+    words = b'[%b"ok"}, %b"nan N/A", "args": {"bytes": nan, "a": -inf, "b": N/A, "c": NaN}}, %b"\xff\x01"}]'
+    path = tmp_path / "words.json"
+    path.write_bytes(words % ((event,) * 3))
+    trace = read_trace(path)
+    assert {operator.name: operator.calls for operator in trace.operators} == {"ok": 1, "nan N/A": 1, "\ufffd ": 1}
     assert trace.notes[-1].startswith("text that is not JSON, such as nan")
-
-
-def test_gzip_of_several_members_with_padding_or_cut_off_anywhere(tmp_path):
-    plain = json.dumps({"traceEvents": [x("cpu_op", str(i), i, 1) for i in range(40)]}).encode()
-    members = gzip.compress(plain[:500]) + gzip.compress(b"") + gzip.compress(plain[500:])
-    assert len(operators(members + bytes(100), tmp_path / "members")[0]) == 40
-    for size in (2, 12, len(members) // 2, len(members) - 1):
-        with pytest.raises(TraceError, match="cut off"):
-            operators(members[:size], tmp_path / "cut.json.gz")
-
-
-BOMB_READER = """
-import resource, sys
-from telemetry.trace.trace_file import read_trace
-from telemetry.trace.events import TraceError
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-try:
-    read_trace(sys.argv[1])
-except TraceError as error:
-    print(error)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-@pytest.mark.parametrize(
-    ("head", "body"),
-    [
-        (b'{"traceEvents": [', b" " * 65536),
-        (b'{"traceEvents": [{"name": "', b"x" * 65536),
-        (b"[", b"[" * 65536),
-    ],
-)
-def test_a_gzip_bomb_is_refused_with_bounded_memory(tmp_path, head, body):
-    """A gigabyte from a megabyte: refused early, and never held."""
-    repeated = gzip.compress(body * 256)  # a file may have many members
-    with (tmp_path / "bomb.json.gz").open("wb") as file:
-        file.write(gzip.compress(head))
-        for _ in range((1 << 30) // len(body) // 256):
-            file.write(repeated)
-    command = [sys.executable, "-c", BOMB_READER, str(tmp_path / "bomb.json.gz")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    message, grown_kib = done.stdout.splitlines()
-    assert "bomb.json.gz" in message
-    assert int(grown_kib) < 120 * 1024
+    path.write_bytes(event.join([b"[", b'"\xff"}]']))
+    assert read_trace(path).operators[0].name == "\ufffd"

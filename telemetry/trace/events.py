@@ -1,18 +1,16 @@
-"""The events of a trace: read from its file piece by piece, and kept as far as the figures need them.
+"""The events of a trace: read from its file, and kept as far as the figures need them.
 
 Times are microseconds, as in the file. The Trace Event Format has no other unit, whatever ``displayTimeUnit`` is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gzip
+import io
 import re
 import sys
 import zlib
 from functools import cache
-from itertools import islice
-from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
@@ -22,11 +20,10 @@ from telemetry.safety.files import open_regular
 from telemetry.trace import names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 MAX_BYTES: Final = 2 << 30
-"""The largest file that is read, uncompressed. Real traces take up to 1.3 times as much memory."""
+"""The largest file that is read, uncompressed. Reading takes up to three times as much memory."""
 
 NOTHING: Final = -1
 """Stands for an id that an event does not have."""
@@ -131,12 +128,12 @@ class TraceEvents:
         float_copies: external ids of copying operators whose input is of floats.
         call_sites: the user's line that called a copying or waiting operator, by external id.
         reserved_bytes: the most memory that the allocator had reserved, by device.
-        document: what is beside the events: the devices and the rank.
+        process: the process that recorded the trace.
         malformed: number of events that were skipped because a field is invalid.
-        repaired: whether there were bare words, such as ``nan``, which are not JSON.
+        repaired: whether there was text that is not JSON, such as ``nan``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, document: _Document) -> None:
         self.work: list[DeviceEvent] = []
         self.calls: list[HostEvent] = []
         self.operators: list[HostEvent] = []
@@ -146,10 +143,25 @@ class TraceEvents:
         self.float_copies: set[int] = set()
         self.call_sites: dict[int, str] = {}
         self.reserved_bytes: dict[int, int] = {}
-        self.document = Document(Raw())
+        self.process = document.process
         self.malformed = 0
         self.repaired = False
-        self._figures: dict[float | None, float | None] = {}
+        self._devices = document.devices
+        for raw in document.events:
+            try:
+                self._add(_EVENT.decode(raw))
+            except msgspec.ValidationError:
+                self.malformed += 1
+        for events in (self.work, self.calls, self.operators, self.marks, self.frames):
+            events.sort(key=_order)
+        calls = {call.correlation: call for call in self.calls if call.correlation >= 0}
+        for work in self.work:
+            work.call = calls.get(work.correlation)
+        launched = [(work, work.call.moment) for work in self.work if work.call is not None]
+        around = enclosing(self.operators, {moment for _, moment in launched})
+        for work, moment in launched:
+            if moment in around:
+                work.operator = around[moment][0]
 
     @property
     def is_amd(self) -> bool:
@@ -157,21 +169,23 @@ class TraceEvents:
         return any(call.name.startswith("hip") for call in self.calls)
 
     @property
-    def gpu(self) -> DeviceProperties:
+    def gpu(self) -> Device:
         """The device that most work ran on, as the trace describes it."""
         busy = {NOTHING: 0.0}
         for work in self.work:
             busy[work.device] = busy.get(work.device, 0.0) + work.took
         number = max(busy, key=lambda number: busy[number])
-        return next((each for each in self.document.devices if each.id == number), DeviceProperties(number))
+        return next((each for each in self._devices if each.id == number), Device(number))
 
-    def add(self, event: _Event) -> None:
+    def _add(self, event: _Event) -> None:
         """Keep what the figures need of an event."""
-        once = self._figures.setdefault  # equal figures, of which there are many, are one object
-        kind, start, took, args = _kind(event.cat), event.ts, once(event.dur, event.dur), event.args
-        name, thread, external = sys.intern(event.name), _number(event.tid), args.external_id
+        kind, start, took, args = _kind(event.cat), event.ts, event.dur, event.args
+        name, thread = sys.intern(event.name), _number(event.tid)
+        external = args.old_external if args.external is None else args.external
         if took is None:
-            self._add_memory(name, args)
+            if name == "[memory]" and args.device_type and args.reserved is not None:
+                known = self.reserved_bytes.get(args.device_id, 0)
+                self.reserved_bytes[args.device_id] = max(args.reserved, known)
         elif start is None:
             self.malformed += 1
         elif kind in (_OPERATOR, _ANNOTATION):
@@ -183,38 +197,11 @@ class TraceEvents:
         elif kind == _GPU_ANNOTATION and name.startswith("ProfilerStep"):
             self.last_gpu_step = start if self.last_gpu_step is None else max(start, self.last_gpu_step)
         elif kind in ON_STREAM or (kind == OTHER and args.stream is not None):
-            work = DeviceEvent(
-                start,
-                took,
-                name,
-                kind,
-                stream=_number(args.stream),
-                device=_number(args.device),
-                correlation=args.correlation,
-                external=external,
-                blocks=once(args.blocks, args.blocks),
-                occupancy=once(args.occupancy, args.occupancy),
-                bytes=args.bytes,
+            stream, device, correlation = _number(args.stream), _number(args.device), args.correlation
+            size, blocks, occupancy = args.bytes, args.blocks, args.occupancy
+            self.work.append(
+                DeviceEvent(start, took, name, kind, stream, device, correlation, external, blocks, occupancy, size)
             )
-            self.work.append(work)
-
-    def finish(self) -> None:
-        """Bring the events into their order, and find what launched those on devices, after the last was added."""
-        lists: list[list[HostEvent] | list[DeviceEvent]]
-        lists = [self.work, self.calls, self.operators, self.marks, self.frames]
-        for events in lists:
-            events.sort(key=attrgetter("took"), reverse=True)
-            events.sort(key=attrgetter("start"))  # a stable sort: outer events stay before inner ones
-        calls = {call.correlation: call for call in self.calls if call.correlation >= 0}
-        wanted = {work.external for work in self.work if work.external != NOTHING}
-        operators = {each.external: each.name for each in self.operators if each.external in wanted}
-        for work in self.work:
-            work.call, work.operator = calls.get(work.correlation), operators.get(work.external)
-        lost = [(work, work.call.moment) for work in self.work if work.operator is None and work.call is not None]
-        around = enclosing(self.operators, {moment for _, moment in lost})
-        for work, moment in lost:
-            if moment in around:
-                work.operator = around[moment][0]
 
     def _add_host(self, event: HostEvent, kind: str, args: _Args) -> None:
         name, is_step = event.name, names.step_number(event.name) is not None
@@ -229,10 +216,10 @@ class TraceEvents:
                     frames = args.call_stack.split(";", 64)
                     self.call_sites[event.external] = next(filter(names.is_user_frame, frames), frames[-1])[:300]
 
-    def _add_memory(self, name: str, args: _Args) -> None:
-        if name == "[memory]" and args.device_type and args.reserved is not None:
-            known = self.reserved_bytes.get(args.device_id, 0)
-            self.reserved_bytes[args.device_id] = max(args.reserved, known)
+
+def _order(event: Event) -> tuple[float, float]:
+    """Earlier ones first, and outer ones before inner ones."""
+    return event.start, -event.took
 
 
 @cache
@@ -289,10 +276,6 @@ class _Args(Struct, gc=False, frozen=True):
     device_type: int = field(name="Device Type", default=0)
     device_id: int = field(name="Device Id", default=NOTHING)
 
-    @property
-    def external_id(self) -> int:
-        return self.old_external if self.external is None else self.external
-
 
 class _Event(Struct, gc=False):
     name: str = ""
@@ -303,7 +286,7 @@ class _Event(Struct, gc=False):
     args: _Args = _Args()
 
 
-class DeviceProperties(Struct, gc=False):
+class Device(Struct, gc=False):
     """A device, as the trace describes it."""
 
     id: int
@@ -312,37 +295,26 @@ class DeviceProperties(Struct, gc=False):
     compute_major: int | None = field(name="computeMajor", default=None)
 
 
-class Distributed(Struct, gc=False):
+class Process(Struct, gc=False):
     """The process that recorded the trace."""
 
     rank: int | None = None
     world_size: int | None = None
 
 
-class Document(Struct, gc=False):
-    """A trace file, with its events as they are in it."""
-
-    events: Raw = field(name="traceEvents")
-    devices: list[DeviceProperties] = field(name="deviceProperties", default_factory=list)
-    distributed: Distributed = field(name="distributedInfo", default_factory=Distributed)
+class _Document(Struct, gc=False):
+    events: list[Raw] = field(name="traceEvents")
+    devices: list[Device] = field(name="deviceProperties", default_factory=list)
+    process: Process = field(name="distributedInfo", default_factory=Process)
 
 
-_DOCUMENT: Final = msgspec.json.Decoder(Document)
-_EVENTS: Final = msgspec.json.Decoder(list[_Event])
+_DOCUMENT: Final = msgspec.json.Decoder(_Document)
+_EVENTS: Final = msgspec.json.Decoder(list[Raw])
 _EVENT: Final = msgspec.json.Decoder(_Event)
-_RAW_EVENTS: Final = msgspec.json.Decoder(list[Raw])
-_NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_CHUNK: Final = 1 << 16
-"""Bytes read at a time. Batches of this size are parsed faster than a whole file: they stay in the cache."""
-
-_MAX_EVENT_BYTES: Final = 1 << 24
-"""If so much of a file has no event that can be read, it is damaged."""
-
+_CHUNK: Final = 1 << 20
+_LIST: Final = re.compile(rb"\s*\[")
 _GZIP: Final = b"\x1f\x8b"
-_HEAD: Final = re.compile(rb'\A\s*\[|"traceEvents"\s*:\s*\[')  # the Trace Event Format may also have only the events
-_BORDER: Final = re.compile(rb"\}(\s*,\s*)\{")
-_BORDERS_TRIED: Final = 4
 _BARE_WORD: Final = re.compile(
     rb'("[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z))|[-+]?(?:inf(?:inity)?|nan|N/A)(?=[\s,\]}])', re.DOTALL | re.IGNORECASE
 )
@@ -355,52 +327,31 @@ _SPACED: Final = bytes(max(32, code) for code in range(256))
 def read_events(path: Path, max_bytes: int = MAX_BYTES) -> TraceEvents:
     """Read the events of a trace file, ``.json`` or gzip. ``max_bytes``: limit of its size, uncompressed.
 
-    The events are one JSON array. A batch is cut where the text looks like the border between two events. If it can be
-    parsed, that was a border, because the batch begins at one and consists of complete values.
-
     Raises:
         NoTraceError: it is JSON, but not a trace.
         TraceError: it cannot be read, is too large, damaged or cut off.
     """
-    events = TraceEvents()
-    head, held = b"", bytearray()  # what is before the events, and what was read and not yet parsed
-    parsed = wanted = 0
+    text = _content(path, max_bytes)
     try:
-        for chunk in _chunks(path, max_bytes):
-            held += chunk
-            if len(held) < wanted:
-                continue
-            if not head and (found := _HEAD.search(held)):
-                parsed = found.end()
-                head = bytes(held[:parsed])
-                del held[:parsed]
-            done = _parse_batch(held, events) if head else 0
-            if not done and len(held) > _MAX_EVENT_BYTES:
-                raise _broken(path, parsed)
-            wanted = 0 if done else 2 * len(held)  # a long value would otherwise be parsed again and again
-            parsed += done
-            del held[:done]
         try:
-            _parse_rest(head + held, events)
-        except _NOT_JSON:
-            _parse_rest(_repaired(head + held), events)
+            return TraceEvents(_decoded(text))
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            events = TraceEvents(_decoded(_repaired(text)))
             events.repaired = True
+            return events
     except msgspec.ValidationError as error:
         raise NoTraceError(f"{path} is not a trace of torch.profiler: {error}") from None
-    except _NOT_JSON:
-        raise _broken(path, parsed) from None
-    events.finish()
-    return events
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(
+            f"{path} is damaged, cut off or not JSON ({error}): record the trace again, or copy it whole"
+        ) from None
 
 
-def _broken(path: Path, parsed: int) -> TraceError:
-    return TraceError(
-        f"{path} is damaged, cut off or not JSON after byte {parsed}: record the trace again, or copy it whole"
-    )
-
-
-def _chunks(path: Path, max_bytes: int) -> Iterator[bytes]:
+def _content(path: Path, max_bytes: int) -> bytes:
     """The uncompressed bytes of a file. Its first bytes decide whether it is gzip, not its name."""
+    content = io.BytesIO()
     try:
         file = open_regular(path)
         if file is None:
@@ -409,64 +360,22 @@ def _chunks(path: Path, max_bytes: int) -> Iterator[bytes]:
             packed = file.read(len(_GZIP)) == _GZIP
             file.seek(0)
             plain = gzip.GzipFile(fileobj=file, mode="rb") if packed else file
-            left = max_bytes
-            while chunk := plain.read(_CHUNK):
-                left -= len(chunk)
-                if left < 0:
+            while content.write(plain.read(_CHUNK)):
+                if content.tell() > max_bytes:
                     raise TraceError(
                         f"{path} is larger than {max_bytes} bytes uncompressed: raise the limit with --max-bytes, or "
                         "record fewer steps"
                     )
-                yield chunk
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path} is cut off or damaged ({error}): record the trace again, or copy it whole") from None
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+    return content.getvalue()
 
 
-def _parse_batch(text: bytearray, events: TraceEvents) -> int:
-    """Parse all events up to the last border. Returns where the next event begins; 0 if there is no border."""
-    borders = list(islice(_borders(text), _BORDERS_TRIED))
-    for end, following in borders:
-        with contextlib.suppress(*_NOT_JSON):  # if it was within a string, or another array
-            _parse(b"[" + text[:end] + b"]", events)
-            return following
-    if borders:
-        end, following = borders[0]
-        with contextlib.suppress(*_NOT_JSON):
-            _parse(_repaired(b"[" + text[:end] + b"]"), events)
-            events.repaired = True
-            return following
-    return 0
-
-
-def _borders(text: bytearray) -> Iterator[tuple[int, int]]:
-    """The end of an event and the beginning of the next, wherever it looks like that, the last first."""
-    at = len(text)
-    while (at := text.rfind(b"}", 0, at)) >= 0:
-        if border := _BORDER.match(text, at):
-            yield border.span(1)
-
-
-def _parse_rest(text: bytes, events: TraceEvents) -> None:
-    """Parse the last events, and what is before and behind them all."""
-    events.document = Document(Raw(text)) if text.lstrip().startswith(b"[") else _DOCUMENT.decode(text)
-    _parse(bytes(events.document.events), events)
-
-
-def _parse(text: bytes, events: TraceEvents) -> None:
-    """Keep the events of a JSON array. If a field is invalid, its event is counted and skipped."""
-    try:
-        batch = _EVENTS.decode(text)
-    except msgspec.ValidationError:
-        batch = []
-        for each in _RAW_EVENTS.decode(text):
-            try:
-                batch.append(_EVENT.decode(each))
-            except _NOT_JSON:
-                events.malformed += 1
-    for event in batch:
-        events.add(event)
+def _decoded(text: bytes) -> _Document:
+    """The Trace Event Format may also have only the events."""
+    return _Document(_EVENTS.decode(text)) if _LIST.match(text) else _DOCUMENT.decode(text)
 
 
 def _repaired(text: bytes) -> bytes:

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from heapq import merge as in_order
 from itertools import pairwise
 from math import ceil, floor
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from msgspec import Struct
@@ -43,24 +41,12 @@ SECONDS_PER_US: Final = 1e-6
 
 def union(intervals: Iterable[TimeRange]) -> Intervals:
     """The union of any intervals, in any order. Intervals that touch become one."""
-    return merged(sorted(intervals))
-
-
-def merged(intervals: Iterable[TimeRange]) -> Intervals:
-    """The union of intervals that come in the order of their start."""
-    left = iter(intervals)
-    first = next(left, None)
-    if first is None:
-        return []
     found: Intervals = []
-    start, end = first
-    for span in left:
-        if span[0] > end:
+    for start, end in sorted(intervals):
+        if not found or start > found[-1][1]:
             found.append((start, end))
-            start, end = span
-        elif span[1] > end:
-            end = span[1]
-    found.append((start, end))
+        elif end > found[-1][1]:
+            found[-1] = found[-1][0], end
     return found
 
 
@@ -68,24 +54,21 @@ def split(one: Intervals, other: Intervals) -> tuple[Intervals, Intervals]:
     """The times of the first set that are in the second, and those that are not."""
     common: Intervals = []
     rest: Intervals = []
-    at, count = 0, len(other)
+    at = 0
     for span in one:
         start, end = span
-        while at < count and other[at][1] <= start:
+        while at < len(other) and other[at][1] <= start:
             at += 1
-        while at < count and other[at][0] < end:
-            left, right = other[at]
+        for index in range(at, len(other)):
+            left, right = other[index]
+            if left >= end:
+                break
             if left > start:
                 rest.append((start, left))
-                start = left
-            whole = start == left and right <= end
-            common.append(other[at] if whole else (start, min(right, end)))  # the same object takes no more memory
+            common.append((max(left, start), min(right, end)))
             start = right
-            if right >= end:
-                break
-            at += 1
         if start < end:
-            rest.append(span if start == span[0] else (start, end))
+            rest.append((start, end))
     return common, rest
 
 
@@ -101,20 +84,8 @@ def difference(one: Intervals, other: Intervals) -> Intervals:
 
 def within(intervals: Intervals, start: float, end: float) -> Intervals:
     """The times from ``start`` to ``end``. The duration of the call depends on the result, not on the list."""
-    found: Intervals = []
-    for at in range(max(0, bisect_left(intervals, (start, start)) - 1), len(intervals)):
-        left, right = intervals[at]
-        if left >= end:
-            break
-        if right > start:
-            found.append((max(left, start), min(right, end)))
-    return found
-
-
-def holds(intervals: Intervals, time: float) -> bool:
-    """Whether a time is in the set."""
-    at = bisect_right(intervals, (time, float("inf"))) - 1
-    return at >= 0 and time <= intervals[at][1]
+    first = max(0, bisect_left(intervals, (start, start)) - 1)
+    return intersection(intervals[first : bisect_left(intervals, (end, end))], [(start, end)])
 
 
 def length(intervals: Iterable[TimeRange]) -> float:
@@ -242,12 +213,12 @@ def categorize(events: TraceEvents, steps: TraceSteps) -> dict[str, Intervals]:
         ("Kernel", (kernel.span for kernel in kernels if not communicates(kernel))),
         ("Memcpy", (work.span for work in events.work if work.kind == MEMCPY)),
         ("Memset", (work.span for work in events.work if work.kind == MEMSET)),
-        ("Communication", in_order((mark.span for mark in collectives), talking)),
+        ("Communication", [*(mark.span for mark in collectives), *talking]),
         ("Runtime", (call.span for call in events.calls)),
         ("DataLoader", (mark.span for mark in events.marks if names.is_loader(mark.name))),
         ("CPU Exec", (operator.span for operator in operators)),
     ):
-        parts[category], left = split(left, merged(times))
+        parts[category], left = split(left, union(times))
     return parts | {"Other": left}
 
 
@@ -306,7 +277,7 @@ def usage(events: TraceEvents, steps: TraceSteps) -> GpuUsage:
             kernels.setdefault(work.device, []).append(work)
     if not kernels or last <= first:
         return GpuUsage()
-    busy = [length(within(merged(kernel.span for kernel in each), first, last)) for each in kernels.values()]
+    busy = [length(within(union(kernel.span for kernel in each), first, last)) for each in kernels.values()]
     occupancy = [
         weighted_mean((min(k.end, last) - max(k.start, first), k.occupancy) for k in each) for each in kernels.values()
     ]
@@ -336,10 +307,10 @@ def weighted_mean(figures: Iterable[tuple[float, float | None]]) -> float | None
 
 def _efficiency(kernels: list[DeviceEvent], first: float, last: float) -> float:
     """SM efficiency of one device: at each moment the sum of the blocks per SM of the kernels that run, at most 1."""
-    begins = ((kernel.start, kernel.blocks or 0.0) for kernel in kernels)
-    ends = ((kernel.end, -(kernel.blocks or 0.0)) for kernel in sorted(kernels, key=attrgetter("end")))
+    changes = [(kernel.start, kernel.blocks or 0.0) for kernel in kernels]
+    changes += [(kernel.end, -(kernel.blocks or 0.0)) for kernel in kernels]
     efficient = together = before = 0.0
-    for time, change in in_order(begins, ends):
+    for time, change in sorted(changes):
         efficient += max(0.0, min(time, last) - max(before, first)) * min(max(together, 0.0), 1.0)
         together, before = together + change, time
     return efficient / (last - first)
@@ -376,9 +347,9 @@ def streams(events: TraceEvents) -> tuple[TemporalBreakdown, float | None, list[
     """The temporal breakdown, the share of communication that computation overlaps, and the idle time by stream."""
     until = _last_step(events)
     kept = [work for work in events.work if work.stream != NOTHING and _launched_before(until, work)]
-    busy = length(merged(map(_rounded, kept)))
-    compute = merged(_rounded(work) for work in kept if not names.is_no_compute(work.name))
-    communication = merged(_rounded(work) for work in kept if names.is_collective_kernel(work.name))
+    busy = length(union(map(_rounded, kept)))
+    compute = union(_rounded(work) for work in kept if not names.is_no_compute(work.name))
+    communication = union(_rounded(work) for work in kept if names.is_collective_kernel(work.name))
     temporal = TemporalBreakdown()
     if kept and (whole := max(floor(work.end) for work in kept) - ceil(kept[0].start)) > 0:
         computing = length(compute)

@@ -181,8 +181,6 @@ def device_waits(events: TraceEvents, steps: TraceSteps) -> list[DeviceWait]:
     calls = [call for call in events.calls if names.is_blocking(call.name) and first <= call.start < last]
     moments = {call.moment for call in calls}
     around, frames = enclosing(events.operators, moments), enclosing(events.frames, moments)
-    ids = {call.external for call in calls if call.external > 0}
-    by_id = {each.external: each.name for each in events.operators if each.external in ids}
     to_device = {
         work.external
         for work in events.work
@@ -190,7 +188,7 @@ def device_waits(events: TraceEvents, steps: TraceSteps) -> list[DeviceWait]:
     }
     found: list[DeviceWait] = []
     for call in calls:
-        inner, outer = around.get(call.moment) or (by_id.get(call.external),) * 2
+        inner, outer = around.get(call.moment, (None, None))
         site = frames[call.moment][0] if call.moment in frames else events.call_sites.get(call.external)
         found.append(DeviceWait(call, inner, outer, site, call.external in to_device))
     return found

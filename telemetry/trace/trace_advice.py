@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from telemetry.trace import names
-from telemetry.trace.events import KERNEL, MEMCPY, MEMSET
-from telemetry.trace.steps import SECONDS_PER_US, difference, holds, intersection, length, union
+from telemetry.trace.events import KERNEL, MEMCPY, MEMSET, enclosing
+from telemetry.trace.steps import SECONDS_PER_US, difference, intersection, length, union
 from telemetry.util.words import milliseconds, percent
 
 if TYPE_CHECKING:
@@ -202,13 +202,16 @@ class Advisor:
 
     def _gradients(self) -> Iterator[Suggestion]:
         """The clearing of the gradients, on the host and on the device, if it launches something."""
-        host = union(mark.span for mark in self._events.marks if names.clears_gradients(mark.name))
-        device = [
-            work.span
+        clears = [mark for mark in self._events.marks if names.clears_gradients(mark.name)]
+        launched = [
+            (work.span, work.call.moment)
             for work in self._events.work
-            if work.kind in {KERNEL, MEMSET} and work.call is not None and holds(host, work.call.start)
+            if work.kind in {KERNEL, MEMSET} and work.call is not None
         ]
+        inside = enclosing(clears, {moment for _, moment in launched})
+        device = [span for span, moment in launched if moment in inside]
         if device:
+            host = [mark.span for mark in clears]
             clearing = self._during(host, self._free) + self._during(device, self._parts["Kernel"])
             because = (
                 f"clearing the gradients launches {len(device) / self._count:.0f} kernels a step and takes "

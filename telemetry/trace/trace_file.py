@@ -12,7 +12,6 @@ from typing import Final
 
 from msgspec import Struct
 
-from telemetry.trace import steps as of_steps
 from telemetry.trace import tables
 from telemetry.trace.events import MAX_BYTES, NoTraceError, TraceEvents, read_events
 from telemetry.trace.steps import (
@@ -23,6 +22,13 @@ from telemetry.trace.steps import (
     TemporalBreakdown,
     TraceStep,
     TraceSteps,
+    average_of,
+    breakdown,
+    categorize,
+    find_steps,
+    launch_bound,
+    streams,
+    usage,
 )
 from telemetry.trace.tables import Copy, Kernel, Operator, Synchronization
 from telemetry.trace.trace_advice import Advisor, Suggestion
@@ -80,17 +86,17 @@ def read_trace(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Trac
     """
     file = Path(path)
     events = read_events(file, max_bytes)
-    steps = of_steps.find_steps(events)
+    steps = find_steps(events)
     if steps is None or steps.length <= 0:
         raise NoTraceError(f"{file} is not a trace of torch.profiler: it has no operator, runtime call or kernel")
-    parts = of_steps.categorize(events, steps)
-    each = of_steps.breakdown(steps, parts)
-    average = of_steps.average_of(each)
-    temporal, overlap, idle = of_steps.streams(events)
-    stretches = of_steps.launch_bound(events, steps)
+    parts = categorize(events, steps)
+    each = breakdown(steps, parts)
+    average = average_of(each)
+    temporal, overlap, idle = streams(events)
+    stretches = launch_bound(events, steps)
     waits = tables.device_waits(events, steps)
     kernels = tables.kernels(events)
-    gpu, process, named = events.gpu, events.document.distributed, _RANK.search(file.name)
+    gpu, process, named = events.gpu, events.process, _RANK.search(file.name)
     return Trace(
         file=os.fsencode(file).decode("utf-8", "replace"),
         rank=int(named[1]) if process.rank is None and named else process.rank,
@@ -100,7 +106,7 @@ def read_trace(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Trac
         peak_memory_bytes=events.reserved_bytes.get(gpu.id),
         steps=each,
         average=average,
-        gpu=of_steps.usage(events, steps),
+        gpu=usage(events, steps),
         temporal=temporal,
         overlap_ratio=overlap,
         idle=idle,
