@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from telemetry.log.lines import Scalar
-from telemetry.log.process import Point, lost_by_cause, not_replaced
-from telemetry.log.reader import NoRunError, load
+from telemetry.log.process import Point, lost_by_cause
+from telemetry.log.reader import NoRunError
 from telemetry.model.records import CATEGORIES, COMPUTE, COMPUTE_PARTS, DATA_WAIT
+from telemetry.report.summary import read_report
 from telemetry.util.words import complain, duration, listed, percent, show, show_json, table
 
 if TYPE_CHECKING:
@@ -172,8 +173,8 @@ class Run:
         Raises:
             NoRunError: the folder has no run.
         """
-        logs = load(Path(folder), all_windows=True)
-        processes = not_replaced(logs)
+        found = read_report(Path(folder), all_windows=True, traces=False)
+        logs, processes = found.processes, found.now
         points = _points([process for process in processes if process.totals.steps_total])
         begin, end = (points[0], points[-1]) if points else (Point(), Point())
         windows = [Window(p.steps - last.steps, p.loop_seconds - last.loop_seconds) for last, p in pairwise(points)]

@@ -51,18 +51,6 @@ def short_run(folder: Path, **fields) -> Path:
     return folder
 
 
-def test_verdict_and_advice_come_first(tmp_path, capsys):
-    page = Page(page_of(short_run(tmp_path)))
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/report.html (")
-    text = page.text
-    order = [
-        text.index(word)
-        for word in ("Starved", "num_workers=8", "What to do", "steps per second, predicted", "Ledger over time")
-    ]
-    assert order == sorted(order)
-    assert "/a/b.py:7" in text
-
-
 def test_tiles_and_advice_are_about_the_ranks_of_the_verdict(tmp_path):
     short_run(tmp_path)  # starved, with advice; replaced by a process that only waited for its first batch
     fields = dict(pid=77, time="2026-01-01T00:02:00.000Z")
@@ -149,13 +137,14 @@ def test_what_is_no_regular_file_is_left_alone(tmp_path, capsys, target):
     assert [(each.name, each.lstat().st_ino, each.lstat().st_mode) for each in sorted(tmp_path.iterdir())] == before
 
 
-def test_a_page_that_is_there_is_replaced_whole_and_a_link_stays_a_link(tmp_path):
+def test_a_page_that_is_there_is_replaced_whole_and_a_link_stays_a_link(tmp_path, capsys):
     short_run(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "page.html").write_text("old")
     (tmp_path / "report.html").symlink_to(other / "page.html")
     page_of(tmp_path)
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/report.html (")
     assert (tmp_path / "report.html").is_symlink() and not (other / "page.html").is_symlink()
     assert (other / "page.html").read_text().startswith("<!doctype html>")
     assert (other / "page.html").stat().st_mode & 0o777 == 0o644
@@ -228,7 +217,7 @@ def test_samples_and_tokens_that_are_not_known_are_not_0(tmp_path):
     assert np.isnan(late[figures.added("steps")[1] > 0]).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_bins_that_merge_lose_nothing(seed, monkeypatch):
     monkeypatch.setattr(over_time, "_MAX_BINS", 16)
     monkeypatch.setattr(over_time, "_MIN_BINS", 16)
@@ -316,6 +305,7 @@ def test_one_slow_rank_among_many_is_named(tmp_path, request, ranks):
     assert len(text) < 2_000_000
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as in the page: of times in which nothing was measured
 def test_a_row_of_several_ranks_shows_the_odd_one(many_ranks):
     figures, _ = recorded(many_ranks)
     (chart,) = heat_map(TimeAxis(figures.edges), figures, dict.fromkeys(figures.ranks, "node"))

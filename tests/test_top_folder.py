@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
 from top_runs import NOW, Run, dumped, iso, log_line, stall, start, window
 
-from telemetry.diagnosis.verdict import judge
-from telemetry.log.reader import load
-from telemetry.report.summary import run_facts
+from telemetry.log.lines import RunStartLine
+from telemetry.log.tail import LAST_BYTES, LogTail
+from telemetry.report.summary import read_report
 from telemetry.top import run_folder
-from telemetry.top.log_tail import LAST_BYTES, LogTail
 from telemetry.top.run_folder import RunFolder
 from telemetry.top.view import State
 
@@ -65,10 +63,10 @@ def test_of_a_long_log_the_head_and_the_end_are_read(tmp_path):
     path.write_bytes(dumped(start(NOW), *(window(NOW + s, s, steps=s) for s in range(2000))))
     assert path.stat().st_size > 5 * LAST_BYTES
     tail = LogTail(path)
-    lines = [json.loads(line) for line in tail.read()]
-    assert lines[0]["event"] == "run_start"
-    assert lines[-1]["steps_total"] == 1999
-    assert sum(map(len, map(json.dumps, lines))) < 2 * LAST_BYTES
+    first, *lines = tail.read()
+    assert isinstance(first, RunStartLine)
+    assert lines[-1].steps_total == 1999
+    assert len(lines) < 2000 * 2 * LAST_BYTES / path.stat().st_size
     assert not tail.from_start
 
 
@@ -207,7 +205,7 @@ def test_the_verdict_on_an_ended_run_is_the_reports(run):
     over = log_line("stall_close", NOW - 2800, cause="gc_pause", opened=iso(NOW - 2900), closed=iso(NOW - 2800),
                     evidence={"lost_seconds": {"gc_pause": 90.0}}, advice=[])  # fmt: skip
     ended(run, stall(NOW - 2900, "gc_pause"), over)
-    said = judge(run_facts(load(run.path))).text
+    said = read_report(run.path).verdict.text
     assert "rank 0 stalled" in said
     assert run.view().verdict.endswith(said)
     assert run.view().level == "bad"
@@ -226,7 +224,7 @@ def test_a_run_whose_waits_were_not_measured_is_not_good(run):
 def test_the_whole_logs_of_an_ended_run_are_read_once(run, monkeypatch):
     ended(run)
     read = []
-    monkeypatch.setattr(run_folder, "load", lambda path: read.append(path) or load(path))
+    monkeypatch.setattr(run_folder, "read_report", lambda path, **how: read.append(path) or read_report(path, **how))
     for _ in range(3):
         assert run.view(6.0).level == "good"
     assert len(read) == 1

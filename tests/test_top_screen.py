@@ -357,6 +357,31 @@ def test_a_failed_look_is_a_note_on_the_old_view_until_the_next(ranks, monkeypat
     with_screen(test, ranks)
 
 
+def test_the_time_alone_draws_no_rank(ranks, monkeypatch):
+    """The ranks are drawn when there is news of them, not each second with the clock above them."""
+    pytest.importorskip("textual")
+    from telemetry.top.app import RankTable
+
+    drawn, render_line = [], RankTable.render_line
+    monkeypatch.setattr(RankTable, "render_line", lambda table, y: drawn.append(y) or render_line(table, y))
+
+    async def test(screen):
+        await screen.shows("gc_pause")
+        screen.app._over.set()
+        join()  # now nobody looks at the run
+        await screen.pilot.pause()
+        clock = str(screen.app._summary.render())
+        drawn.clear()
+        while str(screen.app._summary.render()) == clock:
+            await screen.pilot.pause(0.02)
+        await screen.pilot.pause()
+        assert not drawn
+        await screen.press("down")
+        assert drawn
+
+    with_screen(test, ranks)
+
+
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_texts_reach_no_terminal(tmp_path, hostile):
     async def test(screen):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.compare import compare
-from telemetry.log.process import stalls_of
-from telemetry.log.reader import NoRunError, load
+from telemetry.log.reader import NoRunError
 from telemetry.report.report_command import PageError, page_recorder, report
+from telemetry.report.summary import read_report
 from telemetry.safety.processes import disabled
 from telemetry.top.command import top
 from telemetry.util.words import show, warn
@@ -140,7 +140,8 @@ def _follow_advice(run: Path, training: list[str], plan: DemoPlan) -> Path | Non
 
 def advised(run: Path) -> Advice | None:
     """The first advice of the costliest stall of a run, if it is about the number of workers."""
-    stall = max(stalls_of(load(run)[-1]), key=lambda stall: stall.lost_seconds, default=None)
+    stalls = read_report(run, traces=False).values.stalls
+    stall = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
     advice = stall.advice[0] if stall and stall.advice else None
     return advice if advice and advice.setting == "num_workers" and advice.predicted_speedup else None
 
@@ -209,7 +210,7 @@ def _look_at(child: subprocess.Popen[bytes], run: Path, seconds: float) -> None:
         say("3. What one sees of it meanwhile:", "", _command_line("top", "--once", run), "")
         top(str(run), once=True)
         try:
-            url = load(run)[-1].head.metrics_url
+            url = read_report(run, traces=False).now[-1].head.metrics_url
             lines = _served(url) if url else []
         except (NoRunError, OSError):  # it has not started, or has ended at this moment
             lines = []

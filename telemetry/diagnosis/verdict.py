@@ -94,6 +94,7 @@ class RankWaits:
         wait_seconds: all waits. ``first_wait_seconds``: the part before the first batch.
         exposed_seconds: None if it was not measured; ``unmeasured``: the reason, if it is known.
         starved_ratio: share of the training loop from which on it is starved (its ``stall_enter_ratio``).
+        waited_before: whether it waited for a batch before the part of the run that this is about.
     """
 
     rank: int
@@ -105,6 +106,7 @@ class RankWaits:
     starved_ratio: float
     unseen_steps: int = 0
     unmeasured: str = ""
+    waited_before: bool = False
 
     @property
     def loop_seconds(self) -> float:
@@ -300,7 +302,7 @@ def _largest_loss(facts: RunFacts) -> Loss:
         worst = max(starving, key=lambda rank: rank.exposed_after_start_ratio)
         return Loss(VerdictKind.STARVED, worst, len(starving), len(measured), unseen)
     first = next(iter(facts.findings), None)
-    if unseen is not None or not any(rank.wait_seconds for rank in measured):
+    if unseen is not None or not any(rank.wait_seconds or rank.waited_before for rank in measured):
         most = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
         kind = VerdictKind.UNKNOWN if first is None or most is not None else VerdictKind.SLOWED
         return Loss(kind, measured=len(measured), unseen=unseen, stalled=most, slowed_by=first)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from telemetry.diagnosis.findings import Finding
     from telemetry.log.lines import ChangedFigure
+    from telemetry.log.process import ProcessLog
     from telemetry.model.records import Advice, HotLine, StallRecord
     from telemetry.report.contract import Change, Job, JobAttempt, Rank, ReportValues, Snapshot
     from telemetry.report.summary import Report
@@ -49,7 +50,7 @@ _MAX_ROWS: Final = 64
 _MAX_STEP_LINES: Final = 4
 _MAX_ATTEMPTS: Final = 20
 _MAX_MEMORY_LINES: Final = 16
-_LEAST_PART: Final = 0.005
+_MIN_PART: Final = 0.005
 """A smaller part of the compute is left out."""
 
 _MAX_FRAMES: Final = 4
@@ -120,7 +121,7 @@ def _step_row(rank: Rank) -> list[str]:
         str(rank.pid),
         str(rank.steps),
         *map(duration, (steps.p50, steps.p95, steps.p99, waits.p50, waits.p95, waits.p99)),
-        percent(rank.exposed_wait_ratio if rank.steps else None),  # a wait that has not ended is no share yet
+        percent(rank.exposed_wait_ratio if rank.steps else None),  # a wait that has not ended is not a share yet
         duration(overhead["training"] / rank.steps) if rank.steps else "-",
         percent(overhead["agent"] / rank.wall_seconds, 2) if rank.wall_seconds else "-",
     ]
@@ -314,17 +315,21 @@ def _figure(what: str, value: float) -> str:
 
 def memory_lines(found: Report) -> list[str]:
     """A line for each process whose memory grows or grew, also of attempts that were replaced."""
-    lines = []
-    for process in found.processes:
-        memory, over = process.totals.memory, id(process) in found.over
-        if not memory.growth_bytes_per_hour:
-            continue
-        left = memory.exhausted_in_seconds
-        until = "" if left is None else f", used up in about {rough_duration(left)}"
-        at = f" (newest line {process.last_time})" if over else ""
-        lines.append(f"memory: {growth_text(memory, process.rank, over=over)}{until}{at}")
+    texts = (memory_line(process, over=id(process) in found.over) for process in found.processes)
+    lines = [text for text in texts if text]
     more = len(lines) - _MAX_MEMORY_LINES
     return lines[:_MAX_MEMORY_LINES] + ([f"{more} more processes grow; --json has all"] if more > 0 else [])
+
+
+def memory_line(process: ProcessLog, *, over: bool) -> str:
+    """How the memory of a process grows, or grew if it is over; empty if it does not."""
+    memory = process.totals.memory
+    if not memory.growth_bytes_per_hour:
+        return ""
+    left = memory.exhausted_in_seconds
+    until = "" if left is None else f", used up in about {rough_duration(left)}"
+    at = f" (newest line {process.last_time})" if over else ""
+    return f"memory: {growth_text(memory, process.rank, over=over)}{until}{at}"
 
 
 def sum_lines(values: ReportValues) -> list[str]:
@@ -367,7 +372,7 @@ def compute_shares(parts: Mapping[str, float], total: float) -> str:
     """The shares of the parts, in seconds, of the compute. ``total``: its seconds."""
     split = [(part, parts.get(part, 0.0)) for part in COMPUTE_PARTS]
     split.append(("not split", total - sum(seconds for _, seconds in split)))
-    shares = [f"{part} {rounded_percent(each / total)}" for part, each in split if each > _LEAST_PART * total]
+    shares = [f"{part} {rounded_percent(each / total)}" for part, each in split if each > _MIN_PART * total]
     return f"compute: {', '.join(shares)}"
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from telemetry.log.reader import NoRunError, load
+from telemetry.log.reader import NoRunError
 from telemetry.report.as_text import as_text
-from telemetry.report.summary import report_of
+from telemetry.report.summary import read_report
 from telemetry.safety.files import replace_file
 from telemetry.util.words import byte_size, complain, show, show_json
 
@@ -40,11 +39,10 @@ def report(run_dir: str, *, as_json: bool, html: str | None = None) -> int:
     """
     try:
         recorder = None if html is None else page_recorder()
-        processes = load(Path(run_dir), recorder)
+        found = read_report(Path(run_dir), recorder)
     except (NoRunError, PageError) as error:
         complain(str(error))
         return 1
-    found = report_of(Path(run_dir), processes, time.time())
     if html is not None and recorder is not None:
         return _write_page(html, found, recorder)
     if as_json:
@@ -87,7 +85,7 @@ def _replaceable(path: str) -> str:
     """The real path of a file. A device, such as ``/dev/null``, must not be replaced.
 
     Raises:
-        OSError: something is there that is no regular file.
+        OSError: something is there that is not a regular file.
         ValueError: no file can have this name.
     """
     path = os.path.realpath(path)
@@ -96,5 +94,5 @@ def _replaceable(path: str) -> str:
     except FileNotFoundError:
         return path
     if not stat.S_ISREG(mode):
-        raise OSError("it is there, and is no regular file")
+        raise OSError("it is there, and is not a regular file")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -30,6 +31,7 @@ from telemetry.log.process import (
     take_lines_of_slow_ranks,
     unix,
 )
+from telemetry.log.reader import load
 from telemetry.model.records import CATEGORIES, COMPUTE, DATA_WAIT, REPLAY
 from telemetry.report.attempt_list import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
@@ -53,9 +55,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
+    from telemetry.log.lines import TotalsLine
     from telemetry.log.process import ProcessLog
     from telemetry.model.records import Advice
     from telemetry.report.goodput import Goodput
+    from telemetry.report.html.over_time import RunRecorder
     from telemetry.util.sketch import Sketch
 
 _MAX_RANKS: Final = 1 << 17
@@ -83,7 +87,24 @@ class Report:
     notes: list[str]
 
 
-def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Report:
+def read_report(
+    run_dir: Path, recorder: RunRecorder | None = None, *, all_windows: bool = False, traces: bool = True
+) -> Report:
+    """Read the logs of the newest run in a folder, and make its report.
+
+    Args:
+        run_dir: the run folder.
+        recorder: takes the lines of that run.
+        all_windows: whether no window of a large file is left out.
+        traces: whether the traces of snapshots are read, which takes seconds for each.
+
+    Raises:
+        NoRunError: the folder has no run.
+    """
+    return report_of(run_dir, load(run_dir, recorder, all_windows=all_windows), time.time(), traces=traces)
+
+
+def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, traces: bool = True) -> Report:
     """Make the report of a run from its processes, as `load` returns them. ``now``: Unix time."""
     current = not_replaced(processes)
     goodput = goodput_of(processes, now)
@@ -92,7 +113,7 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float) -> Rep
     ranks = [_rank(process, attempt_of.get(id(process))) for process in processes]
     stalls = [stall for process in processes for stall in stalls_of(process)]
     take_lines_of_slow_ranks(stalls, processes)
-    snapshots, problems = _snapshots(run_dir, processes)
+    snapshots, problems = _snapshots(run_dir, processes, traces=traces)
     over = {id(life.log) for _, life in lives if life.how != RUNNING}
     end = goodput.courses[-1].attempt.run_end if goodput.courses else None
     ends = [course.attempt.how for course in goodput.courses]
@@ -173,7 +194,7 @@ def _changes(processes: Sequence[ProcessLog]) -> list[Change]:
 # -- the traces of snapshots ---------------------------------------------------------------------------------------
 
 
-def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Snapshot], list[str]]:
+def _snapshots(run_dir: Path, processes: Sequence[ProcessLog], *, traces: bool) -> tuple[list[Snapshot], list[str]]:
     """The snapshots with the contents of their traces, and the reason for each trace that could not be read."""
     snapshots, problems = [], []
     for process in processes:
@@ -191,6 +212,8 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog]) -> tuple[list[Sna
                 breakdown=line.breakdown,
             )
             snapshots.append(snapshot)
+            if not traces:
+                continue
             path = run_dir / snapshot.path
             if not os.path.realpath(path).startswith(os.path.realpath(run_dir / "snapshots") + os.sep):
                 problems.append(f"snapshot {snapshot.path}: it lies outside of the run folder and was not read")
@@ -296,7 +319,7 @@ def run_facts(processes: Sequence[ProcessLog], *, end: RunEnd | None = None, bro
         ledger.update(process.ledger)
     stalls = [(process, stalls_of(process)) for process in processes]
     return RunFacts(
-        ranks=[_waits(process) for process in processes],
+        ranks=[waits_of(process, process.totals) for process in processes],
         stalls=[stall for _, own in stalls for stall in own],
         findings=findings_of(processes),
         hang=hang.verdict if hang is not None and hang.waiting else "",
@@ -343,13 +366,13 @@ def _expanded(spans: Sequence[Sequence[int]]) -> list[int]:
     return ranks
 
 
-def _waits(process: ProcessLog) -> RankWaits:
-    totals = process.totals
+def waits_of(process: ProcessLog, totals: TotalsLine) -> RankWaits:
+    """The waits of a rank. ``totals``: its totals of the whole run, or of a part of it."""
     return RankWaits(
         rank=process.rank,
         steps=totals.steps_total or 0,
-        wait_seconds=float(process.ledger.get(DATA_WAIT, 0.0)),
-        compute_seconds=float(process.ledger.get(COMPUTE, 0.0)),
+        wait_seconds=float(totals.ledger_total_seconds.get(DATA_WAIT, 0.0)),
+        compute_seconds=float(totals.ledger_total_seconds.get(COMPUTE, 0.0)),
         first_wait_seconds=totals.first_wait_seconds,
         exposed_seconds=totals.exposed_wait_total_seconds,
         unseen_steps=totals.unseen_steps_total,

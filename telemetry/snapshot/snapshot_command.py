@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 from msgspec import MsgspecError
 
 from telemetry.log.lines import Line, RunEndLine, RunStartLine, SnapshotLine
-from telemetry.log.reader import NoRunError, decoded, find_logs
+from telemetry.log.reader import NoRunError, find_logs
+from telemetry.log.tail import LogTail
 from telemetry.model.records import RECORDED
 from telemetry.safety.files import caches_folders
 from telemetry.snapshot.plan import CACHED_SECONDS, REQUEST, Meeting, Request, new_id
-from telemetry.top.log_tail import LogTail
 from telemetry.util.words import complain, show
 
 if TYPE_CHECKING:
@@ -127,4 +127,4 @@ def _running(run_dir: Path) -> tuple[dict[int, list[LogTail]], float]:
 
 def _added(tails: Iterable[LogTail]) -> list[Line]:
     """The lines that were added to logs; at first their first line and the last ones."""
-    return [line for tail in tails for raw in tail.read() if (line := decoded(raw)) is not None]
+    return [line for tail in tails for line in tail.read() if line is not None]

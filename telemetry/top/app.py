@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.text import Text
 from textual.app import App
@@ -17,6 +17,7 @@ from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.coordinate import Coordinate
 from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import DataTable, Footer, HelpPanel, Input, Static
 
 from telemetry.diagnosis.verdict import BAD, GOOD
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from telemetry.top.text import Column
     from telemetry.top.view import RankRow
 
-_IDLE_FACTOR: Final = 5.0
+_IDLE_FACTOR: Final = 50.0
 _MAX_REST_SECONDS: Final = 10.0
 """After each look at the run, its thread rests for so many times its duration, but at most so long."""
 
@@ -72,6 +73,26 @@ def _lines(texts: Iterable[str], style: str = "", first: str = "") -> Text:
     """Lines without control characters, and not taken for markup; the first one in a style of its own."""
     lines = [*map(one_line, texts)]
     return Text("\n").join(Text(line, style=style if at else first or style) for at, line in enumerate(lines))
+
+
+class Lines(Widget):
+    """Some lines of text."""
+
+    DEFAULT_CSS = "Lines { height: auto; }"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._text = Text()
+
+    def show(self, text: Text) -> None:
+        """Show a text. The whole screen is laid out and drawn anew only if its length has changed."""
+        if text != self._text:
+            before, self._text = self._text, text
+            self.refresh(layout=len(text) != len(before))
+
+    def render(self) -> Text:
+        """The text."""
+        return self._text
 
 
 class _Cell:
@@ -122,18 +143,20 @@ class RankScreen(Screen[None]):
     def __init__(self, row: RankRow) -> None:
         super().__init__()
         self.row = row
-        self._body = Static(_lines(rank_lines(row, time.time()), first=_STATE_STYLES[row.state]))
+        self._body = Lines()
 
     def compose(self) -> ComposeResult:
         """The parts of the screen."""
         yield VerticalScroll(self._body)
         yield Footer()
 
-    def show(self, view: JobView) -> None:
-        """Show its newest state; the last one stays if the rank is no longer there."""
-        for row in view.rows:
-            if row.key == self.row.key:
-                self._body.update(_lines(rank_lines(row, time.time()), first=_STATE_STYLES[row.state]))
+    def on_mount(self) -> None:
+        """Show the rank."""
+        self.show(self.row)
+
+    def show(self, row: RankRow) -> None:
+        """Show its newest state."""
+        self._body.show(_lines(rank_lines(row, time.time()), first=_STATE_STYLES[row.state]))
 
 
 class SnapshotScreen(ModalScreen[str]):
@@ -194,8 +217,8 @@ class TopApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """The parts of the screen, which are kept: a query would look on the screen that is on top."""
-        self._verdict, self._summary = Static(id="verdict"), Static()
-        self._legend, self._stall = Static(), Static(id="stall")
+        self._verdict, self._summary = Lines(id="verdict"), Lines()
+        self._legend, self._stall = Lines(), Lines(id="stall")
         self._table = RankTable(cursor_type="row")
         self._input = Input(id="find", placeholder="a text in the number, node, state or activity")
         yield from (self._verdict, self._summary, self._table, self._legend, self._stall, self._input, Footer())
@@ -239,22 +262,24 @@ class TopApp(App[None]):
         self._draw()
         for screen in self.screen_stack:
             if isinstance(screen, RankScreen):
-                screen.show(view)
+                for row in view.rows:
+                    if row.key == screen.row.key:
+                        screen.show(row)
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
         style = {GOOD: _GOOD_STYLE, BAD: _BAD_STYLE}.get(self._view.level, _WARN_STYLE)
-        self._verdict.update(_lines([self._view.verdict], style))
+        self._verdict.show(_lines([self._view.verdict], style))
         self._draw_times()
-        self._legend.update(self._made_legend())
+        self._legend.show(self._made_legend())
         self._draw_table()
 
     def _draw_times(self) -> None:
         """Draw what changes with the time alone."""
         view, now = self._view, time.time()
-        self._summary.update(_lines([summary(view, now) if view.rows else "", *filter(None, [view.note])], "dim"))
-        self._stall.update(_lines(newest_stall(view, now) if view.rows else (), first=_WARN_STYLE))
+        self._summary.show(_lines([summary(view, now) if view.rows else "", *filter(None, [view.note])], "dim"))
+        self._stall.show(_lines(newest_stall(view, now) if view.rows else (), first=_WARN_STYLE))
 
     def _made_legend(self) -> Text:
         parts = [self._order, "trouble only" if self._trouble_only else "", f"find {self._find}" if self._find else ""]

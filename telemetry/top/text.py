@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from telemetry.log.process import unix
 from telemetry.model.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.report.as_text import advice_lines, compute_shares, stall_section
+from telemetry.report.as_text import advice_lines, compute_shares, memory_line, stall_section
 from telemetry.top.view import STATES, clock
 from telemetry.util.words import binary_size, byte_size, duration, percent, plain_number, rough_duration, shortened
 
@@ -240,6 +240,7 @@ def rank_lines(row: RankRow, now: float) -> list[str]:
     parts, compute = row.totals.compute_total_seconds, row.totals.ledger_total_seconds.get(COMPUTE, 0.0)
     if parts and compute:
         lines.append(compute_shares(parts, compute))
+    lines += filter(None, [memory_line(row.life.log, over=not row.is_running)])
     for stall in reversed(row.stalls[-_MAX_STALLS:]):
         lines += ["", *stall_section(stall)]
     return lines
@@ -248,7 +249,7 @@ def rank_lines(row: RankRow, now: float) -> list[str]:
 def _facts(row: RankRow) -> list[str]:
     """The figures of an opened rank, a line for each topic that is known."""
     steps, pace = row.totals.steps_total, row.per_second("steps")
-    times = row.step_seconds or {}
+    times, resident = row.step_seconds or {}, row.host.process_resident_memory_bytes
     takes = ", ".join(f"{name} {duration(times.get(name))}" for name in ("p50", "p95", "p99", "max"))
     rates = ((name, row.per_second(name)) for name in _COUNTED)
     topics = {
@@ -260,7 +261,7 @@ def _facts(row: RankRow) -> list[str]:
         "wait": [f"{percent(row.wait_ratio)} of the training loop was exposed wait"],
         "throughput": [f"{plain_number(rate, 4)} {name} a second" for name, rate in rates if rate is not None],
         "GPU": _gpu(row.gpu),
-        "memory": _memory(row),
+        "memory": [] if resident is None else [f"resident {binary_size(resident)}"],
     }
     return [f"{topic:<10} {', '.join(filter(None, parts))}" for topic, parts in topics.items() if any(parts)]
 
@@ -279,16 +280,6 @@ def _gpu(gpu: GpuLine) -> list[str]:
         "" if gpu.power_watts is None else f"{gpu.power_watts:.0f} W",
         "" if gpu.temperature_celsius is None else f"{gpu.temperature_celsius:.0f} C",
     ]
-
-
-def _memory(row: RankRow) -> list[str]:
-    resident, memory = row.host.process_resident_memory_bytes, row.totals.memory
-    texts = [] if resident is None else [f"resident {binary_size(resident)}"]
-    if memory.growth_bytes_per_hour:
-        texts.append(f"{memory.where or ''} grows by {binary_size(memory.growth_bytes_per_hour)} an hour".strip())
-    if memory.exhausted_in_seconds is not None:
-        texts.append(f"exhausted in {rough_duration(memory.exhausted_in_seconds)}")
-    return texts
 
 
 def printed(view: JobView, now: float) -> str:

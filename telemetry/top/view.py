@@ -8,21 +8,19 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Literal
 
-from msgspec import structs
-
-from telemetry.diagnosis.verdict import BAD, UNSURE, judge
-from telemetry.log.lines import GpuLine, HostLine, StallCloseLine, StallOpenLine, TotalsLine
-from telemetry.log.process import ProcessLog, unix
-from telemetry.model.records import COMPUTE, DATA_WAIT, STARTUP
+from telemetry.diagnosis.verdict import BAD, UNSURE, RunFacts, judge
+from telemetry.log.lines import GpuLine, HostLine, TotalsLine
+from telemetry.log.process import unix
+from telemetry.model.records import DATA_WAIT, STARTUP
 from telemetry.report.attempt_list import FAILED, FINISHED, KILLED, RUNNING, Attempt
-from telemetry.report.summary import hang_of, run_facts
+from telemetry.report.summary import hang_of, waits_of
 from telemetry.util.words import named, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from telemetry.diagnosis.verdict import RunEnd, Verdict
-    from telemetry.log.lines import StallLine, Suspect
+    from telemetry.diagnosis.verdict import RankWaits, Verdict
+    from telemetry.log.lines import Suspect
     from telemetry.model.records import StallRecord
     from telemetry.report.attempt_list import Life
     from telemetry.report.contract import HangRecord
@@ -130,10 +128,13 @@ class RankRow:
     @property
     def wait_ratio(self) -> float | None:
         """The share of the training loop of the last minute that was exposed wait; None if it was not measured."""
-        totals = self.recent if self.is_running else self.totals
-        exposed, ledger = totals.exposed_wait_total_seconds, totals.ledger_total_seconds
-        loop = ledger.get(DATA_WAIT, 0.0) + ledger.get(COMPUTE, 0.0)
-        return min(1.0, exposed / loop) if exposed is not None and loop > 0 else None
+        ratio = waits_of(self.life.log, self.recent if self.is_running else self.totals).exposed_ratio
+        return None if ratio is None else min(1.0, ratio)
+
+    @property
+    def open_stall(self) -> StallRecord | None:
+        """The stall that is open; None without one."""
+        return self.stalls[-1] if self.stalls and self.stalls[-1].closed is None else None
 
 
 def _with_state(row: RankRow, now: float, hang: HangRecord | None = None, waiting: Collection[int] = ()) -> RankRow:
@@ -153,7 +154,7 @@ def _state(  # noqa: PLR0911, one return for each state
 ) -> tuple[State, float | None, str]:
     if not row.is_running:
         return _end(row, now)
-    stall = row.stalls[-1] if row.stalls and row.stalls[-1].closed is None else None
+    stall = row.open_stall
     opened = None if stall is None else unix(stall.opened or "")
     if suspect is not None:
         return State.STUCK, hung_since, f"held up: {suspect.doing or 'others wait'}"
@@ -217,17 +218,35 @@ class JobView:
 
 def running_view(rows: Sequence[RankRow], now: float) -> JobView:
     """The view of a job of which a process runs, with the verdict of the last minute."""
-    end = run_end(rows)
-    facts = run_facts([_recent_log(row) for row in rows], end=end)
+    ended = [row.life for row in rows if row.life.how in {FAILED, KILLED}]
+    end = Attempt(0, ended).run_end if ended else None
+    hang = hang_of([row.life.log for row in rows])
+    stalls = [(stall, row.life.log.ended) for row in rows if (stall := row.open_stall) and row.life.how != KILLED]
+    recent = [(row, row.recent if row.recent.is_whole else row.totals) for row in rows]
+    ledger: Counter[str] = Counter()
+    for _, totals in recent:
+        ledger.update(totals.ledger_total_seconds)
+    facts = RunFacts(
+        ranks=[_recent_waits(row, totals) for row, totals in recent],
+        stalls=[stall for stall, _ in stalls],
+        hang=hang.verdict if hang is not None and hang.waiting else "",
+        stuck=[(stall, over) for stall, over in stalls if stall.stuck_in is not None],
+        end=end,
+        ledger=ledger,
+    )
     if any(row.totals.steps_total for row in rows):
         most = Counter(row.now_in for row in rows if row.now_in).most_common(1)
         facts = replace(facts, last_seconds=RECENT_SECONDS, most_in=most[0][0] if most else "")
     verdict = judge(facts)
     level = BAD if end is not None else verdict.level
-    hang = hang_of([row.life.log for row in rows])
     waiting = {rank for group in hang.waiting for rank in group.ranks} if hang else set()
     shown = tuple(_with_state(row, now, hang, waiting) for row in rows)
     return JobView(verdict.text, now, level, rows[-1].life.log.run, shown, _missing(rows))
+
+
+def _recent_waits(row: RankRow, totals: TotalsLine) -> RankWaits:
+    waited = bool(row.totals.ledger_total_seconds.get(DATA_WAIT))  # a minute of long steps may have no wait
+    return replace(waits_of(row.life.log, totals), waited_before=waited)
 
 
 def ended_view(rows: Sequence[RankRow], now: float, verdict: Verdict) -> JobView:
@@ -242,34 +261,12 @@ def ended_view(rows: Sequence[RankRow], now: float, verdict: Verdict) -> JobView
     return JobView(text, now, level, rows[-1].life.log.run, shown)
 
 
-def run_end(rows: Sequence[RankRow]) -> RunEnd | None:
-    """How the ranks have ended that failed or were killed; None without any."""
-    lives = [row.life for row in rows if row.life.how in {FAILED, KILLED}]
-    return Attempt(0, lives).run_end if lives else None
-
-
 def _missing(rows: Sequence[RankRow]) -> str:
     size = max(row.life.log.head.world_size or 0 for row in rows)
     if size > 1 << 17:  # a damaged log
         return ""
     unknown = set(range(size)) - {row.rank for row in rows}
     return f"nothing is known of {named(unknown)}: the job has {size} ranks" if unknown else ""
-
-
-def _recent_log(row: RankRow) -> ProcessLog:
-    """The log of a rank over the last minute for the report's functions: only the stall that is open."""
-    log, totals = row.life.log, row.recent if row.recent.is_whole else row.totals
-    ledger = totals.ledger_total_seconds
-    if not ledger.get(DATA_WAIT) and row.totals.ledger_total_seconds.get(DATA_WAIT):
-        # A minute of long steps has no wait. For the report, no wait at all means that the batches were not seen.
-        totals = structs.replace(totals, ledger_total_seconds=ledger | {DATA_WAIT: 1e-9})
-    stalls: list[StallLine] = []
-    for line in log.stalls if row.life.how != KILLED else ():
-        if isinstance(line, (StallOpenLine, StallCloseLine)):
-            stalls.clear()
-        if not isinstance(line, StallCloseLine):
-            stalls.append(line)
-    return ProcessLog(log.rank, log.pid, log.head, totals, log.last_time, log.ended, stalls=stalls, hangs=log.hangs)
 
 
 def clock(unix_seconds: float) -> str:

@@ -21,7 +21,7 @@ from telemetry.report.html.drawing import (
     Curve,
     Mark,
 )
-from telemetry.report.html.over_time import STEP, WAIT, Figures, mean, ratio
+from telemetry.report.html.over_time import STEP, WAIT, Figures, ratio
 from telemetry.util.words import duration, named, percent
 
 if TYPE_CHECKING:
@@ -127,14 +127,8 @@ def sampled_charts(axis: TimeAxis, figures: OverTime, wanted: Sequence[_SampledC
 
 def _sampled_curve(figures: OverTime, wanted: _Sampled) -> Curve:
     by_rank = figures.sampled(wanted.name)
-    middle, low, high = mean(by_rank, axis=0), None, None
-    if len(by_rank) > 1:
-        there = np.isfinite(by_rank)
-        low, high = (
-            np.where(there.any(axis=0), extreme(np.where(there, by_rank, limit), axis=0), np.nan)
-            for extreme, limit in ((np.min, np.inf), (np.max, -np.inf))
-        )
-    return Curve(wanted.label, wanted.colour, middle, low, high, wanted.dash)
+    low, high = (np.nanmin(by_rank, axis=0), np.nanmax(by_rank, axis=0)) if len(by_rank) > 1 else (None, None)
+    return Curve(wanted.label, wanted.colour, np.nanmean(by_rank, axis=0), low, high, wanted.dash)
 
 
 # -- the ledger, steps, throughput and cost ------------------------------------------------------------------------

@@ -23,8 +23,7 @@ _FAR_ABOVE: Final = 2.0
 
 _MIN_RANKS: Final = 3
 _OUTLIER_DEVIATIONS: Final = 8.0
-_MIN_OUTLIER_RATIO: Final = 0.10
-"""A rank is an outlier while it differs from the median by so many usual differences, and by this share of it."""
+"""A rank is an outlier while it differs from the median by so many usual differences."""
 
 _MIN_TIME_RATIO: Final = 0.05
 _MAX_ODD_RATIO: Final = 0.25
@@ -94,37 +93,26 @@ def _metrics(figures: OverTime) -> list[HeatMetric]:
         if name == "gpu.utilization_ratio" and np.isfinite(metrics[-1].cells).any():
             continue  # SM activity is there, which is more exact
         cells = figures.sampled(name)
-        low = 0.0 if unit in {RATIO, WATTS} or not np.isfinite(cells).any() else float(np.nanmin(cells))
+        low = 0.0 if unit in {RATIO, WATTS} else float(np.nanmin(cells))
         metrics.append(HeatMetric(name, label, unit, cells, low, 1.0 if unit == RATIO else _high(cells, 1e-9)))
     return metrics
 
 
-def _high(cells: Figures, least: float) -> float:
+def _high(cells: Figures, minimum: float) -> float:
     """The upper limit of the colours: the largest figure, or a high quantile if that is far below it."""
-    measured = cells[np.isfinite(cells)]
-    if not len(measured):
-        return least
-    largest, usual = float(measured.max()), float(np.quantile(measured, _COLOURED_RATIO))
-    return usual if usual > least and largest > _FAR_ABOVE * usual else max(least, largest)
-
-
-def _medians(cells: Figures) -> Figures:
-    medians = np.full(cells.shape[1], np.nan)
-    there = np.isfinite(cells).any(axis=0)
-    medians[there] = np.nanmedian(cells[:, there], axis=0)
-    return medians
+    largest, usual = np.nanmax(cells), np.nanquantile(cells, _COLOURED_RATIO)
+    high = usual if usual > minimum and largest > _FAR_ABOVE * usual else largest
+    return float(np.fmax(high, minimum))
 
 
 def _deviations(cells: Figures) -> Figures:
-    """Distance of each figure from the median of all ranks at that time, in usual distances; 0 where it is close."""
+    """Distance of each figure from the median of all ranks at that time, in usual distances; 0 if not measured."""
     if len(cells) < _MIN_RANKS:
         return np.zeros(cells.shape)
-    medians = _medians(cells)
+    medians = np.nanmedian(cells, axis=0)
     every = np.abs(cells - medians)
-    off = np.where(every >= _MIN_OUTLIER_RATIO * np.abs(medians), every, 0.0)  # NaN is not
-    usual = 1.4826 * float(np.nanmedian(every)) if np.isfinite(every).any() else 0.0
-    least = np.maximum(usual, np.maximum(0.02 * np.nan_to_num(np.abs(medians)), _MIN_DIFFERENCE))
-    return np.asarray(off / least, dtype=np.float64)
+    usual = np.fmax(1.4826 * np.nanmedian(every), np.fmax(0.02 * np.abs(medians), _MIN_DIFFERENCE))
+    return np.asarray(np.nan_to_num(every / usual), dtype=np.float64)
 
 
 def _oddity(cells: Figures) -> float:
@@ -141,7 +129,7 @@ def _outlier(metric: HeatMetric, ranks: Sequence[int], nodes: Mapping[int, str])
     if not rows or len(rows) > max(1, _MAX_ODD_RATIO * len(ranks)):
         return ""
     own, times = metric.cells[rows][odd[rows]], odd[rows].any(axis=0)
-    usual = float(np.nanmedian(_medians(metric.cells)[times]))
+    usual = float(np.nanmedian(np.nanmedian(metric.cells, axis=0)[times]))
     share = float(odd[rows].sum() / present[rows].sum())
     who = [ranks[at] for at in rows]
     return (
@@ -153,7 +141,7 @@ def _outlier(metric: HeatMetric, ranks: Sequence[int], nodes: Mapping[int, str])
 
 def _worst_of(metric: HeatMetric, groups: Sequence[Sequence[int]]) -> HeatMetric:
     """The metric with a row per group: at each time, the figure that is farthest from the median of all ranks."""
-    median = _medians(metric.cells)
+    median = np.nanmedian(metric.cells, axis=0)
     cells = np.full((len(groups), metric.cells.shape[1]), np.nan)
     for at, group in enumerate(groups):
         part = metric.cells[list(group)]

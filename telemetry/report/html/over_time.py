@@ -59,16 +59,9 @@ _BIN_INTERVALS: Final = 1.2
 _SHORT_BINS: Final = 20
 
 
-def mean(values: Figures, axis: int) -> Figures:
-    """The mean of what was measured; NaN without any."""
-    there = np.isfinite(values)
-    return ratio(np.where(there, values, 0.0).sum(axis=axis), there.sum(axis=axis))
-
-
 def ratio(above: Figures, below: Figures) -> Figures:
     """The quotient; NaN where ``below`` is not positive."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(below > 0, above / below, np.nan).astype(np.float64)
+    return np.where(below > 0, above / below, np.nan).astype(np.float64)
 
 
 class RunRecorder:
@@ -110,12 +103,8 @@ class RunRecorder:
                     self.phases.append(line)
             case WindowLine():
                 self._take_window(line, id(log))
-            case GpuLine():
-                self._take_sample("gpu", line, log.rank)
-            case HostLine():
-                self._take_sample("host", line, log.rank)
-            case WorkersLine():
-                self._take_sample("workers", line, log.rank)
+            case GpuLine() | HostLine() | WorkersLine():
+                self._take_sample(str(line.__struct_config__.tag), line, log.rank)
 
     def _take_window(self, line: WindowLine, process: int) -> None:
         time = _plausible(line.time)

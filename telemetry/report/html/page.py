@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -39,17 +39,12 @@ _STATES: Final = {
 }
 """The state in a few words, for kinds of verdicts whose value does not say it."""
 
-_MAX_NODES: Final = 8
 _MAX_SNAPSHOTS: Final = 24
 
 _COSTLY_RESTARTS: Final = 0.05
 """From this share of the wall clock on, restarts are mentioned in the state of a run."""
 
 _FOLDER: Final = Path(__file__).parent
-_NO_MARKUP: Final = str.maketrans(
-    {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-)
-"""The characters that could end a script element are escaped."""
 
 
 class _Section(NamedTuple):
@@ -64,15 +59,16 @@ class _Section(NamedTuple):
 
 def html_page(found: Report, recorder: RunRecorder) -> str:
     """The report of a run as one HTML page. ``recorder``: it has taken the lines of the logs."""
-    figures = recorder.over_time(found.processes)
-    sections = _sections(found, recorder, figures)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, about times in which nothing was measured
+        figures = recorder.over_time(found.processes)
+        sections = _sections(found, recorder, figures)
     drawn = [chart for section in sections for chart in section.charts]
     for chart in drawn:
         chart.plot.name = chart.key
     document = Document()
-    document.add_root(
-        ColumnDataSource({"plots": [chart.plot for chart in drawn]})
-    )  # not the plots: page.js says which is drawn first
+    # Not the plots: page.js says which is drawn first.
+    document.add_root(ColumnDataSource({"plots": [chart.plot for chart in drawn]}))
     state, kind = _state_of(found)
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
@@ -81,16 +77,19 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "percent": percent, "number": plain_number}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters |= {each.__name__: each for each in (duration, rough_duration, percent, plain_number, listed)}
     library = (Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js").read_text("utf-8")
-    drawings = json.dumps(document.to_json(deferred=False), separators=(",", ":")).translate(_NO_MARKUP)
     return environment.get_template("page.html").render(
         values=found.values,
         state=state,
         kind=kind,
-        tiles=_tiles(found),
-        facts=_facts(found, figures),
-        notes=[*memory_lines(found), *found.notes, *_own_notes(found)],
+        worst=_worst(found.verdict.loss),
+        lost_seconds=sum(found.lost_seconds.values()),
+        processes=found.processes,
+        bin_seconds=figures.width_seconds,
+        written=datetime.now(tz=timezone.utc).isoformat(timespec="seconds"),
+        notes=[*memory_lines(found), *found.notes],
         sections=sections,
         stalls=sorted(found.values.stalls, key=lambda stall: -sum(stall.lost.values())),
         snapshots=_read_snapshots(found.values),
@@ -100,7 +99,7 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
         kwh=KWH,
         heat_colours=HEAT_COLOURS,
         library=Markup(library.replace("</script", "<\\/script")),  # noqa: S704 - not of a log
-        drawings=Markup(drawings),  # noqa: S704 - no markup is left
+        drawings=document.to_json(deferred=False),
     )
 
 
@@ -119,65 +118,16 @@ def _state_of(found: Report) -> tuple[str, str]:
     return words, found.verdict.level
 
 
-def _tiles(found: Report) -> list[tuple[str, str, str]]:
-    """Figures of the run, each with what it refers to, or why it is absent."""
-    ranks, books, attempts = found.values.ranks, found.values.job.goodput, len(found.values.job.attempts)
-    loop, steps = sum(rank.loop_seconds for rank in ranks), sum(rank.steps for rank in ranks)
-    wall = sum(rank.wall_seconds for rank in ranks)
-    agent = sum(sum(rank.overhead_seconds.values()) for rank in ranks)
-    lost = sum(found.lost_seconds.values())
-    return [
-        ("Wall clock", rough_duration(books.wall_seconds), f"{attempts} attempt{'s' * (attempts != 1)}"),
-        ("Goodput", percent(books.goodput_ratio), "of the wall clock trained something that was kept"),
-        ("Steps per second", plain_number(steps / loop) if loop > 0 else "-", "of the training loop, mean rank"),
-        _exposed_wait(found.verdict.loss),
-        ("Lost in stalls", f"{plain_number(lost / 3600)} h", "GPU-hours, over all ranks"),
-        (
-            "Cost of the agent",
-            percent(agent / wall, 3) if wall > 0 else "-",
-            f"{duration(agent / steps)} a step" if steps else "",
-        ),
-    ]
-
-
-def _exposed_wait(loss: Loss) -> tuple[str, str, str]:
-    """The exposed wait of the rank that the verdict is about."""
+def _worst(loss: Loss) -> tuple[str, str]:
+    """The exposed wait of the rank that the verdict is about, and what it is a share of."""
     worst = loss.worst
     if worst is None:
-        return "Exposed wait", "-" if loss.kind == VerdictKind.NO_STEPS else "not known", ""
+        return "-" if loss.kind == VerdictKind.NO_STEPS else "not known", ""
     if worst.exposed_ratio is None:
-        return "Exposed wait", "not measured", ""
+        return "not measured", ""
     starved = loss.kind == VerdictKind.STARVED
     ratio, after = (worst.exposed_ratio, "") if starved else healthy_share(worst)
-    return "Exposed wait", percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})"
-
-
-def _facts(found: Report, figures: OverTime) -> list[tuple[str, str]]:
-    processes, newest, nodes = found.processes, found.processes[-1], found.values.job.nodes
-    gpus = sorted({str(name) for process in processes if (name := process.environment.get("gpu"))})
-    loader = ", ".join(f"{name}={value}" for name, value in newest.loader.items())
-    versions = ", ".join(f"{name} {value}" for name, value in newest.environment.items() if name != "gpu")
-    return [
-        ("Started", min(process.started for process in processes)),
-        ("Newest line", max(process.last_time for process in processes)),
-        ("Ranks", str(found.values.job.ranks)),
-        ("Nodes", f"{len(nodes)}: {listed(nodes, _MAX_NODES)}"),
-        ("GPU", ", ".join(gpus) or "none seen"),
-        ("Loader", loader or "not known"),
-        ("Environment", versions or "not known"),
-        ("Written", datetime.now(tz=timezone.utc).isoformat(timespec="seconds")),
-        ("Time bins", f"{plain_number(figures.width_seconds)} s"),
-    ]
-
-
-def _own_notes(found: Report) -> list[str]:
-    notes = [
-        "Of windows and samples, the charts show some in each time bin, if a bin has many. Sums are exact.",
-        "What was not measured is NaN at the pointer.",
-    ]
-    if any(process.head.continued for process in found.processes):
-        notes.append("The oldest log files are gone: what was before the first line that is left is spread evenly.")
-    return notes
+    return percent(ratio), f"of the training loop{after}, worst rank ({worst.rank})"
 
 
 # -- the sections --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Reads what is added to a log file, through its rotation."""
+"""Follows a log file that grows."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import os
 import re
 from typing import TYPE_CHECKING, Final
 
+from telemetry.log.reader import decoded
 from telemetry.safety.files import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
+    from telemetry.log.lines import Line
+
 LAST_BYTES: Final = 1 << 16
 """Bytes at the end of a log that are read at first: the windows of about two minutes."""
 
-FINDINGS_BYTES: Final = 1 << 20
+_FINDINGS_BYTES: Final = 1 << 20
 """Bytes at the end of a log in which the lines of stalls and hangs are read: about half an hour."""
 
 _FINDING: Final = re.compile(rb'"event":"(?:stall_open|stall_lines|stall_close|hang)"')
 
 
 class LogTail:
-    """Follows one log file. Of a large one, only the last part is read, and then what is added.
+    """Follows one log file, through its rotation. Of a large one, only the last part is read, and then what is added.
 
     Args:
         path: path of the log; the newest rotated file has ``.1`` at its end.
@@ -37,8 +40,11 @@ class LogTail:
         self._at = 0
         self.from_start = False
 
-    def read(self) -> list[bytes]:
-        """The whole lines that were added; at first the first line and the last ones. Empty if there is no file."""
+    def read(self) -> list[Line | None]:
+        """The whole lines that were added; at first the first line and the last ones. None for a damaged line."""
+        return [*map(decoded, self._raw())]
+
+    def _raw(self) -> list[bytes]:
         lines: list[bytes] = []
         try:
             status = self._path.stat()
@@ -64,22 +70,20 @@ class LogTail:
             return self._added(file) if os.fstat(file.fileno()).st_ino == self._inode else []
 
     def _last(self, file: BinaryIO) -> list[bytes]:
-        """The first line, the lines of stalls and hangs in a part before the end, and the last lines."""
+        """The first line, the last lines, and between them the lines of stalls and hangs in a part before the end."""
         head = file.readline(LAST_BYTES)
         if not head.endswith(b"\n"):
             return []  # the first line is not whole yet
-        size, self._at = os.fstat(file.fileno()).st_size, len(head)
-        self.from_start = size - self._at <= LAST_BYTES
-        if self.from_start:
-            return [head, *self._added(file)]
-        file.seek(max(len(head), size - FINDINGS_BYTES))
-        content = file.read()
-        newest = content.find(b"\n", max(0, len(content) - LAST_BYTES)) + 1
-        self._at = file.tell() - len(content) + newest
-        older = content[:newest]
-        found = [at.span() for at in _FINDING.finditer(older)]
-        lines = [older[older.rfind(b"\n", 0, begin) + 1 : older.find(b"\n", end)] for begin, end in found]
-        return [head, *lines, *self._added(file)]
+        size = os.fstat(file.fileno()).st_size
+        self._at = max(len(head), size - _FINDINGS_BYTES)
+        self.from_start = size - len(head) <= LAST_BYTES
+        kept, after = [], size - self._at
+        for number, line in enumerate(self._added(file)):
+            after -= len(line) + 1
+            is_cut = number == 0 and size - len(head) > _FINDINGS_BYTES
+            if not is_cut and (after < LAST_BYTES - len(line) or _FINDING.search(line)):
+                kept.append(line)
+        return [head, *kept]
 
     def _added(self, file: BinaryIO) -> list[bytes]:
         file.seek(self._at)
