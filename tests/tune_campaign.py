@@ -19,8 +19,7 @@ import sys
 from pathlib import Path
 
 from telemetry.tune import settings_text
-from tests.zoo.runner import SCRIPTS
-from tests.zoo.specimens import chosen
+from tests.zoo.specimens import ALL
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,10 +56,10 @@ def tuned(*command: str) -> dict:
 
 def measured(name: str) -> dict[str, object]:
     """One script. Rates are in steps per second; ``spread``: the largest difference of two runs with equal settings."""
-    (specimen,) = chosen([name])
+    (specimen,) = (specimen for specimen in ALL if specimen.name == name)
     if specimen.cores is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: specimen.cores])
-    script = [str(SCRIPTS / f"{specimen.script}.py"), "--seconds", "100000", *specimen.arguments]
+    script = [str(specimen.script), "--seconds", "100000", *specimen.arguments]
     length = ["--seconds", "4", "--warm-up", "2"]
     whole = tuned(*length, "--grid", *GRIDS[name], *script)
     search = tuned(*length, *script)

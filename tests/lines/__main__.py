@@ -23,12 +23,12 @@ from tests.campaign import (
     RunError,
     Table,
     environment,
-    error_of,
     finish,
     last_line,
     report_of,
     under_the_agent,
 )
+from tests.campaign.judgement import error_of
 from tests.lines.planted_kinds import KINDS, RANKS
 
 if TYPE_CHECKING:

@@ -1,81 +1,30 @@
-"""The scripts' truth: which cause, line and advice are right, and which advice would do harm.
-
-Of advice a regular expression must match its setting and action (``num_workers: use more workers``).
-"""
+"""The scripts' truth: which cause, line and advice are right, and which advice would do harm."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from tests.campaign.specimen import Specimen
 
 SCRIPTS: Final = Path(__file__).resolve().parent / "scripts"
-MARK: Final = "# <- slow"
-
 PUBLIC: Final = re.compile(r"[\w.-]+/[\w.-]+#\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One script with one environment.
+def case(
+    name: str, causes: tuple[str, ...] = (), advice: str = "", harmful: str = "", *, script: str = "", **more: Any
+) -> Specimen:
+    """A script with one environment. Its first line names the public reports that it is after.
 
-    Attributes:
-        name: a unique name; that of the script without ``script``.
-        found: the causes of stalls or kinds of findings of which one must be named first. Empty for a control, of
-            which nothing may be said.
-        advice: the right first advice. Empty: any, or none, but no harmful one.
-        harmful: advice that must not be given at all.
-        line: whether the marked line of the script must be named.
-        end: how the run ends, if that is its fault. Then the verdict must match ``end_said`` instead of naming one of
-            ``found``, and have the advice and the line.
-        variant: the variant that is judged. The speed-up is that of ``fixed``, or of the advised number of workers.
-        environment: further variables.
-        shared_memory: the size of /dev/shm.
-        needs: a package that the script imports.
-        seconds: length of the run.
+    It has a variant ``fixed``, and is judged on all that is said of it.
     """
-
-    name: str
-    found: tuple[str, ...] = ()
-    advice: str = ""
-    harmful: str = ""
-    line: bool = False
-    end: str = ""
-    end_said: str = ""
-    script: str = ""
-    variant: str = "base"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    shared_memory: str = ""
-    needs: str = ""
-    seconds: float = 45.0
-
-    @property
-    def path(self) -> Path:
-        """The script."""
-        return SCRIPTS / f"{self.script or self.name}.py"
-
-    @property
-    def healthy(self) -> bool:
-        """Whether nothing may be said of it."""
-        return not self.found and not self.end
-
-    @property
-    def truth(self) -> str:
-        """What is true of it, for a table."""
-        return " or ".join(self.found) or self.end or "healthy"
-
-    @property
-    def public(self) -> tuple[str, ...]:
-        """The public reports that the script's first line names."""
-        return tuple(PUBLIC.findall(self.path.read_text(encoding="utf-8").splitlines()[0]))
-
-    @property
-    def lines(self) -> frozenset[int]:
-        """The numbers of the marked lines."""
-        text = self.path.read_text(encoding="utf-8").splitlines()
-        return frozenset(number for number, line in enumerate(text, 1) if line.endswith(MARK))
+    path = SCRIPTS / f"{script or name}.py"
+    public = ", ".join(PUBLIC.findall(path.read_text(encoding="utf-8").splitlines()[0]))
+    how: dict[str, Any] = {"fixed": ("fixed",), "silent": True, "seconds": 45.0}
+    return Specimen(
+        name=name, script=path, about=public, causes=causes, advice=advice, harmful=harmful, **(how | more)
+    )  # fmt: skip
 
 
 _SPLIT: Final = r"get_worker_info|split|shard"
@@ -98,71 +47,71 @@ _FIRST_FETCH: Final = r"buffer|first (fetch|batch)|index|start of (an|each|the) 
 _READ: Final = r"num_workers"
 
 REPORTED: Final = (
-    Case(
+    case(
         "unsplit_stream", ("loader_on_training_thread", "duplicate_samples"), _SPLIT, _WORKERS_ALONE, line=True
     ),
-    Case("iterator_each_step", ("iterator_per_step",), _ONE_ITERATOR, "^(num_workers|prefetch_factor)", line=True),
-    Case("rows_one_by_one", ("loader_on_training_thread",), _BATCHED, "^num_workers|smaller size", line=True),
-    Case("one_shard", ("empty_workers",), r"shard|files|num_workers=1", "faster storage|^num_workers.*more", line=True),
-    Case("collect_each_step", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
-    Case("metrics_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("shuffle_buffer", ("worker_startup", "workers_io_bound"), _FIRST_FETCH, "^persistent_workers", line=True),
-    Case("threads_beyond_cores", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers"),
-    Case("histograms_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True, needs="tensorboard"),
-    Case("kept_graph", ("step_growth",), _GROWTH, "^num_workers", line=True),
-    Case("validation_without_workers", ("evaluation_loader",), _VALIDATION, line=True),
-    Case("lock_at_fork", harmful="^num_workers", line=True, end=_NO_BATCH, end_said=_NO_BATCH_SAID),
-    Case(
+    case("iterator_each_step", ("iterator_per_step",), _ONE_ITERATOR, "^(num_workers|prefetch_factor)", line=True),
+    case("rows_one_by_one", ("loader_on_training_thread",), _BATCHED, "^num_workers|smaller size", line=True),
+    case("one_shard", ("empty_workers",), r"shard|files|num_workers=1", "faster storage|^num_workers.*more", line=True),
+    case("collect_each_step", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
+    case("metrics_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
+    case("shuffle_buffer", ("worker_startup", "workers_io_bound"), _FIRST_FETCH, "^persistent_workers", line=True),
+    case("threads_beyond_cores", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers"),
+    case("histograms_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True, needs="tensorboard"),
+    case("kept_graph", ("step_growth",), _GROWTH, "^num_workers", line=True),
+    case("validation_without_workers", ("evaluation_loader",), _VALIDATION, line=True),
+    case("lock_at_fork", harmful="^num_workers", line=True, end=_NO_BATCH, end_said=_NO_BATCH_SAID),
+    case(
         "small_shared_memory", advice=_LARGER, line=True, end="full /dev/shm", end_said=_SHARED_MEMORY,
         shared_memory="60m",
     ),
-    Case("background_reader", ("reader_thread",), _READ, "background thread|ahead", line=True),
-    Case("whole_file_in_each_worker", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True),
-    Case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
-    Case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
-    Case("threads_in_workers", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers.*more"),
+    case("background_reader", ("reader_thread",), _READ, "background thread|ahead", line=True),
+    case("whole_file_in_each_worker", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True),
+    case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
+    case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
+    case("threads_in_workers", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers.*more"),
 )  # fmt: skip
 """The scripts after public reports."""
 
 ALIKE: Final = (
-    Case(
+    case(
         "unsplit_stream_in_workers", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True,
-        script="unsplit_stream", environment={"WORKERS": "3"},
+        script="unsplit_stream", variables={"WORKERS": "3"},
     ),
-    Case("batch_from_helper", ("iterator_per_step",), _ONE_ITERATOR, "^(num_workers|prefetch_factor)", line=True),
-    Case("table_one_by_one", ("loader_on_training_thread",), _BATCHED, "^num_workers|smaller size", line=True),
-    Case("two_files", ("empty_workers",), r"shard|files|num_workers=2", "faster storage", line=True),
-    Case("collect_in_callback", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
-    Case(
+    case("batch_from_helper", ("iterator_per_step",), _ONE_ITERATOR, "^(num_workers|prefetch_factor)", line=True),
+    case("table_one_by_one", ("loader_on_training_thread",), _BATCHED, "^num_workers|smaller size", line=True),
+    case("two_files", ("empty_workers",), r"shard|files|num_workers=2", "faster storage", line=True),
+    case("collect_in_callback", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
+    case(
         "collect_in_worker", ("own_gc_collect", "workers_cpu_bound"), rf"{_NO_COLLECT}|take .* out of the loader",
         line=True,
-        script="collect_in_collate", environment={"WORKERS": "1"},
+        script="collect_in_collate", variables={"WORKERS": "1"},
     ),
-    Case("json_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("tokenising_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
-    Case("index_each_epoch", ("worker_startup", "workers_io_bound"), _FIRST_FETCH, "^persistent_workers", line=True),
-    Case("weights_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
-    Case("metric_by_items", ("host_work",), _LOG_LESS, "^num_workers", line=True),
-    Case("kept_state", ("step_growth",), _GROWTH, "^num_workers", line=True),
-    Case("walked_history", ("step_growth",), _GROWTH, "^num_workers", line=True),
-    Case("validation_loader_made_anew", ("evaluation_loader",), r"persistent_workers|once|keep|workers", line=False),
-    Case("answer_never_comes", harmful="^num_workers", line=True, end=_NO_BATCH, end_said=_NO_BATCH_SAID),
-    Case(
+    case("json_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
+    case("tokenising_thread", ("gil_held",), _OTHER_PROCESS, "^(num_workers|pin_memory)", line=True),
+    case("index_each_epoch", ("worker_startup", "workers_io_bound"), _FIRST_FETCH, "^persistent_workers", line=True),
+    case("weights_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("metric_by_items", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("kept_state", ("step_growth",), _GROWTH, "^num_workers", line=True),
+    case("walked_history", ("step_growth",), _GROWTH, "^num_workers", line=True),
+    case("validation_loader_made_anew", ("evaluation_loader",), r"persistent_workers|once|keep|workers", line=False),
+    case("answer_never_comes", harmful="^num_workers", line=True, end=_NO_BATCH, end_said=_NO_BATCH_SAID),
+    case(
         "shared_memory_of_prefetching", advice=_LARGER, line=True, end="full /dev/shm", end_said=_SHARED_MEMORY,
         shared_memory="60m",
     ),
-    Case("background_generator", ("reader_thread",), _READ, line=True),
-    Case("short_epochs", ("worker_startup",), "^persistent_workers"),
-    Case("many_small_tensors", ("batch_transfer",), r"fewer|few large|one (large )?tensor|stack"),
+    case("background_generator", ("reader_thread",), _READ, line=True),
+    case("short_epochs", ("worker_startup",), "^persistent_workers"),
+    case("many_small_tensors", ("batch_transfer",), r"fewer|few large|one (large )?tensor|stack"),
 )  # fmt: skip
 """Others of the same kinds."""
 
 CONTROLS: Final = (
-    *(Case(path.stem) for path in sorted(SCRIPTS.glob("healthy_*.py"))),
-    Case("healthy_reader", script="background_generator", variant="fixed"),
-    Case(
-        "healthy_threads_of_environment", script="threads_beyond_cores", variant="environment",
-        environment={"OMP_NUM_THREADS": "16"},
+    *(case(path.stem) for path in sorted(SCRIPTS.glob("healthy_*.py"))),
+    case("healthy_reader", script="background_generator", arguments=("fixed",)),
+    case(
+        "healthy_threads_of_environment", script="threads_beyond_cores", arguments=("environment",),
+        variables={"OMP_NUM_THREADS": "16"},
     ),
 )  # fmt: skip
 """Scripts of which nothing may be said. OMP_NUM_THREADS is no order: MKL takes fewer threads. With 16 on two cores the

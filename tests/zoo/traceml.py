@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import traceml as benchmarked
 from benchmarks.tool_environment import ToolError
-from tests.campaign import RunError, environment
-
-from . import runner
+from tests.campaign import RunError, environment, runner
 
 if TYPE_CHECKING:
-    from .specimens import Specimen
+    from tests.campaign.specimen import Specimen
 
 _INSTALL_SECONDS: Final = 300.0
 _NEEDED: Final = {"PIL": "pillow", "numpy": "numpy"}
@@ -59,16 +57,16 @@ def verdict(interpreter: Path, specimen: Specimen) -> str:
     """Run a specimen under TraceML's launcher. Returns the primary diagnosis of its summary, or why it is missing."""
     with tempfile.TemporaryDirectory(prefix=f"zoo-traceml-{specimen.name}-") as name:
         folder = Path(name)
-        script = folder / f"{specimen.script}.py"
+        script = folder / specimen.script.name
         for name in (script.name, "common.py"):
-            source = (runner.SCRIPTS / name).read_text(encoding="utf-8")
+            source = specimen.script.with_name(name).read_text(encoding="utf-8")
             (folder / name).write_text(rewritten(source), encoding="utf-8")
         (folder / "telemetry.py").write_text(_INSTEAD_OF_TELEMETRY, encoding="utf-8")
         ports = ["--aggregator-port", str(benchmarked._free_port()), "--master-port", str(benchmarked._free_port())]
         command = [str(interpreter), "-m", "traceml_ai.launcher.cli", "run", str(script), "--logs-dir", "logs"]
         command += ["--run-name", "zoo", "--nproc-per-node", str(specimen.ranks), *ports, "--args"]
         arguments = runner.arguments_of(specimen, folder / "pace.json")
-        paths = os.pathsep.join((str(folder), str(runner.SCRIPTS)))
+        paths = os.pathsep.join((str(folder), str(specimen.script.parent)))
         variables = environment(PYTHONPATH=paths, TRACEML_ON_MISSING_AGGREGATOR="raise")
         try:
             runner.to_its_end(specimen, [*command, *arguments], folder, variables)

@@ -6,10 +6,11 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-VARIANT = sys.argv[1] if len(sys.argv) > 1 else "base"
+VARIANT = sys.argv[-1] if len(sys.argv) > 1 else "base"
 FIXED = VARIANT == "fixed"
 RUN_FOR = float(os.environ.get("RUN_FOR", "45"))
 
@@ -68,7 +69,7 @@ class Pace:
         return self.over
 
     def say(self) -> None:
-        """Print the pace."""
+        """Print the pace, and write it into the file that a variable names."""
         end = time.monotonic(), self._samples
         (since, before), (until, after) = (
             (self._epochs[0], self._epochs[-1]) if len(self._epochs) > 1 else (self._steady or (self._began, 0), end)
@@ -79,3 +80,5 @@ class Pace:
             "epochs": len(self._epochs),
         }
         print("PACE", json.dumps(said), flush=True)
+        if "PACE_FILE" in os.environ:
+            Path(os.environ["PACE_FILE"]).write_text(json.dumps(said), encoding="utf-8")

@@ -1,7 +1,8 @@
 """Shared by the campaigns `tests.zoo`, `tests.reports` and `tests.lines`.
 
 A campaign runs real scripts whose fault is known as a person would run them, and judges what the agent's report says of
-each. Here scripts are started, what was said is read, and results are kept and shown.
+each. Here scripts are started, and results are kept and shown. `specimen` says what is true of a script, `runner` runs
+it, `judgement` compares, and `command` is the command of the zoo and of the scripts after public reports.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 _ADOPT: Final = Path(__file__).with_name("adopt.py")
 
@@ -138,33 +139,6 @@ def _read() -> tuple[float, float, float, float]:
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     ours = sum(usage.ru_utime + usage.ru_stime for usage in own)
     return time.monotonic(), (user + nice + system + irq + soft) / ticks - ours, steal / ticks, pressed
-
-
-# -- what was said -----------------------------------------------------------------------------------------------------
-
-
-def named_in(verdict: str) -> str | None:
-    """The cause in a verdict; None without one."""
-    found = re.search(r"Cause: (\w+)", verdict)
-    return None if found is None else found[1]
-
-
-def lost_seconds(stall: dict[str, Any]) -> float:
-    """What a stall of a report has cost by its cause."""
-    return float((stall["evidence"].get("lost_seconds") or {}).get(stall["cause"], 0.0))
-
-
-def alarms(report: dict[str, Any]) -> bool:
-    """Whether a report accuses a run, by a stall, the verdict, a change of the steps, or memory that runs out."""
-    memory = [rank["memory"] or {} for rank in report["ranks"]]
-    runs_out = any(each.get("exhausted_in_seconds") is not None for each in memory)
-    return bool(report["stalls"] or report["verdict"].startswith("Starved") or report["changes"] or runs_out)
-
-
-def error_of(predicted: float, low: float | None, real: float) -> float:
-    """How far a predicted speed-up, or the nearer end of its range, is from the real one, as a share of that."""
-    nearest = min(max(real, predicted if low is None else low), predicted)
-    return abs(nearest / real - 1)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
