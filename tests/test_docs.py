@@ -209,9 +209,9 @@ def zoo():
 
 def jobs():
     page = text_of(DOCS / "accuracy.md")
-    for kind in ("hang-campaign", "straggler-campaign"):
-        found = result(kind)
-        (row,) = re.findall(rf"\| `{re.escape(found['command'])}`.*", page)
+    hangs, stragglers = result("hang-campaign"), result("straggler-campaign")
+    for found, begin in ((hangs, f"`{hangs['command']}`"), (stragglers, "30 jobs with a slow rank or node")):
+        (row,) = re.findall(rf"\| {re.escape(begin)}.*", page)
         assert row.endswith(f"| {found['right']} of {found['of']} |")
     runs = [run for specimen in result("jobs-zoo")["specimens"] for run in specimen["runs"]]
     right = sum(bool(run["right"]) or run["accused"] is False for run in runs)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
-# `tests.faults.straggler_campaign` and the recorded runs of `tests/zoo/evidence` have the verdicts that they lead to.
+# The jobs of `tests.zoo` and their recorded evidence have the verdicts that they lead to.
 
 MIN_STEPS: Final = 5
 """Steps of a window with which it can be compared."""

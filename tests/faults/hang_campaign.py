@@ -1,22 +1,26 @@
 """How often the verdict on a hang is right: ``python -m tests.faults.hang_campaign [--times 5] [--seed 1] [--only WHAT]``.
 
 Jobs of four ranks on two emulated nodes hang in many ways, each at random ranks and steps. Right is a verdict with
-the right rank, its node, the kind and, where there is one, the line. Healthy jobs accuse nobody. A whole campaign writes
-its result. The tests take the job from here.
+the right rank, its node, the kind and, where there is one, the line. Healthy jobs accuse nobody. `stuck_seconds` is 1, and
+the nodes' clocks of the exchange run ten times as fast as usual. A whole campaign writes its result. The tests take the
+job from here.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import random
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from tests.faults.campaign import Campaign, Trial, line_in
+from benchmarks import machine
+from tests.campaign import RESULTS, Goal, Table
 from tests.faults.processes import environment, events, wait_for, write
 from tests.faults.warm_python import WarmChild
 
@@ -159,7 +163,10 @@ JOB = """
 """
 
 
-line_of = functools.partial(line_in, JOB)
+def line_of(comment: str) -> int:
+    """The line of the script that has this comment."""
+    (number,) = [n for n, text in enumerate(JOB.lstrip("\n").splitlines(), 1) if text.endswith(f"# {comment}")]
+    return number
 
 
 class HangingJob(contextlib.ExitStack):
@@ -256,6 +263,27 @@ ACQUAINTED = {"AT": "25", "PAUSE": "0.1"}
 SUSPENDED_SECONDS = 3.0
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One job, and what was said of it.
+
+    Attributes:
+        way: what was done. ``truth``: to which rank, on which node.
+        right: whether the verdict is right. ``seconds``: from what was done to the verdict; None where there is to be none.
+        said: the verdict, or what there was instead of one.
+    """
+
+    way: str
+    truth: str
+    right: bool
+    seconds: float | None
+    said: str
+
+    def __str__(self) -> str:
+        seconds = "" if self.seconds is None else f"{self.seconds:.1f} s"
+        return f"{self.way:16} {self.truth:24} {seconds:>8}  {self.said}{'' if self.right else '  <-- WRONG'}"
+
+
 def hang(way: str, odd: int, step: int) -> Trial:
     """One job that hangs."""
     what, kind, line, signum = WAYS[way]
@@ -263,7 +291,7 @@ def hang(way: str, odd: int, step: int) -> Trial:
     if way == "ddp":  # torch 2.9 has the recorder for gloo, but off
         variables["TORCH_FR_BUFFER_SIZE"] = "2000"
     ranks = {"all-save": [0, 1, 2, 3], "node": [r for r in range(4) if NODES[r] == NODES[odd]]}.get(way, [odd])
-    trial = functools.partial(Trial, way, f"rank {odd} on {NODES[odd]}, step {variables['AT']}")
+    trial = partial(Trial, way, f"rank {odd} on {NODES[odd]}, step {variables['AT']}")
     with tempfile.TemporaryDirectory() as name, HangingJob(Path(name), what, odd=odd, nodes=NODES, **variables) as job:
         job.reached((odd + 1) % 4 if what == "worker" else odd)
         began = time.monotonic()
@@ -293,11 +321,19 @@ def healthy(way: str, odd: int) -> Trial:
     return Trial(f"healthy: {HEALTHY[way]}", truth, not accused, None, str(accused) if accused else "nobody is accused")
 
 
-ABOUT = (
-    f"Jobs of four ranks on two emulated nodes hang in {len(WAYS)} ways, each at random ranks and steps. Right is a "
-    "verdict with the right ranks, node and kind and, where there is one, the line. Healthy jobs are right if nobody is "
-    "accused. `stuck_seconds` is 1, and the nodes' clocks of the exchange run ten times as fast as usual."
-)
+def table(described: dict, trials: Sequence[Trial]) -> Table:
+    """A row for each way."""
+    rows = []
+    for way in dict.fromkeys(trial.way for trial in trials):
+        some = [trial for trial in trials if trial.way == way]
+        longest = max((trial.seconds for trial in some if trial.seconds is not None), default=None)
+        right = f"{sum(trial.right for trial in some)} of {len(some)}"
+        rows.append([way, right, "" if longest is None else f"{longest:.1f}"])
+    goal = Goal(
+        "the verdict has the right ranks, node, kind and line", sum(t.right for t in trials), len(trials), "jobs"
+    )
+    headings = ("what", "right", "longest time to the verdict, s")
+    return Table("How often the verdict on a hang is right", described, [goal], headings, rows)
 
 
 def main() -> None:
@@ -308,15 +344,19 @@ def main() -> None:
     parser.add_argument("--only", choices=[*WAYS, *HEALTHY])
     options = parser.parse_args()
     chosen = random.Random(options.seed)
-    command = f"python -m tests.faults.hang_campaign --times {options.times} --seed {options.seed}"
-    trials = Campaign("hang-campaign", "How often the verdict on a hang is right", ABOUT, command)
+    described, trials = machine.describe(), []
     for way in [options.only] if options.only else [*WAYS, *HEALTHY]:
         for _ in range(options.times):
             odd, step = chosen.randrange(4), chosen.randrange(11, 38)
-            trials.add(hang(way, odd, step) if way in WAYS else healthy(way, odd))
-    print(trials.summary())
+            trials.append(hang(way, odd, step) if way in WAYS else healthy(way, odd))
+            print(trials[-1], flush=True)
+    shown = table(described, trials)
+    print("\n" + shown.text())
     if not options.only:
-        trials.write()
+        command = f"python -m tests.faults.hang_campaign --times {options.times} --seed {options.seed}"
+        counts = {"command": command, "right": sum(trial.right for trial in trials), "of": len(trials)}
+        content = {**counts, "trials": [asdict(trial) for trial in trials]}
+        shown.write(RESULTS, f"hang-campaign-{machine.slug(described)}", content)
 
 
 if __name__ == "__main__":
