@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import urllib.request
-from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,12 +40,3 @@ def log_lines(agent) -> list[dict]:
     """The lines of the agent's only log file."""
     (path,) = (agent.run_dir / "logs").iterdir()
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def at_work(thread: threading.Thread | None = None, *, stepping: bool = True, device: int | None = None):
-    """As much of a tracker as the samplers read, of a thread, by default this one, that is in a step."""
-    thread = threading.current_thread() if thread is None else thread
-    return SimpleNamespace(
-        thread=thread.ident, native_thread=thread.native_id, stepping=stepping, waiting_since=0, checkpointing=False,
-        device=device, accelerator=None,
-    )  # fmt: skip

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -21,7 +20,12 @@ from telemetry.node.peers import JobExchange, JobLink, NodeReport, read_report
 from telemetry.safety import threads
 from telemetry.safety.errors import ErrorLog
 from telemetry.util.clock import NS
-from tests.rank_paces import pace
+from tests.faults.processes import wait_for
+
+
+def pace(rank: int, compute: float = 9.0, **fields) -> RankPace:
+    """A rank that made 100 steps in 10 s and never waited."""
+    return RankPace(rank, 10.0, 100, compute, 0.0, 0.0, **fields)
 
 
 class Job:
@@ -265,14 +269,6 @@ def test_the_ranks_of_a_node_that_has_left_are_not_gone(tmp_path):
 # -- the link of a rank ------------------------------------------------------------------------------------------------
 
 
-def until(what: str, found: Callable[[], object], seconds: float = 20.0):
-    deadline = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-    return value
-
-
 class Node:
     """One node of a job with one rank, which is this process."""
 
@@ -310,13 +306,13 @@ def node(tmp_path, monkeypatch):
 
 def test_each_node_learns_of_the_rank_of_the_other_and_of_its_hang(node):
     first, second = node("n1", 0), node("n2", 1)
-    (seen,) = until("rank 1", lambda: (second.tick(), first.tick())[1])
+    (seen,) = wait_for(lambda: (second.tick(), first.tick())[1], "rank 1")
     assert (seen.rank, seen.node) == (1, "n2")
-    (seen,) = until("rank 0", lambda: (first.tick(), second.tick())[1])
+    (seen,) = wait_for(lambda: (first.tick(), second.tick())[1], "rank 0")
     assert (seen.rank, seen.node) == (0, "n1")
     assert (first.link.elsewhere, first.link.stuck_elsewhere) == ((), False)
     second.link.local = (HangState(1, "n2", "data_wait", stuck=True),)
-    until("the hang", lambda: (second.tick(), first.tick(), first.link.stuck_elsewhere)[2])
+    wait_for(lambda: (second.tick(), first.tick(), first.link.stuck_elsewhere)[2], "the hang")
     assert [state.rank for state in first.link.elsewhere] == [1]
 
 
@@ -338,9 +334,9 @@ def test_a_job_of_one_node_has_no_thread_and_no_file(node, tmp_path):
 def test_closing_the_link_removes_the_file_of_the_node(node, tmp_path):
     first = node("n1", 0)
     folder = tmp_path / "run" / "job"
-    until("its file", lambda: (first.tick(), list(folder.glob("node-n1-*.json")))[1])
+    wait_for(lambda: (first.tick(), list(folder.glob("node-n1-*.json")))[1], "its file")
     first.link.close(5)
-    until("the end of its thread", lambda: not first.link._thread.is_alive())
+    wait_for(lambda: not first.link._thread.is_alive(), "the end of its thread")
     assert list(folder.glob("node-*")) == []
 
 
@@ -354,7 +350,7 @@ def test_a_folder_that_is_not_shared_is_told_once(node, monkeypatch):
         lines.extend(first.errors.take_notes())
         return lines
 
-    (line,) = until("a line in the log", told)
+    (line,) = wait_for(told, "a line in the log")
     assert line.source == "job"
     assert "put run_dir on a file system that all nodes share" in line.message
     for _ in range(200):
@@ -364,9 +360,9 @@ def test_a_folder_that_is_not_shared_is_told_once(node, monkeypatch):
 
 def test_what_was_learned_is_dropped_when_nothing_new_comes(node):
     first, second = node("n1", 0), node("n2", 1)
-    until("rank 1", lambda: (second.tick(), first.tick())[1])
+    wait_for(lambda: (second.tick(), first.tick())[1], "rank 1")
     first.link.close(5)
-    until("the thread to end", lambda: not first.link._thread.is_alive())
+    wait_for(lambda: not first.link._thread.is_alive(), "the thread to end")
     first.link.tick = lambda world_size: None
     for _ in range(62):
         last = first.tick()
@@ -376,7 +372,7 @@ def test_what_was_learned_is_dropped_when_nothing_new_comes(node):
 def test_files_that_cannot_be_written_are_told_once_and_hurt_nobody(node, tmp_path):
     (tmp_path / "run").write_text("a file where the folder should be")
     first = node("n1", 0)
-    lines = until("a line in the log", lambda: (first.tick(), first.errors.take_notes())[1])
+    lines = wait_for(lambda: (first.tick(), first.errors.take_notes())[1], "a line in the log")
     assert "the other nodes cannot be told" in lines[0].message
     for _ in range(50):
         first.tick()
@@ -398,4 +394,4 @@ def test_without_a_thread_to_be_had_there_is_none_to_wait_for(node, monkeypatch)
             for _ in range(30):
                 first.tick()
         first.link.close(5)
-    until("the thread", lambda: first.tick() is not None and first.link._thread)
+    wait_for(lambda: first.tick() is not None and first.link._thread, "the thread")

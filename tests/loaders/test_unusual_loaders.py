@@ -16,10 +16,11 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import telemetry
 from telemetry.model.records import DATA_WAIT, EVALUATION
 from telemetry.seams.worker import WorkerLoop
+from tests.data_sets import Numbers
 from tests.faults.processes import HANG, environment
 from tests.loaders.observe import depth, layers
 from tests.loaders.torch_cases import note
-from tests.loaders.unusual_loaders import AnyAttribute, LikeALoader, Numbers, RaisingAttribute, Resetting, ThreadContext
+from tests.loaders.unusual_loaders import AnyAttribute, LikeALoader, RaisingAttribute, Resetting, ThreadContext
 
 KINDS = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
 
@@ -86,7 +87,7 @@ class SpareLoader:
 
 
 def a_spare_iterator():
-    return torch_dataloader._MultiProcessingDataLoaderIter(SpareLoader(DataLoader(Numbers(), num_workers=1)))
+    return torch_dataloader._MultiProcessingDataLoaderIter(SpareLoader(DataLoader(Numbers(4), num_workers=1)))
 
 
 def a_data_pipe():
@@ -104,7 +105,7 @@ def test_an_iterator_that_is_made_in_another_way_is_timed(observed, made):
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_detaching_puts_torch_s_worker_loop_back(observed, context):
     assert isinstance(_utils.worker._worker_loop, WorkerLoop)
-    iterator = iter(DataLoader(Numbers(), num_workers=1, multiprocessing_context=context))
+    iterator = iter(DataLoader(Numbers(4), num_workers=1, multiprocessing_context=context))
     observed.attachment.detach()
     assert type(_utils.worker._worker_loop).__name__ == "function"
     assert len(list(iterator)) == 4
@@ -151,14 +152,14 @@ class Around:
 
 
 def test_a_loader_inside_what_is_watched_is_seen_once(agent):
-    watched = telemetry.watch(Around(DataLoader(Numbers(), num_workers=1)))
+    watched = telemetry.watch(Around(DataLoader(Numbers(4), num_workers=1)))
     seen = []
     for batch in watched:
         seen.append(int(batch))
         (handle,) = agent.tracker.loaders.live()
         assert agent.tracker.loaders.newest() is handle
     assert seen == [0, 1, 2, 3]
-    for _ in telemetry.watch(Around(DataLoader(Numbers()))):
+    for _ in telemetry.watch(Around(DataLoader(Numbers(4)))):
         assert agent.tracker.loaders.newest().kind == "training_thread"
     agent.accounting.update()
     assert agent.accounting.ledger.batches == 8

@@ -9,10 +9,10 @@ import threading
 from torch.utils.data import DataLoader, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.data_sets import Numbers
 from tests.loaders.observe import EPOCHS, depth, raised
 from tests.loaders.unusual_loaders import (
     FailingContext,
-    Numbers,
     Outer,
     PicklingContext,
     ReadsLoader,
@@ -64,28 +64,28 @@ def fails(worker_id: int) -> None:
 
 
 def thread_workers():
-    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
+    loader = DataLoader(Numbers(4), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
     return epochs(loader), of(loader)
 
 
 def no_workers():
-    loader = DataLoader(Numbers(), batch_size=2)
+    loader = DataLoader(Numbers(4), batch_size=2)
     return epochs(loader), of(loader)
 
 
 def process_workers():
-    loader = DataLoader(Numbers(), batch_size=2, num_workers=1, worker_init_fn=note)
+    loader = DataLoader(Numbers(4), batch_size=2, num_workers=1, worker_init_fn=note)
     return epochs(loader), of(loader)
 
 
 def persistent_workers():
-    loader = DataLoader(Numbers(), batch_size=2, num_workers=1, persistent_workers=True)
+    loader = DataLoader(Numbers(4), batch_size=2, num_workers=1, persistent_workers=True)
     return epochs(loader), loader._iterator._shutdown_workers()
 
 
 def two_threads_read_one_loader():
     loader = DataLoader(
-        Numbers(), batch_size=2, num_workers=1, multiprocessing_context=TogetherContext(), worker_init_fn=begins
+        Numbers(4), batch_size=2, num_workers=1, multiprocessing_context=TogetherContext(), worker_init_fn=begins
     )
     seen: list = [None, None]
 
@@ -102,13 +102,13 @@ def two_threads_read_one_loader():
 
 def pickled_while_workers_start():
     context = PicklingContext()
-    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=context, worker_init_fn=note)
+    loader = DataLoader(Numbers(4), num_workers=1, multiprocessing_context=context, worker_init_fn=note)
     context.loader = loader
     return epochs(loader, 3), context.seen
 
 
 def copied_and_pickled():
-    loader = DataLoader(Numbers(), batch_size=2, num_workers=0, worker_init_fn=note)
+    loader = DataLoader(Numbers(4), batch_size=2, num_workers=0, worker_init_fn=note)
     list(loader)
     return [
         [sorted(vars(other)), repr(other.worker_init_fn), epochs(other, 2)]
@@ -117,8 +117,8 @@ def copied_and_pickled():
 
 
 def nested_loaders():
-    inner = DataLoader(Numbers(), num_workers=1, multiprocessing_context=ThreadContext())
-    outer = Outer(Numbers(), num_workers=1, multiprocessing_context=ThreadContext(), worker_init_fn=note)
+    inner = DataLoader(Numbers(4), num_workers=1, multiprocessing_context=ThreadContext())
+    outer = Outer(Numbers(4), num_workers=1, multiprocessing_context=ThreadContext(), worker_init_fn=note)
     outer.inner = inner
     reading = DataLoader(ReadsLoader(inner), batch_size=None)
     return epochs(outer), int(outer.first), of(outer), epochs(reading)
@@ -126,22 +126,22 @@ def nested_loaders():
 
 def failures():
     threads = ThreadContext()
-    broken = DataLoader(Numbers(), num_workers=1, multiprocessing_context=FailingContext(), worker_init_fn=note)
-    failing = DataLoader(Numbers(), num_workers=1, multiprocessing_context=threads, worker_init_fn=fails)
-    local = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn", worker_init_fn=lambda _: 0)
+    broken = DataLoader(Numbers(4), num_workers=1, multiprocessing_context=FailingContext(), worker_init_fn=note)
+    failing = DataLoader(Numbers(4), num_workers=1, multiprocessing_context=threads, worker_init_fn=fails)
+    local = DataLoader(Numbers(4), num_workers=1, multiprocessing_context="spawn", worker_init_fn=lambda _: 0)
     seen = [raised(lambda loader=loader: list(loader)) for loader in (broken, broken, failing)]
     seen.append(raised(lambda: iter(local))[:1])
     for workers in (0, 1):
         context = threads if workers else None
-        bad = DataLoader(Numbers(fail_at=1), num_workers=workers, multiprocessing_context=context)
+        bad = DataLoader(Numbers(4, fail_at=1), num_workers=workers, multiprocessing_context=context)
         seen.append(raised(lambda bad=bad: list(bad)))
     return seen, repr(broken.worker_init_fn), repr(failing.worker_init_fn), "lambda" in repr(local.worker_init_fn)
 
 
 def stateful_loader():
-    plain = StatefulDataLoader(Numbers(), batch_size=2)
-    threads = StatefulDataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
-    forked = StatefulDataLoader(Numbers(), batch_size=2, num_workers=1, worker_init_fn=note)
+    plain = StatefulDataLoader(Numbers(4), batch_size=2)
+    threads = StatefulDataLoader(Numbers(4), batch_size=2, num_workers=2, multiprocessing_context=ThreadContext())
+    forked = StatefulDataLoader(Numbers(4), batch_size=2, num_workers=1, worker_init_fn=note)
     iterator = iter(forked)
     next(iterator)
     state = sorted(forked.state_dict())

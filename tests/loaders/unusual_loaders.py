@@ -8,22 +8,7 @@ import threading
 from multiprocessing.context import SpawnContext
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-
-class Numbers(Dataset):
-    """The numbers below ``length``; raises at ``fail_at``."""
-
-    def __init__(self, length: int = 4, fail_at: int | None = None) -> None:
-        self.length, self.fail_at = length, fail_at
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.fail_at:
-            raise ValueError(f"no sample {index}")
-        return index
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class ReadsLoader(IterableDataset):
