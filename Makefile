@@ -8,7 +8,7 @@ DIST := .venv-dist
 PROCESSES ?= 4
 READY := $(VENV)/.ready
 
-.PHONY: help environments prepared test test-stack test-stack-testing test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
+.PHONY: help environments prepared test test-cuda test-stack test-stack-testing test-frameworks test-matrix lint types unit demo bench bench-trace bench-fleet zoo docs docs-reference dist format clean
 
 help:
 	@echo "make demo    train a small network that starves, and see what is seen (90 s)"
@@ -16,6 +16,7 @@ help:
 	@echo "make docs-reference   write the parts of docs/ that are made from the code: metrics, settings, figures"
 	@echo "make docs    build the documentation's site into site/; a broken link is an error"
 	@echo "make dist    build the wheel and the sdist into dist/, and check them as a package index and a user would"
+	@echo "make test-cuda   what the agent calls in torch's CUDA build: on a GPU, or in the environment of CUDA_STAND_IN=PYTHON"
 	@echo "make test-stack   what runs beside real servers and a browser: Prometheus, Alertmanager, VictoriaMetrics, Slurm, Chromium (minutes)"
 	@echo "make test-stack-testing   the same beside the newer servers of Debian's testing suite, such as Prometheus 3 (root, debootstrap)"
 	@echo "make test-matrix  the tests on other versions of Python and torch (hours, 5 GB of disk for each torch)"
@@ -55,6 +56,11 @@ test: lint types docs unit
 # advertisement off.
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+# Part of `make test`, where they are skipped without a GPU. The other environment keeps its own torch.
+test-cuda: $(READY)
+	@[ -z "$(CUDA_STAND_IN)" ] || $(CUDA_STAND_IN) -m pip install -q --disable-pip-version-check -e . pytest hypothesis
+	$(or $(CUDA_STAND_IN),$(BIN)/python) -m pytest tests/cuda
 
 # Part of `make test`, where a suite whose programs are not installed is skipped; here that is a failure.
 test-stack: $(READY)

@@ -6,21 +6,31 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.log.lines import GpuOutOfMemoryLine
+from telemetry.loop.ring import Ring
 from telemetry.model.records import Collective, TorchMemorySample
+from telemetry.safety.errors import ErrorLog
+from telemetry.seams import cuda_memory
+from telemetry.seams.cuda_memory import FailedAllocations
+from telemetry.seams.tracker import StepTracker
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
 from telemetry.sources.collectives import RecordedCollectives, recorded_collectives
-from telemetry.sources.memory import MemorySource, OutOfMemoryWatch, TorchMemorySource, shared_bytes
+from telemetry.sources.collector import CollectorError
+from telemetry.sources.memory import MemorySource, shared_bytes
 from telemetry.sources.proc import HostSource
+from tests.data_sets import Numbers
+from tests.quick_optimizers import QuickSGD
 from tests.running_agent import log_lines, wait_for
 
 # -- the machine -------------------------------------------------------------------------------------
@@ -375,23 +385,6 @@ def test_without_torch_distributed_there_is_nothing(monkeypatch):
 # -- the allocator of torch --------------------------------------------------------------------------------------------
 
 
-def test_the_allocator_is_read_only_while_the_training_goes_on(monkeypatch):
-    """During a hang the training thread may hold the allocator's lock."""
-    calls = []
-    allocator = SimpleNamespace(
-        is_initialized=lambda: True,
-        memory_allocated=lambda device: calls.append(device) or len(calls),
-        memory_reserved=lambda device: 10 * len(calls),
-    )
-    monkeypatch.setattr(torch, "cuda", allocator)
-    tracker = SimpleNamespace(progress=(1, 1, 0))
-    source = TorchMemorySource(tracker, lambda: 3, OutOfMemoryWatch())
-    assert [source.read(), source.read()] == [TorchMemorySample(1, 10)] * 2
-    tracker.progress = (2, 1, 0)
-    assert source.read() == TorchMemorySample(2, 20)
-    assert calls == [3, 3]
-
-
 GIB = 1 << 30
 
 
@@ -412,8 +405,7 @@ def allocator(monkeypatch):
     ]
     found = SimpleNamespace(
         is_initialized=lambda: True,
-        memory_allocated=lambda device: 60 * GIB,
-        memory_reserved=lambda device: 75 * GIB,
+        allocated=60 * GIB,
         memory_snapshot=lambda: segments,
         memory=SimpleNamespace(_dump_snapshot=dump),
         current_device=lambda: 3,
@@ -421,16 +413,60 @@ def allocator(monkeypatch):
         fail=lambda gib: [observer(3, gib * GIB, 80 * GIB, 1 * GIB) for observer in observers],
     )
     monkeypatch.setattr(torch, "cuda", found)
-    monkeypatch.setattr(torch._C, "_cuda_attachOutOfMemoryObserver", observers.append, raising=False)
+    statistics = lambda device: {
+        f"{name}_bytes": {"all": {"current": size}}
+        for name, size in (("allocated", found.allocated), ("reserved", 75 * GIB))
+    }
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", statistics, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
     return found
 
 
+def test_the_training_thread_reads_the_allocator_between_two_steps(observed, allocator):
+    """On another thread a reading would stop the process while any thread waits for memory of the GPU."""
+    tracker, asked = observed.tracker, []
+    read = torch._C._cuda_memoryStats
+    torch._C._cuda_memoryStats = lambda device: asked.append((device, threading.get_ident())) or read(device)
+    tracker.device = 3
+    assert tracker.allocator.read() is None
+    tracker.captures.graphs[allocator] = None  # stands for a graph that is captured
+    batches = iter(DataLoader(Numbers(8), batch_size=1))
+    next(batches)
+    assert asked == []
+    tracker.captures.graphs.clear()
+    list(batches)
+    assert asked == [(3, threading.get_ident())]
+    assert tracker.allocator.read() == TorchMemorySample(60 * GIB, 75 * GIB)
+
+
+def test_without_a_loader_it_is_read_at_the_steps_of_the_optimizer(observed, allocator):
+    optimizer = QuickSGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    observed.tracker.allocator.read()
+    optimizer.step()
+    assert observed.tracker.allocator.read() == TorchMemorySample(60 * GIB, 75 * GIB)
+
+
+def test_an_allocator_of_the_script_s_own_has_no_figures(observed, allocator, monkeypatch):
+    figures = observed.tracker.allocator
+    monkeypatch.delattr(torch._C, "_cuda_memoryStats")
+    figures.read()
+    list(DataLoader(Numbers(4), batch_size=1))
+    with pytest.raises(CollectorError, match="_cuda_memoryStats"):
+        figures.read()
+
+
+def failed_allocations(file: Path | None = None) -> tuple[FailedAllocations, StepTracker, ErrorLog]:
+    tracker, errors = StepTracker(Ring()), ErrorLog()
+    return FailedAllocations(tracker.allocator, errors, file), tracker, errors
+
+
 def test_an_allocation_that_fails_is_noted_at_that_moment(allocator, tmp_path):
-    watch = OutOfMemoryWatch(tmp_path / "memory.pickle")
-    source = TorchMemorySource(SimpleNamespace(progress=(1, 1, 0)), lambda: 3, watch)
-    source.read()
-    source.read()
-    allocator.memory_allocated = lambda device: 68 * GIB
+    watch, tracker, _ = failed_allocations(tmp_path / "memory.pickle")
+    watch.attach()
+    watch.attach()
+    tracker.allocator.wanted = 3
+    tracker.boundary_passed()
+    allocator.allocated = 68 * GIB
     for gib in (16, 8, 4):  # looks for a batch that fits
         assert len(allocator.fail(gib)) == 1, "it is attached once"
     (noted,) = watch.take()
@@ -443,17 +479,18 @@ def test_an_allocation_that_fails_is_noted_at_that_moment(allocator, tmp_path):
     assert watch.take() == []
 
 
-def test_an_allocator_that_tells_no_failures_is_read_all_the_same(allocator, monkeypatch):
-    def refuse(_observer: object) -> None:
-        raise RuntimeError("cudaMallocAsync does not support it")
-
-    monkeypatch.setattr(torch._C, "_cuda_attachOutOfMemoryObserver", refuse)
-    source = TorchMemorySource(SimpleNamespace(progress=(1, 1, 0)), lambda: 3, OutOfMemoryWatch())
-    assert source.read() == TorchMemorySample(60 * GIB, 75 * GIB)
+def test_a_torch_that_tells_no_failures_is_told_once(allocator, monkeypatch):
+    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer")
+    watch, _, errors = failed_allocations()
+    watch.attach()
+    watch.attach()
+    (note,) = errors.take_notes()
+    assert "allocations that fail on the GPU are not seen: AttributeError" in note.message
+    assert errors.counts == {}
 
 
 def test_a_snapshot_of_the_memory_that_cannot_be_written_does_not_change_what_torch_raises(allocator):
-    watch = OutOfMemoryWatch(Path("/proc/1/memory.pickle"))
+    watch, _, _ = failed_allocations(Path("/proc/1/memory.pickle"))
     watch.attach()
     allocator.fail(16)
     assert [noted.file for noted in watch.take()] == [None]
@@ -461,7 +498,7 @@ def test_a_snapshot_of_the_memory_that_cannot_be_written_does_not_change_what_to
 
 @pytest.mark.parametrize("switch", ["on", "off"])
 def test_allocations_that_fail_are_in_the_log(allocator, monkeypatch, tmp_path, switch):
-    monkeypatch.setattr(memory, "_NOTED_EVERY_NS", 0)
+    monkeypatch.setattr(cuda_memory, "_NOTED_EVERY_NS", 0)
     agent = telemetry.start(tmp_path / "run", port=0, interval_seconds=0.1, start_line=False, oom_snapshot=switch)
     try:
         wait_for(lambda: allocator.fail(16))

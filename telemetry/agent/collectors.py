@@ -8,12 +8,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.model.records import LOG_KIND
-from telemetry.seams.device import CUDA
+from telemetry.seams.cuda_memory import FailedAllocations
+from telemetry.seams.device import cuda, cuda_device
 from telemetry.sources.amd import Amd, is_rocm
 from telemetry.sources.cgroup import PressureSource
-from telemetry.sources.collector import Collector, CollectorError, Poller
+from telemetry.sources.collector import Collector, Poller
 from telemetry.sources.gpu import Driver, GpuSource
-from telemetry.sources.memory import MemorySource, OutOfMemoryWatch, TorchMemorySource, cuda
+from telemetry.sources.memory import MemorySource
 from telemetry.sources.nvml import Nvml
 from telemetry.sources.proc import HostSource, ProcessSource
 from telemetry.sources.workers import WorkersSource
@@ -97,7 +98,7 @@ class CollectorPoller:
         self, tracker: StepTracker, interval_seconds: float, errors: ErrorLog, memory_file: Path | None = None
     ) -> None:
         self._tracker = tracker
-        self._failed_allocations = OutOfMemoryWatch(memory_file)
+        self._failed_allocations = FailedAllocations(tracker.allocator, errors, memory_file)
         self._errors = errors
         self._interval_seconds = interval_seconds
         self._gpu = self._gpu_source()
@@ -108,7 +109,7 @@ class CollectorPoller:
             ProcessSource(lambda: tracker.native_thread),
             self._workers,
             PressureSource(),
-            TorchMemorySource(tracker, self._device, self._failed_allocations),
+            tracker.allocator,
             MemorySource(
                 lambda: [pid for loader in tracker.loaders.live() for pid in loader.pids], stat=self._workers.stat
             ),
@@ -128,6 +129,7 @@ class CollectorPoller:
             self._gpu = self._gpu_source()
             self._pollers[_GPUS] = Poller(self._gpu)
         self._tell_other_devices()
+        self._failed_allocations.attach()
         for field, poller in self._pollers.items():
             name, sample = poller.source.name, poller.poll()
             if sample is not None:
@@ -138,7 +140,7 @@ class CollectorPoller:
                 missing = poller.expected and name not in self._been_up
                 tell = self._errors.tell if missing else self._errors.note
                 tell(name, reason)
-            elif poller.health.up:
+            elif sample is not None:
                 self._been_up.add(name)
             self.samples = replace(self.samples, **{field: poller.newest})
             sleep(0)  # let the training thread in
@@ -210,28 +212,17 @@ class CollectorPoller:
         driver: Driver = Amd() if is_rocm() else Nvml()
         return GpuSource(driver, partial(self._told_by_torch, driver), interval_seconds=self._interval_seconds)
 
-    def _device(self) -> int:
-        if self._tracker.accelerator not in {None, CUDA}:
-            raise CollectorError(f"the training uses {self._tracker.accelerator}")
-        device = self._tracker.device
-        if device is None:
-            module = cuda()
-            if module is not None and module.device_count() == 1:
-                return 0
-            raise CollectorError("the training thread's device is not known before its first batch")
-        return device
-
     def _told_by_torch(self, driver: Driver) -> list[str]:
         """What identifies each device of the training; nothing before they are known."""
         module = cuda()
-        if module is None:
+        device = cuda_device(module, self._tracker)
+        if module is None or device is None:
             return []
+        # Parameters on the host (offloaded ones) have no index: torch would take that for the current device.
+        known = (device.index for device in self._tracker.devices if device.index is not None)
         try:
-            # Parameters on the host (offloaded ones) have no index: torch would take that for the current device.
-            known = (device.index for device in self._tracker.devices if device.index is not None)
-            devices = dict.fromkeys((self._device(), *known))
-            return [driver.identify(module.get_device_properties(device)) for device in devices]
-        except (CollectorError, AttributeError):
+            return [driver.identify(module.get_device_properties(each)) for each in dict.fromkeys((device, *known))]
+        except AttributeError:
             return []
 
 

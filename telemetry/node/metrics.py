@@ -475,7 +475,7 @@ GPU_PRICE: Final[MetricGroup[RunView]] = MetricGroup(
           details="Use one currency for all runs. One rank counts as one GPU."),
 ))
 TORCH_MEMORY: Final[MetricGroup[TorchMemorySample]] = MetricGroup(
-    record=lambda view: view.torch_memory, absent="until the process has initialised CUDA", metrics=(
+    record=lambda view: view.torch_memory, absent="until a step after CUDA is initialised", metrics=(
     gauge("training_cuda_memory_allocated_bytes", "Memory that tensors occupy on the training thread's device.",
           lambda memory: memory.allocated_bytes),
     gauge("training_cuda_memory_reserved_bytes",

@@ -120,12 +120,10 @@ class Attachment:
         """Remove every hook. Returns the names of inert patches that stay, because other code has patched over them."""
         self._awaited.clear()
         self._tracker.detach()
-        if self.clock is not None and not self._tracker.captures.under_way:
-            self.clock.release()
         return self._patches.undo()
 
     def after_fork_in_child(self) -> None:
-        """Make the hooks pass straight through. Takes no lock, and releases no event of the parent."""
+        """Make the hooks pass straight through. Takes no lock."""
         self._awaited.clear()
         self._tracker.garbage.detach()
         self._tracker.detach()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.loop.ring import STRIDE
 from telemetry.safety.errors import let_pass
-from telemetry.seams.patching import WeakMap, keep, release
+from telemetry.seams.patching import WeakMap, keep
 from telemetry.util.clock import NS, now_ns, sleep
 
 if TYPE_CHECKING:
@@ -50,6 +50,27 @@ def device_in_use(trained_on: str | None) -> str | None:
         if _says_yes(getattr(xla, "_xla_runtime_is_initialized", None)):
             return "xla"
     return None
+
+
+def cuda() -> Any | None:
+    """``torch.cuda`` if torch is loaded and CUDA initialised, else None."""
+    torch = sys.modules.get("torch")
+    module = getattr(torch, "cuda", None)
+    try:
+        return module if module is not None and module.is_initialized() else None
+    except Exception:
+        return None  # torch is being imported
+
+
+def cuda_device(module: Any | None, state: StepState) -> int | None:
+    """The index of the CUDA device that the training uses; None if it uses none, or that is not known yet.
+
+    A process with one device uses that one. With several, the current device of the asking thread says nothing.
+    ``module``: the result of `cuda`.
+    """
+    if module is None or state.accelerator not in {None, CUDA}:
+        return None
+    return 0 if state.device is None and module.device_count() == 1 else state.device
 
 
 def _names(torch: ModuleType) -> Iterator[str]:
@@ -253,7 +274,6 @@ class GpuClock:
     def __init__(self, device: DeviceEvents, state: StepState) -> None:
         self._device = device
         self._state = state
-        self._events: list[Any] = []  # all events
         self._free: dict[int, list[tuple[Any, Any]]] = {}  # unused pairs by device
         self._pending: deque[tuple[_Pair, int]] = deque()
         self._armed: _Pair | None = None
@@ -369,13 +389,6 @@ class GpuClock:
             self._cost_ns += _SMOOTHING * (min(self._spent_ns, _LONGEST * self._cost_ns) - self._cost_ns)
         self._spent_ns = 0
 
-    def release(self) -> None:
-        """Release every event. Must not be called in a forked child."""
-        events, self._events = self._events, []
-        self._free, self._pending, self._armed = {}, deque(), None
-        for event in events:
-            release(event)
-
     def _spend(self, since_ns: int) -> None:
         took = max(0, now_ns() - since_ns - self._device.take_blocked())
         self._spent_ns += took
@@ -402,8 +415,7 @@ class GpuClock:
 
     def _new_event(self) -> Any:
         event = self._device.event()
-        keep(event)  # first, because a fork may come at any moment
-        self._events.append(event)
+        keep(event)  # at once, because a fork may come at any moment
         return event
 
     def _give_back(self, pair: _Pair) -> None:

@@ -209,22 +209,17 @@ def is_imported(name: str) -> bool:
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
-# -- keeps objects with a resource of a device from being destroyed in a forked child ----------------------------------
+# -- keeps objects with a resource of a device from being destroyed ----------------------------------------------------
 # A child inherits a copy of such objects. The destructor of a CUDA event calls the driver, which does not work in a
-# forked child: the call fails, or ends the process. Many things can drop the last reference: code, the garbage
-# collector, or the interpreter when it exits and clears every module. So an object that is kept here has one more
-# reference, which Python does not count. Only `release` drops it, in the process that made the object.
+# forked child: the call fails, or ends the process. In any process it waits for a driver that hangs, and it writes to
+# stderr after CUDA has failed. Many things can drop the last reference: code, the garbage collector, or the interpreter
+# when it exits and clears every module. So what is kept here is never destroyed.
 
-_KEPT: Final[dict[int, Any]] = {}
-# Nobody ever drops this reference: the dictionary and its contents outlive the interpreter, in the parent, too.
+_KEPT: Final[list[Any]] = []
+# Nobody ever drops this reference: the list and its contents outlive the interpreter.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))
 
 
 def keep(owner: Any) -> None:
-    """Keep an object, and everything that it refers to, alive until `release`; in a forked child forever."""
-    _KEPT[id(owner)] = owner
-
-
-def release(owner: Any) -> None:
-    """Release an object. A forked child must not release its parent's objects."""
-    _KEPT.pop(id(owner), None)
+    """Keep an object, and everything that it refers to, alive for ever, also in forked children."""
+    _KEPT.append(owner)

@@ -38,7 +38,7 @@ class HotState:
 
     Attributes:
         fast_path_iterator_id: ``id()`` of the iterator for which the fast path is enabled, 0 while it is disabled. Only
-            the tracker's `slow_path`, `loop_changed` and `_fast_path_on` write it.
+            `slow_path`, and the tracker's `loop_changed` and `_fast_path_on` write it.
         nested_steps: whether an optimizer has stepped within another's step.
         optimizer_steps: steps of optimizers.
         thread: ident of the training thread. Hooks on any other thread pass straight through.
@@ -64,6 +64,7 @@ class StepState(HotState):
         at_boundary: whether an iteration has begun or ended since the newest batch. False before the first batch.
         batches_unseen: whether the agent thread has found that another thread now requests the batches.
         step_iterators: ids of the iterators that gave a batch to the open step.
+        steps_at_open_unknown: whether the fast path, now off, may have opened the step.
         iterator_id: id of the iterator that gave the newest batch.
         iterator_gone: not empty once that iterator is freed, or while no batch has come.
         device: index of the accelerator that holds the optimizer's parameters; None until known, and for none. If the
@@ -83,7 +84,7 @@ class StepState(HotState):
         "accelerator", "at_boundary", "batch_seen", "batch_since_step", "batches_unseen", "category", "device",
         "devices", "errors", "explicit", "grad_enabled", "in_phase", "iterator_gone", "iterator_id", "last_error",
         "native_thread", "overhead_ns", "phases", "recorder", "requests_elsewhere", "ring", "step_iterators",
-        "step_open", "trained_on", "unseen_steps",
+        "step_open", "steps_at_open_unknown", "trained_on", "unseen_steps",
     )  # fmt: skip
 
     def __init__(self, ring: r.Ring) -> None:
@@ -103,6 +104,7 @@ class StepState(HotState):
         self.batches_unseen = False
         self.at_boundary = False
         self.step_iterators: set[int] = set()
+        self.steps_at_open_unknown = False
         self.iterator_id = 0
         self.iterator_gone: list[object] = [None]
         self.device: int | None = None
@@ -157,6 +159,12 @@ class StepState(HotState):
     def progress(self) -> tuple[int, int, int]:
         """Changes with everything that the hooks see of the training thread."""
         return self.ring.head, self.optimizer_steps, self.waiting_since
+
+    def slow_path(self) -> None:
+        """Send the next batch to the slow path. Any thread may call it."""
+        if self.fast_path_iterator_id:
+            self.steps_at_open_unknown = True
+            self.fast_path_iterator_id = 0
 
     def switch(self, category: int, stamp: int | None = None) -> None:
         """Change the category of the ledger at ``stamp`` (monotonic ns; now by default)."""

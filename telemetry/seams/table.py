@@ -193,11 +193,12 @@ SEAMS: Final = (
     Seam("torch._C", ("DisableTorchFunction",), "no mode of the script sees what the agent reads", "devices"),
     Seam(
         "torch._C",
-        ("_cuda_attachOutOfMemoryObserver",),
-        "what the allocator had when memory ran out",
+        ("_cuda_attach_out_of_memory_observer",),
+        "an allocation that fails",
         "the record of an out-of-memory error",
         looked_up=False,
     ),
+    Seam("torch._C", ("_cuda_memoryStats",), "what CUDA's allocator has in use", "memory of CUDA", looked_up=False),
     Seam("torch.cuda.memory", ("_dump_snapshot",), "the same, as a file for torch's viewer", "that file"),
     Seam(
         "torch._C._distributed_c10d",

@@ -13,7 +13,8 @@ the ring. It runs on the training thread, so it only compares and stores. The ru
 
 On the fast path a step costs two stamps and two stores (`seams.dataloader.timed_next`). It handles only ordinary
 batches of one iterator, and notifies no other part of the agent. It is on once an iterator has given two training
-batches in a row, and no other part needs to see each step: a snapshot, or NVTX ranges.
+batches in a row, and no other part needs to see the next step: a snapshot, NVTX ranges, or a reading of CUDA's
+allocator.
 Every batch on the slow path checks this again, so the fast path is back one batch after the last reason has gone. The
 agent thread may switch it off while the training thread switches it on. So `_fast_path_on` checks each lasting reason
 itself, and the agent thread switches it off again at every tick.
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from telemetry.loop import ring as r
 from telemetry.model.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 from telemetry.seams.batches import iteration_begins, mark_of
+from telemetry.seams.cuda_memory import AllocatorFigures
 from telemetry.seams.device import CUDA, Captures
 from telemetry.seams.evaluation_detector import EvaluationDetector
 from telemetry.seams.garbage import GarbageTimer
@@ -91,6 +93,7 @@ class StepTracker(StepState):
         detector: whether the newest batches are for training.
         tokens_told: tokens that the script has reported; None before the first.
         gpu: the clock that times waits on the GPU, if there is one.
+        allocator: what CUDA's allocator has in use.
         captures: tracks which CUDA graphs are being captured.
         profiler_ranges: ranges for the profilers that are recording.
         resume: checkpoints that were written, and where the training has resumed.
@@ -102,8 +105,8 @@ class StepTracker(StepState):
         "_loader_id",
         "_marked",
         "_optimizer_steps_at_open",
-        "_steps_at_open_unknown",
         "_torch",
+        "allocator",
         "captures",
         "detector",
         "garbage",
@@ -123,12 +126,12 @@ class StepTracker(StepState):
         self.tokens_told: int | None = None
         self.gpu: GpuClock | None = None
         self.captures = Captures()
+        self.allocator = AllocatorFigures(self)
         self.profiler_ranges = ProfilerRanges()
         self.resume = ResumeState()
         self.garbage = GarbageTimer(self)
         self._torch: Any = None
         self._optimizer_steps_at_open = 0
-        self._steps_at_open_unknown = False  # whether the fast path, now off, may have opened the step
         self._marked = 0  # id of the iterator whose batches the newest mark in the ring is for
         self._loader_id = 0  # id of the loader whose iteration the steps follow
         self._iterator_alive: weakref.ref[Any] | None = None
@@ -144,19 +147,13 @@ class StepTracker(StepState):
 
     # -- the fast path -------------------------------------------------------------------------------------------------
 
-    def slow_path(self) -> None:
-        """Send the next batch to the slow path. Any thread may call it."""
-        if self.fast_path_iterator_id:
-            self._steps_at_open_unknown = True
-            self.fast_path_iterator_id = 0
-
     def loop_changed(self) -> None:
         """Forget the steady iterator, because the loop begins, ends or is interrupted."""
         self.fast_path_iterator_id = self.steady_iterator_id = 0
 
     def _fast_path_on(self, iterator_id: int) -> None:
         self.steady_iterator_id = iterator_id
-        wanted = self.recorder is None and not self.profiler_ranges.nvtx
+        wanted = self.recorder is None and self.allocator.wanted is None and not self.profiler_ranges.nvtx
         gpu, ring = self.gpu, self.ring
         if gpu is not None:
             wanted = wanted and ring.head < gpu.due
@@ -168,15 +165,17 @@ class StepTracker(StepState):
         self._optimizer_steps_at_open = self.optimizer_steps
         self.fast_path_iterator_id = 0
 
-    # -- step boundaries, for a snapshot that is armed or recording, and for NVTX ranges -------------------------------
+    # -- step boundaries, for a snapshot that is armed or recording, NVTX ranges, and a reading of CUDA's allocator ----
 
     def boundary_ahead(self, entry: int) -> None:
         """Report the boundary of a span with this code, before its wait begins."""
-        if self.recorder is not None or self.profiler_ranges.nvtx:
+        if self.recorder is not None or self.allocator.wanted is not None or self.profiler_ranges.nvtx:
             self.boundary_passed(opens=bool(entry & r.OPENS), closing=bool(entry & r.CLOSES) and self.ring.open)
 
     def boundary_passed(self, *, opens: bool = False, closing: bool = False) -> None:
         """Report a step that has ended or begins now. ``closing``: the ring has no entry yet that ends the step."""
+        if self.allocator.wanted is not None and not self.captures.under_way:
+            self.allocator.take()
         ended = self.ring.closed + closing
         if self.profiler_ranges.nvtx and (opens or not self.ring.open):
             self.profiler_ranges.step(ended, opens=opens)
@@ -306,7 +305,7 @@ class StepTracker(StepState):
             return
         self.category = category
         self.batch_seen = self.batch_since_step = True
-        self._steps_at_open_unknown = self.at_boundary = False
+        self.steps_at_open_unknown = self.at_boundary = False
         if self.device is None and (self.trained_on == "cpu" or self.ring.closed >= _STEPS_WITHOUT_OPTIMIZER):
             self.device = self._current_device()
         if id(iterator) != self.iterator_id or self.iterator_gone:
@@ -428,7 +427,7 @@ class StepTracker(StepState):
     def _stepped_since_open(self) -> bool:
         # The fast path does not record how many optimizer steps there were when a step opened. A loader that joins
         # such a step is assumed to add to it, once. From then on the number is known.
-        if self.fast_path_iterator_id or self._steps_at_open_unknown:
+        if self.fast_path_iterator_id or self.steps_at_open_unknown:
             return False
         return self.optimizer_steps > self._optimizer_steps_at_open
 
@@ -457,10 +456,7 @@ class StepTracker(StepState):
             self.without_gpu(error)
 
     def without_gpu(self, error: Exception) -> None:
-        """Stop using the GPU's clock and measuring exposed wait, because it could fail at every step.
-
-        Its events are not released, because that would call a device that fails.
-        """
+        """Stop using the GPU's clock and measuring exposed wait, because it could fail at every step."""
         if self.gpu is not None:
             self.gpu.failed = True
         self.gpu = None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.model.records import Collective
-from telemetry.sources.memory import cuda
+from telemetry.seams.device import cuda
 
 if TYPE_CHECKING:
     from telemetry.util.stacks import Stack
