@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -121,20 +122,27 @@ LOOK_UPS = {"getattr", "own_value", "get", "around", "replace"}
 
 def test_private_names_of_others_are_in_the_table_of_seams():
     """Where training runs. What another library has under a name with an underscore may be gone in its next version."""
-    listed = {part for seam in SEAMS for name in (seam.module, *seam.names) for part in name.split(".")}
-    ours, used = set(), {}
+    listed = {part: seam.module for seam in SEAMS for name in (seam.module, *seam.names) for part in name.split(".")}
+    ours: set[str] = set()
+    used: dict[object, set[str]] = defaultdict(set)
     for path in where_training_runs():
+        room = path.relative_to(PACKAGE).parts[0]
         for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 ours.add(node.name)
             elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
                 ours.add(node.attr if isinstance(node, ast.Attribute) else node.id)
             elif isinstance(node, ast.Attribute):
-                used[node.attr] = path
+                used[node.attr].add(room)
             elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in LOOK_UPS:
-                used |= {each.value: path for each in node.args if isinstance(each, ast.Constant)}
-    private = {name for name in used if isinstance(name, str) and re.match(r"_[a-zA-Z]", name)}
-    assert private - ours - listed - {"_replace", "_fields", "_make"} == set(), "not in telemetry/seams/table.py"
+                for each in node.args:
+                    if isinstance(each, ast.Constant):
+                        used[each.value].add(room)
+    private = {name for name in used if isinstance(name, str) and re.match(r"_[a-zA-Z]", name)} - ours
+    assert private - listed.keys() == {"_replace", "_fields"}, "not in telemetry/seams/table.py"
+    torch = {name for name in private & listed.keys() if listed[name].startswith("torch")}
+    assert {"_BaseDataLoaderIter", "_prepare_trace"} < torch
+    assert {name: used[name] for name in torch if used[name] != {"seams"}} == {}, "torch's private names are for seams/"
 
 
 UNSEEN = {

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
 from telemetry.model.records import FAILED, OTHER, RECORDED, REFUSED, SKIPPED
-from telemetry.snapshot.capture import Session
-from telemetry.snapshot.capture import on_gpu as on_a_gpu
+from telemetry.seams.profilers import Session
+from telemetry.seams.profilers import on_gpu as on_a_gpu
 from tests.data_sets import Numbers
 from tests.fakes.device import Device
 from tests.snapshot_recording import ME, mark, marks, plan, train

@@ -21,11 +21,11 @@ from telemetry.loop.ring import Ring
 from telemetry.model.records import Collective, TorchMemorySample
 from telemetry.safety.errors import ErrorLog
 from telemetry.seams import cuda_memory
+from telemetry.seams.collectives import RecordedCollectives, recorded_collectives
 from telemetry.seams.cuda_memory import FailedAllocations
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource
-from telemetry.sources.collectives import RecordedCollectives, recorded_collectives
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.memory import MemorySource, shared_bytes
 from telemetry.sources.proc import HostSource

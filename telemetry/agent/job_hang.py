@@ -8,7 +8,7 @@ from msgspec import structs
 
 from telemetry.diagnosis.hangs import ALIVE, ENDED, GONE, LEFT, SILENT, STOPPED, HangState, decide
 from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, Collective
-from telemetry.sources.collectives import collective_in, in_backward, recorded_collectives
+from telemetry.seams.collectives import collective_in, in_backward, recorded_collectives
 from telemetry.sources.proc import thread_state
 from telemetry.sources.stuck_stacks import place_of, stack_hash
 from telemetry.util.clock import NS, now_ns

@@ -18,8 +18,9 @@ from telemetry.node.metrics import SnapshotsView
 from telemetry.safety.files import caches_folders
 from telemetry.safety.processes import slug
 from telemetry.safety.threads import OwnThread, Wake
+from telemetry.seams.profilers import on_gpu
 from telemetry.snapshot.budget import Budget
-from telemetry.snapshot.capture import Capture, Outcome, on_gpu
+from telemetry.snapshot.capture import Capture, Outcome
 from telemetry.snapshot.plan import CACHED_SECONDS, NOTICE_TICKS, REQUEST, Meeting, Plan, Request, first_step, new_id
 from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, WorkerFetches
 from telemetry.util.clock import NS, now_ns
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
     from telemetry.node.peers import JobLink
     from telemetry.safety.errors import ErrorLog
     from telemetry.safety.processes import Identity
-    from telemetry.seams.profilers import ProfilerWatch
+    from telemetry.seams.profilers import ProfilerWatch, Session
     from telemetry.seams.tracker import StepTracker
-    from telemetry.snapshot.capture import Session
     from telemetry.util.clock import WallClock
 
 _PACE_STEPS: Final = 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +14,7 @@ from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.hot_lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
 from telemetry.log.lines import ChangedFigure, ChangeLine, FindingLine, StepCodeLine
-from telemetry.safety.threads import OwnThread, natives
+from telemetry.safety.threads import OwnThread, listed_threads, natives
 from telemetry.sources.proc import ThreadLoads
 from telemetry.util.profiles import STEP, StackProfile
 
@@ -162,7 +161,7 @@ class StepMonitor:
         """
         here = os.getpid()
         workers = [pid for loader in self._tracker.loaders.live() for pid in loader.pids if pid]
-        python = {thread.native_id for thread in list(getattr(threading, "_active", {}).values())}
+        python = {thread.native_id for thread in listed_threads().values()}
         others = (natives() | python) - {self._tracker.native_thread}
         found = self._loads.read([*workers, here] if itself else workers, without=others)
         return found.get(here), [found[pid] for pid in workers if pid in found]

@@ -24,6 +24,7 @@ from telemetry.model.records import LoaderSettings
 from telemetry.model.totals import Conditions, Totals
 from telemetry.safety.files import replace_file
 from telemetry.seams.checkpoints import SAVING
+from telemetry.seams.dataloader import before_each_batch
 from telemetry.seams.patching import Patches, is_imported, unseen
 
 if TYPE_CHECKING:
@@ -209,8 +210,7 @@ class TrialRun:
 
     def _patch_loader(self, module: Any) -> None:
         self._patches.replace(module.DataLoader, "__init__", self._overridden)
-        iterator, on_error = module._BaseDataLoaderIter, self._tracker.fault
-        self._patches.around(iterator, "__next__", before=self._end_if_over, on_error=on_error)
+        before_each_batch(module, self._end_if_over, self._patches, self._tracker.fault)
 
     def _end_if_over(self, _iterator: object) -> None:
         if self._over and get_ident() == self._tracker.thread:

@@ -91,12 +91,12 @@ def is_loader_worker() -> bool:
     """
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         return True
-    worker = sys.modules.get("torch.utils.data._utils.worker")
-    if worker is None or worker.get_worker_info() is None:
+    worker_info = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", None)
+    if worker_info is None or worker_info() is None:
         return False
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_code.co_name == "_worker_loop":
+        if frame.f_code.co_name == "_worker_loop":  # torch's or torchdata's
             return True
         frame = frame.f_back
     return False
@@ -297,11 +297,10 @@ def _lightning(env: Mapping[str, str], local_rank: int) -> tuple[str, int, int, 
 
 def _spawn_index() -> int | None:
     """The index of this child of ``torch.multiprocessing.spawn``; None if this process is not such a child."""
-    module = sys.modules.get("torch.multiprocessing.spawn")
     process: Any = multiprocessing.process.current_process()
-    target: Any = getattr(process, "_target", None)
     arguments: Any = getattr(process, "_args", ())
-    if module is None or target is None or target is not getattr(module, "_wrap", None) or len(arguments) < 2:
+    target = getattr(process, "_target", None)
+    if getattr(target, "__module__", None) != "torch.multiprocessing.spawn" or len(arguments) < 2:
         return None
     return arguments[1] if isinstance(arguments[1], int) and 0 <= arguments[1] < MAX_RANK else None
 

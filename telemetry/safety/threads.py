@@ -162,6 +162,11 @@ class Wake:
             pass  # it is open
 
 
+def listed_threads() -> dict[int, threading.Thread]:
+    """The threads that `threading` lists, by ident. Takes no lock: a thread that hangs may hold that of `threading`."""
+    return dict(threading._active)  # type: ignore[attr-defined]
+
+
 def _forget_in_threading() -> None:
     """Remove the object that `threading.current_thread` has added for this thread when a library called it."""
     threading._active.pop(get_ident(), None)  # type: ignore[attr-defined]

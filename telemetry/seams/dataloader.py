@@ -31,6 +31,13 @@ def patch_loader(module: Any, tracker: StepTracker, patches: Patches) -> None:
     patches.replace(module.DataLoader, "__iter__", lambda original: timed_iter(original, tracker))
 
 
+def before_each_batch(
+    module: Any, call: Callable[[object], None], patches: Patches, on_error: Callable[[BaseException], None]
+) -> None:
+    """Call a function before each request for a batch, with the iterator. ``module``: as for `patch_loader`."""
+    patches.around(module._BaseDataLoaderIter, "__next__", before=call, on_error=on_error)
+
+
 # -- requests for batches ------------------------------------------------------------------------------------------
 
 

@@ -253,7 +253,7 @@ SEAMS: Final = (
     # -- Python and others ---------------------------------------------------------------------------------------------
     Seam("gc", ("callbacks",), "each garbage collection of the training thread", "`gc_pause`", patched=True),
     Seam("sys", ("setswitchinterval", "_current_frames", "_getframe"), "stack samples", "lines and parts"),
-    Seam("threading", ("_active",), "the names of threads, without their lock", "names of threads"),
+    Seam("threading", ("_active",), "the threads that Python lists, without their lock", "stacks of threads"),
     Seam("multiprocessing.process", ("_children",), "children that outlive the script", "an end line after theirs"),
     Seam(
         "multiprocessing.process",
@@ -262,7 +262,13 @@ SEAMS: Final = (
         "nothing: no agent starts there",
         looked_up=False,
     ),
-    Seam("torch.multiprocessing.spawn", ("_wrap",), "the rank of a spawned process", "its rank until `RANK` is set"),
+    Seam(
+        "multiprocessing.process",
+        ("_target", "_args"),
+        "the rank of a process that `torch.multiprocessing.spawn` starts",
+        "its rank until `RANK` is set",
+        looked_up=False,
+    ),
     Seam(
         "importlib.machinery",
         ("_initializing",),

@@ -19,12 +19,12 @@ import ctypes
 import functools
 import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.safety.files import read_small
 from telemetry.safety.threads import Wake
+from telemetry.seams.profilers import collection_switch
 from telemetry.sources.cgroup import MemoryLimits
 from telemetry.util.clock import NS, now_ns
 
@@ -121,7 +121,7 @@ class Budget:
         _COLLECTING.clear()  # a call that is still pending does nothing
         if self._cut:
             self._cut = False
-            _switch()(True)
+            collection_switch()(True)
         self._over.set()
         self._begun.set()
 
@@ -178,12 +178,7 @@ def _callback() -> Any:
     ``max`` calls it, so that no Python frame runs: torch would compile it, or a Ctrl-C would be lost in it. It is kept
     for ever, because a call may be pending at any time.
     """
-    return ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(functools.partial(max, key=_switch(), default=0))
-
-
-def _switch() -> Any:
-    """The function that switches the collection of operators on this thread on and off."""
-    return sys.modules["torch._C"]._autograd._enable_record_function
+    return ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(functools.partial(max, key=collection_switch(), default=0))
 
 
 def free_memory() -> int | None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.config import Config
+    from telemetry.seams.profilers import Session
     from telemetry.seams.worker_block import WorkerCounters
-    from telemetry.snapshot.capture import Session
 
 MIN_FREE_BYTES: Final = 1 << 30
 """Space that must be free: for checkpoints, for other programs, and for the unfinished traces of all ranks. By default

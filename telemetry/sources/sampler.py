@@ -7,14 +7,13 @@ while a stall is open. One sample takes about 0.2 ms of the agent thread, and fo
 from __future__ import annotations
 
 import gc
-import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.model.records import COMPUTE_PARTS
-from telemetry.safety.threads import named
-from telemetry.sources.collectives import collective_in, in_backward
+from telemetry.safety.threads import listed_threads, named
+from telemetry.seams.collectives import collective_in, in_backward
 from telemetry.sources.parts import PartReader
 from telemetry.sources.proc import read_schedule
 from telemetry.sources.sampling import SampleClock, runs_beside
@@ -390,8 +389,7 @@ class BusyThreads:
         before, passed = self._ran, now - self._looked_ns
         self._ran, self._looked_ns = {}, now
         busy: list[tuple[int, int, int, str]] = []  # time on a core, native id, ident, name
-        # `threading.enumerate` takes a lock, which a hanging thread may hold. So this reads the dictionary directly.
-        for ident, thread in list(getattr(threading, "_active", {}).items())[:_MAX_LOOKED_AT]:
+        for ident, thread in list(listed_threads().items())[:_MAX_LOOKED_AT]:
             native = thread.native_id
             if native is None or ident == self._tracker.thread or named(ident) is not None:
                 continue

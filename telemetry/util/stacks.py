@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import sys
-import threading
 from ast import literal_eval
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -15,7 +14,7 @@ from operator import attrgetter, is_not, methodcaller
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.safety.threads import named
+from telemetry.safety.threads import listed_threads, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,8 +172,7 @@ class PythonThread:
 
 def python_threads() -> list[PythonThread]:
     """Every thread of this process that runs Python, except our own. Takes no lock."""
-    # `threading.enumerate` takes a lock, which a hanging thread may hold. So this reads the dictionary directly.
-    known = dict(getattr(threading, "_active", {}))
+    known = listed_threads()
     (idents,) = list(map(list, _of_all_threads()))
     return [
         PythonThread(ident, str(known[ident].name), known[ident].native_id, stack)
