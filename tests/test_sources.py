@@ -429,7 +429,8 @@ def test_the_training_thread_reads_the_allocator_between_two_steps(observed, all
     torch._C._cuda_memoryStats = lambda device: asked.append((device, threading.get_ident())) or read(device)
     tracker.device = 3
     assert tracker.allocator.read() is None
-    tracker.captures.graphs[allocator] = None  # stands for a graph that is captured
+    graph = Numbers()  # stands for one that is captured
+    tracker.captures.graphs[graph] = None
     batches = iter(DataLoader(Numbers(8), batch_size=1))
     next(batches)
     assert asked == []

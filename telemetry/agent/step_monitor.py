@@ -161,7 +161,7 @@ class StepMonitor:
         """
         here = os.getpid()
         workers = [pid for loader in self._tracker.loaders.live() for pid in loader.pids if pid]
-        python = {thread.native_id for thread in listed_threads().values()}
+        python = {native for thread in listed_threads().values() if (native := thread.native_id) is not None}
         others = (natives() | python) - {self._tracker.native_thread}
         found = self._loads.read([*workers, here] if itself else workers, without=others)
         return found.get(here), [found[pid] for pid in workers if pid in found]

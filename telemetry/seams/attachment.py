@@ -109,6 +109,7 @@ class Attachment:
         if self.clock.failed:
             return f"the timing events of this device ({name}) failed"
         if self.clock.on_another_stream:
+            tracker.gpu = None  # no value could come of it any more
             return "the waits that were to be timed were on another stream than the work"
         return None
 

@@ -71,9 +71,11 @@ class AllocatorFigures:
         return None if newest is None else TorchMemorySample(newest[1], newest[2])
 
     def take(self) -> None:
-        """Take the reading that is wanted, on the training thread between two steps."""
+        """Take the reading that is wanted, if one is, on the training thread between two steps."""
         start = now_ns()
         device, self.wanted = self.wanted, None
+        if device is None:
+            return
         try:
             self.newest = device, *_in_use(device)
         except Exception as error:  # CUDA has failed, or the allocator is one of the script's own
@@ -82,7 +84,7 @@ class AllocatorFigures:
         self._tracker.overhead_ns += now_ns() - start
 
 
-def _in_use(device: int | None) -> tuple[int, int]:
+def _in_use(device: int) -> tuple[int, int]:
     """Allocated and reserved bytes. A C function: no frame of torch's runs, which Dynamo might compile."""
     found = sys.modules["torch"]._C._cuda_memoryStats(device)
     return found["allocated_bytes"]["all"]["current"], found["reserved_bytes"]["all"]["current"]

@@ -121,11 +121,12 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
                 forget_frame(error)
                 raise
         try:
+            began = now_ns()
             entry = tracker.request(self)
             waits = entry & 7 == S_DATA_WAIT
             tracker.boundary_ahead(entry)
             if tracker.gpu is not None:
-                tracker.mark_request(self, entry)
+                tracker.mark_request(self, entry, began)
             ranges = tracker.wait_ranges(self) if tracker.profiler_ranges.makers else ()
             start = now_ns()
             tracker.waiting_since = start if waits else -start
@@ -148,9 +149,10 @@ def _timed_on_slow_path(original: Callable[[Any], Any], tracker: StepTracker) ->
             raise
         try:
             tracker.delivered(self, start, end, entry)
-            tracker.overhead_ns += now_ns() - end
             if tracker.gpu is not None:
                 tracker.mark_arrival(start, end)
+            else:
+                tracker.overhead_ns += now_ns() - end
         except BaseException as error:
             tracker.fault(error)
         return batch
@@ -197,7 +199,7 @@ def begin_boundary(tracker: StepTracker, subject: Any, *, leaves: bool = False) 
         return None
     tracker.boundary_ahead(entry)
     if tracker.gpu is not None:
-        tracker.mark_request(None, entry)
+        tracker.mark_request(None, entry, now_ns())
     start = now_ns()
     tracker.waiting_since = start if entry & 7 == S_DATA_WAIT else -start
     return start, entry

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from math import ceil
 from random import Random
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -226,7 +227,10 @@ def timed(torch: ModuleType, name: str) -> bool:
 # -- the clock ---------------------------------------------------------------------------------------------------------
 
 BUDGET_RATIO: Final = 0.001
-"""Timing a step may cost this share of it."""
+_BUDGET_NS: Final = 10_000
+_LONG_STEP_RATIO: Final = 0.0001
+"""Timed waits may cost this share of the steps, but on average no more than 10 us a step, or 0.01 % of long steps. A
+timed wait took 20 to 80 us, with the slow path of the hooks (CUDA build of torch 2.13, host's part)."""
 
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
@@ -255,7 +259,7 @@ def wait_class(ns: int) -> int:
 
 
 class GpuClock:
-    """Times waits of the training thread with pairs of events. Only some steps are timed, see `BUDGET_RATIO`.
+    """Times waits of the training thread with pairs of events. Only some waits are timed, see `BUDGET_RATIO`.
 
     The number of steps between two timed ones is random. Long waits come once in as many steps as there are workers:
     with a fixed number they could be timed always or never. In a simulation of four workers, 0.8 s of 72 s were seen.
@@ -281,10 +285,11 @@ class GpuClock:
         self._worked_in: DeviceStream | None = None
         self.due = 0
         self._random = Random()  # noqa: S311, a generator of its own: the script's may be seeded
-        self._cost_ns = 20_000.0  # of a timed step: an estimate until it is measured
-        self._spent_ns = 0  # on the step that is timed now
+        self._cost_ns = 20_000.0  # of a timed wait: an estimate until it is measured
+        self._spent_ns = 0  # on the wait that is timed now
         self._step_ns = 0.0
         self._last_request = self._last_head = 0
+        self._retry = 1  # so many steps later, if calls to the device are forbidden now
         self._boundaries: deque[int] = deque(maxlen=2)  # when the newest ones were timed
         self.sampled: dict[int, tuple[int, int]] = {}
         self.at_boundary: dict[int, tuple[int, int]] = {}
@@ -311,88 +316,91 @@ class GpuClock:
             self._worked_in = self._device.begin()
         finally:
             self._device.end()
-            self._spend(start)
+            self._spent_ns += self._account(start)
 
-    def requested(self, iterator_id: int | None) -> None:
+    def requested(self, iterator_id: int | None, began: int) -> None:
         """Mark a request for a batch of an iterator; None for the start or the end of an iteration.
 
-        The first request of an iterator is like the start of its iteration.
+        The first request of an iterator is like the start of its iteration. ``began``: when the hooks' slow path began
+        with it, monotonic ns.
         """
         if iterator_id in self._begun:
-            self.step_ended()
+            self.step_ended(began)
             return
-        self.epoch_boundary()
+        self.epoch_boundary(began)
         if iterator_id is None:
             self._begun.clear()
         else:
             self._begun.add(iterator_id)
 
-    def step_ended(self) -> None:
-        """Mark the end of the work so far if this step is timed, before the next batch is requested."""
+    def step_ended(self, began: int) -> None:
+        """Mark the end of the work so far if this wait is timed, before the batch is requested. See `requested`."""
         head = self._state.ring.head
         if head < self.due:
             return
-        start = now_ns()
-        try:
-            place = self._device.begin()
-            if place is None:
-                self._last_request = 0
-                return
-            if self._last_request:
-                step_ns = (start - self._last_request) / max(1, (head - self._last_head) // STRIDE)
-                known = self._step_ns or step_ns
-                self._step_ns = known + _SMOOTHING * (min(step_ns, _LONGEST * known) - known)
-            self._last_request, self._last_head = start, head
-            self._arm(place, at_boundary=False)
-        finally:
-            self._device.end()
-            self._spend(start)
+        if not self._begin(began, at_boundary=False):
+            self._last_request = 0
+            self.due = head + STRIDE * self._retry
+            self._retry = min(2 * self._retry, _MAX_THINNING)
+            return
+        if self._last_request:
+            step_ns = (began - self._last_request) / max(1, (head - self._last_head) // STRIDE)
+            known = self._step_ns or step_ns
+            self._step_ns = known + _SMOOTHING * (min(step_ns, _LONGEST * known) - known)
+        self._last_request, self._last_head, self._retry = began, head, 1
         self.due = head + STRIDE * (1 + self._random.randrange(2 * self._thinning() - 1))
 
-    def epoch_boundary(self) -> None:
-        """Mark the start of an iteration, or its first request. These are rare, so each is timed.
+    def epoch_boundary(self, began: int) -> None:
+        """Mark the start of an iteration, or its first request. These are rare, so each is timed. See `requested`.
 
         If two of them came a moment ago, as in a loop of ``next(iter(loader))``, it is like the request of any step.
         """
-        start = now_ns()
-        if len(self._boundaries) == 2 and start - self._boundaries[0] < 2 * self._cost_ns / BUDGET_RATIO:
-            self.step_ended()
+        if len(self._boundaries) == 2 and began - self._boundaries[0] < 2 * self._cost_ns / BUDGET_RATIO:
+            self.step_ended(began)
             return
-        self._boundaries.append(start)
+        self._boundaries.append(began)
         self._last_request = 0
+        self._begin(began, at_boundary=True)
+        self._spent_ns = 0
+
+    def batch_arrived(self, start: int, end: int) -> None:
+        """Mark the end of a wait (its stamps are monotonic ns), when the GPU can have work again.
+
+        It also accounts for what the hooks' slow path has done since then.
+        """
+        pair, self._armed = self._armed, None
+        if pair is not None:
+            try:
+                place = self._device.begin()
+                if place == pair.place:
+                    self._device.record(pair.after)
+                    self._pending.append((pair, end - start))
+            finally:
+                self._device.end()
+            if place != pair.place:
+                self.skipped += place is not None  # None: a capture began inside the loader
+                self._give_back(pair)
+        spent, self._spent_ns = self._spent_ns, 0
+        took = self._account(end)
+        if spent:
+            self._cost_ns += _SMOOTHING * (min(spent + took, _LONGEST * self._cost_ns) - self._cost_ns)
+
+    def _account(self, since_ns: int) -> int:
+        """Count the time since a stamp as overhead. Returns it, in ns."""
+        took = max(0, now_ns() - since_ns - self._device.take_blocked())
+        self._state.overhead_ns += took
+        return took
+
+    def _begin(self, began: int, *, at_boundary: bool) -> bool:
+        """Begin to time the wait that comes now. Returns whether calls to the device are allowed."""
         try:
             place = self._device.begin()
             if place is not None:
-                self._arm(place, at_boundary=True)
+                self._arm(place, at_boundary=at_boundary)
         finally:
             self._device.end()
-            self._spend(start)
-
-    def batch_arrived(self, start: int, end: int) -> None:
-        """Mark the end of a wait (its stamps are monotonic ns), when the GPU can have work again."""
-        pair, self._armed = self._armed, None
-        if pair is None:
-            return
-        began = now_ns()
-        try:
-            place = self._device.begin()
-            if place == pair.place:
-                self._device.record(pair.after)
-                self._pending.append((pair, end - start))
-        finally:
-            self._device.end()
-            self._spend(began)
-        if place != pair.place:
-            self.skipped += place is not None  # None: a capture began inside the loader
-            self._give_back(pair)
-        elif not pair.at_boundary:
-            self._cost_ns += _SMOOTHING * (min(self._spent_ns, _LONGEST * self._cost_ns) - self._cost_ns)
-        self._spent_ns = 0
-
-    def _spend(self, since_ns: int) -> None:
-        took = max(0, now_ns() - since_ns - self._device.take_blocked())
-        self._spent_ns += took
-        self._state.overhead_ns += took
+            self._spent_ns += self._account(began)
+        return place is not None
 
     def _arm(self, place: DeviceStream, *, at_boundary: bool) -> None:
         worked_in, self._worked_in = self._worked_in, None
@@ -438,7 +446,8 @@ class GpuClock:
             self._give_back(pair)
 
     def _thinning(self) -> int:
-        """Time one of this many steps on average."""
+        """Time one of this many waits on average."""
         if self._step_ns <= 0:
             return 1
-        return min(_MAX_THINNING, max(1, round(self._cost_ns / (BUDGET_RATIO * self._step_ns))))
+        budget = min(BUDGET_RATIO * self._step_ns, max(_BUDGET_NS, _LONG_STEP_RATIO * self._step_ns))
+        return max(1, min(_MAX_THINNING, ceil(self._cost_ns / budget)))

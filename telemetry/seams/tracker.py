@@ -174,7 +174,7 @@ class StepTracker(StepState):
 
     def boundary_passed(self, *, opens: bool = False, closing: bool = False) -> None:
         """Report a step that has ended or begins now. ``closing``: the ring has no entry yet that ends the step."""
-        if self.allocator.wanted is not None and not self.captures.under_way:
+        if not self.captures.under_way:
             self.allocator.take()
         ended = self.ring.closed + closing
         if self.profiler_ranges.nvtx and (opens or not self.ring.open):
@@ -433,16 +433,17 @@ class StepTracker(StepState):
 
     # -- the GPU's clock -----------------------------------------------------------------------------------------------
 
-    def mark_request(self, iterator: object, entry: int) -> None:
+    def mark_request(self, iterator: object, entry: int, began: int) -> None:
         """Mark the request on the GPU's clock, if the span will count as waiting for data. Never raises.
 
         The start of an iteration (iterator None) and its first batch are always timed, and only some of the others.
+        ``began``: when the hook began, monotonic ns.
         """
         gpu = self.gpu
         if gpu is None or entry & 7 != r.S_DATA_WAIT:
             return
         try:
-            gpu.requested(None if iterator is None else id(iterator))
+            gpu.requested(None if iterator is None else id(iterator), began)
         except Exception as error:
             self.without_gpu(error)
 
