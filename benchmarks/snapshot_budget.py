@@ -46,8 +46,8 @@ def measure(*, operators: int, agent: bool) -> dict[str, Any]:
             if started is not None and sum(started.snapshots.counts.values()):
                 break
             capture = started.snapshots._capture if started is not None else None
-            plan = capture._plan if capture is not None else None
-            large = number >= 10 if capture is None else plan is not None and capture._ended >= plan.first_step - 1
+            export = capture._export if capture is not None else None
+            large = number >= 10 if capture is None else export and capture._ended >= export.plan.first_step - 1
             begin = time.perf_counter()
             for _ in range(operators if large else _SMALL):
                 first + second

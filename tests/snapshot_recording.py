@@ -1,19 +1,21 @@
-"""A capture on the real hooks, for tests that record steps of a real loop."""
+"""A capture on the real hooks, for tests that record steps of a real loop, and an export of what stands for a recording.
+
+Some of the scripts that import it do without torch.
+"""
 
 from __future__ import annotations
 
 import json
-
-import torch
-from torch.profiler import record_function
-from torch.utils.data import DataLoader
+from pathlib import Path
+from types import SimpleNamespace
 
 from telemetry.config import Config
+from telemetry.model.records import RECORDED
 from telemetry.safety.processes import Identity
 from telemetry.snapshot.budget import Budget
 from telemetry.snapshot.capture import Capture
+from telemetry.snapshot.export import Export, Outcome
 from telemetry.snapshot.plan import REQUEST, Plan, Request
-from tests.data_sets import Numbers
 
 ME = Identity("a run", 3, 3, 4, "n", 1, "plain")
 
@@ -34,11 +36,13 @@ class Taken:
         profilers.before_theirs = self.capture.give_way
 
     def arm(self, first: int, last: int) -> None:
+        self.outcomes = []
         self.budget = Budget(Config(), 1)
-        self.capture.arm(plan(first, last), self.budget)
+        export = SimpleNamespace(plan=plan(first, last), budget=self.budget, submit=self.outcomes.append)
+        self.capture.arm(export)
 
     def outcome(self):
-        outcome = self.capture.take()
+        (outcome,) = self.outcomes
         self.observed.read()
         return outcome
 
@@ -55,6 +59,9 @@ class Taken:
 
 def mark(step: int) -> None:
     """What a trace shows of a step's work."""
+    import torch
+    from torch.profiler import record_function
+
     with record_function(f"work {step}"):
         torch.ones(4).sum()
 
@@ -64,6 +71,38 @@ def marks(events: list[dict]) -> list[int]:
     return sorted(int(name.removeprefix("work ")) for name in names if name.startswith("work "))
 
 
-def train(length: int, start: int = 0, loader=None) -> None:
-    for step, _ in enumerate(loader or DataLoader(Numbers(length)), start + 1):
+def train(length: int, start: int = 0) -> None:
+    from torch.utils.data import DataLoader
+
+    from tests.data_sets import Numbers
+
+    for step, _ in enumerate(DataLoader(Numbers(length)), start + 1):
         mark(step)
+
+
+class SavedAs:
+    """Stands for a recording that torch saves as ``content``."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.freed = content, False
+        self.path: Path | None = None
+
+    def save(self, path: Path) -> float:
+        self.path = path
+        path.write_bytes(self.content)
+        return 0.001
+
+    def free(self) -> float:
+        self.freed = True
+        return 0.001
+
+
+def exported(snapshots: Path, trace: SavedAs, disk_bytes: int = 1 << 20, workers: tuple = ()) -> Export:
+    """An export of a recording of step 5, once it has ended."""
+    loader = SimpleNamespace(block=SimpleNamespace(read=lambda: workers))
+    config, loaders = Config(snapshot_disk_bytes=disk_bytes), SimpleNamespace(live=lambda: [loader])
+    export = Export(plan(5, 5), Budget(config, 1), snapshots=snapshots, config=config, identity=ME, loaders=loaders)
+    export.budget.end()
+    export.submit(Outcome(RECORDED, started_ns=0, ended_ns=1 << 62, trace=trace))
+    export.thread.join(60)
+    return export

@@ -15,14 +15,14 @@ import pytest
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.agent import snapshot_rules as snapshots
-from telemetry.agent.snapshot_rules import SnapshotControl, Trigger
 from telemetry.config import Config
 from telemetry.model.records import RECORDED, REFUSED, SKIPPED, Step
 from telemetry.safety import files
 from telemetry.safety.processes import Identity
+from telemetry.snapshot import control as snapshots
 from telemetry.snapshot import plan
 from telemetry.snapshot import snapshot_command as command
+from telemetry.snapshot.control import SnapshotControl, Trigger
 from telemetry.snapshot.plan import REQUEST, Meeting, Plan, Request, new_id
 from telemetry.snapshot.snapshot_command import snapshot
 from tests.data_sets import Numbers
@@ -60,7 +60,9 @@ class Rank:
 
     def __init__(self, folder, rank: int, world_size: int, *, far: bool = False, **settings) -> None:
         self.steps, self.lines, self.threads = 100, [], []
-        tracker = SimpleNamespace(recorder=None, slow_path=lambda: None, thread=0, ring=SimpleNamespace(closed=0))
+        tracker = SimpleNamespace(
+            recorder=None, slow_path=lambda: None, thread=0, ring=SimpleNamespace(closed=0), loaders=None
+        )
         self.control = SnapshotControl(
             Config(interval_seconds=1.0, **settings),
             Identity("r", rank, rank, world_size, "n", 1, "plain"),
@@ -85,7 +87,8 @@ class Rank:
     @property
     def plan(self) -> Plan | None:
         """The plan that this rank is about to record."""
-        return self.control._capture._plan
+        export = self.control._capture._export
+        return export and export.plan
 
     def over(self) -> None:
         """The run ends, or at least this snapshot does."""

@@ -18,7 +18,6 @@ from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
 from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.line_monitor import LineMonitor
-from telemetry.agent.snapshot_rules import SnapshotControl
 from telemetry.agent.stall_monitor import StallMonitor
 from telemetry.agent.step_monitor import ChangeMonitor, FindingLog, StepMonitor, change_line
 from telemetry.agent.trial import TrialRun
@@ -43,6 +42,7 @@ from telemetry.seams.attachment import Attachment
 from telemetry.seams.patching import keep
 from telemetry.seams.tracker import StepTracker
 from telemetry.sinks.output import FigureOutput
+from telemetry.snapshot.control import SnapshotControl
 from telemetry.sources.proc import planned_threads
 from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import NS, WallClock, now_ns

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
-from _thread import RLock, allocate_lock, get_ident, get_native_id, start_new_thread
+from _thread import TIMEOUT_MAX, RLock, allocate_lock, get_ident, get_native_id, start_new_thread
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Wake:
         """Whether it was set."""
         return self._is_set
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float = TIMEOUT_MAX) -> bool:
         """Wait until it is set, at most this many seconds. Returns whether it is set."""
         if self._is_set or seconds <= 0:
             return self._is_set

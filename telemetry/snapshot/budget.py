@@ -58,7 +58,6 @@ _MALLOC_FIELDS: Final = (
 )  # fmt: skip
 
 _LOOK_SECONDS: Final = 0.02
-_LONG_SECONDS: Final = 3600.0
 
 
 class Budget:
@@ -137,8 +136,7 @@ class Budget:
 
     def watch(self) -> None:
         """Look every few milliseconds, from the begin of the recording to its end."""
-        while not self._begun.wait(_LONG_SECONDS):
-            pass
+        self._begun.wait()
         while not self._over.wait(_LOOK_SECONDS):
             try:
                 grown = _peak_bytes() - self._peak

@@ -12,13 +12,13 @@ import atexit
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.model.records import FAILED, RECORDED, REFUSED, SKIPPED
 from telemetry.safety.errors import let_pass
 from telemetry.seams.device import stream_captures
 from telemetry.seams.profilers import Session, collection_switch
+from telemetry.snapshot.export import Outcome
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from telemetry.safety.processes import Identity
     from telemetry.seams.profilers import ProfilerWatch
     from telemetry.seams.tracker import StepTracker
-    from telemetry.snapshot.budget import Budget
-    from telemetry.snapshot.plan import Plan
+    from telemetry.snapshot.export import Export
 
 _GIVE_WAY_SECONDS: Final = 60.0
 """The longest that a profiler of the user's on another thread waits for the training thread to end ours. A training
@@ -40,34 +39,11 @@ _CAPTURING: Final = "a CUDA graph is being captured"
 _OFF_MAIN: Final = "the training does not run on the main thread; on any other, torch's profiler writes to stderr"
 
 
-@dataclass(slots=True)
-class Outcome:
-    """The result of a plan on the training thread.
-
-    Attributes:
-        result: one of `SNAPSHOT_RESULTS`.
-        why: the reason in words, if there is no recording or it was cut short.
-        first_step, last_step: the steps that were recorded in full; None without a recording.
-        started_ns, ended_ns: monotonic start and end of the recording.
-        pauses: seconds that the training thread spent on ``prepare``, ``start`` and ``stop``.
-        trace: the recording; None without one.
-    """
-
-    result: str
-    why: str | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    started_ns: int = 0
-    ended_ns: int = 0
-    pauses: dict[str, float] = field(default_factory=dict)
-    trace: Session | None = None
-
-
 class Capture:
     """Carries out one plan at a time.
 
-    The agent thread calls `arm`, `hold`, `take`, `end` and `drop`. The training thread calls `boundary` and
-    `interrupt`. The thread that starts a profiler of the user's calls `give_way`.
+    The agent thread calls `arm`, `hold`, `end` and `drop`. The training thread calls `boundary` and `interrupt`. The
+    thread that starts a profiler of the user's calls `give_way`.
 
     Attributes:
         when_over: called once, on the training thread, after a session that outlived the agent has ended.
@@ -76,11 +52,9 @@ class Capture:
     def __init__(self, hooks: StepTracker, profilers: ProfilerWatch, config: Config, identity: Identity) -> None:
         self._hooks, self._profilers, self._identity = hooks, profilers, identity
         self._most_ns = int(config.snapshot_max_seconds * NS)
-        self._plan: Plan | None = None
-        self._budget: Budget  # for the plan
+        self._export: Export | None = None  # has the plan and the budget, and gets the outcome
         self._session: Session | None = None  # once it is prepared
         self._recording = False
-        self._outcome: Outcome | None = None
         self._range: Callable[[], None] | None = None
         self._range_step = self._thread = self._ended = self._started_ns = 0
         self._pauses: dict[str, float] = {}
@@ -94,10 +68,10 @@ class Capture:
 
     # -- the agent thread --------------------------------------------------------------------------------------
 
-    def arm(self, plan: Plan, budget: Budget) -> None:
-        """Record the steps of a plan when they come, or fewer of them if the budget allows no more."""
-        self._pauses, self._asked, self._lost, self._budget = {}, None, False, budget
-        self._plan = plan
+    def arm(self, export: Export) -> None:
+        """Record the steps of its plan when they come, or fewer of them if its budget allows no more."""
+        self._pauses, self._asked, self._lost = {}, None, False
+        self._export = export
         self.hold()
 
     def hold(self) -> None:
@@ -105,14 +79,9 @@ class Capture:
 
         Called at every tick, because the training thread may return to its fast path at any moment.
         """
-        if self._plan is not None:
+        if self._export is not None:
             self._hooks.recorder = self
             self._hooks.slow_path()
-
-    def take(self) -> Outcome | None:
-        """The outcome of the plan, returned once; None before that."""
-        outcome, self._outcome = self._outcome, None
-        return outcome
 
     def end(self, why: str, seconds: float) -> bool:
         """Ask the training thread to end our session at its next boundary; returns whether it did in ``seconds``."""
@@ -121,8 +90,8 @@ class Capture:
 
     def drop(self, why: str) -> None:
         """Skip a plan whose steps have not come when the run ends. A session is left alone."""
-        if self._plan is not None and self._session is None:
-            self._finish(Outcome(SKIPPED, why))
+        if self._export is not None and self._session is None:
+            self._finish(self._export, Outcome(SKIPPED, why))
 
     def after_fork_in_child(self) -> None:
         """Stop the child's copy of the session, which nobody will end, from collecting.
@@ -144,78 +113,78 @@ class Capture:
         Returns:
             Whether the profiler was prepared, started or stopped, which takes longer than a hook may.
         """
-        plan, self._ended = self._plan, ended
-        if plan is None:
+        export, self._ended = self._export, ended
+        if export is None:
             self._hooks.recorder = None
             return False
         if self._recording:
-            return self._go_on(plan, opens=opens)
+            return self._go_on(export, opens=opens)
         if self._asked:
-            return self._end(plan, REFUSED, self._asked)
-        due = plan.first_step - (2 if self._session is None else 1)
+            return self._end(export, REFUSED, self._asked)
+        due = export.plan.first_step - (2 if self._session is None else 1)
         if ended > due:
-            return self._end(plan, SKIPPED, f"too late: this rank had begun step {due + 1} before it read the plan")
+            return self._end(export, SKIPPED, f"too late: this rank had begun step {due + 1} before it read the plan")
         if not opens or ended < due:
             return False
         if self._session is None:
-            self._prepare(plan)
+            self._prepare(export)
         else:
-            self._start(plan, self._session)
+            self._start(export, self._session)
         return True
 
     def interrupt(self, ended: int, why: str) -> bool:
         """Stop and keep the recording, because an evaluation begins or the run ends. Returns as `boundary`."""
-        plan, self._ended = self._plan, ended
-        if plan is None or self._session is None:
+        export, self._ended = self._export, ended
+        if export is None or self._session is None:
             return False
-        return self._end(plan, SKIPPED, f"cut short by {why}")
+        return self._end(export, SKIPPED, f"cut short by {why}")
 
-    def _go_on(self, plan: Plan, *, opens: bool) -> bool:
+    def _go_on(self, export: Export, *, opens: bool) -> bool:
         """Record another step if one is wanted and fits, else end the recording."""
         if self._ended >= self._range_step:  # the request that ends an epoch opens no step, so the range stays open
             self._leave_range()
-        steps, most = self._ended - plan.first_step + 1, self._most_ns
-        if steps >= plan.request.steps:
-            return self._end(plan, SKIPPED, None)
+        steps, most = self._ended - export.plan.first_step + 1, self._most_ns
+        if steps >= export.plan.request.steps:
+            return self._end(export, SKIPPED, None)
         why = f"cut short: {self._asked}" if self._asked else None
         if now_ns() - self._started_ns > most:
             why = f"cut short: it had taken more than {most / NS:g} s (snapshot_max_seconds)"
         if why is None and steps:
-            why = self._budget.full(steps)
+            why = export.budget.full(steps)
         if why is not None:
-            return self._end(plan, SKIPPED, why)
+            return self._end(export, SKIPPED, why)
         if opens and self._range is None and self._session is not None:
             self._enter_range(self._session)
         return False
 
-    def _prepare(self, plan: Plan) -> None:
+    def _prepare(self, export: Export) -> None:
         """Prepare the session one step ahead, because tracing a GPU has to warm up."""
         self._over.clear()
         refused = self._profilers.theirs() or (_CAPTURING if self._capturing() else None)
         if threading.current_thread() is not threading.main_thread():
             refused = _OFF_MAIN
         if refused is not None:
-            self._finish(Outcome(REFUSED, refused))
+            self._finish(export, Outcome(REFUSED, refused))
             return
-        with self._contained("prepare"):
+        with self._contained(export, "prepare"):
             self._thread = threading.get_native_id()
-            session = self._session = Session(plan, self._identity)
+            session = self._session = Session(export.plan, self._identity)
             self._profilers.ours = session.profile
             atexit.register(self._exit)
             session.prepare()
 
-    def _start(self, plan: Plan, session: Session) -> None:
+    def _start(self, export: Export, session: Session) -> None:
         if self._capturing():
-            self._end(plan, REFUSED, _CAPTURING)
+            self._end(export, REFUSED, _CAPTURING)
             return
-        with self._contained("start"):
+        with self._contained(export, "start"):
             session.start()
             self._started_ns, self._recording = now_ns(), True
-            self._budget.begin()
+            export.budget.begin()
             self._hooks.profiler_ranges.makers += (session.begin_range,)
             self._enter_range(session)
 
-    def _end(self, plan: Plan, result: str, why: str | None) -> bool:
+    def _end(self, export: Export, result: str, why: str | None) -> bool:
         """End the plan, and keep a recording. ``result``: of a plan that has recorded no step.
 
         A session is not ended on another thread, and not while a CUDA graph is captured.
@@ -225,30 +194,30 @@ class Capture:
         """
         session = self._session
         if session is None:
-            self._finish(Outcome(result, why))
+            self._finish(export, Outcome(result, why))
             return False
         if threading.get_native_id() != self._thread or self._capturing():
             return False
         outcome = None
-        with self._contained("stop"):
-            outcome = self._stop(plan, session, result, why)
+        with self._contained(export, "stop"):
+            outcome = self._stop(export, session, result, why)
         if outcome is not None:
-            self._finish(outcome)
+            self._finish(export, outcome)
         return True
 
-    def _stop(self, plan: Plan, session: Session, result: str, why: str | None) -> Outcome:
-        ended_ns, steps = now_ns(), self._ended - plan.first_step + 1
+    def _stop(self, export: Export, session: Session, result: str, why: str | None) -> Outcome:
+        ended_ns, first = now_ns(), export.plan.first_step
         self._leave_range()
-        too_large = self._budget.too_large(steps) if self._recording else None
-        self._budget.end()
+        too_large = export.budget.too_large(self._ended - first + 1) if self._recording else None
+        export.budget.end()
         if self._recording and too_large is None and not self._lost:
             session.stop()
-            if steps < 1:
+            if self._ended < first:
                 return Outcome(result, why)
             return Outcome(
                 RECORDED,
                 why,
-                first_step=plan.first_step,
+                first_step=first,
                 last_step=self._ended,
                 started_ns=self._started_ns,
                 ended_ns=ended_ns,
@@ -261,10 +230,9 @@ class Capture:
         session.cancel()
         return Outcome(result, why) if too_large is None else Outcome(REFUSED, too_large)
 
-    def _finish(self, outcome: Outcome) -> None:
-        self._budget.end()
-        self._plan, self._recording = None, False
-        outcome.pauses, self._outcome = self._pauses, outcome
+    def _finish(self, export: Export, outcome: Outcome) -> None:
+        export.budget.end()
+        self._export, self._recording = None, False
         self._hooks.recorder = None
         if self._session is not None:
             ours, ranges = self._session.begin_range, self._hooks.profiler_ranges
@@ -272,6 +240,8 @@ class Capture:
             atexit.unregister(self._exit)
             self._session = self._profilers.ours = None
         self._over.set()
+        outcome.pauses = self._pauses
+        export.submit(outcome)
         then, self.when_over = self.when_over, lambda: None
         then()
 
@@ -281,18 +251,18 @@ class Capture:
         return hooks.captures.under_way or (cuda.is_initialized() and stream_captures(cuda, hooks.device))
 
     @contextmanager
-    def _contained(self, doing: str) -> Iterator[None]:
+    def _contained(self, export: Export, doing: str) -> Iterator[None]:
         """If something fails inside, stop our profiler and fail the plan. Exceptions of the script are raised again."""
         start = now_ns()
         try:
             yield
         except BaseException as error:
             self._range = None
-            self._budget.end()
+            export.budget.end()
             if self._session is not None:
                 self._session.abort()
-            if self._plan is not None:
-                self._finish(Outcome(FAILED, f"{doing}: {type(error).__name__}: {error}"))
+            if self._export is not None:
+                self._finish(export, Outcome(FAILED, f"{doing}: {type(error).__name__}: {error}"))
             let_pass(error)
         finally:
             self._pauses.setdefault(doing, (now_ns() - start) / NS)
@@ -318,10 +288,10 @@ class Capture:
 
     def give_way(self) -> None:
         """Wait until ours has ended, or a time has passed: a profiler of the user's starts on this thread."""
-        plan = self._plan
-        if self._over.is_set() or plan is None:
+        export = self._export
+        if self._over.is_set() or export is None:
             return
         if threading.get_native_id() == self._thread:
-            self._end(plan, REFUSED, f"cut short: {_GIVEN_WAY}" if self._recording else _GIVEN_WAY)
+            self._end(export, REFUSED, f"cut short: {_GIVEN_WAY}" if self._recording else _GIVEN_WAY)
         elif not self.end(_GIVEN_WAY, _GIVE_WAY_SECONDS):
             self._lost = True

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -28,11 +28,13 @@ from msgspec import Meta
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.model.records import StallRecord
 from telemetry.safety.files import read_small, remove_file, replace_file
-from telemetry.safety.processes import MAX_RANK
+from telemetry.safety.processes import MAX_RANK, slug
 from telemetry.util.clock import unix_time
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from telemetry.safety.processes import Identity
 
 REQUEST: Final = "request"
 """The reason of a snapshot that a person asked for. Otherwise the reason is the cause of a stall."""
@@ -97,12 +99,12 @@ class Plan(msgspec.Struct, frozen=True):
         """Name of the snapshot's folder. It is not new if an earlier attempt has recorded the same steps."""
         return f"{self.request.reason}-step{self.first_step}"
 
-    def file_name(self, rank: int, host: str, pid: int) -> str:
+    def file_name(self, rank: Identity) -> str:
         """Name of a rank's trace. TensorBoard's plugin reads the worker and the span, which is that of all, from it."""
-        return f"rank-{rank}.{host}_{pid}.{int(self.request.id[:13])}.pt.trace.json.gz"
+        worker, span = f"rank-{rank.rank}.{slug(rank.node)}_{rank.pid}", int(self.request.id[:13])
+        return f"{worker}.{span}.pt.trace.json.gz"
 
 
-_Message = TypeVar("_Message", Request, Plan)
 _request_decoder: Final = msgspec.json.Decoder(Request)
 _plan_decoder: Final = msgspec.json.Decoder(Plan)
 
@@ -118,16 +120,16 @@ def first_step(steps: int, step_seconds: float, notice_seconds: float) -> int:
 
 
 class Meeting:
-    """The plans and requests of a run, as one process sees them."""
+    """The plans and requests of a run, as one process sees them, without the plans of earlier attempts.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
 
     def __init__(self, snapshots: Path) -> None:
         self._folder = snapshots / ".meeting"
-        self._read = 0  # number of the newest plan that was read
+        self._read = max(self._numbers(), default=0)  # number of the newest plan that was read
         self._answered: set[str] = set()  # ids of requests that have a plan, or cannot be read
-
-    def skip_earlier(self) -> None:
-        """Leave out the plans of earlier attempts of this run."""
-        self._read = max(self._numbers(), default=0)
 
     def next_plan(self) -> Plan | None:
         """The oldest plan that was not read yet.
@@ -140,7 +142,7 @@ class Meeting:
         if number is None:
             return None
         self._read = number
-        plan = self._message(f"{number}.plan.json", _plan_decoder)
+        plan = _plan_decoder.decode(self._content(f"{number}.plan.json"))
         self._answered.add(plan.request.id)
         return plan
 
@@ -155,7 +157,7 @@ class Meeting:
                 continue
             self._answered.add(id_)  # so that one that cannot be read is reported once
             try:
-                request = self._message(name, _request_decoder)
+                request = _request_decoder.decode(self._content(name))
             except FileNotFoundError:
                 continue  # it has just been withdrawn
             self._answered.discard(id_)
@@ -192,8 +194,8 @@ class Meeting:
     def _numbers(self) -> list[int]:
         return [int(match[1]) for name in self._names() if (match := _PLAN_FILE.fullmatch(name))]
 
-    def _message(self, name: str, decoder: msgspec.json.Decoder[_Message]) -> _Message:
-        return decoder.decode(read_small(self._folder / name, _MAX_FILE_BYTES))
+    def _content(self, name: str) -> bytes:
+        return read_small(self._folder / name, _MAX_FILE_BYTES)
 
     def _write(self, name: str, message: Request | Plan) -> bool:
         self._folder.mkdir(0o700, parents=True, exist_ok=True)

@@ -61,7 +61,6 @@ def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> dic
     if not snapshots.is_dir():
         raise SnapshotCommandError(f"this run takes no snapshots: its max_snapshots is 0, or {snapshots} is gone")
     meeting = Meeting(snapshots)
-    meeting.skip_earlier()
     request = Request(new_id(), REQUEST, rank, steps, f"telemetry snapshot, pid {os.getpid()}")
     # Ranks on other nodes may see the request, the plan and this node the results by this, because of cached folders.
     late = 2 * CACHED_SECONDS if caches_folders(snapshots) else 0.0

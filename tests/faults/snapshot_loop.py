@@ -61,7 +61,7 @@ def recorded() -> int:
 def recording() -> bool:
     """The profiler has recorded a step, and more are to come."""
     capture = agent().snapshots._capture
-    return capture._plan is not None and capture._ended > capture._plan.first_step
+    return capture._export is not None and capture._ended > capture._export.plan.first_step
 
 
 def on_thread(work) -> None:

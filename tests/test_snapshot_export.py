@@ -9,32 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.config import Config
 from telemetry.seams.worker_block import WorkerCounters
-from telemetry.snapshot import store
-from telemetry.snapshot.store import MIN_FREE_BYTES, StoreError, TraceStore, WorkerFetches
+from telemetry.snapshot import export
+from telemetry.snapshot.export import MIN_FREE_BYTES, sweep
+from tests.snapshot_recording import SavedAs, exported
 
 CONTENT = b'{"baseTimeNanoseconds": 1700000000000000000, "traceEvents": [' + b"1," * 100_000 + b"1]}"
-NAME = "rank-0.node_7.1700000000000.pt.trace.json.gz"
+NAME = "request-step5/rank-3.n_1.1700000000000.pt.trace.json.gz"
 MIB = 1 << 20
-
-
-class Trace:
-    """Stands for a recording."""
-
-    def __init__(self, content: bytes = CONTENT) -> None:
-        self.content = content
-        self.freed = False
-        self.saved_to: Path | None = None
-
-    def save(self, path: Path) -> float:
-        self.saved_to = path
-        path.write_bytes(self.content)
-        return 0.001
-
-    def free(self) -> float:
-        self.freed = True
-        return 0.001
 
 
 @pytest.fixture
@@ -43,74 +25,62 @@ def snapshots(tmp_path):
 
 
 @pytest.fixture
-def publish(snapshots):
-    def published(trace, disk_bytes=MIB, workers=()):
-        one = TraceStore(snapshots, Config(snapshot_disk_bytes=disk_bytes))
-        return one.publish(trace, f"request-step5/{NAME}", WorkerFetches([*workers], 0, 1 << 62))
-
-    return published
-
-
-@pytest.fixture
 def content(snapshots):
     """What is read from the trace that was published."""
-    return lambda: gzip.decompress((snapshots / "request-step5" / NAME).read_bytes())
+    return lambda: gzip.decompress((snapshots / NAME).read_bytes())
 
 
 def tree(path: Path) -> list[str]:
     return sorted(str(found.relative_to(path)) for found in path.rglob("*"))
 
 
-def test_it_is_there_and_nothing_else(publish, snapshots, content):
-    trace = Trace()
-    stored = publish(trace)
-    path = snapshots / "request-step5" / NAME
+def test_it_is_there_and_nothing_else(snapshots, content):
+    trace = SavedAs(CONTENT)
+    stored = exported(snapshots, trace).stored
     assert content() == CONTENT
-    assert (stored.raw_bytes, stored.size) == (len(CONTENT), path.stat().st_size)
-    assert stored.held == {"save": 0.001, "free": 0.001}
+    assert (stored.path, stored.trace_bytes) == (f"snapshots/{NAME}", len(CONTENT))
+    assert stored.size_bytes == (snapshots / NAME).stat().st_size
+    assert stored.held_seconds == {"save": 0.001, "free": 0.001}
     assert trace.freed
-    assert trace.saved_to.is_relative_to(snapshots), "not in memory, which others need"
-    assert tree(snapshots) == ["request-step5", f"request-step5/{NAME}"]
-    assert {folder.stat().st_mode & 0o777 for folder in (snapshots, path.parent)} == {0o700}
+    assert trace.path.is_relative_to(snapshots), "not in memory, which others need"
+    assert tree(snapshots) == ["request-step5", NAME]
+    assert {folder.stat().st_mode & 0o777 for folder in (snapshots, snapshots / "request-step5")} == {0o700}
 
 
-def test_the_fetches_of_the_workers_come_first_where_there_is_a_place_for_them(publish, content):
+def test_the_fetches_of_the_workers_come_first_where_there_is_a_place_for_them(snapshots, content):
     worker = WorkerCounters(pid=7, tid=8, worker=1, ended=1)
     worker.recent_started_ns[0], worker.recent_finished_ns[0] = 1000, 3000
     events = [{"name": f"number {n}"} for n in range(10_000)]  # more than is read in one go
     whole = b'{"baseTimeNanoseconds": 7, "traceEvents": [\n  ' + json.dumps(events)[1:].encode() + b"}"
-    stored = publish(Trace(whole), workers=[worker])
+    stored = exported(snapshots, SavedAs(whole), workers=(worker,)).stored
     name, fetch, *others = json.loads(content())["traceEvents"]
-    assert (name["args"], fetch["dur"], fetch["args"]) == (
-        {"name": "DataLoader worker 1"},
-        2,
-        {"worker": 1, "number": 0},
-    )
+    assert name["args"] == {"name": "DataLoader worker 1"}
+    assert (fetch["dur"], fetch["args"]) == (2, {"worker": 1, "number": 0})
     assert others == events
-    assert stored.raw_bytes == len(content())
+    assert stored.trace_bytes == len(content())
     for other in (b'{"traceEvents": [{}]}', b'{"baseTimeNanoseconds": 7, "traceEvents": []}'):
-        publish(Trace(other), workers=[worker])
+        exported(snapshots, SavedAs(other), workers=(worker,))
         assert content() == other
 
 
-@pytest.mark.parametrize("before", [0, store._CHUNK - 70])
-def test_whether_a_kernel_ran_on_the_gpu_is_known(publish, before):
+@pytest.mark.parametrize("before", [0, export._CHUNK - 70])
+def test_whether_a_kernel_ran_on_the_gpu_is_known(snapshots, before):
     """Also where the two pieces that are read have a half of the word each."""
     events = b'{"traceEvents": [' + b" " * before + b'{"ph": "X", "cat": "%s", "name": "gemm"}]}'
-    assert publish(Trace(events % b"kernel")).kernels
-    assert not publish(Trace(events % b"cpu_op")).kernels
+    assert exported(snapshots, SavedAs(events % b"kernel")).stored.kernels
+    assert not exported(snapshots, SavedAs(events % b"cpu_op")).stored.kernels
 
 
 def little_room(monkeypatch):
     found = os.statvfs("/")
     free = os.statvfs_result((*found[:4], (MIN_FREE_BYTES - MIB) // found.f_frsize, *found[5:]))
-    monkeypatch.setattr(store.os, "statvfs", lambda _: free)
+    monkeypatch.setattr(export.os, "statvfs", lambda _: free)
 
 
 def slow_disk(monkeypatch):
     """torch holds the GIL while it writes, so the training would wait for the disk."""
     clock = iter(range(0, 10**12, 3 * 10**9))
-    monkeypatch.setattr(store, "now_ns", lambda: next(clock))
+    monkeypatch.setattr(export, "now_ns", lambda: next(clock))
 
 
 @pytest.mark.parametrize(
@@ -122,24 +92,21 @@ def slow_disk(monkeypatch):
         (CONTENT, slow_disk, "too slow", False),
     ],
 )
-def test_what_is_not_whole_or_has_no_place_is_not_published(
-    publish, snapshots, monkeypatch, content, broken, why, saved
-):
+def test_what_is_not_whole_or_has_no_place_is_not_published(snapshots, monkeypatch, content, broken, why, saved):
     if broken:
         broken(monkeypatch)
-    trace = Trace(content)
-    with pytest.raises(StoreError, match=why):
-        publish(trace)
+    trace = SavedAs(content)
+    assert why in exported(snapshots, trace).error
     assert trace.freed
-    assert (trace.saved_to is not None) == saved
+    assert (trace.path is not None) == saved
     assert tree(snapshots) == []
 
 
-def test_a_copy_of_the_raw_trace_in_a_forked_worker_holds_no_disk_space(publish, monkeypatch):
+def test_a_copy_of_the_raw_trace_in_a_forked_worker_holds_no_disk_space(snapshots, monkeypatch):
     copies: list[int] = []
     original = os.ftruncate
-    monkeypatch.setattr(store.os, "ftruncate", lambda raw, size: copies.append(os.dup(raw)) or original(raw, size))
-    publish(Trace())
+    monkeypatch.setattr(export.os, "ftruncate", lambda raw, size: copies.append(os.dup(raw)) or original(raw, size))
+    exported(snapshots, SavedAs(CONTENT))
     assert os.fstat(copies[0]).st_size == os.fstat(copies[0]).st_blocks == 0
     os.close(copies[0])
 
@@ -155,29 +122,28 @@ def old(snapshots: Path, name: str, age: int, size: int = 400_000) -> Path:
     return folder
 
 
-def test_the_oldest_go_first(publish, snapshots):
+def test_the_oldest_go_first(snapshots):
     newer, oldest, newest = (old(snapshots, f"request-step{n}", age) for n, age in ((2, 20), (1, 30), (3, 1)))
     mine = snapshots / "notes-step9"
     mine.mkdir()
     (mine / "file").write_bytes(b"x" * 1_000_000)
-    publish(Trace())
+    exported(snapshots, SavedAs(CONTENT))
     assert [path.exists() for path in (oldest, newer, newest, mine)] == [False, True, True, True]
 
 
-def test_a_snapshot_larger_than_the_limit_removes_nothing(publish, snapshots):
+def test_a_snapshot_larger_than_the_limit_removes_nothing(snapshots):
     others = old(snapshots, "request-step5", 0, 250), old(snapshots, "request-step4", 0, 40)
-    with pytest.raises(StoreError, match="snapshot_disk_bytes"):
-        publish(Trace(), disk_bytes=300)
+    assert "snapshot_disk_bytes" in exported(snapshots, SavedAs(CONTENT), disk_bytes=300).error
     assert all((folder / "x.gz").exists() for folder in others)
 
 
-def test_links_are_not_followed(publish, snapshots, tmp_path):
+def test_links_are_not_followed(snapshots, tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_text("x")
     folder = old(snapshots, "request-step1", 50, 2_000_000)
     (folder / "away").symlink_to(tmp_path / "outside")
     (snapshots / "request-step2").symlink_to(tmp_path / "outside")
-    publish(Trace())
+    exported(snapshots, SavedAs(CONTENT))
     assert not folder.exists()
     assert (tmp_path / "outside" / "precious").read_text() == "x"
 
@@ -187,5 +153,5 @@ def test_what_a_killed_process_of_the_run_has_left_is_removed_after_minutes(snap
         (snapshots / name).mkdir(parents=True)
         (snapshots / name / "trace.json").write_text("x")
     os.utime(snapshots / ".export.n1.7.ab.tmp", (1e9, 1e9))
-    TraceStore(snapshots, Config()).sweep()
+    sweep(snapshots)
     assert sorted(os.listdir(snapshots)) == [".export.n2.7.cd.tmp", "kept"]

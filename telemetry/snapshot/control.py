@@ -10,19 +10,19 @@ import os
 import threading
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from telemetry.log.lines import ABSENT, SnapshotLine
 from telemetry.model.records import FAILED, RECORDED, REFUSED, SKIPPED, SNAPSHOT_RESULTS
 from telemetry.node.metrics import SnapshotsView
 from telemetry.safety.files import caches_folders
-from telemetry.safety.processes import slug
-from telemetry.safety.threads import OwnThread, Wake
 from telemetry.seams.profilers import on_gpu
 from telemetry.snapshot.budget import Budget
-from telemetry.snapshot.capture import Capture, Outcome
+from telemetry.snapshot.capture import Capture
+from telemetry.snapshot.export import Export, Outcome, sweep
 from telemetry.snapshot.plan import CACHED_SECONDS, NOTICE_TICKS, REQUEST, Meeting, Plan, Request, first_step, new_id
-from telemetry.snapshot.store import StoredTrace, StoreError, TraceStore, WorkerFetches
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from telemetry.node.peers import JobLink
     from telemetry.safety.errors import ErrorLog
     from telemetry.safety.processes import Identity
-    from telemetry.seams.profilers import ProfilerWatch, Session
+    from telemetry.seams.profilers import ProfilerWatch
     from telemetry.seams.tracker import StepTracker
+    from telemetry.snapshot.export import StoredTrace
     from telemetry.util.clock import WallClock
 
 _PACE_STEPS: Final = 32
@@ -51,8 +52,6 @@ _NO_KERNEL: Final = (
     "has no kernel of the GPU: another profiler or monitor may use its counters, or the container may lack the "
     "permission. Its host side is complete"
 )
-
-_LONG_SECONDS: Final = 3600.0
 
 
 class Trigger:
@@ -100,52 +99,6 @@ class Trigger:
         self._last = now
 
 
-class _Export:
-    """A thread that watches what a recording takes, waits for its outcome, and saves the trace.
-
-    It is started before the recording, because Python 3.12 and later start no thread while the process exits.
-
-    Attributes:
-        outcome: outcome of the plan on the training thread; None before that.
-        stored: the saved trace; ``error``: why there is none.
-        finished: whether the trace was saved, or could not be.
-
-    Raises:
-        RuntimeError: no thread can be started.
-    """
-
-    def __init__(self, control: SnapshotControl, plan: Plan, budget: Budget) -> None:
-        self._control, self._budget = control, budget
-        self._submitted = Wake()
-        self.plan = plan
-        self.outcome: Outcome | None = None
-        self.stored: StoredTrace | None = None
-        self.error: str | None = None
-        self.finished = False
-        self.thread = OwnThread(self._main, name="telemetry-export")
-        self.thread.start()
-
-    def submit(self, outcome: Outcome | None) -> None:
-        """Save an outcome that has a trace, and end the thread. Without an outcome it just ends. Called once."""
-        self._budget.close()
-        self.outcome = outcome
-        self._submitted.set()
-
-    def _main(self) -> None:
-        self._budget.watch()
-        while not self._submitted.wait(_LONG_SECONDS):
-            pass
-        outcome = self.outcome
-        if outcome is not None and outcome.trace is not None:
-            try:
-                self.stored = self._control.save(self.plan, outcome, outcome.trace)
-            except (StoreError, OSError) as error:
-                self.error = str(error)
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
-        self.finished = True
-
-
 class SnapshotControl:
     """Controls the snapshots of one rank. The agent calls `tick` on its thread.
 
@@ -180,12 +133,10 @@ class SnapshotControl:
         self._recent: deque[float] = deque(maxlen=_PACE_STEPS)  # seconds of the newest steps
         self._wanted: deque[Request] = deque(maxlen=16)  # by this rank
         self._trigger = Trigger(config)
-        self._meeting = Meeting(self._folder)
+        self._meeting: Meeting | None = None  # None if the folder cannot be used, and in a forked child
         self._capture = Capture(tracker, profilers, config, identity)
         profilers.before_theirs = self._capture.give_way
-        self._store = TraceStore(self._folder, config)
-        self._export: _Export | None = None  # from a plan until its outcome is counted
-        self._usable = False
+        self._export: Export | None = None  # from a plan until its outcome is counted
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -200,16 +151,15 @@ class SnapshotControl:
             self._folder.mkdir(0o700, exist_ok=True)
             if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(f"{self._folder} may not be written")
-            self._meeting.skip_earlier()
-            self._usable = True
-        self._store.sweep()
+            self._meeting = Meeting(self._folder)
+        sweep(self._folder)
 
     def request(self, rank: int | None, steps: int | None) -> bool:
         """Request a snapshot from this process. Can be called on any thread; the next tick handles it."""
-        if self._usable:
-            steps = steps or self._config.snapshot_steps
-            self._wanted.append(Request(new_id(), REQUEST, rank, steps, self._me()))
-        return self._usable
+        if self._meeting is None:
+            return False
+        self._wanted.append(Request(new_id(), REQUEST, rank, steps or self._config.snapshot_steps, self._me()))
+        return True
 
     def end_recording(self, detach: Callable[[], object]) -> bool:
         """Keep the recording when the run ends. Called while the hooks are still in place.
@@ -232,18 +182,17 @@ class SnapshotControl:
         self._capture.drop("the run ended before the step")
         self._settle()
         if self._export is not None and self._export.outcome is None:
-            self._export.submit(None)
+            self._export.abandon()
 
     def wait(self, seconds: float) -> None:
         """Wait for a running export, at most this many seconds, and log its outcome."""
         if self._export is not None:
             self._export.thread.join(seconds)
-            if self._export.outcome is not None:
-                self._settle()
+            self._settle()
 
     def after_fork_in_child(self) -> None:
         """Stop a recording that was copied by a fork, so that it does not grow. Takes no lock."""
-        self._usable = False
+        self._meeting = None
         self._capture.after_fork_in_child()
 
     def view(self) -> SnapshotsView:
@@ -258,7 +207,7 @@ class SnapshotControl:
 
     def tick(self, stalls: StallMonitor | None) -> None:
         """Agree with the other ranks, and handle recordings. ``stalls``: None if the tick is skipped."""
-        if not self._usable:
+        if self._meeting is None:
             return
         self._settle()
         now, cause = now_ns() / NS, None if stalls is None else stalls.active_cause
@@ -269,7 +218,7 @@ class SnapshotControl:
             self._wanted.append(Request(new_id(), cause, None, steps, self._me(), stall))
         plan = self._meeting.next_plan()
         if plan is None and self._export is None and self._recent:
-            plan = self._decide()
+            plan = self._decide(self._meeting)
         if plan is not None:
             self._follow(plan, now)
         self._capture.hold()
@@ -277,13 +226,13 @@ class SnapshotControl:
     def _me(self) -> str:
         return f"rank {self._identity.rank}, pid {self._identity.pid}"
 
-    def _decide(self) -> Plan | None:
+    def _decide(self, meeting: Meeting) -> Plan | None:
         """Make a plan of the oldest request, if there is one."""
-        request = self._meeting.next_request() or (self._wanted[0] if self._wanted else None)
+        request = meeting.next_request() or (self._wanted[0] if self._wanted else None)
         if request is None:
             return None
         first = first_step(self._tracker.ring.closed, median(self._recent), self._notice_seconds())
-        return self._meeting.decide(request, first)
+        return meeting.decide(request, first)
 
     def _notice_seconds(self) -> float:
         """Within what time all ranks know of a plan."""
@@ -300,74 +249,64 @@ class SnapshotControl:
         if not request.wants(self._identity.rank):
             return
         if self._export is not None:
-            self._conclude(request, Outcome(SKIPPED, "another snapshot is in progress"))
+            self._log(request, Outcome(SKIPPED, "another snapshot is in progress"))
             return
         enough = self._trigger.enough()
         if enough is not None:
-            self._conclude(request, Outcome(REFUSED, enough))
+            self._log(request, Outcome(REFUSED, enough))
             return
         ranks = self._board.live_ranks() if self._board is not None else 1
         budget = Budget(self._config, max(1, ranks))
-        self._export = _Export(self, plan, budget)
+        self._export = Export(
+            plan,
+            budget,
+            snapshots=self._folder,
+            config=self._config,
+            identity=self._identity,
+            loaders=self._tracker.loaders,
+        )
         self._trigger.took(now)
-        self._capture.arm(plan, budget)
+        self._capture.arm(self._export)
 
     def _settle(self) -> None:
-        """Pass finished recordings to the export, and count saved traces."""
+        """Count and log a snapshot that is finished."""
         export = self._export
-        if export is None:
-            return
-        if export.outcome is None:
-            outcome = self._capture.take()
-            if outcome is None:
-                return
-            export.submit(outcome)
-        outcome = export.outcome
-        if outcome is not None and (outcome.trace is None or export.finished):
+        if export is not None and export.outcome is not None and export.finished:
             self._export = None
-            self._conclude(export.plan.request, outcome, export.stored, export.error)
+            self._log(export.plan.request, export.outcome, export.stored, export.error)
 
-    def _conclude(
+    def _log(
         self, request: Request, outcome: Outcome, stored: StoredTrace | None = None, error: str | None = None
     ) -> None:
-        """Count the outcome, and log it: a person may wait for the line. ``error``: see `_Export`."""
+        """Count an outcome, and log it: a person may wait for the line. ``error``: why its trace was not saved."""
         result = outcome.result if error is None else FAILED
         self.counts[result] += 1
-        trace: dict[str, Any] = dict.fromkeys(("started", "ended", "size_bytes", "trace_bytes", "held_seconds"), ABSENT)
+        line = SnapshotLine(
+            result=result,
+            why=error or outcome.why,
+            id=request.id,
+            reason=request.reason,
+            asked_by=request.asked_by,
+            first_step=outcome.first_step if result == RECORDED else None,
+            last_step=outcome.last_step if result == RECORDED else None,
+            breakdown=ABSENT,
+            pause_seconds=outcome.pauses,
+            started=ABSENT,
+            ended=ABSENT,
+            size_bytes=ABSENT,
+            trace_bytes=ABSENT,
+            held_seconds=ABSENT,
+        )
         if stored is not None:
-            trace = {
-                "started": self._wall.iso(outcome.started_ns),
-                "ended": self._wall.iso(outcome.ended_ns),
-                "size_bytes": stored.size,
-                "trace_bytes": stored.raw_bytes,
-                "held_seconds": stored.held,
-            }
+            line = msgspec.structs.replace(
+                line,
+                path=stored.path,
+                started=self._wall.iso(outcome.started_ns),
+                ended=self._wall.iso(outcome.ended_ns),
+                size_bytes=stored.size_bytes,
+                trace_bytes=stored.trace_bytes,
+                held_seconds=stored.held_seconds,
+            )
             if on_gpu() and not stored.kernels:
                 self._errors.tell("snapshot", f"{stored.path} {_NO_KERNEL}")
-        self._event_log.write(
-            SnapshotLine(
-                result=result,
-                why=error or outcome.why,
-                id=request.id,
-                reason=request.reason,
-                asked_by=request.asked_by,
-                first_step=outcome.first_step if result == RECORDED else None,
-                last_step=outcome.last_step if result == RECORDED else None,
-                path=None if stored is None else stored.path,
-                pause_seconds=outcome.pauses,
-                breakdown=ABSENT,
-                **trace,
-            )
-        )
-
-    # -- the export thread -------------------------------------------------------------------------------------
-
-    def save(self, plan: Plan, outcome: Outcome, trace: Session) -> StoredTrace:
-        """Save a trace, with the fetches of the workers during the recording. Raises as `TraceStore.publish`."""
-        me = self._identity
-        # Read now, because workers keep only their newest fetches.
-        blocks = [loader.block for loader in self._tracker.loaders.live() if loader.block is not None]
-        workers = [worker for block in blocks for worker in block.read()]
-        fetches = WorkerFetches(workers, outcome.started_ns, outcome.ended_ns)
-        name = f"{plan.folder}/{plan.file_name(me.rank, slug(me.node), me.pid)}"
-        return self._store.publish(trace, name, fetches)
+        self._event_log.write(line)
