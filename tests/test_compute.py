@@ -145,7 +145,7 @@ def test_parts_are_those_of_the_script_s_own_timers(observed, kind):
     with sampled(observed.tracker) as made:
         while made.steps.samples < 1000:
             loop.run(kind, batches, 0.2)
-    own, seen = shares(loop.timers.seconds), shares(made.seen.parts)
+    own, seen = shares(loop.timers.seconds), shares(made.part_ns)
     assert {part: seen[part] for part in own} == {part: pytest.approx(share, abs=5) for part, share in own.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -20,7 +20,6 @@ from telemetry.model.totals import (
     GpuTotals,
     Sampled,
     SampledTotals,
-    StackTotals,
     Tick,
     Totals,
     WorkerTotals,
@@ -419,7 +418,7 @@ class TotalsBuilder:
             tokens=accounting.tokens(),
             compute_parts=self._split(seconds[COMPUTE]),
             compiles=self._compiles(),
-            stacks=self._stacks(),
+            stacks=replace(self._sampler.seen),
         )
         return self._with_loaders(counted)
 
@@ -437,7 +436,7 @@ class TotalsBuilder:
 
     def _split(self, compute_seconds: float) -> dict[str, float] | None:
         """The compute by part: what came since the last samples takes the shares of the newest ones."""
-        before, seen = self.totals, self._sampler.seen.parts
+        before, seen = self.totals, self._sampler.part_ns
         self._to_split += max(0.0, compute_seconds - before.compute_seconds)
         new = {part: ns - self._parts_seen.get(part, 0) for part, ns in seen.items()}
         if self._ends and not any(new.values()):
@@ -449,10 +448,6 @@ class TotalsBuilder:
         added = {part: self._to_split * ns / whole for part, ns in new.items() if ns}
         self._to_split = 0.0
         return together(before.compute_parts or {}, added)
-
-    def _stacks(self) -> StackTotals:
-        seen = self._sampler.seen
-        return StackTotals(*(getattr(seen, spec.name) for spec in fields(StackTotals)))
 
     def _compiles(self) -> CompileTotals:
         """Add what ``torch.compile`` has compiled again since the last call."""

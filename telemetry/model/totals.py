@@ -119,14 +119,17 @@ class CompileTotals:
     again_seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StackTotals:
     """The time of the training thread by the samples of its stack, in ns but for the two numbers of samples.
 
+    `Sampler` adds to it, and each `Totals` has a copy.
+
     Attributes:
-        samples: samples in which it computed. ``in_sync``: those of them in which ranks wait for one another.
+        samples: in a job of several ranks, samples in which it computed. ``in_sync``: those of them in which ranks wait
+            for one another.
         step: time in the compute of steps. ``freeing``: its part in the statement that asks for batches, which frees
-            the one before.
+            the one before. Time in which that keeps the GIL counts for the line after.
         wait, wait_cpu: time in waits for batches in mid-epoch; the part in which the thread was not blocked.
             ``sampler``, ``sampler_cpu``: the same of the part in the sampler of a DataLoader.
         boundary, boundary_sampler, boundary_sampler_cpu: the same at epoch boundaries.
@@ -309,7 +312,7 @@ class Totals:
     epochs: EpochTotals = EpochTotals()
     deliveries: Deliveries = Deliveries()
     garbage: GarbageTotals = GarbageTotals()
-    stacks: StackTotals = StackTotals()
+    stacks: StackTotals = field(default_factory=StackTotals)
     process_cpu_seconds: float | None = 0.0
     run_queue_delay_seconds: float | None = 0.0
     thread_cpu_seconds: float | None = 0.0

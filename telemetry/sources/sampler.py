@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from telemetry.model.records import COMPUTE_PARTS
+from telemetry.model.totals import StackTotals
 from telemetry.safety.threads import listed_threads, named
 from telemetry.seams.collectives import collective_in, in_backward
 from telemetry.sources.parts import PartReader
@@ -75,37 +76,7 @@ class Wanted:
     slow_rank: bool = False
 
 
-# -- what was seen -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Seen:
-    """Sums over the samples of the run, in ns but for the two numbers of samples.
-
-    Attributes:
-        samples: in a job of several ranks, samples in which the thread computed. ``in_sync``: those of them in which
-            ranks wait for one another.
-        step: time in the compute of steps. ``freeing``: its part in the statement that asks for batches, which frees
-            the one before. Time in which that keeps the GIL counts for the line after.
-        wait, wait_cpu: time in waits for batches in mid-epoch; the part in which the thread was not blocked.
-            ``sampler``, ``sampler_cpu``: the same of the part in the sampler of a DataLoader.
-        boundary, boundary_sampler, boundary_sampler_cpu: the same at epoch boundaries.
-        parts: time by part of the compute, see `PartReader`.
-    """
-
-    samples: int = 0
-    in_sync: int = 0
-    step: int = 0
-    freeing: int = 0
-    wait: int = 0
-    wait_cpu: int = 0
-    sampler: int = 0
-    sampler_cpu: int = 0
-    boundary: int = 0
-    boundary_sampler: int = 0
-    boundary_sampler_cpu: int = 0
-    parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPUTE_PARTS, 0))
-
+# -- the samples -------------------------------------------------------------------------------------------------------
 
 _RIGHT_AFTER_NS: Final = NS // 1000
 _PART_SECONDS: Final = 10.0
@@ -117,7 +88,7 @@ class Sampler:
 
     Attributes:
         wanted: what the samples are needed for. Others set it once a tick.
-        seen: sums over the samples of the run.
+        seen: sums over the samples of the run. ``part_ns``: time by part of the compute, see `PartReader`.
         run: the stacks of the training thread over the run, by kind of work. `STEP` is the compute of steps, `WAIT` the
             waits for batches.
         stall: the same since `begin_stall`, and the fetches of other threads; None without a stall.
@@ -137,7 +108,8 @@ class Sampler:
         self._parts = PartReader()
         self._requests: set[tuple[str, int]] = set()  # lines that ask for batches
         self._places: Counter[str] = Counter()
-        self.seen = Seen()
+        self.seen = StackTotals()
+        self.part_ns = dict.fromkeys(COMPUTE_PARTS, 0)
         self.run: dict[str, StackProfile] = {}
         self.stall: dict[str, StackProfile] | None = None
         self.parts: list[StackProfile] = []
@@ -227,7 +199,7 @@ class Sampler:
         self._began_ns = self._began_ns or now_ns()
         seen.step += wall
         for part, ns in self._parts.take(stack, wall):
-            seen.parts[part] += ns
+            self.part_ns[part] += ns
         if stack and (stack[0].file, stack[0].line) in self._requests:
             seen.freeing += wall
         self._take_place(sample)
