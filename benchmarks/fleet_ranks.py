@@ -215,7 +215,7 @@ class SimulatedRank:
             deliveries=Deliveries(
                 fetch_wait_seconds=0.9 * waited,
                 transfer_wait_seconds=0.1 * waited,
-                head_of_line_wait_seconds=0.2 * waited,
+                head_of_line_seconds=0.2 * waited,
             ),
             head_of_line_batches=round(self.waits * self._wave(now)),
         )

@@ -264,7 +264,7 @@ class _Shapes:
             "transfer_wait_busy_worker_seconds_total": 1.1, "transfer_wait_long_fetch_seconds_total": 0.1,
             "head_of_line_batches": 0,
             "head_of_line_worker": None, "head_of_line_since_seconds": None, "written_bytes_per_second": 1.4e6,
-            "allowed_cores": 192, "packing_ratio": 0.04,
+            "allowed_cores": 192, "pickling_ratio": 0.04,
         }  # fmt: skip
         events = (("gpu", gpu), ("host", host), ("workers", workers))
         return [self._line(0, event, fields)[33:] for event, fields in events]

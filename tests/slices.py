@@ -167,9 +167,9 @@ def next_tick(before: Totals, part: Slice) -> Tick:
             part.boundaries, part.left, part.boundary_wait, part.near_boundaries, part.first_fetches, part.first_fetch,
         ),
         deliveries=Deliveries(
-            batches=part.matched, fetch_wait_seconds=part.fetch_wait, transfer_wait_seconds=part.transfer_wait,
+            matched=part.matched, fetch_wait_seconds=part.fetch_wait, transfer_wait_seconds=part.transfer_wait,
             from_busy=part.from_busy, transfer_wait_busy_worker_seconds=part.transfer_wait_busy,
-            transfer_wait_long_fetch_seconds=part.transfer_wait_long, head_of_line_wait_seconds=part.head_of_line,
+            transfer_wait_long_fetch_seconds=part.transfer_wait_long, head_of_line_seconds=part.head_of_line,
         ),
         garbage=GarbageTotals(
             part.garbage, part.garbage_wait, part.boundary_garbage, part.collections, part.younger_collections,

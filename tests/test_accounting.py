@@ -418,18 +418,18 @@ def test_batches_have_the_same_numbers_and_waits_in_whatever_pieces_they_are_rea
 def test_counters_are_added_and_subtracted_in_every_group():
     oldest = Totals(
         steps=3, ledger_seconds={"compute": 1.0}, epochs=EpochTotals(boundaries=1), fetch_counts=(1, 2),
-        deliveries=Deliveries(batches=4, slack_seconds=0.5),
+        deliveries=Deliveries(matched=4, slack_seconds=0.5),
         sampled=SampledTotals(workers=WorkerTotals(busy_ratio=Sampled(0.5, 1.0))),
     )  # fmt: skip
     newest = Totals(
         steps=5, ledger_seconds={"compute": 4.0, "other": 2.0}, epochs=EpochTotals(boundaries=1, left=2), fetch_counts=(1, 5),
-        deliveries=Deliveries(batches=9, slack_seconds=0.75),
+        deliveries=Deliveries(matched=9, slack_seconds=0.75),
         sampled=SampledTotals(workers=WorkerTotals(busy_ratio=Sampled(2.5, 5.0))),
     )  # fmt: skip
     added = newest - oldest
     assert (added.steps, added.ledger_seconds, added.epochs) == (2, {"compute": 3.0, "other": 2.0}, EpochTotals(left=2))
     assert added.fetch_counts == (0, 3)
-    assert added.deliveries == Deliveries(batches=5, slack_seconds=0.25)
+    assert added.deliveries == Deliveries(matched=5, slack_seconds=0.25)
     assert added.sampled.workers.busy_ratio.mean == 0.5
     assert together(oldest, added) == newest
 

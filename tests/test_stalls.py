@@ -359,8 +359,8 @@ def test_the_first_batch_is_no_stall_however_long_it_is_waited_for(run):
 
 def test_the_waits_for_batches_are_taken_apart_from_tick_to_tick(run):
     each = Deliveries(
-        batches=1, fetch_wait_seconds=0.1, transfer_wait_seconds=0.5, from_busy=1,
-        transfer_wait_busy_worker_seconds=0.4, transfer_wait_long_fetch_seconds=0.3, head_of_line_wait_seconds=0.05,
+        matched=1, fetch_wait_seconds=0.1, transfer_wait_seconds=0.5, from_busy=1,
+        transfer_wait_busy_worker_seconds=0.4, transfer_wait_long_fetch_seconds=0.3, head_of_line_seconds=0.05,
     )  # fmt: skip
     deliveries = Deliveries()
     run.request(0.5, 0.6)

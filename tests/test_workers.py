@@ -360,7 +360,7 @@ def test_batches_behind_a_slow_worker_and_those_that_lie_ready(source, observed)
     next(iterator)
     releasing.join()
     sample = tick()
-    assert 0.1 < sample.deliveries.head_of_line_wait_seconds <= sample.deliveries.fetch_wait_seconds
+    assert 0.1 < sample.deliveries.head_of_line_seconds <= sample.deliveries.fetch_wait_seconds
     assert (sample.head_of_line_batches, sample.head_of_line_worker) == (0, None)
     wait_for(lambda: tick().fetches_total == 3 + 8)
     began = now_ns()
@@ -442,7 +442,7 @@ def test_batches_out_of_turn_are_not_matched_later_either(observed, source):
     for number, _ in enumerate(DataLoader(Stream(), batch_size=1, num_workers=2, multiprocessing_context="fork")):
         if not number % 2:
             observed.read()
-            matched = source.read().deliveries.batches
+            matched = source.read().deliveries.matched
     assert 0 < matched <= 6
 
 
@@ -505,10 +505,10 @@ def test_a_slow_fetch_is_late_and_blocks_those_behind_it(observed):
     for _ in DataLoader(Uneven(16, 0.1), batch_size=1, num_workers=2, prefetch_factor=2):
         pass
     found = deliveries(observed)
-    assert found.batches == 15
+    assert found.matched == 15
     assert 0.2 < found.fetch_wait_seconds
     assert found.fetch_wait_seconds > found.transfer_wait_seconds
-    assert 0.6 * found.fetch_wait_seconds < found.head_of_line_wait_seconds <= found.fetch_wait_seconds
+    assert 0.6 * found.fetch_wait_seconds < found.head_of_line_seconds <= found.fetch_wait_seconds
 
 
 def test_what_takes_long_to_move_is_not_late(observed):
@@ -517,7 +517,7 @@ def test_what_takes_long_to_move_is_not_late(observed):
     ):
         pass
     found = deliveries(observed)
-    assert found.batches == 7
+    assert found.matched == 7
     assert found.transfer_wait_seconds > 2 * found.fetch_wait_seconds
 
 
@@ -528,9 +528,9 @@ def test_epochs_are_told_apart(observed, persistent):
         for _ in loader:
             pass
         if not persistent:
-            assert deliveries(observed).batches == 5
+            assert deliveries(observed).matched == 5
     if persistent:
-        assert deliveries(observed).batches == 15
+        assert deliveries(observed).matched == 15
 
 
 def test_an_epoch_left_early_does_not_shift_the_numbers(observed):
@@ -566,7 +566,7 @@ def test_a_batch_that_raised_has_its_number(observed):
         except StopIteration:
             break
     assert raised == 1
-    assert deliveries(observed).batches == 7
+    assert deliveries(observed).matched == 7
 
 
 def test_transfers_from_busy_and_idle_workers_are_told_apart(observed, tmp_path):
@@ -587,7 +587,7 @@ def test_transfers_from_busy_and_idle_workers_are_told_apart(observed, tmp_path)
         for _ in range(4):
             next(iterator)
         found = deliveries(observed)
-        assert (found.batches, found.from_busy) == (3, 3)
+        assert (found.matched, found.from_busy) == (3, 3)
         assert 0 < found.transfer_wait_busy_worker_seconds == found.transfer_wait_seconds
         handle(observed).arrivals.clear()
     block = handle(observed).block
@@ -596,7 +596,7 @@ def test_transfers_from_busy_and_idle_workers_are_told_apart(observed, tmp_path)
     for _ in range(4):
         next(iterator)
     found = deliveries(observed)
-    assert (found.batches, found.from_busy, found.transfer_wait_busy_worker_seconds) == (4, 0, 0.0)
+    assert (found.matched, found.from_busy, found.transfer_wait_busy_worker_seconds) == (4, 0, 0.0)
     assert found.transfer_wait_seconds > 0
 
 
@@ -664,17 +664,16 @@ def test_whatever_the_workers_have_written_down_nothing_is_negative(counters, ar
     fetches = Fetches(counters, 4)
     found = fetches.deliveries(arrivals)
     assert (
-        min(found.slack_seconds, found.fetch_wait_seconds, found.transfer_wait_seconds, found.head_of_line_wait_seconds)
-        >= 0
+        min(found.slack_seconds, found.fetch_wait_seconds, found.transfer_wait_seconds, found.head_of_line_seconds) >= 0
     )
-    assert found.head_of_line_wait_seconds <= found.fetch_wait_seconds + 1e-9
+    assert found.head_of_line_seconds <= found.fetch_wait_seconds + 1e-9
     assert (
         0
         <= found.transfer_wait_long_fetch_seconds
         <= found.transfer_wait_busy_worker_seconds
         <= found.transfer_wait_seconds
     )
-    assert 0 <= found.from_busy <= found.batches
+    assert 0 <= found.from_busy <= found.matched
     waited = sum(a.arrived_ns - a.requested_ns for a in arrivals) / 1e9
     assert found.fetch_wait_seconds + found.transfer_wait_seconds <= waited * (1 + 1e-9)
     fetches.blocked(3, 7, 1 << 62)

@@ -291,7 +291,7 @@ WORKERS: Final = {
     "head_of_line_since_seconds": "how long that fetch has taken",
     "written_bytes_per_second": "written by all workers, with pickled batches",
     "allowed_cores": "cores that the training workers may use",
-    "packing_ratio": "share of the time in which a worker pickles",
+    "pickling_ratio": "share of the time in which a worker pickles",
 }
 """What each field of the event ``workers`` is."""
 

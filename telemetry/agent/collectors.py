@@ -56,9 +56,6 @@ _LOGGED_AS: Final = {
 }
 """The log event for each field of `Samples`."""
 
-_OLDER_NAMES: Final = {"pickling_ratio": "packing_ratio"}
-"""Log names of fields that have another name in the code."""
-
 
 @dataclass(frozen=True, slots=True)
 class Samples:
@@ -246,9 +243,6 @@ def mean_of(samples: Sequence[Any]) -> dict[str, Any]:
             merged[spec.name] = round(mean) if isinstance(values[-1], int) else mean
         else:
             merged[spec.name] = list(last) if isinstance(last, tuple) else last
-    for name, older in _OLDER_NAMES.items():
-        if name in merged:
-            merged[older] = merged.pop(name)
     return merged
 
 

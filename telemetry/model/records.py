@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -345,35 +345,26 @@ class Deliveries:
     """Sums over the batches that were taken and could be matched with their fetch, by the reason for their wait.
 
     Attributes:
-        batches: number of batches. ``slack_seconds``: how long they had been ready when they were requested.
         fetch_wait_seconds: waits until their fetch had ended. ``transfer_wait_seconds``: waits after that (pickling,
-            sending, pinning, unpickling).
+            sending, pinning, unpickling). ``head_of_line_seconds``: fetch wait during which a later batch was finished.
+        matched: number of batches. ``slack_seconds``: how long they had been ready when they were requested.
         from_busy: batches whose worker was in another fetch during their transfer.
             ``transfer_wait_busy_worker_seconds``: the transfer wait for these. ``transfer_wait_long_fetch_seconds``:
             the part of it in which the worker was in a fetch much longer than its usual ones.
-        head_of_line_wait_seconds: fetch wait during which a later batch was finished.
     """
 
-    batches: int = 0
-    slack_seconds: float = 0.0
     fetch_wait_seconds: float = 0.0
     transfer_wait_seconds: float = 0.0
+    head_of_line_seconds: float = 0.0
+    matched: int = 0
     from_busy: int = 0
     transfer_wait_busy_worker_seconds: float = 0.0
     transfer_wait_long_fetch_seconds: float = 0.0
-    head_of_line_wait_seconds: float = 0.0
+    slack_seconds: float = 0.0
 
     def log_fields(self) -> dict[str, float]:
-        """The sums as fields of the log. The waits have the names of their metrics; the other names are older."""
-        return {
-            "fetch_wait_seconds_total": self.fetch_wait_seconds,
-            "transfer_wait_seconds_total": self.transfer_wait_seconds,
-            "head_of_line_seconds_total": self.head_of_line_wait_seconds,
-            "matched_total": self.batches,
-            "from_busy_total": self.from_busy,
-            "transfer_wait_busy_worker_seconds_total": self.transfer_wait_busy_worker_seconds,
-            "transfer_wait_long_fetch_seconds_total": self.transfer_wait_long_fetch_seconds,
-        }
+        """The sums in the log. The slack is there as its mean, see `WorkersSample`."""
+        return {f"{spec.name}_total": getattr(self, spec.name) for spec in fields(self) if spec.name != "slack_seconds"}
 
 
 @dataclass(frozen=True, slots=True)

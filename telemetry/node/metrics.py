@@ -533,7 +533,7 @@ WORKERS: Final[MetricGroup[WorkersSample]] = MetricGroup(
             "the same batches."),
     counter("training_loader_head_of_line_seconds_total",
             "Part of the fetch wait during which a later batch of another worker was ready.",
-            lambda workers: workers.deliveries.head_of_line_wait_seconds),
+            lambda workers: workers.deliveries.head_of_line_seconds),
     gauge("training_loader_head_of_line_batches", "Finished batches that wait right now for an earlier batch.",
           lambda workers: workers.head_of_line_batches,
           details="The log's `workers` lines have the worker, and since when."),

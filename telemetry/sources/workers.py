@@ -99,7 +99,7 @@ class WorkersSource:
                     fetched[pid] = (worker.fetches, worker.wall_ns / NS)
                 longest = max(longest, fetching)
                 seen[pid, stat.start_ticks] = _look(pid, stat, worker, fetching)
-        taken = self._deliveries.batches - before.batches
+        taken = self._deliveries.matched - before.matched
         slack = self._deliveries.slack_seconds - before.slack_seconds
         sample = WorkersSample(
             workers=everyone,
@@ -312,7 +312,7 @@ class Fetches:
 
     def deliveries(self, arrivals: Iterable[Arrival]) -> Deliveries:
         """The sums over these batches: slack, fetch wait and transfer wait. The first batch of an epoch is left out."""
-        batches, slack, fetch_wait, transfer_wait, head_of_line = 0, 0, 0, 0, 0
+        matched, slack, fetch_wait, transfer_wait, head_of_line = 0, 0, 0, 0, 0
         from_busy, transfer_wait_busy, transfer_wait_long = 0, 0, 0
         workers, not_in_turn, of_epoch = self._workers, self._not_in_turn, self._of_epoch
         for epoch, number, requested, arrived in arrivals:
@@ -327,7 +327,7 @@ class Fetches:
                 not_in_turn.add(epoch)
             if finished is None or not number or epoch in not_in_turn:
                 continue
-            batches += 1
+            matched += 1
             if finished > requested:
                 since = finished
                 fetch_wait += finished - requested
@@ -346,14 +346,14 @@ class Fetches:
                 transfer_wait_busy += arrived - since
                 transfer_wait_long += arrived - since if fetches.is_long(longest) else 0
         return Deliveries(
-            batches=batches,
+            matched=matched,
             slack_seconds=slack / NS,
             fetch_wait_seconds=fetch_wait / NS,
             transfer_wait_seconds=transfer_wait / NS,
             from_busy=from_busy,
             transfer_wait_busy_worker_seconds=transfer_wait_busy / NS,
             transfer_wait_long_fetch_seconds=transfer_wait_long / NS,
-            head_of_line_wait_seconds=head_of_line / NS,
+            head_of_line_seconds=head_of_line / NS,
         )
 
     def blocked(self, epoch: int, next_batch: int, now_ns: int) -> HeadOfLine | None:
