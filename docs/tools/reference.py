@@ -311,7 +311,8 @@ def fields_part() -> str:
                 f"{title}: these fields need a meaning, or are no longer written: {set(names) ^ set(known)}"
             )
     fields = [f"### {title}\n\n{meanings((name, known[name]) for name in names)}" for title, names, known in parts]
-    kinds, failures = meanings(FINDINGS.items()), meanings(FAILURES.items())
+    kinds = meanings(FINDINGS.items())
+    failures = meanings((name, each.means) for name, each in FAILURES.items())
     return "\n".join([*fields, f"### Kinds of findings\n\n{kinds}", f"### Failures\n\n{failures}"])
 
 

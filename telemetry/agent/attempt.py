@@ -38,8 +38,8 @@ from telemetry.model.records import (
     COMPUTE,
     DATA_WAIT,
     DOWN,
+    FAILURES,
     GPU_MEMORY_FULL,
-    LOADER_TIMEOUT,
     LOST,
     OTHER,
     REDONE,
@@ -48,8 +48,6 @@ from telemetry.model.records import (
     SHARED_MEMORY_FULL,
     STARTUP,
     STUCK,
-    WORKER_ENDED,
-    WORKER_KILLED,
     PhaseSpan,
 )
 from telemetry.node.metrics import AttemptView
@@ -76,14 +74,6 @@ if TYPE_CHECKING:
 _MAX_TEXT: Final = 20_000
 _MAX_CHAIN: Final = 8
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - only its size is read
-
-_FAILURES: Final = (
-    (SHARED_MEMORY_FULL, r"killed by signal: bus error|(shared memory|/torch_\d+).*no space left on device"),
-    (LOADER_TIMEOUT, r"dataloader timed out after"),
-    (WORKER_KILLED, r"dataloader worker \(pid.*killed by signal: killed"),
-    (WORKER_ENDED, r"dataloader worker \(pid.*(exited unexpectedly|killed by signal)"),
-    (GPU_MEMORY_FULL, r"\b(cuda|hip|xpu) out of memory"),
-)
 
 _SIZES: Final = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE: Final = r"(\d{1,9}(?:\.\d+)?) (bytes|[kmg]ib)"
@@ -171,7 +161,9 @@ def _users_line(error: BaseException) -> str | None:
 def failure_of(error: BaseException) -> str | None:
     """What an exception of torch means, see `FAILURES`. Its text is only matched, because it may hold anything."""
     texts = _texts(error)
-    return next((kind for kind, told in _FAILURES if any(re.search(told, text, re.DOTALL) for text in texts)), None)
+    return next(
+        (name for name, each in FAILURES.items() if any(re.search(each.told, text, re.DOTALL) for text in texts)), None
+    )
 
 
 def _texts(error: BaseException) -> list[str]:

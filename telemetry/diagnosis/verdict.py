@@ -13,8 +13,8 @@ from telemetry.model.records import (
     CUDA,
     DOWN,
     EVALUATION,
+    FAILURES,
     GPU_MEMORY_FULL,
-    LOADER_TIMEOUT,
     LOST,
     PRODUCTIVE,
     REDONE,
@@ -25,8 +25,6 @@ from telemetry.model.records import (
     STARTUP,
     STUCK,
     TRAINING,
-    WORKER_ENDED,
-    WORKER_KILLED,
     WORKERS,
     XIDS,
     XIDS_OF_SCRIPTS,
@@ -403,21 +401,6 @@ def _steps(facts: RunFacts) -> str:
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - only its name
 
-_END_WORDS: Final = {
-    SHARED_MEMORY_FULL: (
-        "was full, so that a worker could not put a batch there",
-        "Make it larger (docker run --shm-size), or use fewer DataLoader workers or a smaller prefetch_factor.",
-    ),
-    LOADER_TIMEOUT: ("a batch did not come within the timeout of the DataLoader", ""),
-    WORKER_KILLED: (
-        "a DataLoader worker was killed, as the OOM killer does",
-        "Use less memory: fewer DataLoader workers, or a smaller prefetch_factor.",
-    ),
-    WORKER_ENDED: ("a DataLoader worker has ended or crashed", ""),
-    GPU_MEMORY_FULL: ("the memory of the GPU was full", ""),
-}
-"""What a failure means, and what to do."""
-
 _LESS_MEMORY: Final = (
     "Raise the memory limit of its cgroup, or use less: fewer DataLoader workers, or a smaller prefetch_factor."
 )
@@ -440,10 +423,10 @@ def _end(end: RunEnd | None, *, several: bool) -> str:
         return f"Interrupted{rank}: KeyboardInterrupt{at}."
     if not process.exception:
         return f"Failed{rank}: exit status {process.exit_status or 0:.0f}.{oom}{fault}"
-    means, advice = _END_WORDS.get(process.failure or "", ("", ""))
-    if process.failure == SHARED_MEMORY_FULL:
-        size = f" of {byte_size(process.shared_memory_bytes)}" if process.shared_memory_bytes else ""
-        means = f"{_SHM}{size} {means}"
+    failure = FAILURES.get(process.failure or "")
+    means, advice = (failure.means, failure.advice) if failure is not None else ("", "")
+    if process.failure == SHARED_MEMORY_FULL and process.shared_memory_bytes:
+        means = means.replace(_SHM, f"{_SHM} of {byte_size(process.shared_memory_bytes)}")
     elif process.failure == GPU_MEMORY_FULL and process.gpu_memory:
         more, advice = _full(process.gpu_memory)
         means += more

@@ -653,22 +653,44 @@ def factor_text(high: float, low: float | None) -> str:
     return f"{high:g}" if low is None or low >= high else f"{low:g} to {high:g}"
 
 
+class Failure(NamedTuple):
+    """What the exception that ended a process means.
+
+    ``told``: matches the lower-case text of such an exception of torch. ``means``, ``advice``: in words.
+    """
+
+    told: str
+    means: str
+    advice: str = ""
+
+
 SHARED_MEMORY_FULL: Final = "shared_memory_full"
 LOADER_TIMEOUT: Final = "loader_timeout"
-WORKER_KILLED: Final = "worker_killed"
-WORKER_ENDED: Final = "worker_ended"
 GPU_MEMORY_FULL: Final = "gpu_memory_full"
 
-FAILURES: Final[Mapping[str, str]] = MappingProxyType(
+FAILURES: Final[Mapping[str, Failure]] = MappingProxyType(
     {
-        SHARED_MEMORY_FULL: "The shared memory (/dev/shm) was full: a worker could not put a batch there.",
-        LOADER_TIMEOUT: "A batch did not come within the `timeout` of the DataLoader.",
-        WORKER_KILLED: "A worker was killed, mostly because the memory was full.",
-        WORKER_ENDED: "A worker ended by itself or crashed.",
-        GPU_MEMORY_FULL: "The memory of the GPU was full.",
+        SHARED_MEMORY_FULL: Failure(
+            r"killed by signal: bus error|(shared memory|/torch_\d+).*no space left on device",
+            "/dev/shm was full, so that a worker could not put a batch there",  # noqa: S108 - only its name
+            "Make it larger (docker run --shm-size), or use fewer DataLoader workers or a smaller prefetch_factor.",
+        ),
+        LOADER_TIMEOUT: Failure(
+            r"dataloader timed out after", "a batch did not come within the timeout of the DataLoader"
+        ),
+        "worker_killed": Failure(
+            r"dataloader worker \(pid.*killed by signal: killed",
+            "a DataLoader worker was killed, as the OOM killer does",
+            "Use less memory: fewer DataLoader workers, or a smaller prefetch_factor.",
+        ),
+        "worker_ended": Failure(
+            r"dataloader worker \(pid.*(exited unexpectedly|killed by signal)",
+            "a DataLoader worker has ended or crashed",
+        ),
+        GPU_MEMORY_FULL: Failure(r"\b(cuda|hip|xpu) out of memory", "the memory of the GPU was full"),
     }
 )
-"""What the exception that ended a process means, with its documentation: the values of ``failure``."""
+"""The failures by their name in the log. Of several that match, the first counts."""
 
 
 class HotLine(msgspec.Struct, frozen=True, kw_only=True):
