@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from telemetry.agent import stuck_monitor as stuck
-from telemetry.agent.line_monitor import StallLines
-from telemetry.agent.stuck_monitor import StuckRank
 from telemetry.config import Config
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.costs import THRESHOLDS, Thresholds
 from telemetry.loop import tick_pace as ticks
+from telemetry.model.records import StallDetails
 from tests.lines.__main__ import Outcome
 from tests.lines.__main__ import table as planted
 
@@ -108,16 +107,11 @@ def test_the_reference_is_up_to_date(name):
     assert text_of(DOCS / name) == load_tool("reference").page(name), "run `make docs-reference`"
 
 
-OF_SOME_STALLS = (
-    StuckRank("opened", "unknown", "compute", 1.0, "").evidence() | StallLines((), "", 0, "", ()).evidence()
-)
-
-
 def test_every_field_of_the_evidence_is_documented(monkeypatch):
     tool = load_tool("reference")
     documented = set(re.findall(r"^- `(\w+)`", text_of(DOCS / "output.md"), flags=re.MULTILINE))
     evidence = tool.written_evidence()
-    written = {*evidence, *evidence["paces"][0], *OF_SOME_STALLS, *tool.written_workers()}
+    written = {*evidence, *evidence["paces"][0], *StallDetails.__struct_fields__, *tool.written_workers()}
     assert len(written) > 90
     assert written - documented == set()
     monkeypatch.delitem(tool.EVIDENCE, "edges")
@@ -127,7 +121,9 @@ def test_every_field_of_the_evidence_is_documented(monkeypatch):
 
 def test_a_name_in_the_log_means_one_figure_and_is_that_of_its_metric():
     tool = load_tool("reference")
-    assert tool.written_evidence().keys() & OF_SOME_STALLS.keys() == set(), "one would replace the other in the log"
+    assert tool.written_evidence().keys() & {*StallDetails.__struct_fields__} == set(), (
+        "one would replace the other in the log"
+    )
     meanings = {}
     for fields in (tool.EVIDENCE, tool.STALL, tool.WORKERS):
         for name, meaning in fields.items():

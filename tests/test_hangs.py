@@ -182,7 +182,7 @@ def test_a_stuck_run_replaces_the_open_stall_and_clears_the_window():
     for _ in range(10):
         assert machine.update(piece).kind == "held"
     assert machine.stall.lost_seconds == {"worker_stuck": 10.0}  # the 30 s before stand in the other
-    assert machine.stall.exposed_ratio == 1.0
+    assert machine.stall.exposed_wait_ratio == 1.0
     machine.close_stuck(a_slice())
     assert [machine.update(a_slice()) for _ in range(40)] == [None] * 40
 

@@ -194,8 +194,8 @@ def test_a_rank_that_holds_the_others_up_logs_the_lines_of_its_steps(followed):
     monitor.tick(None, holds_others_up=True)
     (line,) = followed.logged
     assert isinstance(line, StragglerCodeLine)
-    assert line.evidence["lines_of"] == "step"
-    assert "of each step of rank 3 is" in line.evidence["line_verdict"]
+    assert line.evidence.lines_of == "step"
+    assert "of each step of rank 3 is" in line.evidence.line_verdict
     monitor.tick(None)
     assert (sampler.stall, sampler.wanted.kinds) == (None, frozenset())
 
@@ -215,7 +215,7 @@ def test_a_stall_with_few_samples_is_sampled_for_longer(followed):
     sample(followed, 2 * MIN_SAMPLES)
     assert monitor.tick(stall), "the line is logged as soon as it is known"
     assert not sampler.wanted.kinds
-    assert monitor.lines_of(stall).lines
+    assert monitor.lines_of(stall).code.lines
 
 
 @pytest.mark.parametrize(

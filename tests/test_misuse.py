@@ -19,7 +19,7 @@ from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.hot_lines import LineShare, line_advice
 from telemetry.diagnosis.misuse import misuse
 from telemetry.diagnosis.stalls import DetectedStall
-from telemetry.model.records import LoaderTraits
+from telemetry.model.records import CodeLines, LoaderTraits
 from telemetry.seams.loaders import traits_of
 from telemetry.seams.worker import fingerprint
 from telemetry.sources.workers import WorkersSource
@@ -299,10 +299,10 @@ def test_a_line_that_fetches_a_row_cannot_be_done_once():
         about = line_advice(evidence, WAIT, row, cause="loader_on_training_thread")
         assert len(about) == 2
         stall = DetectedStall("loader_on_training_thread", 0, costs(evidence), evidence.loop_seconds, None, evidence)
-        lines = StallLines((row,), WAIT, 60, "", about)
+        lines = StallLines(CodeLines(lines=[row.told()], lines_of=WAIT, line_samples=60), about)
         record = stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t", lines)
         assert (about[0] in record.advice) is several
-        assert [line.line for line in record.evidence["lines"]] == [16]
+        assert [line.line for line in record.details.lines] == [16]
 
 
 def test_rows_in_workers_are_fetched_at_once_as_well():

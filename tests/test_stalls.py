@@ -233,15 +233,15 @@ def test_what_may_be_chance_in_the_samples_opens_no_stall(samples, opens, at_end
 def test_the_ratio_is_that_of_the_stall():
     machine = Detector()
     machine.play(*[SLOW_READS] * 50)
-    assert machine.stall.exposed_ratio == pytest.approx(0.6)
-    assert machine.stall.opened_step == 0
+    assert machine.stall.exposed_wait_ratio == pytest.approx(0.6)
+    assert machine.stall.first_step == 0
     assert machine.stall.lost_seconds["workers_io_bound"] == pytest.approx(0.6 * 50, rel=0.1)
 
 
 def test_a_share_that_rounds_below_zero_is_zero():
     stall = DetectedStall("checkpoint", 1, {"checkpoint": 1.0}, 10.0, -3.7e-291, evidence_over([a_slice()]))
-    assert stall.exposed_ratio == 0.0
-    assert math.copysign(1, stall.exposed_ratio) == 1
+    assert stall.exposed_wait_ratio == 0.0
+    assert math.copysign(1, stall.exposed_wait_ratio) == 1
 
 
 # -- properties that hold for any input --------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_no_input_crashes_anything(pieces):
         change = machine.update(part)
         if change is not None:
             assert change.stall.cause in CAUSES
-            assert change.stall.exposed_ratio is None or 0 <= change.stall.exposed_ratio <= 1
+            assert change.stall.exposed_wait_ratio is None or 0 <= change.stall.exposed_wait_ratio <= 1
     evidence = evidence_over(pieces)
     assert set(costs(evidence)) <= set(CAUSES)
     for cause in CAUSES:

@@ -19,7 +19,7 @@ from telemetry.agent.collectors import mean_of
 from telemetry.config import GROUPS, settings
 from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.diagnosis.findings import FINDINGS
-from telemetry.model.records import FAILURES, RankPace, WorkersSample
+from telemetry.model.records import FAILURES, RankPace, StallDetails, WorkersSample
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
 from telemetry.sinks.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 
@@ -259,6 +259,7 @@ STALL: Final = {
     "stuck_in": "in a hang: the training thread's category of the ledger",
     "stuck_at": "in a hang: the innermost frames of the training thread",
     "worker_at": "in a hang: the line of the worker whose fetch takes longest",
+    "stacks": "in a hang: the stacks of all threads and workers",
     "lines": "the lines in which the time was spent",
     "lines_of": "of what these are shares",
     "line_samples": "number of samples",
@@ -302,7 +303,7 @@ def fields_part() -> str:
     parts = (
         ("Of a window", list(evidence), EVIDENCE),
         ("Of a pace", list(evidence["paces"][0]), PACE),
-        ("Of some stalls", list(STALL), STALL),
+        ("Of some stalls", list(StallDetails.__struct_fields__), STALL),
         ("Of the event `workers`", written_workers(), WORKERS),
     )
     for title, names, known in parts:

@@ -22,7 +22,6 @@ from msgspec import structs
 
 from telemetry.log.lines import (
     ABSENT,
-    Count,
     GpuMemoryFull,
     Heartbeat,
     PhaseLine,
@@ -48,6 +47,7 @@ from telemetry.model.records import (
     SHARED_MEMORY_FULL,
     STARTUP,
     STUCK,
+    Count,
     PhaseSpan,
 )
 from telemetry.node.metrics import AttemptView

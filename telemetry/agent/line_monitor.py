@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hot_lines import (
@@ -16,11 +15,13 @@ from telemetry.diagnosis.hot_lines import (
     verdict_part,
 )
 from telemetry.log.lines import StragglerCodeLine
+from telemetry.model.records import CodeLines
 from telemetry.safety.files import remove_file, replace_file
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.profiles import FETCH, SAMPLER, STEP, WAIT, StackProfile
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from telemetry.diagnosis.hot_lines import LineShare
@@ -78,32 +79,16 @@ def write_profile(folder: Path, name: str, content: bytes) -> None:
             remove_file(entry.path)
 
 
-@dataclass(frozen=True, slots=True)
-class StallLines:
-    """The lines of a stall, or of a rank that the others wait for.
+class StallLines(NamedTuple):
+    """The lines of a stall. ``advice``: what a change of the first one would bring."""
 
-    Attributes:
-        lines: the lines, largest share first.
-        work: what the shares are shares of.
-        samples: number of samples.
-        verdict: a sentence on the first line.
-        advice: what a change of the first line would bring.
-    """
+    code: CodeLines
+    advice: tuple[Advice, ...]
 
-    lines: tuple[LineShare, ...]
-    work: str
-    samples: int
-    verdict: str
-    advice: tuple[Advice, ...] = ()
 
-    def evidence(self) -> dict[str, Any]:
-        """The lines as fields of the evidence in the log."""
-        return {
-            "lines": [line.told() for line in self.lines],
-            "lines_of": self.work,
-            "line_samples": self.samples,
-            "line_verdict": self.verdict,
-        }
+def _code(lines: Sequence[LineShare], kind: str, samples: int, verdict: str) -> CodeLines:
+    told = [line.told() for line in lines]
+    return CodeLines(lines=told, lines_of=kind, line_samples=samples, line_verdict=verdict)
 
 
 def _work_of(stall: DetectedStall) -> tuple[str, ...]:
@@ -193,8 +178,8 @@ class LineMonitor:
         lines, evidence, cause = line_shares(profile, kind), stall.evidence, stall.cause
         if not lines:
             return None
-        verdict = line_verdict(evidence, kind, lines[0], cause=cause)
-        return StallLines(lines, kind, profile.samples, verdict, line_advice(evidence, kind, lines[0], cause=cause))
+        code = _code(lines, kind, profile.samples, line_verdict(evidence, kind, lines[0], cause=cause))
+        return StallLines(code, line_advice(evidence, kind, lines[0], cause=cause))
 
     def _log_slow_steps(self) -> None:
         profile, _ = self._profile_of(None)
@@ -202,7 +187,7 @@ class LineMonitor:
         if profile is not None and lines:
             self._write(profile, STEP, "straggler")
             text = f"{verdict_part(lines[0], STEP)} of rank {self._event_log.identity.rank} is {lines[0].named}"
-            self._event_log.write(StragglerCodeLine(evidence=StallLines(lines, STEP, profile.samples, text).evidence()))
+            self._event_log.write(StragglerCodeLine(evidence=_code(lines, STEP, profile.samples, text)))
 
     def _write(self, profile: StackProfile, kind: str, cause: str) -> None:
         with self._errors.contained("profiles"):

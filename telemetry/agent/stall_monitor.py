@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from telemetry.agent.stuck_monitor import StuckMonitor, paused, phase_seconds
 from telemetry.diagnosis.advice import WHOLE_BATCHES
@@ -17,14 +17,14 @@ from telemetry.diagnosis.misuse import mended_first, misuse
 from telemetry.diagnosis.stalls import MIN_STEPS, StallDetector
 from telemetry.diagnosis.stragglers import absent_rank, held_up_by, short_of_cores, straggler
 from telemetry.diagnosis.verdict import batches_unseen, costliest, weight
-from telemetry.model.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, OtherCause, StallRecord
+from telemetry.model.records import CHECKPOINT, DATA_WAIT, DEBUGGED, EVALUATION, OtherCause, StallDetails, StallRecord
 from telemetry.model.totals import Tick
 from telemetry.node.metrics import StallView
 from telemetry.safety.errors import kind_of
 from telemetry.safety.threads import OwnThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from telemetry.agent.line_monitor import LineMonitor, StallLines
     from telemetry.agent.step_monitor import FindingLog
@@ -116,40 +116,46 @@ def _resolve(callback: Callable[[dict[str, Any]], Any] | str) -> Callable[[dict[
 
 
 def stall_record(
-    stall: DetectedStall, stuck: StuckRank | None, identity: Identity, opened: str, lines: StallLines | None = None
+    stall: DetectedStall,
+    stuck: StuckRank | None,
+    identity: Identity,
+    opened: str,
+    lines: StallLines | None = None,
+    *,
+    stacks: Sequence[str] = (),
 ) -> StallRecord:
     """The cause, evidence and advice of a stall as it is now. ``stuck``: this rank, if it is stuck."""
+    ratio, stuck = stall.exposed_wait_ratio, stuck if stall.is_stuck else None
     lost = {cause: round(seconds, 3) for cause, seconds in stall.lost_seconds.items()}
-    ratio, stuck = stall.exposed_ratio, stuck if stall.is_stuck else None
-    evidence = evidence_field(stall.evidence) | {"lost_seconds": lost}
+    details = StallDetails(lost_seconds=lost, stacks=[*stacks])
     slow = slow_rank(stall, stuck)
     if slow is not None:
-        where = slow.node or identity.node
-        evidence |= {"straggler_rank": slow.rank, "straggler_node": where, "straggler_reason": slow.why}
+        details.straggler_rank, details.straggler_node = slow.rank, slow.node or identity.node
+        details.straggler_reason = slow.why
     advice = advise(stall.cause, stall.evidence)
     shares = shares_of(stall.cause, stall.evidence) if stuck is None else {}
     if len(shares) > 1:
-        share = shares.pop(stall.cause)
+        details.share_ratio = round(shares.pop(stall.cause), 4)
+        details.also = [OtherCause(cause, round(s, 4), [*advise(cause, stall.evidence)]) for cause, s in shares.items()]
         advice = with_what_remains(advice, shares)
-        also = [OtherCause(cause, round(s, 4), [*advise(cause, stall.evidence)]) for cause, s in shares.items()]
-        evidence |= {"share_ratio": round(share, 4), "also": also}
     if stuck is not None:
-        evidence |= stuck.evidence()
+        details.stuck_for_seconds, details.stuck_in = round(stuck.seconds, 3), stuck.category
+        details.stuck_at, details.worker_at = stuck.at, stuck.worker_at
         advice = (*advice, *stuck.advice_on_locks()) if stall.cause == "worker_stuck" else stuck.advice()
     if lines is not None:
-        evidence |= lines.evidence()
         # A row is fetched by one line. There is nothing in it that could be done once, or twice as fast. And a loader
         # that is used in a wrong way has to be mended first.
         wrong = mended_first(stall.evidence) if stall.evidence.steps and CAUSES[stall.cause].is_wait else []
         if not wrong and all(each.action != WHOLE_BATCHES for each in advice):
             advice = (*advice, *lines.advice)
+    told = to_builtins(details) | ({} if lines is None else to_builtins(lines.code))
     return StallRecord(
         rank=identity.rank,
         cause=stall.cause,
         opened=opened,
-        first_step=stall.opened_step,
+        first_step=stall.first_step,
         exposed_wait_ratio=None if ratio is None else round(ratio, 4),
-        evidence=evidence,
+        evidence=evidence_field(stall.evidence) | told,
         advice=[*advice],
     )
 
@@ -352,7 +358,7 @@ class StallMonitor:
         if pace is None:
             return None
         now, then, stall, closed = self._last.totals, self._last_step.totals, self._detector.stall, self.costliest
-        found = [] if closed is None else [(closed.cause, closed.lost_seconds)]
+        found = [] if closed is None else [(closed.cause, closed.cost_seconds)]
         found += [] if stall is None else [(stall.cause, stall.lost_seconds.get(stall.cause, 0.0))]
         cause, lost = max(found, key=lambda each: weight(*each), default=(None, 0.0))
         return structs.replace(
@@ -408,7 +414,7 @@ class StallMonitor:
     def log_hot_lines(self) -> None:
         """Log the lines of the open stall now, because a run that is killed logs no close."""
         record = self.open_record()
-        if record is not None and record.lines:
+        if record is not None and record.details.lines:
             self._event_log.emit("stall_lines", record.log_fields())
 
     def _record(self, stall: DetectedStall) -> StallRecord:
@@ -428,9 +434,7 @@ class StallMonitor:
         if with_stacks:
             with self._errors.contained("stacks"):
                 stacks = self.stuck_monitor.stacks()
-        record = stall_record(stall, self.stuck_monitor.stuck, self._event_log.identity, self._opened)
-        if stacks:
-            record.evidence["stacks"] = stacks
+        record = stall_record(stall, self.stuck_monitor.stuck, self._event_log.identity, self._opened, stacks=stacks)
         if self._sinks is not None:
             self._sinks.stall_opened(record)
         self._event_log.emit("stall_open", record.log_fields())

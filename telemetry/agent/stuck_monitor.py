@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from telemetry.diagnosis.costs import NAMED_BY_SOURCE
 from telemetry.diagnosis.stragglers import absent_rank
@@ -236,12 +236,10 @@ class StuckRank:
     worker: StuckPlace | None = None
     first_batch: bool = False
 
-    def evidence(self) -> dict[str, Any]:
-        """Its fields in the evidence of the log."""
-        told = {"stuck_for_seconds": round(self.seconds, 3), "stuck_in": self.category, "stuck_at": self.at}
-        if self.worker is not None and self.worker.where is not None:
-            told["worker_at"] = f"{self.worker.call} at {self.worker.where}"
-        return told
+    @property
+    def worker_at(self) -> str:
+        """The place of the worker whose fetch takes longest; empty if it is not known."""
+        return "" if self.worker is None or self.worker.where is None else f"{self.worker.call} at {self.worker.where}"
 
     def advice(self) -> tuple[Advice, ...]:
         """Advice on the place to look at."""
@@ -257,7 +255,7 @@ class StuckRank:
         """Advice if the very first fetch does not end: its worker may wait for a lock that was copied by the fork."""
         if self.cause != "worker_stuck" or not self.first_batch:
             return ()
-        at = "" if self.worker is None or self.worker.where is None else f"; it is in {self.evidence()['worker_at']}"
+        at = f"; it is in {self.worker_at}" if self.worker_at else ""
         because = (
             f"if a thread of the training process held a lock when the worker was forked, it is never free there{at}"
         )

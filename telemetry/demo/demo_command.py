@@ -141,7 +141,7 @@ def _follow_advice(run: Path, training: list[str], plan: DemoPlan) -> Path | Non
 def advised(run: Path) -> Advice | None:
     """The first advice of the costliest stall of a run, if it is about the number of workers."""
     stalls = read_report(run, traces=False).values.stalls
-    stall = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
+    stall = max(stalls, key=lambda stall: stall.cost_seconds, default=None)
     advice = stall.advice[0] if stall and stall.advice else None
     return advice if advice and advice.setting == "num_workers" and advice.predicted_speedup else None
 

@@ -48,14 +48,14 @@ class DetectedStall:
 
     Attributes:
         cause: the cause with the largest cost. ``lost_seconds``: costs by cause.
-        opened_step: steps that had ended when it opened.
+        first_step: steps that had ended when it opened.
         loop_seconds, exposed_wait_seconds: sums since it opened; None if exposed wait is not known.
         evidence: the newest window that lost enough to open a stall. A window during recovery would give wrong advice.
         is_stuck: whether the rank is stuck. Such a stall ends when the run goes on.
     """
 
     cause: str
-    opened_step: int
+    first_step: int
     lost_seconds: dict[str, float]
     loop_seconds: float
     exposed_wait_seconds: float | None
@@ -63,7 +63,7 @@ class DetectedStall:
     is_stuck: bool = False
 
     @property
-    def exposed_ratio(self) -> float | None:
+    def exposed_wait_ratio(self) -> float | None:
         """Exposed wait over training-loop seconds of the stall."""
         if self.exposed_wait_seconds is None or self.loop_seconds <= 0:
             return None
@@ -244,9 +244,9 @@ class StallDetector:
             if surely < self._enter * evidence.loop_seconds:
                 return None
         self._ever_opened = True
-        opened_step = self._steps - evidence.steps
+        first_step = self._steps - evidence.steps
         self.stall = DetectedStall(
-            cause, opened_step, dict(lost), evidence.loop_seconds, evidence.exposed_seconds, evidence
+            cause, first_step, dict(lost), evidence.loop_seconds, evidence.exposed_seconds, evidence
         )
         return StallUpdate("opened", self.stall)
 
@@ -276,7 +276,7 @@ class StallDetector:
         loop, exposed = before.loop_seconds + added.loop_seconds, before.exposed_wait_seconds
         more = added.exposed_after_first_seconds
         exposed = None if exposed is None or more is None else exposed + more
-        return DetectedStall(cause, before.opened_step, lost, loop, exposed, evidence, before.is_stuck)
+        return DetectedStall(cause, before.first_step, lost, loop, exposed, evidence, before.is_stuck)
 
 
 def _worst(lost: dict[str, float], evidence: Evidence) -> tuple[str, float]:

@@ -301,7 +301,7 @@ def _largest_loss(facts: RunFacts) -> Loss:
         return Loss(VerdictKind.STARVED, worst, len(starving), len(measured), unseen)
     first = next(iter(facts.findings), None)
     if unseen is not None or not any(rank.wait_seconds or rank.waited_before for rank in measured):
-        most = max(stalls, key=lambda stall: stall.lost_seconds, default=None)
+        most = max(stalls, key=lambda stall: stall.cost_seconds, default=None)
         kind = VerdictKind.UNKNOWN if first is None or most is not None else VerdictKind.SLOWED
         return Loss(kind, measured=len(measured), unseen=unseen, stalled=most, slowed_by=first)
     worst = max(measured, key=lambda rank: rank.exposed_after_start_ratio)
@@ -319,7 +319,7 @@ def weight(cause: str | None, lost: float) -> tuple[bool, float]:
 
 def costliest(stalls: Sequence[StallRecord]) -> StallRecord | None:
     """The stall with the largest `weight`; None without one."""
-    return max(stalls, key=lambda stall: weight(stall.cause, stall.lost_seconds), default=None)
+    return max(stalls, key=lambda stall: weight(stall.cause, stall.cost_seconds), default=None)
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -483,12 +483,13 @@ def _unseen(rank: RankWaits | None) -> str:
 
 def _stuck(stuck: Sequence[tuple[StallRecord, bool]]) -> str:
     # Ranks in compute mostly wait for a rank that is not, and ranks in a collective for one that has not reached it.
-    stall, ended = min(stuck, key=lambda pair: (pair[0].cause == "straggler", pair[0].stuck_in == COMPUTE))
+    stall, ended = min(stuck, key=lambda pair: (pair[0].cause == "straggler", pair[0].details.stuck_in == COMPUTE))
+    details = stall.details
     others = {other.rank for other, _ in stuck} - {stall.rank}
-    doing = f"{'was' if ended else 'is'} {stuck_in_words(stall.stuck_in or '')}"
+    doing = f"{'was' if ended else 'is'} {stuck_in_words(details.stuck_in or '')}"
     more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
-    at, stands = stall.stuck_at, "stood" if ended else "stands"
-    worker = f"; its worker {stands} in {stall.worker_at}" if stall.worker_at else ""
+    at, stands = details.stuck_at, "stood" if ended else "stands"
+    worker = f"; its worker {stands} in {details.worker_at}" if details.worker_at else ""
     return (
         f"Stuck{' before its end' if ended else ''}: rank {stall.rank} {doing} and {'had' if ended else 'has'} not "
         f"gone on since before {stall.opened}. Cause: {stall.cause}{f'; it {stands} at {at}' if at else ''}{worker}."
@@ -518,9 +519,9 @@ def _why(rank: int, facts: RunFacts) -> str:
     if reason is not None:
         return f" Cause: {stall.cause}. {_found(reason)}"
     text = f" Cause: {stall.cause}{_advised(stall.advice, with_reason=stall.cause == 'straggler')}"
-    for other in stall.also[:1]:
+    for other in stall.details.also[:1]:
         text += f". At the same time {other.cause} takes {rounded_percent(other.share_ratio)} of the time"
-    line = stall.line_verdict
+    line = stall.details.line_verdict
     return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
 
 

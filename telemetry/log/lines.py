@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -25,10 +25,13 @@ from telemetry.model.records import (
     REPLAY,
     STARTUP,
     Advice,
+    CodeLines,
+    Count,
     Epochs,
     FindingKind,
     HotLine,
-    OtherCause,
+    Number,
+    StallRecord,
     StepTrend,
 )
 from telemetry.safety.files import read_small
@@ -40,11 +43,6 @@ if TYPE_CHECKING:
 
 ABSENT: Final[Any] = msgspec.UNSET
 
-_LARGEST: Final = 10**15
-"""No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
-
-Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
-Number = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)] | Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 Scalar = str | bool | Number
 SketchCounts = dict[Annotated[int, Meta(ge=-9999, le=9999)], Count]
 """A `Sketch` of durations: counts by bucket."""
@@ -348,43 +346,10 @@ class PhaseLine(Line, frozen=True, kw_only=True, tag_field="event", tag="phase")
     stuck_total_seconds: dict[str, Number] = {}
 
 
-class StallEvidence(TypedDict, total=False):
-    """The evidence of a stall that code reads, see `StallRecord`. The other fields are copied, see `evidence_field`.
-
-    Attributes:
-        lost_seconds: seconds lost, by cause.
-        stuck_in: category of the ledger in which the rank is stuck; only for a hang, like the next four.
-        lines, lines_of: lines with their shares of the time, and of which time: fetch, wait, sampler, step, checkpoint.
-        share_ratio: share of the cause, if other causes are of similar size: ``also``.
-    """
-
-    straggler_rank: Count
-    straggler_node: str
-    straggler_reason: str
-    lost_seconds: dict[str, Number]
-    stuck_in: str
-    stuck_at: str | None
-    worker_at: str
-    stuck_for_seconds: Number
-    stacks: list[str]
-    lines: list[HotLine]
-    lines_of: str
-    line_verdict: str | None
-    share_ratio: Number
-    also: list[OtherCause]
-
-
 class StallLine(Line, frozen=True, kw_only=True):
-    """A `StallRecord`, as it was when the line was written."""
+    """A line with the fields of a `StallRecord`, as which the reader decodes it, too."""
 
-    cause: str | None = None
-    first_step: Count | None = None
-    last_step: Count | None = None
-    exposed_wait_ratio: Number | None = None
-    evidence: dict[str, Any] = {}
-    advice: list[Advice] = []
-    opened: str | None = None
-    closed: str | None = None
+    stall: StallRecord = msgspec.field(default_factory=StallRecord)
 
 
 class StallOpenLine(StallLine, frozen=True, kw_only=True, tag_field="event", tag="stall_open"):
@@ -435,7 +400,7 @@ class ChangeLine(Line, frozen=True, kw_only=True, tag_field="event", tag="change
 class StragglerCodeLine(Line, frozen=True, kw_only=True, tag_field="event", tag="straggler_lines"):
     """The lines in which a rank spends its steps while other ranks wait for it."""
 
-    evidence: dict[str, Any] = {}
+    evidence: CodeLines = msgspec.field(default_factory=CodeLines)
 
 
 class StepCodeLine(Line, frozen=True, kw_only=True, tag_field="event", tag="step_lines"):

@@ -12,7 +12,7 @@ from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from telemetry.diagnosis.findings import Finding, by_weight
 from telemetry.log.lines import (
@@ -369,22 +369,22 @@ def stalls_of(process: ProcessLog) -> list[StallRecord]:
     """
     stalls: list[StallRecord] = []
     for line in process.stalls:
-        newest, opened = stalls[-1] if stalls else None, line.opened
-        another = newest is None or (newest.closed is not None and newest.opened != opened)
-        if isinstance(line, StallOpenLine) or (opened and another):
-            newest = StallRecord(rank=process.rank, cause="unknown", opened=opened or line.time or None)
+        newest, now = stalls[-1] if stalls else None, line.stall
+        another = newest is None or (newest.closed is not None and newest.opened != now.opened)
+        if isinstance(line, StallOpenLine) or (now.opened and another):
+            newest = StallRecord(rank=process.rank, cause="unknown", opened=now.opened or line.time or None)
             stalls.append(newest)
         if newest is None or newest.closed is not None:
             continue
         for name in ("cause", "first_step", "last_step", "exposed_wait_ratio"):
-            value = getattr(line, name)
-            if value is not None:
+            value = getattr(now, name)
+            if value not in {None, ""}:
                 setattr(newest, name, value)
         # The stacks of a stuck run are only in the line that opens its stall.
-        newest.evidence |= line.evidence
-        newest.advice = line.advice or newest.advice
+        newest.evidence |= now.evidence
+        newest.advice = now.advice or newest.advice
         if isinstance(line, StallCloseLine):
-            newest.closed = line.closed or line.time or None
+            newest.closed = now.closed or line.time or None
     total = process.totals.stall_lost_total_seconds
     if stalls and stalls[-1].closed is None and total is not None:
         # The lost time so far: the line of the stall lacks it, because it was written when the stall opened.
@@ -401,12 +401,12 @@ def take_lines_of_slow_ranks(stalls: Iterable[StallRecord], processes: Iterable[
     """
     slow = {process.rank: process.slow_steps for process in processes if process.slow_steps}
     for stall in stalls:
-        slow_steps = () if stall.straggler_rank is None else slow.get(stall.straggler_rank, ())
+        rank = stall.details.straggler_rank
+        slow_steps = () if rank is None else slow.get(rank, ())
         after = [line for line in slow_steps if line.time >= str(stall.opened)]
         before_close = [line for line in after if not stall.closed or line.time <= stall.closed]
         for line in (before_close or after[:1])[-1:]:
-            taken = "lines", "lines_of", "line_samples", "line_verdict"
-            stall.evidence |= {name: line.evidence[name] for name in taken if name in line.evidence}
+            stall.evidence |= to_builtins(line.evidence)
 
 
 def lost_by_cause(processes: Iterable[ProcessLog]) -> dict[str, float]:
@@ -423,6 +423,6 @@ def lost_of(stalls: Iterable[StallRecord]) -> dict[str, float]:
     """Seconds that stalls have cost, by cause."""
     lost: dict[str, float] = {}
     for stall in stalls:
-        for cause, seconds in stall.lost.items():
+        for cause, seconds in stall.details.lost_seconds.items():
             lost[cause] = lost.get(cause, 0.0) + seconds
     return lost

@@ -20,12 +20,11 @@ from telemetry.log.lines import (
     AnyLine,
     Line,
     RunStartLine,
-    StallEvidence,
     StallLine,
-    StragglerCodeLine,
     read_heartbeat,
 )
 from telemetry.log.process import ProcessLog
+from telemetry.model.records import StallRecord
 from telemetry.safety.files import open_regular
 
 if TYPE_CHECKING:
@@ -60,6 +59,7 @@ class _AnyEvent(Line, frozen=True, kw_only=True):
 
 
 _DECODER: Final[msgspec.json.Decoder[Line]] = msgspec.json.Decoder(AnyLine)
+_STALL_DECODER: Final = msgspec.json.Decoder(StallRecord)
 _LINE_BREAK: Final = re.compile(rb"\\(n|u000[aA])")
 _EVENT_DECODER: Final = msgspec.json.Decoder(_AnyEvent)
 
@@ -70,8 +70,10 @@ def decoded(raw: bytes) -> Line | None:
         if _LINE_BREAK.search(raw):
             raw = msgspec.json.encode(_unbroken(msgspec.json.decode(raw)))
         line = _DECODER.decode(raw)
-        if isinstance(line, (StallLine, StragglerCodeLine)):
-            line.evidence.update(msgspec.convert(line.evidence, StallEvidence))
+        if isinstance(line, StallLine):
+            stall = _STALL_DECODER.decode(raw)
+            stall.evidence |= msgspec.to_builtins(stall.details)
+            line = msgspec.structs.replace(line, stall=stall)
     except (ValueError, OverflowError, RecursionError):
         return _of_unknown_event(raw)
     return line

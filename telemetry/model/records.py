@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+# -- the numbers of the log --------------------------------------------------------------------------------------------
+
+_LARGEST: Final = 10**15
+"""No seconds, bytes or steps of a run are larger. A field with a larger number is damaged."""
+
+Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Number = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)] | Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 
 
 # -- label values: the closed sets of categories, causes, events and reasons -------------------------------------------
@@ -716,95 +726,77 @@ class OtherCause(msgspec.Struct, frozen=True):
     advice: list[Advice] = []
 
 
+class CodeLines(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The lines of code in which time was spent, the largest share first.
+
+    ``lines_of``: of which time the shares are: fetch, wait, sampler, step or checkpoint. ``line_samples``: the number
+    of samples. ``line_verdict``: a sentence on the first line.
+    """
+
+    lines: list[HotLine] = []
+    lines_of: str = ""
+    line_samples: Count = 0
+    line_verdict: str = ""
+
+
+class StallDetails(CodeLines, kw_only=True, omit_defaults=True):
+    """The part of a stall's evidence that code reads. What a stall does not have is not in its evidence.
+
+    Attributes:
+        lost_seconds: seconds that the stall has cost so far, by cause.
+        share_ratio: share of the time that its cause takes, if there are causes of similar size: ``also``, the largest
+            first.
+        straggler_rank: the rank that this one waits for.
+        stuck_in: category of the ledger in which the rank is stuck; only in a hang, as the fields after it.
+            ``stuck_at``: the innermost frames of its training thread. ``worker_at``: the place of the worker whose
+            fetch takes longest. ``stacks``: of all threads and workers, the training thread first.
+    """
+
+    lost_seconds: dict[str, Number] = {}
+    share_ratio: Number | None = None
+    also: list[OtherCause] = []
+    straggler_rank: Count | None = None
+    straggler_node: str | None = None
+    straggler_reason: str | None = None
+    stuck_for_seconds: Number | None = None
+    stuck_in: str | None = None
+    stuck_at: str | None = None
+    worker_at: str = ""
+    stacks: list[str] = []
+
+
 class StallRecord(msgspec.Struct, kw_only=True):
     """A stall of a rank: the record of the log, of the user's callback, of a trace and of the reports.
 
     Attributes:
+        cause: empty in a line of the log that does not name it.
         opened, closed: times, ISO-8601 in UTC; None if it is not known, and while the stall is open.
         first_step, last_step: steps that had ended when it opened and closed.
-        evidence: the figures that led to the cause (see docs/output.md). Those that code reads are properties here.
+        evidence: the figures that led to the cause, see docs/output.md, with its `StallDetails`; all plain.
     """
 
-    rank: int
-    cause: str
+    rank: Count = 0
+    cause: str = ""
     opened: str | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    exposed_wait_ratio: float | None = None
+    first_step: Count | None = None
+    last_step: Count | None = None
+    exposed_wait_ratio: Number | None = None
     closed: str | None = None
     evidence: dict[str, Any] = {}
     advice: list[Advice] = []
 
     @property
-    def lost(self) -> dict[str, float]:
-        """Seconds that it has cost, by cause."""
-        found: dict[str, float] = self.evidence.get("lost_seconds", {})
-        return found
+    def details(self) -> StallDetails:
+        """The part of the evidence that code reads. Raises `msgspec.ValidationError` if it is damaged."""
+        return msgspec.convert(self.evidence, StallDetails)
 
     @property
-    def lost_seconds(self) -> float:
-        """Seconds that it has cost by its main cause."""
-        return self.lost.get(self.cause, 0.0)
-
-    @property
-    def share_ratio(self) -> float | None:
-        """The share of the time that its main cause takes; None if no other cause is of similar size."""
-        share: float | None = self.evidence.get("share_ratio")
-        return share
-
-    @property
-    def also(self) -> list[OtherCause]:
-        """The causes of similar size, the largest first."""
-        found: list[OtherCause] = self.evidence.get("also", [])
-        return found
-
-    @property
-    def lines(self) -> list[HotLine]:
-        """The lines of code in which the time was spent, the largest share first."""
-        found: list[HotLine] = self.evidence.get("lines", [])
-        return found
-
-    @property
-    def lines_of(self) -> str:
-        """The work of which the lines are a part: fetch, wait, sampler, step or checkpoint; empty without lines."""
-        work: str = self.evidence.get("lines_of", "")
-        return work
-
-    @property
-    def line_verdict(self) -> str:
-        """A sentence about the lines; empty without lines."""
-        return self.evidence.get("line_verdict") or ""
-
-    @property
-    def stuck_in(self) -> str | None:
-        """The category of the ledger in which the rank is stuck; None if it is not."""
-        category: str | None = self.evidence.get("stuck_in")
-        return category
-
-    @property
-    def stuck_at(self) -> str:
-        """The innermost frames of a stuck training thread; empty if it is not stuck."""
-        return self.evidence.get("stuck_at") or ""
-
-    @property
-    def worker_at(self) -> str:
-        """The place of the worker whose fetch takes longest while the rank is stuck; empty without a fetch."""
-        return self.evidence.get("worker_at") or ""
-
-    @property
-    def stacks(self) -> list[str]:
-        """The stacks of all threads and workers of a stuck rank. The training thread comes first."""
-        found: list[str] = self.evidence.get("stacks", [])
-        return found
-
-    @property
-    def straggler_rank(self) -> int | None:
-        """The rank that this one waits for, if the cause is a straggler and it is known."""
-        rank: int | None = self.evidence.get("straggler_rank")
-        return rank
+    def cost_seconds(self) -> float:
+        """Seconds that its cause has cost."""
+        return self.details.lost_seconds.get(self.cause, 0.0)
 
     def log_fields(self) -> dict[str, Any]:
-        """Its fields in the log and for the user's callback, all plain. What has not happened is absent."""
+        """Its fields in the log and for the user's callback. What has not happened is absent."""
         fields = msgspec.to_builtins(self, enc_hook=repr)
         return {name: value for name, value in fields.items() if name == "exposed_wait_ratio" or value is not None}
 

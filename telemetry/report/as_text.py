@@ -138,16 +138,16 @@ def _ledger_row(rank: Rank) -> list[str]:
 
 def stall_section(stall: StallRecord, *, with_advice: bool = True) -> list[str]:
     """The lines on a stall: its cause, its lines of code and stacks, and its advice unless that is in another place."""
-    until = f"until {stall.closed}" if stall.closed else "still open"
-    share = f" ({percent(stall.share_ratio, 0)} of the time)" if stall.also else ""
+    until, details = f"until {stall.closed}" if stall.closed else "still open", stall.details
+    share = f" ({percent(details.share_ratio, 0)} of the time)" if details.also else ""
     lines = [f"stall on rank {stall.rank}: {stall.cause}{share}, since {stall.opened}, {until}"]
     lines += advice_lines(stall.advice) if with_advice else []
-    for other in stall.also:
+    for other in details.also:
         lines.append(f"  at the same time {other.cause} ({percent(other.share_ratio, 0)} of the time)")
         lines += advice_lines(other.advice) if with_advice else []
-    lines += _lines_of_code(stall.lines, stall.lines_of, stall.opened or "")
+    lines += _lines_of_code(details.lines, details.lines_of, stall.opened or "")
     most = _MAX_TRAINING_FRAMES  # the first stack is that of the training thread
-    for stack in stall.stacks:
+    for stack in details.stacks:
         heading, *frames = stack.splitlines() or [""]
         lines += [f"  {line}" for line in (heading, *frames[:most])]
         if len(frames) > most:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from telemetry.diagnosis.findings import Finding
-from telemetry.log.lines import ChangedFigure, Number, Suspect
-from telemetry.model.records import Advice, Epochs, HotLine, StallRecord, StepTrend
+from telemetry.log.lines import ChangedFigure, Suspect
+from telemetry.model.records import Advice, Epochs, HotLine, Number, StallRecord, StepTrend
 from telemetry.trace.trace_advice import Suggestion
 
 

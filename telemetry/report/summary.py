@@ -199,7 +199,7 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog], *, traces: bool) 
     snapshots, problems = [], []
     for process in processes:
         # The advice of a stall is about the loader, too, and better: the cause of a stall is known.
-        advised = any(line.cause in CAUSES and CAUSES[line.cause].is_wait for line in process.stalls)
+        advised = any(line.stall.cause in CAUSES and CAUSES[line.stall.cause].is_wait for line in process.stalls)
         for line in process.snapshots:
             if not line.path:
                 continue
@@ -259,8 +259,9 @@ def _ranked_advice(
 
     stalls = [stall for process in processes for stall in stalls_of(process)]
     findings = findings_of(processes)
-    for stall in sorted(stalls, key=lambda stall: -stall.lost_seconds):
-        for cause, advice in ((stall.cause, stall.advice), *((other.cause, other.advice) for other in stall.also)):
+    for stall in sorted(stalls, key=lambda stall: -stall.cost_seconds):
+        also = ((other.cause, other.advice) for other in stall.details.also)
+        for cause, advice in ((stall.cause, stall.advice), *also):
             if reason_of(cause, stall.rank, findings) is None:
                 add(f"for {cause} on rank {stall.rank}", advice)
     for finding in findings:
@@ -327,7 +328,8 @@ def run_facts(processes: Sequence[ProcessLog], *, end: RunEnd | None = None, bro
             (stall, process.ended)
             for process, own in stalls
             for stall in own[-1:]
-            if stall.stuck_in is not None and (stall.closed is None or process.end.stuck_for_seconds is not None)
+            if stall.details.stuck_in is not None
+            and (stall.closed is None or process.end.stuck_for_seconds is not None)
         ],
         ended=all(process.ended for process in processes),
         broke_off=broke_off,

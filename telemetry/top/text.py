@@ -221,7 +221,7 @@ def newest_stall(view: JobView, now: float) -> list[str]:
     else:
         when = "open" if began is None else f"open for {rough_duration(max(0.0, now - began))} (since {times[0]})"
     on = f" on {row.node}" if row.node and view.nodes > 1 else ""
-    line = [f"  {stall.line_verdict}"] if stall.line_verdict else []
+    line = [f"  {verdict}"] if (verdict := stall.details.line_verdict) else []
     return [f"newest stall: rank {row.rank}{on}: {stall.cause}, {when}", *advice_lines(stall.advice), *line]
 
 

@@ -160,12 +160,12 @@ def _state(  # noqa: PLR0911, one return for each state
         return State.STUCK, hung_since, f"held up: {suspect.doing or 'others wait'}"
     if waits:
         return State.WAITING, hung_since, "waits for others"
-    if stall is not None and stall.stuck_in is not None:
-        return State.STUCK, opened, f"stuck in {stall.stuck_in.replace('_', ' ')}"
+    if stall is not None and (category := stall.details.stuck_in) is not None:
+        return State.STUCK, opened, f"stuck in {category.replace('_', ' ')}"
     if row.silent_seconds > SILENT_SECONDS:
         return State.SILENT, row.life.end, f"silent for {rough_duration(row.silent_seconds)}"
-    if stall is not None and stall.straggler_rank is not None and stall.cause == "straggler":
-        return State.WAITING, opened, f"waits for rank {stall.straggler_rank}"
+    if stall is not None and stall.cause == "straggler" and (slow := stall.details.straggler_rank) is not None:
+        return State.WAITING, opened, f"waits for rank {slow}"
     if stall is not None:
         return State.STALLED, opened, stall.cause
     if not row.totals.steps_total:

@@ -91,7 +91,7 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
         written=datetime.now(tz=timezone.utc).isoformat(timespec="seconds"),
         notes=[*memory_lines(found), *found.notes],
         sections=sections,
-        stalls=sorted(found.values.stalls, key=lambda stall: -sum(stall.lost.values())),
+        stalls=sorted(found.values.stalls, key=lambda stall: -sum(stall.details.lost_seconds.values())),
         snapshots=_read_snapshots(found.values),
         ranks=sorted(found.values.ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0)),
         categories=CATEGORIES,
@@ -139,7 +139,7 @@ def _sections(found: Report, recorder: RunRecorder, figures: OverTime) -> list[_
     marks, note = charts.marks_of(values, found.processes, recorder.phases)
     steps = [*charts.steps_over_time(axis, figures, marks), *axis.marks("marks", "Events", marks, note)]
     nodes = {process.rank: str(process.head.node) for process in found.processes}
-    hot = any(stall.lines for stall in values.stalls)
+    hot = any(stall.details.lines for stall in values.stalls)
     read = _read_snapshots(values)
     sections = [
         _Section("ledger", "Where the time went", charts.ledger_over_time(axis, figures)),
