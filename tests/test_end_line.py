@@ -14,8 +14,8 @@ from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.end_line import end_line, verdict_at_end
-from telemetry.diagnosis.verdict import RankWaits, costliest
+from telemetry.agent.end_line import end_line, with_peers
+from telemetry.diagnosis.verdict import RankWaits, RunFacts, costliest, judge
 from telemetry.model.records import Advice, OtherCause, RankPace, StallRecord
 from telemetry.report.report_command import report
 
@@ -37,8 +37,9 @@ def stall(cause: str, lost: float = 70.0, **advice) -> StallRecord:
     return StallRecord(rank=0, cause=cause, evidence=evidence, advice=[Advice(**advice)] if advice else [])
 
 
-def said(own=OWN, folder: str | None = "/r", **more) -> str:
-    return end_line(verdict_at_end(own, LEDGER, **more), folder and Path(folder))
+def said(own=OWN, folder: str | None = "/r", peers=(), **more) -> str:
+    facts = RunFacts([own], ledger=LEDGER, ledger_in_full=True, ended=True, **more)
+    return end_line(judge(with_peers(facts, peers)), folder and Path(folder))
 
 
 def peer(rank: int, wait: float, cause: str | None = None, lost: float = 0.0) -> RankPace:
@@ -52,7 +53,7 @@ def test_a_starved_run_has_its_cause_and_what_to_change():
     workers = dict(action="load in worker processes", setting="num_workers", value="2", predicted_speedup=1.57)
     both = stall("loader_on_training_thread", **workers)
     both.evidence["also"] = [OtherCause("gc_pause", 0.123)]
-    assert said(stall=both) == (
+    assert said(stalls=[both]) == (
         "telemetry: Starved: rank 0 spent 74 % of its training loop waiting for data; without that wait its steps would "
         "be up to 3.8 times faster. Cause: loader_on_training_thread; try num_workers=2, predicted 1.57 times the steps "
         "per second. At the same time gc_pause takes 12 % of the time; see: telemetry report /r"
@@ -91,7 +92,7 @@ SHORT = replace(OWN, steps=1, wait_seconds=10.0, compute_seconds=1.0, first_wait
         ),
         pytest.param(
             CALM,
-            {"stall": stall("gc_pause", action="freeze the objects")},
+            {"stalls": [stall("gc_pause", action="freeze the objects")]},
             "telemetry: Not starved, but rank 0 stalled. Cause: gc_pause; freeze the objects; see",
             id="stalled",
         ),
@@ -106,13 +107,13 @@ def test_other_runs(own, more, told):
 def test_a_stuck_run_says_in_what():
     evidence = {"stuck_in": "data_wait", "stuck_at": "data.py:7"}
     held = StallRecord(rank=0, cause="worker_stuck", opened="t1", evidence=evidence)
-    assert said(CALM, stuck=held) == (
+    assert said(CALM, stuck=[(held, True)]) == (
         "telemetry: Stuck before its end: rank 0 was waiting for a batch and had not gone on since before t1. "
         "Cause: worker_stuck; it stood at data.py:7; see: telemetry report /r"
     )
     assert said(folder="/my runs/a").endswith("; see: telemetry report '/my runs/a'"), "to be pasted into a shell"
     assert "see:" not in said(folder=None)
-    job = said(CALM, stuck=held, job_hang="rank 3 does not come", world_size=4)
+    job = said(CALM, stuck=[(held, True)], hang="rank 3 does not come", world_size=4)
     assert job == "telemetry: Hung before its end: rank 3 does not come; see: telemetry report /r"
 
 
@@ -135,10 +136,10 @@ def test_nothing_is_said_of_ranks_that_are_not_known():
 
 
 def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank():
-    line = said(CALM, stall=stall("straggler", 40.0), peers=(peer(1, 1.0, "gc_pause", 10.0),), world_size=2)
+    line = said(CALM, stalls=[stall("straggler", 40.0)], peers=(peer(1, 1.0, "gc_pause", 10.0),), world_size=2)
     assert "Not starved, but rank 1 stalled. Cause: gc_pause" in line
     found = costliest([stall("straggler", 100.0), stall("checkpoint", 30.0), stall("straggler", 90.0)])
-    line = said(CALM, stall=found, peers=(peer(1, 1.0, "gc_pause", 20.0),), world_size=2)
+    line = said(CALM, stalls=[found], peers=(peer(1, 1.0, "gc_pause", 20.0),), world_size=2)
     assert "Not starved, but rank 0 stalled. Cause: checkpoint" in line
 
 

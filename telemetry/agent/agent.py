@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from telemetry._version import __version__
 from telemetry.agent.attempt import FOLDER, AttemptLog, RunSoFar
 from telemetry.agent.collectors import CollectorPoller
-from telemetry.agent.end_line import end_line, own_waits, verdict_at_end
+from telemetry.agent.end_line import end_line, own_waits, with_peers
 from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.line_monitor import LineMonitor
@@ -23,6 +23,7 @@ from telemetry.agent.step_monitor import ChangeMonitor, FindingLog, StepMonitor,
 from telemetry.agent.trial import TrialRun
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.diagnosis.memory_outlook import MemoryWatch
+from telemetry.diagnosis.verdict import RunEnd, RunFacts, judge
 from telemetry.log.event_log import EventLog
 from telemetry.loop.ledger import Accounting
 from telemetry.loop.ring import Ring
@@ -465,22 +466,25 @@ class Agent:
         wanted = self.config.end_line and self.trial is None and identity.rank == 0
         if not wanted or not (totals.steps or self.attempt.end.process_ends):
             return ""
-        own = own_waits(totals, identity.rank, self.config.stall_enter_ratio, self.accounting.exposed_absent)
-        verdict = verdict_at_end(
-            own,
-            totals.ledger_seconds,
-            stall=stalls.costliest,
+        ratio, unmeasured = self.config.stall_enter_ratio, self.accounting.exposed_absent
+        end, stuck = self.attempt.end.settled, stalls.closed_stuck if self._stuck_at_end() is not None else None
+        own = RunFacts(
+            ranks=[own_waits(totals, identity.rank, ratio, unmeasured)],
+            stalls=[] if stalls.costliest is None else [stalls.costliest],
             findings=self.findings.newest,
-            peers=[] if self._job is None else [peer for peer in self._job.of_run if peer.rank != identity.rank],
             world_size=identity.world_size,
-            stuck=stalls.closed_stuck if self._stuck_at_end() is not None else None,
-            job_hang=self.job_hang.sentence,
+            hang="" if stuck is None else self.job_hang.sentence,
+            stuck=[] if stuck is None else [(stuck, True)],
+            ended=True,
+            broke_off=end.failed,
+            end=RunEnd((identity.rank,), end, gpu_fault=self.event_log.gpu_fault) if end.failed else None,
+            ledger=totals.ledger_seconds,
+            ledger_in_full=True,
             children=self.event_log.child_processes,
-            step_lines=self._step_monitor.lines(),
-            end=self.attempt.end.settled,
-            gpu_fault=self.event_log.gpu_fault,
+            step_lines={identity.rank: self._step_monitor.lines()},
         )
-        return end_line(verdict, self.run_dir if logged else None)
+        peers = [] if self._job is None else [peer for peer in self._job.of_run if peer.rank != identity.rank]
+        return end_line(judge(with_peers(own, peers)), self.run_dir if logged else None)
 
     def _wait_for_others(self) -> None:
         """Wait for the callback, the sinks and the export until the deadline. The last line is already written."""
