@@ -16,8 +16,8 @@ from fakes import nvml as fake
 from msgspec import UNSET
 
 from telemetry.agent.attempt import EndEvidence, failure_of
-from telemetry.diagnosis.verdict import UNSURE, GpuFault, RankWaits, RunEnd, RunFacts, VerdictKind, judge
-from telemetry.log.lines import GpuMemoryFull, RunEndLine
+from telemetry.diagnosis.verdict import UNSURE, RankWaits, RunEnd, RunFacts, VerdictKind, judge
+from telemetry.log.lines import GpuErrorLine, GpuMemoryFull, RunEndLine
 
 ROOT = Path(__file__).parents[1]
 CALM = RankWaits(
@@ -279,7 +279,7 @@ def test_a_minute_without_a_step_is_not_a_run_without_one():
 
 def test_an_error_of_a_gpu_that_the_script_causes_has_other_advice():
     def said(xid: int) -> str:
-        end = RunEnd((0,), RunEndLine(exception="E"), gpu_fault=GpuFault(0, None, None, xid))
+        end = RunEnd((0,), RunEndLine(exception="E"), gpu_fault=GpuErrorLine(rank=0, xid=xid))
         return judge(RunFacts([CALM], ended=True, broke_off=True, end=end)).text
 
     assert said(31).startswith(

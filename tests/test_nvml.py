@@ -13,8 +13,9 @@ from fakes import nvml as fake
 from fakes.nvml import Gpu, Mig, State
 
 import telemetry
+from telemetry.log.lines import GpuErrorLine
 from telemetry.log.reader import load
-from telemetry.model.records import THROTTLE_REASONS, GpuError, GpuSample
+from telemetry.model.records import THROTTLE_REASONS, XIDS, GpuSample
 from telemetry.safety import threads
 from telemetry.sources import nvml
 from telemetry.sources.collector import CollectorError
@@ -454,6 +455,10 @@ def test_counters_that_are_refused_rest_and_are_tried_again(state):
 OFF_THE_BUS, PAGE_FAULT, CLEANUP = 79, 31, 45
 
 
+def error(xid):
+    return GpuErrorLine(gpu=0, uuid=A, xid=xid, text=XIDS[xid])
+
+
 def xids(made):
     return [error.xid for error in made.take_errors()]
 
@@ -465,7 +470,7 @@ def test_xid_errors_are_counted_and_told_once(state):
         state.gpus[0].xids += [(PAGE_FAULT, fake.NO_INSTANCE), (OFF_THE_BUS, fake.NO_INSTANCE)]
         until(lambda: newest(made).xid == OFF_THE_BUS)
         assert (newest(made).xid_errors_total, made.take_errors()) == (
-            2, [GpuError(0, A, PAGE_FAULT), GpuError(0, A, OFF_THE_BUS)],
+            2, [error(PAGE_FAULT), error(OFF_THE_BUS)],
         )  # fmt: skip
         state.gpus[0].xids += [(CLEANUP, fake.NO_INSTANCE)]
         until(lambda: newest(made).xid_errors_total == 3)
@@ -499,7 +504,7 @@ def test_each_gpu_of_several_has_its_own_readings_and_errors(state):
         assert [(gpu.uuid, gpu.utilization_ratio) for gpu in made.read()] == [(B, 0.11), (A, 0.80)]
         state.gpus[0].xids += [(PAGE_FAULT, fake.NO_INSTANCE)]
         until(lambda: made.read()[1].xid == PAGE_FAULT)
-        assert (made.read()[0].xid, made.take_errors()) == (0, [GpuError(0, A, PAGE_FAULT)])
+        assert (made.read()[0].xid, made.take_errors()) == (0, [error(PAGE_FAULT)])
         state.errors = {"nvmlDeviceGetPowerUsage": fake.GPU_IS_LOST}
         until(lambda: not state.event_sets)
         state.errors = {}

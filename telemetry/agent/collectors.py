@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from telemetry.log.lines import GpuOutOfMemoryLine
+    from telemetry.log.lines import GpuErrorLine, GpuOutOfMemoryLine
     from telemetry.model.records import (
         CollectorHealth,
-        GpuError,
         GpuSample,
         Histogram,
         HostSample,
@@ -174,7 +173,7 @@ class CollectorPoller:
         """The fetches of all workers so far, including ended ones; None before the first."""
         return self._workers.fetches
 
-    def take_gpu_errors(self, *, wait_seconds: float = 0.0) -> list[GpuError]:
+    def take_gpu_errors(self, *, wait_seconds: float = 0.0) -> list[GpuErrorLine]:
         """The errors of its GPUs since the last call. ``wait_seconds``: look for new ones, at most this long."""
         if wait_seconds:
             self._gpu.look(wait_seconds)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from telemetry.diagnosis.findings import Finding
-    from telemetry.log.lines import GpuMemoryFull, MemoryForecast, RunEndLine
+    from telemetry.log.lines import GpuErrorLine, GpuMemoryFull, MemoryForecast, RunEndLine
     from telemetry.model.records import Advice, HotLine, StallRecord
     from telemetry.trace.trace_advice import Suggestion
 
@@ -145,15 +145,6 @@ FAULT_SECONDS: Final = 60.0
 """An error of the GPU that is older when its process ends is not the cause."""
 
 
-class GpuFault(NamedTuple):
-    """An Xid error that a GPU reported soon before its process failed or was killed. ``gpu``: its index."""
-
-    rank: int
-    node: str | None
-    gpu: int | None
-    xid: int
-
-
 @dataclass(frozen=True, slots=True)
 class RunEnd:
     """How a run broke off.
@@ -162,13 +153,13 @@ class RunEnd:
         ranks: the rank that failed first, or the ranks that were killed.
         process: the last line of the rank that failed; None if the ranks were killed.
         killed_by_oom: what the OOM killer did; empty if it did nothing.
-        gpu_fault: what a GPU reported before; None if none did.
+        gpu_fault: the error that a GPU reported before, with its rank; None without one.
     """
 
     ranks: tuple[int, ...]
     process: RunEndLine | None
     killed_by_oom: str = ""
-    gpu_fault: GpuFault | None = None
+    gpu_fault: GpuErrorLine | None = None
 
 
 class RankClaim(NamedTuple):
@@ -444,7 +435,7 @@ def _full(memory: GpuMemoryFull) -> tuple[str, str]:
     return f" ({tried} more did not fit; {held})", advice
 
 
-def _fault(fault: GpuFault | None, *, several: bool) -> str:
+def _fault(fault: GpuErrorLine | None, *, several: bool) -> str:
     """What a GPU reported before the end of its process."""
     if fault is None:
         return ""

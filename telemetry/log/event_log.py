@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from telemetry._version import __version__
-from telemetry.diagnosis.verdict import FAULT_SECONDS, GpuFault
+from telemetry.diagnosis.verdict import FAULT_SECONDS
 from telemetry.log.file import LogFile, json_logger
 from telemetry.log.lines import (
     ABSENT,
@@ -25,7 +25,7 @@ from telemetry.log.lines import (
     WindowLine,
     fields_of,
 )
-from telemetry.model.records import CLEANED_UP, XIDS
+from telemetry.model.records import CLEANED_UP
 from telemetry.model.totals import Totals
 from telemetry.sources import proc
 from telemetry.util.clock import NS, now_ns
@@ -134,7 +134,7 @@ class EventLog:
         self._before = Totals()  # the totals at the end of the last window
         self.child_processes = 0
         self.newest_window: LogWindow | None = None
-        self._gpu_faults: deque[tuple[int, GpuFault]] = deque(maxlen=_MAX_GPU_FAULTS)
+        self._gpu_faults: deque[tuple[int, GpuErrorLine]] = deque(maxlen=_MAX_GPU_FAULTS)
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
@@ -205,15 +205,16 @@ class EventLog:
 
         ``wait_seconds``: as in `CollectorPoller`.
         """
-        for gpu, uuid, xid in self._collectors.take_gpu_errors(wait_seconds=wait_seconds):
-            self.write(GpuErrorLine(gpu=gpu, uuid=uuid, xid=xid, text=XIDS.get(xid)))
-            if xid != CLEANED_UP:
-                self._gpu_faults.append((now_ns(), GpuFault(self.identity.rank, self.identity.node, gpu, xid)))
+        for line in self._collectors.take_gpu_errors(wait_seconds=wait_seconds):
+            self.write(line)
+            if line.xid != CLEANED_UP:
+                fault = structs.replace(line, rank=self.identity.rank, node=self.identity.node)
+                self._gpu_faults.append((now_ns(), fault))
         for failed in self._collectors.take_failed_allocations():
             self.write(structs.replace(failed, memory=self._memory_growth()))
 
     @property
-    def gpu_fault(self) -> GpuFault | None:
+    def gpu_fault(self) -> GpuErrorLine | None:
         """The first error of the GPU in the last minute; None without one."""
         begin = now_ns() - int(FAULT_SECONDS * NS)
         return next((fault for at_ns, fault in self._gpu_faults if at_ns >= begin), None)

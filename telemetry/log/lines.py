@@ -477,7 +477,7 @@ class GpuErrorLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu_
 
     gpu: Count | None = None
     uuid: str | None = None
-    xid: Count | None = None
+    xid: Count = 0
     text: str | None = None
 
 

@@ -276,14 +276,6 @@ class GpuSample:
     xid_errors_total: int | None = field(default=None, metadata=NEWEST)
 
 
-class GpuError(NamedTuple):
-    """An error that the driver reports of a GPU of this rank. ``gpu``: its index."""
-
-    gpu: int
-    uuid: str
-    xid: int
-
-
 @dataclass(frozen=True, slots=True)
 class HostSample:
     """CPU and memory of the machine. ``cpu_ratio`` is over all cores, since the previous sample."""

@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.verdict import FAULT_SECONDS, GpuFault, RunEnd
+from msgspec import structs
+
+from telemetry.diagnosis.verdict import FAULT_SECONDS, RunEnd
 from telemetry.log.process import Point, point_at, unix
 from telemetry.model.records import CLEANED_UP
 from telemetry.safety.processes import clean_name, node_name, process_started
@@ -18,7 +20,7 @@ from telemetry.util.words import named
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.log.lines import Heartbeat, TotalsLine
+    from telemetry.log.lines import GpuErrorLine, Heartbeat, TotalsLine
     from telemetry.log.process import ProcessLog
 
 FINISHED: Final = "finished"
@@ -102,14 +104,14 @@ class Life:
         return sorted(readings if newest is None else [*readings, (self.end, newest)])
 
     @property
-    def gpu_fault(self) -> tuple[float, GpuFault] | None:
+    def gpu_fault(self) -> tuple[float, GpuErrorLine] | None:
         """The first error of its GPU shortly before it failed or was killed, and its time; None without one."""
         if self.how not in {FAILED, KILLED} or self.log.end.exception == "KeyboardInterrupt":
             return None
         for line in self.log.gpu_errors:
             time = unix(line.time)
-            if time is not None and time >= self.end - FAULT_SECONDS and line.xid not in {None, CLEANED_UP}:
-                return time, GpuFault(self.rank, line.node, line.gpu, line.xid or 0)
+            if time is not None and time >= self.end - FAULT_SECONDS and line.xid not in {0, CLEANED_UP}:
+                return time, structs.replace(line, rank=self.rank)
         return None
 
     @property
@@ -292,7 +294,7 @@ class Attempt:
         return self.how in {FAILED, KILLED}
 
     @property
-    def gpu_fault(self) -> GpuFault | None:
+    def gpu_fault(self) -> GpuErrorLine | None:
         """The first error of a GPU shortly before the end of its process; None without one."""
         faults = [fault for life in self.lives if (fault := life.gpu_fault) is not None]
         return min(faults, key=lambda fault: fault[0])[1] if faults else None

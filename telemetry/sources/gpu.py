@@ -21,7 +21,7 @@ from telemetry.util.clock import NS, now_ns, thread_time
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from telemetry.model.records import GpuError
+    from telemetry.log.lines import GpuErrorLine
 
 MAX_ERRORS: Final = 100
 """A GPU may report errors without end. The rest is read at the next tick."""
@@ -144,7 +144,7 @@ class Driver(ABC):
         self.binding: Any = None
         self.clock = clock
         self.running: tuple[str, int] | None = None
-        self.errors: deque[GpuError] = deque(maxlen=MAX_ERRORS)
+        self.errors: deque[GpuErrorLine] = deque(maxlen=MAX_ERRORS)
 
     @abstractmethod
     def identify(self, properties: Any) -> str:
@@ -343,7 +343,7 @@ class GpuSource:
             raise CollectorError(f"the newest {library} reading is over {self._fresh_seconds:g} s old")
         return samples
 
-    def take_errors(self) -> list[GpuError]:
+    def take_errors(self) -> list[GpuErrorLine]:
         """The errors of the GPUs since the last call."""
         errors = self._driver.errors
         return [errors.popleft() for _ in range(len(errors))]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.model.records import CLEANED_UP, GPM, GpuError
+from telemetry.log.lines import GpuErrorLine
+from telemetry.model.records import CLEANED_UP, GPM, XIDS
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import MAX_ERRORS, SELDOM_NS, Driver, DriverError, Gpu, NoGpuError, Reading
 from telemetry.util.clock import now_ns
@@ -442,7 +443,8 @@ class _Xids:
                 break  # a timeout, if there is no other error
             if self._device.gpu_instance is None or event.gpuInstanceId in {self._device.gpu_instance, _NO_INSTANCE}:
                 xid = int(event.eventData)
-                self._driver.errors.append(GpuError(self._device.index, self._device.uuid, xid))
+                index, uuid = self._device.index, self._device.uuid
+                self._driver.errors.append(GpuErrorLine(gpu=index, uuid=uuid, xid=xid, text=XIDS.get(xid)))
                 self.total += 1
                 if xid != CLEANED_UP or not self.newest:  # it must not hide the error that it follows
                     self.newest = xid
