@@ -16,6 +16,7 @@ from telemetry.model.records import (
     EVALUATION,
     STARTUP,
     Deliveries,
+    FirstFetches,
     GpuSample,
     HostSample,
     LoaderTraits,
@@ -163,9 +164,8 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         exposed_wait_seconds=part.exposed, exposed_after_first_seconds=part.exposed,
         outlier_wait_seconds=part.outlier_wait, checkpoint_steps=part.checkpoint_steps,
         checkpoint_steps_compute_seconds=part.checkpoint_steps_compute, wait_seconds_by_source={part.source: part.wait},
-        epochs=EpochTotals(
-            part.boundaries, part.left, part.boundary_wait, part.near_boundaries, part.first_fetches, part.first_fetch,
-        ),
+        epochs=EpochTotals(part.boundaries, part.left, part.boundary_wait, part.near_boundaries),
+        first_fetches=FirstFetches(part.first_fetches, part.first_fetch),
         deliveries=Deliveries(
             matched=part.matched, fetch_wait_seconds=part.fetch_wait, transfer_wait_seconds=part.transfer_wait,
             from_busy=part.from_busy, transfer_wait_busy_worker_seconds=part.transfer_wait_busy,

@@ -102,20 +102,20 @@ def test_the_line_that_gives_a_sample_is_known():
 # -- the same samples from each worker ---------------------------------------------------------------------------------
 
 
-def opened_by(observed, dataset, workers):
-    """How an epoch begins in the workers of a loader, after all its batches."""
+def read_after(observed, dataset, workers):
+    """The workers of a loader, after all its batches."""
     source = WorkersSource(observed.tracker.loaders)
     iterator = iter(DataLoader(dataset, batch_size=4, num_workers=workers, persistent_workers=True))
     for _ in iterator:
         pass
     sample = source.read()
     del iterator
-    return sample.opened
+    return sample
 
 
 @pytest.mark.parametrize(("split", "same"), [(False, True), (True, False)])
 def test_workers_that_give_the_same_batches_are_seen(observed, split, same):
-    assert opened_by(observed, Items(split=split), 2).same is same
+    assert read_after(observed, Items(split=split), 2).same_batches is same
 
 
 def test_batches_that_are_all_alike_show_nothing(observed):
@@ -123,7 +123,7 @@ def test_batches_that_are_all_alike_show_nothing(observed):
         def __iter__(self):
             return itertools.repeat(torch.ones(2), 12)
 
-    assert opened_by(observed, Ones(), 2).same is False
+    assert read_after(observed, Ones(), 2).same_batches is False
 
 
 def test_equal_batches_have_one_fingerprint():
@@ -194,11 +194,11 @@ def test_an_order_that_may_matter_is_kept():
 
 
 def test_workers_without_items_are_counted(observed):
-    assert opened_by(observed, Items(shards=1), 3).empty == 2
+    assert read_after(observed, Items(shards=1), 3).empty_workers == 2
 
 
 def test_a_stream_that_is_short_has_no_workers_without_items(observed):
-    assert opened_by(observed, Items(split=True), 3).empty == 0
+    assert read_after(observed, Items(split=True), 3).empty_workers == 0
 
 
 def test_workers_without_items_are_a_finding_with_a_prediction():
@@ -352,10 +352,10 @@ def test_the_first_fetch_of_a_map_style_data_set_belongs_to_its_worker():
 
 
 def test_first_fetches_are_timed_apart(observed):
-    opened = opened_by(observed, Items(split=True, first_seconds=0.1), 2)
-    assert opened.firsts == 2
-    assert opened.first_seconds >= 2 * 0.1
-    assert opened.start_seconds > 0
+    first = read_after(observed, Items(split=True, first_seconds=0.1), 2).first_fetches
+    assert first.fetches == 2
+    assert first.seconds >= 2 * 0.1
+    assert first.start_seconds > 0
 
 
 # -- a loader that another thread reads, waits that are not matched, own collections -----------------------------------

@@ -510,7 +510,7 @@ def _with_waits(evidence: Evidence, added: Totals, sampled: WorkerTotals) -> Evi
 
 
 def _with_edges(evidence: Evidence, added: Totals, recurring: RecurringCosts) -> Evidence:
-    epochs, stacks = added.epochs, added.stacks
+    epochs, first, stacks = added.epochs, added.first_fetches, added.stacks
     sampler, mid_epoch_wait = _share(stacks.sampler, stacks.wait), added.wait_seconds - epochs.boundary_wait_seconds
     on_core = stacks.sampler_cpu + stacks.boundary_sampler_cpu
     return replace(
@@ -521,8 +521,8 @@ def _with_edges(evidence: Evidence, added: Totals, recurring: RecurringCosts) ->
         # Over the whole window, since one epoch varies; at most the wait in mid-epoch.
         around_edges_seconds=max(0.0, min(mid_epoch_wait, epochs.near_boundary_wait_seconds)),
         edge_share=recurring.edge_share,
-        first_fetch_seconds=_each(epochs.first_fetch_seconds, epochs.first_fetches),
-        worker_start_seconds=_each(epochs.start_seconds, epochs.first_fetches),
+        first_fetch_seconds=_each(first.seconds, first.fetches),
+        worker_start_seconds=_each(first.start_seconds, first.fetches),
         first_fetch_ratio=_first_fetch_ratio(added) or recurring.first_fetch_ratio,
         sampler_seconds=None if sampler is None else sampler * _mid_epoch_wait(added),
         edge_sampler_seconds=_boundary_sampler(added),
@@ -575,7 +575,7 @@ def _boundary_sampler(added: Totals) -> float:
 def _first_fetch_ratio(added: Totals) -> float:
     """The share of the waits at epoch boundaries in which first fetches take longer than other fetches."""
     epochs, waited = added.epochs, added.epochs.boundary_wait_seconds
-    first, usual = _each(epochs.first_fetch_seconds, epochs.first_fetches), _usual_fetch(added)
+    first, usual = _each(added.first_fetches.seconds, added.first_fetches.fetches), _usual_fetch(added)
     if first is None or usual is None or waited <= ROUNDING_SECONDS:
         return 0.0
     return min(1.0, max(0.0, first - usual) * epochs.boundaries / waited)
@@ -583,8 +583,8 @@ def _first_fetch_ratio(added: Totals) -> float:
 
 def _usual_fetch(added: Totals) -> float | None:
     """The mean of the fetches that are not the first of their worker in an iteration."""
-    seconds = added.worker_fetch_seconds - added.epochs.first_fetch_seconds
-    return _each(max(0.0, seconds), max(0, added.worker_fetches - added.epochs.first_fetches))
+    seconds = added.worker_fetch_seconds - added.first_fetches.seconds
+    return _each(max(0.0, seconds), max(0, added.worker_fetches - added.first_fetches.fetches))
 
 
 def _waited_for(added: Totals, conditions: Sequence[Conditions]) -> tuple[str | None, LoaderSettings]:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from telemetry.log.lines import (
     KINDS,
@@ -73,7 +74,7 @@ def decoded(raw: bytes) -> Line | None:
         if isinstance(line, StallLine):
             stall = _STALL_DECODER.decode(raw)
             stall.evidence |= msgspec.to_builtins(stall.details)
-            line = msgspec.structs.replace(line, stall=stall)
+            line = structs.replace(line, stall=stall)
     except (ValueError, OverflowError, RecursionError):
         return _of_unknown_event(raw)
     return line

@@ -355,8 +355,8 @@ class TotalsBuilder:
         if workers is not None:
             conditions = replace(
                 conditions,
-                empty_workers=workers.opened.empty,
-                same_batches=workers.opened.same,
+                empty_workers=workers.empty_workers,
+                same_batches=workers.same_batches,
                 fetching_seconds=workers.fetching_seconds,
                 fetched=workers.fetched,
                 worker_cores=workers.allowed_cores,
@@ -472,14 +472,13 @@ class TotalsBuilder:
             near_boundary_wait_seconds=ledger.near_boundary_wait_ns / NS,
         )
         if workers is not None:
-            opened, histogram = workers.opened, workers.fetch_duration
-            epochs = replace(
-                epochs,
-                first_fetches=opened.firsts,
-                first_fetch_seconds=opened.first_seconds,
-                start_seconds=opened.start_seconds,
+            histogram = workers.fetch_duration
+            counted = replace(
+                counted,
+                first_fetches=workers.first_fetches,
+                deliveries=workers.deliveries,
+                worker_fetches=workers.fetches_total,
             )
-            counted = replace(counted, deliveries=workers.deliveries, worker_fetches=workers.fetches_total)
             if histogram is not None:
                 counted = replace(counted, worker_fetch_seconds=histogram.total, fetch_counts=histogram.counts)
         return replace(counted, epochs=epochs)

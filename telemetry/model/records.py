@@ -370,21 +370,15 @@ class Deliveries:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochOpenings:
-    """How epochs begin in the workers.
+class FirstFetches:
+    """The first fetches of the workers in an iteration, over the run so far.
 
-    Attributes:
-        firsts: first fetches of an epoch over the run so far. ``first_seconds``: their time. ``start_seconds``: time
-            from the begin of an iteration until they began.
-        empty: workers to which the data set gives no item, in the newest epoch that shows it.
-        same: whether several workers have begun with the same two batches; None if unknown.
+    ``start_seconds``: time from the begin of the iteration until they began.
     """
 
-    firsts: int = 0
-    first_seconds: float = 0.0
+    fetches: int = 0
+    seconds: float = 0.0
     start_seconds: float = 0.0
-    empty: int = 0
-    same: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +407,8 @@ class WorkersSample:
             through a pipe to the training process. The tensors of a batch are in shared memory and do not count.
         fetched: fetches so far, and their seconds, by pid of each training worker.
         allowed_cores: cores that all training workers together may use; None if the kernel does not report it.
-        opened: how the epochs of these workers begin.
+        empty_workers: workers to which the data set gives no item, in the newest epoch that shows it.
+            ``same_batches``: whether several workers have begun with the same two batches; None if unknown.
     """
 
     workers: int
@@ -437,7 +432,9 @@ class WorkersSample:
     written_bytes_per_second: float | None = None
     fetched: dict[int, tuple[int, float]] = field(default_factory=dict, metadata=SKIP)
     allowed_cores: int | None = field(default=None, metadata=NEWEST)
-    opened: EpochOpenings = field(default=EpochOpenings(), metadata=SKIP)
+    first_fetches: FirstFetches = field(default=FirstFetches(), metadata=SKIP)
+    empty_workers: int = field(default=0, metadata=SKIP)
+    same_batches: bool | None = field(default=None, metadata=SKIP)
 
 
 # -- readings of the memory of a run -----------------------------------------------------------------------------------

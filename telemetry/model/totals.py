@@ -12,7 +12,15 @@ from functools import cache
 from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from telemetry.model.records import COMPUTE, DATA_WAIT, STARTUP, Deliveries, LoaderSettings, LoaderTraits
+from telemetry.model.records import (
+    COMPUTE,
+    DATA_WAIT,
+    STARTUP,
+    Deliveries,
+    FirstFetches,
+    LoaderSettings,
+    LoaderTraits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -81,8 +89,6 @@ class EpochTotals:
     """Epoch boundaries and the waits at them, see `Ledger`.
 
     Attributes:
-        first_fetches: the first fetches of workers in an iteration. ``first_fetch_seconds``: their time.
-            ``start_seconds``: time from the begin of the iteration until they began.
         near_boundary_wait_seconds: additional wait for the batches next to the boundaries. This is the only counter
             that can decrease.
     """
@@ -91,9 +97,6 @@ class EpochTotals:
     left: int = 0
     boundary_wait_seconds: float = 0.0
     near_boundary_wait_seconds: float = 0.0
-    first_fetches: int = 0
-    first_fetch_seconds: float = 0.0
-    start_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +313,7 @@ class Totals:
     checkpoint_steps_compute_seconds: float = 0.0
     wait_seconds_by_source: dict[str | None, float] = field(default_factory=dict)
     epochs: EpochTotals = EpochTotals()
+    first_fetches: FirstFetches = FirstFetches()
     deliveries: Deliveries = Deliveries()
     garbage: GarbageTotals = GarbageTotals()
     stacks: StackTotals = field(default_factory=StackTotals)
@@ -381,8 +385,7 @@ class Conditions:
             of it.
         read_by_thread: whether another thread of this process requests batches of a DataLoader.
         iterated_at: file, line and function in which the newest iterator of a loader was made.
-        empty_workers: workers to which the data set gives no item. ``same_batches``: whether several workers have given
-            the same batches; None if unknown.
+        empty_workers, same_batches: see `WorkersSample`.
         in_loop: whether most of the time since the last tick was spent in the training loop.
         where: the line of the user's code in most samples of the training thread, see `RankPace`.
         fetching_seconds: duration so far of the longest fetch in progress; None without a sample of the workers.

@@ -8,11 +8,11 @@ sleeps. So all its CPU time belongs to its fetches, including that of its other 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add, sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.model.records import FETCH_BUCKETS, Deliveries, EpochOpenings, Histogram, WorkersSample
+from telemetry.model.records import FETCH_BUCKETS, Deliveries, FirstFetches, Histogram, WorkersSample
 from telemetry.model.totals import together
 from telemetry.seams.worker_block import WorkerCounters
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
@@ -62,7 +62,9 @@ class WorkersSource:
         self._counted: dict[tuple[int, int, int], WorkerCounters] = {}
         self._histogram = _NONE_YET
         self._deliveries = Deliveries()
-        self._opened = EpochOpenings()
+        self._first_fetches = FirstFetches()
+        self._empty_workers = 0
+        self._same_batches: bool | None = None
 
     def read(self) -> WorkersSample:
         """The live workers of this process. Without workers the counts are zero."""
@@ -116,7 +118,9 @@ class WorkersSource:
             head_of_line_since_seconds=blocked.seconds,
             fetched=fetched,
             allowed_cores=_allowed_cores(pid for pid, _ in seen),
-            opened=self._opened,
+            first_fetches=self._first_fetches,
+            empty_workers=self._empty_workers,
+            same_batches=self._same_batches,
             **self._shares(seen, now),
         )
         self._before, self._before_ns = seen, now
@@ -147,12 +151,11 @@ class WorkersSource:
             counts = tuple(map(add, self._histogram.counts, map(sub, worker.histogram, before.histogram)))
             seconds = self._histogram.total + (worker.wall_ns - before.wall_ns) / NS
             self._histogram = Histogram(FETCH_BUCKETS, counts, seconds)
-            opened = self._opened
-            self._opened = replace(
-                opened,
-                firsts=opened.firsts + worker.firsts - before.firsts,
-                first_seconds=opened.first_seconds + (worker.first_wall_ns - before.first_wall_ns) / NS,
-                start_seconds=opened.start_seconds + (worker.first_wait_ns - before.first_wait_ns) / NS,
+            first = self._first_fetches
+            self._first_fetches = FirstFetches(
+                first.fetches + worker.firsts - before.firsts,
+                first.seconds + (worker.first_wall_ns - before.first_wall_ns) / NS,
+                first.start_seconds + (worker.first_wait_ns - before.first_wait_ns) / NS,
             )
         self._look_at_streams(block, counters)
         return counters
@@ -164,11 +167,10 @@ class WorkersSource:
         made = [worker.made for worker in began]
         ended = [worker.exhausted_epoch == epoch for worker in began]
         if len(began) == block.workers and any(made) and all(map(max, made, ended)):
-            self._opened = replace(self._opened, empty=made.count(0))
+            self._empty_workers = made.count(0)
         first = [(worker.first_batch, worker.second_batch) for worker in began if worker.second_batch]
         if len(first) > 1:
-            same = any(first.count(both) > 1 and both[0] != both[1] for both in first)
-            self._opened = replace(self._opened, same=same)
+            self._same_batches = any(first.count(both) > 1 and both[0] != both[1] for both in first)
 
     def _deliver(self, loader: LoaderHandle, counters: tuple[WorkerCounters, ...], now: int) -> HeadOfLine | None:
         """Match the batches that the training thread has taken with their fetches."""
