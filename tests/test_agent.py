@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.config import Config, SettingError
+from telemetry.log.lines import Line
+from telemetry.log.process import stalls_of
 from telemetry.log.reader import load
 from telemetry.loop.ring import CAPACITY, STEP
-from telemetry.model.records import FETCH_BUCKETS, GpuSample, StallRecord
+from telemetry.model.records import FETCH_BUCKETS, Advice, GpuSample, StallRecord
 from telemetry.safety import threads
 from telemetry.safety import threads as own_threads
 from telemetry.seams.loaders import LoaderRegistry
@@ -318,6 +320,11 @@ def test_a_stall_is_told(tmp_path, callback):
     assert (opened["event"], closed["event"]) == ("stall_open", "stall_close")
     assert opened["opened"] == closed["opened"] < closed["closed"]
     assert closed["evidence"]["source"] == "training_thread"
+    assert closed.keys() - {*Line.__struct_fields__, "event"} == {*StallRecord.__struct_fields__} - {"rank"}
+    (read,) = stalls_of(load(agent.run_dir)[0])
+    assert (read.cause, read.opened, read.closed) == (closed["cause"], closed["opened"], closed["closed"])
+    assert read.evidence == opened["evidence"] | closed["evidence"]
+    assert read.advice == [Advice(**each) for each in closed["advice"]]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mine"), SystemExit(3)], ids=["error", "exit"])
