@@ -230,7 +230,7 @@ def running_view(rows: Sequence[RankRow], now: float) -> JobView:
         ranks=[_recent_waits(row, totals) for row, totals in recent],
         stalls=[stall for stall, _ in stalls],
         hang=hang.verdict if hang is not None and hang.waiting else "",
-        stuck=[(stall, over) for stall, over in stalls if stall.stuck_in is not None],
+        stuck=[(stall, over) for stall, over in stalls if stall.details.stuck_in is not None],
         end=end,
         ledger=ledger,
     )
