@@ -29,7 +29,7 @@ if "top" in sys.argv or "top" in getattr(sys, "orig_argv", ()):
     def broken(*_):
         raise RuntimeError("broken on purpose")
 
-    text.summary = broken
+    text.seen = broken
 """
 
 

@@ -22,7 +22,7 @@ from textual.widgets import DataTable, Footer, HelpPanel, Input, Static
 
 from telemetry.diagnosis.verdict import BAD, GOOD
 from telemetry.top.run_folder import RunFolder
-from telemetry.top.text import BARS, SORTS, WORST, chosen, columns, newest_stall, rank_lines, summary
+from telemetry.top.text import BARS, SORTS, WORST, chosen, columns, figures, newest_stall, rank_lines, seen
 from telemetry.top.view import JobView, State
 from telemetry.util.words import one_line
 
@@ -211,6 +211,7 @@ class TopApp(App[None]):
         self._view = JobView(f"Reading {run_dir}", time.time())
         self._order, self._trouble_only, self._find, self._whole_run = WORST, False, "", False
         self._columns: list[Column] = []
+        self._figures = ""
         self.shown: list[RankRow] = []
 
     # -- the life of the screen ----------------------------------------------------------------------------------------
@@ -271,6 +272,7 @@ class TopApp(App[None]):
     def _draw(self) -> None:
         style = {GOOD: _GOOD_STYLE, BAD: _BAD_STYLE}.get(self._view.level, _WARN_STYLE)
         self._verdict.show(_lines([self._view.verdict], style))
+        self._figures = figures(self._view) if self._view.rows else ""
         self._draw_times()
         self._legend.show(self._made_legend())
         self._draw_table()
@@ -278,7 +280,8 @@ class TopApp(App[None]):
     def _draw_times(self) -> None:
         """Draw what changes with the time alone."""
         view, now = self._view, time.time()
-        self._summary.show(_lines([summary(view, now) if view.rows else "", *filter(None, [view.note])], "dim"))
+        told = f"{self._figures}  {seen(view, now)}" if view.rows else ""
+        self._summary.show(_lines([told, *filter(None, [view.note])], "dim"))
         self._stall.show(_lines(newest_stall(view, now) if view.rows else (), first=_WARN_STYLE))
 
     def _made_legend(self) -> Text:

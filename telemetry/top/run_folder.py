@@ -70,7 +70,7 @@ class _Followed:
     def take(self, line: Line | None) -> None:
         """Take the next line of its log."""
         if isinstance(line, TotalsLine) and line.ledger_total_seconds:
-            self._totals.append(line)
+            self._totals.append(_difference(line, _NOTHING_YET))  # not the line: it has sketches, too
             while len(self._totals) > 2 and _is_enough(line, self._totals[1]):
                 self._totals.popleft()
         match line:

@@ -180,7 +180,18 @@ def chosen(rows: Sequence[RankRow], order: str, *, trouble_only: bool = False, f
 
 
 def summary(view: JobView, now: float) -> str:
-    """The line under the verdict: the run, its ranks by state, steps, rates, the time."""
+    """The line under the verdict."""
+    return f"{figures(view)}  {seen(view, now)}"
+
+
+def seen(view: JobView, now: float) -> str:
+    """The time; of an old view, when that was."""
+    age = now - view.seen
+    return clock(now) if age < _OLD_SECONDS else f"{clock(view.seen)}, {rough_duration(age)} ago"
+
+
+def figures(view: JobView) -> str:
+    """The run, its ranks by state, steps and rates."""
     rows, nodes = view.rows, view.nodes
     counts = Counter(row.state for row in rows)
     trouble = [row.node for row in rows if row.in_trouble]
@@ -201,8 +212,6 @@ def summary(view: JobView, now: float) -> str:
         known = [rate for row in going_on if (rate := row.per_second(name)) is not None]
         if known and len(known) == len(going_on):  # the sum of some ranks would look like that of the job
             parts.append(f"{plain_number(sum(known), 4)} {name}/s")
-    age = now - view.seen
-    parts.append(clock(now) if age < _OLD_SECONDS else f"{clock(view.seen)}, {rough_duration(age)} ago")
     return "  ".join(filter(None, parts))
 
 
