@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from telemetry.log.lines import GpuLine, TotalsLine
     from telemetry.top.view import JobView, RankRow
 
-_OLD_SECONDS: Final = 10.0
-"""From this age on, the age of what is shown is told."""
+_OLD_SECONDS: Final = 15.0
+"""From this age on, the age of what is shown is told. Two looks at a large job are ten seconds apart."""
 
 _MAX_STALLS: Final = 8
 """The most stalls of an opened rank."""
