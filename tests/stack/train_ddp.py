@@ -1,12 +1,12 @@
 """A typical training script: DDP over gloo and a DataLoader, without telemetry. With --by-hand it does without DDP.
 
-The rank named by SLOW_RANK reads its samples slowly, until the file named by --mended appears, if one is named. It hangs
-in a step from when the file named by --hang appears. Training goes on until the file named by --until appears, or for --steps steps. With COLLECTIVES=0 the ranks train side by side and never talk, so that one may die without the others.
+The rank named by SLOW_RANK reads its samples slowly, until the file named by --mended appears, if one is named. Training
+goes on until the file named by --until appears, or for --steps steps. With COLLECTIVES=0 the ranks train side by side and
+never talk, so that one may die without the others.
 """
 
 import argparse
 import os
-import threading
 import time
 
 import torch
@@ -33,12 +33,20 @@ class Images(Dataset):
         return torch.full((3, 16, 16), index / self.size), index % 10
 
 
-def think(seconds):
-    time.sleep(seconds)
+class Device(nn.Module):
+    """Takes the time of a device: half of it in the forward pass, a quarter in the backward pass and in the optimizer."""
 
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
 
-def hang():
-    threading.Event().wait()
+    def forward(self, hidden):
+        time.sleep(self.seconds / 2)
+        hidden.register_hook(self.rest)
+        return hidden
+
+    def rest(self, *_):
+        time.sleep(self.seconds / 4)
 
 
 def average_gradients(model, world_size):
@@ -63,9 +71,7 @@ def main():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64, help="of each rank, in an epoch")
     parser.add_argument("--mended", default="")
-    parser.add_argument("--hang", default="")
     parser.add_argument("--slow-seconds", type=float, default=0.02, help="per sample, on the slow rank")
-    parser.add_argument("--think-seconds", type=float, default=0.0, help="per step, on the slow rank")
     parser.add_argument("--by-hand", action="store_true", help="average gradients without DDP")
     parser.add_argument("--pace-seconds", type=float, default=0.01, help="per step, on every rank: the device's time")
     options = parser.parse_args()
@@ -80,23 +86,19 @@ def main():
     dataset = Images(options.samples * world_size, options.slow_seconds if slow else 0.0, options.mended)
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=options.workers)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+    device = Device(options.pace_seconds)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), device, nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
     if collectives and not options.by_hand:  # DDP imports torch._dynamo, as torch's optimizers do: 1.3 s of CPU
         model = DistributedDataParallel(model)
     kind = QuickSGD if options.by_hand or not collectives else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(device.rest)
     lossf = nn.CrossEntropyLoss()
 
     step, epoch, done = 0, 0, False
     while not done:
         sampler.set_epoch(epoch)
         for images, labels in loader:
-            if slow and options.think_seconds:
-                think(options.think_seconds)
-            if slow and os.path.exists(options.hang):
-                hang()
-            if options.pace_seconds:
-                time.sleep(options.pace_seconds)
             loss = lossf(model(images), labels)
             optimizer.zero_grad()
             loss.backward()

@@ -132,17 +132,16 @@ class SlurmJob:
         slurm: the cluster.
         shared: a folder that all nodes share.
         until: the job trains until this file is there. Its name is the job's.
-        arguments: more arguments of the script. ``variables``: of the environment.
     """
 
-    def __init__(self, slurm, shared, until, *arguments, **variables):
+    def __init__(self, slurm, shared, until):
         self.until = until
         self.slurm = slurm
         out = shared / f"{until.name}.out"
         self.number = slurm.run(
             "sbatch", "--parsable", "--gpus-per-node=1", "--cpus-per-task=1", f"--output={out}", "--chdir", shared,
-            DEPLOY / "slurm" / "train.sbatch", SCRIPT, "--until", until, "--pace-seconds", "0.05", *arguments,
-            SHARED_DIR=str(shared), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **variables,
+            DEPLOY / "slurm" / "train.sbatch", SCRIPT, "--until", until, "--pace-seconds", "0.05",
+            SHARED_DIR=str(shared), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         ).strip()  # fmt: skip
         self.run = f"slurm-{self.number}"
         self.run_dir = shared / "runs" / self.run

@@ -28,7 +28,8 @@ EMPTY = {
 
 RECORDED_ONLY = {
     r"training_(gpu|cuda)_|dcgm_": "there is no GPU: the run that was recorded on one has them, or the fake driver",
-    r'part="': "these runs may be too short for samples of each part",
+    r'part="copy"': "there is no device to which batches are copied",
+    r'part="compile"': "nothing is compiled",
     r"training_cgroup_": "a machine may set no limit",
     r"training_memory_": "these runs are too short to tell whether their memory grows",
     r"collector_up": "no collector fails here",

@@ -22,7 +22,7 @@ def ports():
 @pytest.fixture(scope="package")
 def job(torchrun, ports):
     """Four ranks under torchrun, rank SLOW_RANK starving, training until told to stop."""
-    options = ("--interval-seconds", "0.2", "--log-interval-seconds", "2")
+    options = ("--interval-seconds", "0.1", "--log-interval-seconds", "2")
     job = torchrun("quartet", 4, ports["job"], options, ("--slow-seconds", "0.05"), SLOW_RANK=str(SLOW_RANK))
     job.wait_for_steps(range(4))
     yield job
