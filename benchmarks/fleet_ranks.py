@@ -27,6 +27,7 @@ from telemetry.model.records import (
     MEMORY_PARTS,
     CollectorHealth,
     Deliveries,
+    EnergyView,
     GpuSample,
     Histogram,
     HostSample,
@@ -37,7 +38,7 @@ from telemetry.model.records import (
 )
 from telemetry.model.totals import StackTotals, Totals
 from telemetry.node.board import RankHead, RankState
-from telemetry.node.metrics import AttemptView, EnergyView, RunView, SnapshotsView, StallView
+from telemetry.node.metrics import AttemptView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
 
 if TYPE_CHECKING:

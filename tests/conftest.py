@@ -17,12 +17,12 @@ import telemetry
 from telemetry.config import Config
 from telemetry.log.reader import load
 from telemetry.loop.ledger import Accounting, Ledger
-from telemetry.loop.ring import Ring
 from telemetry.model.records import PhaseSpan, Step
 from telemetry.safety import threads
 from telemetry.safety.errors import ErrorLog
 from telemetry.seams.attachment import Attachment
 from telemetry.seams.garbage import GarbageTimer
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.util.clock import now_ns
 from tests.report_logs import summarize

@@ -14,6 +14,7 @@ from telemetry.model.records import (
     MEMORY_PARTS,
     SNAPSHOT_RESULTS,
     CollectorHealth,
+    EnergyView,
     GpuSample,
     Histogram,
     HostSample,
@@ -24,7 +25,7 @@ from telemetry.model.records import (
 )
 from telemetry.model.totals import StackTotals, Totals
 from telemetry.node.board import Numbers, RankHead, RankState
-from telemetry.node.metrics import COLLECTOR, AttemptView, EnergyView, RunView, SnapshotsView, StallView
+from telemetry.node.metrics import COLLECTOR, AttemptView, RunView, SnapshotsView, StallView
 from telemetry.node.prometheus import numbers_of, rendered
 
 

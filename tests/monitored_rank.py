@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-from telemetry.agent.collectors import Samples
 from telemetry.agent.stall_monitor import StallMonitor
 from telemetry.config import Config
+from telemetry.diagnosis.stalls import StallCounts
 from telemetry.loop.ledger import Ledger, StepStats
-from telemetry.loop.tick_totals import Overhead, StallCounts, TotalsBuilder
-from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace
+from telemetry.loop.tick_totals import Overhead, TotalsBuilder
+from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, OTHER, RankPace, Samples
 from telemetry.safety.errors import ErrorLog
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources.sampler import Sampler

@@ -6,8 +6,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from telemetry.loop.ring import S_COMPUTE, Ring
 from telemetry.safety.threads import OwnThread
+from telemetry.seams.ring import S_COMPUTE, Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources import sampler
 from telemetry.sources.sampler import Sampler

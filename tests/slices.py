@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from telemetry.agent.collectors import Samples
 from telemetry.diagnosis.evidence import Evidence, RecurringCosts, aggregate
 from telemetry.diagnosis.stalls import DetectedStall, StallDetector, StallUpdate
 from telemetry.loop.tick_totals import Readings, integrated
@@ -22,6 +21,7 @@ from telemetry.model.records import (
     LoaderTraits,
     PressureSample,
     RankPace,
+    Samples,
     WorkersSample,
 )
 from telemetry.model.totals import (

@@ -14,11 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.agent.collectors import Samples
 from telemetry.config import Config
-from telemetry.loop import ring as r
 from telemetry.loop.ledger import Accounting, ExposedWait, Ledger, StepStats
-from telemetry.loop.ring import Ring
 from telemetry.loop.tick_totals import GpuEnergy, Readings, integrated
 from telemetry.model.records import (
     CATEGORIES,
@@ -32,14 +29,17 @@ from telemetry.model.records import (
     Histogram,
     HostSample,
     ProcessSample,
+    Samples,
     Step,
 )
 from telemetry.model.totals import EpochTotals, Sampled, SampledTotals, Totals, WorkerTotals, difference, together
 from telemetry.safety.errors import ErrorLog
+from telemetry.seams import ring as r
 from telemetry.seams.attachment import Attachment
 from telemetry.seams.batches import BatchMark, TrainedBatches
 from telemetry.seams.device import wait_class
 from telemetry.seams.loaders import LoaderHandle
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources.proc import ProcessSource
 from telemetry.util.sketch import Sketch

@@ -21,11 +21,11 @@ from telemetry.config import Config, SettingError
 from telemetry.log.lines import Line
 from telemetry.log.process import stalls_of
 from telemetry.log.reader import load
-from telemetry.loop.ring import CAPACITY, STEP
 from telemetry.model.records import FETCH_BUCKETS, Advice, GpuSample, StallRecord
 from telemetry.safety import threads
 from telemetry.safety import threads as own_threads
 from telemetry.seams.loaders import LoaderRegistry
+from telemetry.seams.ring import CAPACITY, STEP
 from telemetry.seams.worker_block import WorkerCounters
 from telemetry.sources.cgroup import PressureSource
 from telemetry.sources.collector import CollectorError

@@ -16,15 +16,15 @@ from fakes import amd as fake
 from fakes.amd import NONE_16, NONE_32, NONE_64, Gpu, Library
 
 import telemetry.doctor
-from telemetry.agent.collectors import CollectorPoller
-from telemetry.loop.ring import Ring
 from telemetry.model.records import GpuSample
 from telemetry.safety import threads
 from telemetry.safety.errors import ErrorLog
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources.amd import Amd
 from telemetry.sources.collector import CollectorError
 from telemetry.sources.gpu import GpuSource
+from telemetry.sources.polling import CollectorPoller
 
 ADDRESS, OTHER = "0000:c1:00", "0001:c1:00"
 IDENTITY = {"amdsmi_get_gpu_device_bdf", "amdsmi_get_gpu_device_uuid"}
@@ -159,7 +159,7 @@ def test_the_agent_reads_the_gpu_of_a_rocm_build(library, monkeypatch):
     """Torch may be imported after the start."""
     at = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
     cuda = SimpleNamespace(device_count=lambda: 1, get_device_properties=lambda _device: at)
-    monkeypatch.setattr("telemetry.agent.collectors.cuda", lambda: cuda)
+    monkeypatch.setattr("telemetry.sources.polling.cuda", lambda: cuda)
     library.gpus = [Gpu(), Gpu(domain=1)]
     poller = CollectorPoller(StepTracker(Ring()), 0.001, ErrorLog())
     try:

@@ -94,6 +94,60 @@ def test_no_file_imports_itself_through_others():
         visit(module, ())
 
 
+ROOMS = {
+    "_version": "",
+    "util/clock": "",
+    "safety": "util/clock",
+    "util": "safety",
+    "config": "safety",
+    "model": "util",
+    "log/lines": "util safety model",
+    # what measures
+    "seams": "util safety model log/lines",
+    "sources": "util safety model log/lines seams",
+    "loop": "util safety config model seams sources",
+    # what judges, and what shows it
+    "trace": "util safety",
+    "diagnosis": "util safety model log/lines sources trace",
+    "log": "util safety model diagnosis",
+    "node": "util safety model diagnosis",
+    "sinks": "util safety config model node",
+    "snapshot": "util safety config model seams sources diagnosis",
+    # the tick, which asks them all
+    "agent": "_version util safety config model seams sources loop diagnosis log node sinks snapshot",
+    # what reads a run later
+    "report": "util safety model sources trace diagnosis log",
+    "top": "util safety model diagnosis log report",
+}
+"""What each room may import: only rooms that stand before it. A file that stands here by itself is below the rest of
+its folder. All that has no line is a command or an interface to the user, which may import anything."""
+COMMANDS_IN_ROOMS = {"snapshot/snapshot_command.py"}
+FOR_ITS_TYPE = {("log/reader.py", "report")}
+
+
+def room_of(module: str) -> str:
+    _, first, *rest = *module.split("."), ""
+    file = f"{first}/{rest[0]}"
+    return file if file in ROOMS else first
+
+
+def test_each_room_imports_only_what_its_line_allows():
+    modules = {".".join(("telemetry", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in FILES}
+    for path in FILES:
+        file = str(path.relative_to(PACKAGE))
+        room = room_of(f"telemetry.{file.removesuffix('.py').replace('/', '.')}")
+        if room not in ROOMS or file in COMMANDS_IN_ROOMS:
+            continue
+        allowed = {room, *ROOMS[room].split()} | {other for place, other in FOR_ITS_TYPE if place == file}
+        used = {room_of(module) for module in imports(path) & modules}
+        assert not {each for each in used if not {each, each.split("/")[0]} & allowed}, file
+
+
+def test_a_room_is_allowed_only_rooms_before_it():
+    for place, (room, allowed) in enumerate(ROOMS.items()):
+        assert {*allowed.split()} <= {*[*ROOMS][:place]}, room
+
+
 OTHERS = {"torch", "tensorboard"}
 BEFORE_THE_SCRIPT = {"__init__.py", "api.py", "safety/imports.py"}
 

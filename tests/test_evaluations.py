@@ -11,13 +11,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.evaluations import EvaluationMonitor, EvaluationWaits
+from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.cli import main
 from telemetry.diagnosis.evaluation import EvaluationTimes, evaluation_finding, small_batches
 from telemetry.diagnosis.hot_lines import LineShare
-from telemetry.loop.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
+from telemetry.loop.evaluation_waits import EvaluationWaits
 from telemetry.model.totals import Conditions, Tick, Totals
 from telemetry.seams.loaders import BatchSource
+from telemetry.seams.ring import BEGINS, S_COMPUTE, S_DATA_WAIT, S_EVALUATION, STEP, code
 from telemetry.sources import sampler
 from tests.report_logs import START, line, totals, write
 from tests.running_agent import log_lines, wait_for

@@ -15,9 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.log.event_log import LogWindow
 from telemetry.model.records import CATEGORIES, Histogram
-from telemetry.model.totals import Totals
+from telemetry.model.totals import LogWindow, Totals
 from telemetry.node.metrics import RunView
 from telemetry.sinks.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES, figures
 from tests.full_views import page

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.log.reader import load
-from telemetry.loop import ring
 from telemetry.loop.ledger import ExposedWait
-from telemetry.seams import dataloader, state, tracker
+from telemetry.seams import dataloader, ring, state, tracker
 from telemetry.seams import device as gpu_clock
 from telemetry.seams.device import BUDGET_RATIO, DeviceStream, GpuClock, device_in_use
 from tests.data_sets import Numbers

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from benchmarks.simulated_run import SimulatedRun, write_run
-from telemetry.agent.collectors import mean_of
 from telemetry.log.file import LogFile, json_logger
 from telemetry.model import records
 from telemetry.model.records import LOG_KIND, GpuSample, ProcessSample
+from telemetry.sources.polling import mean_of
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines, wait_for
 from tests.slice_cases import IDLE

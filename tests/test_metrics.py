@@ -14,14 +14,15 @@ from msgspec import structs
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.agent.collectors import CollectorPoller
-from telemetry.loop.ring import Ring
+from telemetry.model.records import EnergyView
 from telemetry.node import prometheus
 from telemetry.node.board import RankHead, RankState
-from telemetry.node.metrics import COLLECTOR, GROUPS, EnergyView, metrics
+from telemetry.node.metrics import COLLECTOR, GROUPS, metrics
 from telemetry.node.prometheus import Exposition, numbers_of
 from telemetry.safety.errors import ErrorLog
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
+from telemetry.sources.polling import CollectorPoller
 from tests.full_views import full_view, page
 
 ROOT = Path(__file__).resolve().parents[1]

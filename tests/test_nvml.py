@@ -531,7 +531,7 @@ def test_a_gpu_of_several_that_is_not_found_for_a_while(state):
 def test_an_agent_shows_each_gpu_of_its_process(state, monkeypatch, request):
     properties = [SimpleNamespace(uuid=uuid.removeprefix("GPU-")) for uuid in (A, B)]
     cuda = SimpleNamespace(device_count=lambda: 2, get_device_properties=properties.__getitem__)
-    monkeypatch.setattr("telemetry.agent.collectors.cuda", lambda: cuda)
+    monkeypatch.setattr("telemetry.sources.polling.cuda", lambda: cuda)
     state.gpus = [Gpu(uuid=A), Gpu(uuid=B)]
     agent = request.getfixturevalue("agent")
     agent.tracker.device, agent.tracker.devices = 1, [torch.device("cuda", 1), torch.device("cuda", 0)]
@@ -560,7 +560,7 @@ def test_parameters_on_the_host_add_no_gpu(state, monkeypatch, request):
     """With offloaded parameters each rank would show the current device of the agent's thread, GPU 0, as one of its own."""
     properties = {1: SimpleNamespace(uuid=B.removeprefix("GPU-")), None: SimpleNamespace(uuid=A.removeprefix("GPU-"))}
     cuda = SimpleNamespace(device_count=lambda: 2, get_device_properties=properties.__getitem__)
-    monkeypatch.setattr("telemetry.agent.collectors.cuda", lambda: cuda)
+    monkeypatch.setattr("telemetry.sources.polling.cuda", lambda: cuda)
     state.gpus = [Gpu(uuid=A), Gpu(uuid=B)]
     agent = request.getfixturevalue("agent")
     agent.tracker.device, agent.tracker.devices = 1, [torch.device("cpu")]

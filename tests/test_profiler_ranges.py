@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import telemetry
-from telemetry.loop.ring import Ring
 from telemetry.seams.attachment import Attachment
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.seams.watch import wrap
 from tests.data_sets import Numbers

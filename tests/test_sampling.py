@@ -25,9 +25,9 @@ from telemetry.safety import gil, threads
 from telemetry.safety.gil import GilTurns, SwitchInterval
 from telemetry.sources import sampling
 from telemetry.sources.sampler import Sampler
-from telemetry.sources.sampling import SampleClock
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import FETCH, StackProfile
+from telemetry.util.sampling import SampleClock
 from telemetry.util.stacks import Spot
 from tests.running_agent import wait_for
 from tests.sampled_thread import in_a_step, often, sampled

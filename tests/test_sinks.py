@@ -74,7 +74,7 @@ class Sinks:
         recorders = dict(zip(SINKS, self.all, strict=True))
         monkeypatch.setattr("telemetry.sinks.output.make_sink", lambda name, _run_dir: recorders[name])
         self.output = FigureOutput(
-            Config.load({"sinks": ",".join(SINKS)}, {}), identify("run", None, {}), types.SimpleNamespace(steps_before=0),
+            Config.load({"sinks": ",".join(SINKS)}, {}), identify("run", None, {}),
             self.errors, WallClock(), mono_ns=self.clock,
         )  # fmt: skip
         self.output.start(Path())
@@ -282,7 +282,7 @@ def test_trial_of_tune_has_no_sinks(tmp_path, monkeypatch):
     for trial in (False, True):
         if trial:
             monkeypatch.setenv("TELEMETRY_TUNE_TRIAL", "plan.json")
-        output = FigureOutput(config, identify("run", None, {}), None, ErrorLog(), None)
+        output = FigureOutput(config, identify("run", None, {}), ErrorLog(), None)
         output.start(tmp_path)
         said.append(output.said)
     assert said == [", figures to wandb", ""]

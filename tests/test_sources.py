@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 
 import telemetry
 from telemetry.log.lines import GpuOutOfMemoryLine
-from telemetry.loop.ring import Ring
 from telemetry.model.records import Collective, TorchMemorySample
 from telemetry.safety.errors import ErrorLog
 from telemetry.seams import cuda_memory
 from telemetry.seams.collectives import RecordedCollectives, recorded_collectives
 from telemetry.seams.cuda_memory import FailedAllocations
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources import memory
 from telemetry.sources.cgroup import MemoryLimits, PressureSource

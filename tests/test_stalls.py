@@ -19,10 +19,10 @@ from telemetry.diagnosis.causes import CAUSES, advise, shares_of
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.stalls import DetectedStall, StallDetector
 from telemetry.diagnosis.stragglers import held_up_by
-from telemetry.loop.ring import Ring
 from telemetry.model.records import Advice, Deliveries, GpuSample, ProcessSample, RankPace
 from telemetry.model.totals import Tick, Totals, together
 from telemetry.safety.processes import identify
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from tests.monitored_rank import Run
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers

@@ -17,8 +17,8 @@ import telemetry
 from telemetry.agent import step_monitor as findings
 from telemetry.diagnosis.hot_lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
-from telemetry.loop.ring import Ring
 from telemetry.model.totals import GarbageTotals
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources.proc import ThreadLoad, ThreadLoads
 from telemetry.sources.sampler import BusyThread, Sampler

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from telemetry.model.records import FETCH_BUCKETS
+from telemetry.safety.processes import read_schedule
 from telemetry.seams.loaders import Arrival
 from telemetry.seams.worker import _SpawnedLoop
 from telemetry.seams.worker_block import RECENT, WorkerBlock, WorkerCounters
-from telemetry.sources.proc import read_schedule
 from telemetry.sources.workers import Fetches, WorkersSource
 from telemetry.util.clock import now_ns
 from tests.data_sets import Numbers

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
 from telemetry.agent.attempt import FOLDER, AttemptLog, RunSoFar
-from telemetry.agent.collectors import CollectorPoller
 from telemetry.agent.end_line import end_line, own_waits, with_peers
 from telemetry.agent.evaluations import EvaluationMonitor
+from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.line_monitor import LineMonitor
 from telemetry.agent.stall_monitor import StallMonitor
@@ -23,12 +23,11 @@ from telemetry.agent.step_monitor import ChangeMonitor, FindingLog, StepMonitor,
 from telemetry.agent.trial import TrialRun
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.diagnosis.memory_outlook import MemoryWatch
+from telemetry.diagnosis.stalls import StallCounts
 from telemetry.diagnosis.verdict import RunEnd, RunFacts, judge
-from telemetry.log.event_log import EventLog
 from telemetry.loop.ledger import Accounting
-from telemetry.loop.ring import Ring
 from telemetry.loop.tick_pace import TickPace
-from telemetry.loop.tick_totals import Overhead, StallCounts, TotalsBuilder
+from telemetry.loop.tick_totals import Overhead, TotalsBuilder
 from telemetry.model.records import LOADER_TIMEOUT
 from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import NodeService
@@ -41,9 +40,11 @@ from telemetry.safety.processes import identify, job_labels, slug
 from telemetry.safety.threads import OwnThread, Wake
 from telemetry.seams.attachment import Attachment
 from telemetry.seams.patching import keep
+from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.sinks.output import FigureOutput
 from telemetry.snapshot.control import SnapshotControl
+from telemetry.sources.polling import CollectorPoller
 from telemetry.sources.proc import planned_threads
 from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import NS, WallClock, now_ns
@@ -129,7 +130,7 @@ class Agent:
         self._sampler = Sampler(tracker, self._wake.wait)
         self.attempt = AttemptLog(run_dir, identity.pid, tracker, accounting, wall=wall, errors=errors)
         self._run_so_far = RunSoFar(run_dir / FOLDER, self.attempt, identity, errors)
-        self.figures = FigureOutput(config, identity, self._run_so_far, errors, wall)
+        self.figures = FigureOutput(config, identity, errors, wall)
         own_threads = (self._collectors, self._node, self._job, self.figures)
         self.overhead = Overhead(tracker, [part for part in own_threads if part is not None])
         self._builder = TotalsBuilder(accounting, tracker, self._collectors, self._sampler, self.overhead)
@@ -577,6 +578,7 @@ class Agent:
             torch_memory=samples.torch_memory,
             memory=self._memory.view(),
             attempt=self._run_so_far.view(),
+            steps_before=self._run_so_far.steps_before,
             samples_before=self._run_so_far.samples_before,
             tokens_before=self._run_so_far.tokens_before,
             step_change_ratio=self._changes.ratio,

@@ -17,9 +17,9 @@ from telemetry.util.stacks import stack_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from telemetry.agent.event_log import EventLog
     from telemetry.agent.stall_monitor import StallMonitor
     from telemetry.diagnosis.hangs import HangVerdict
-    from telemetry.log.event_log import EventLog
     from telemetry.log.lines import HangLine
     from telemetry.loop.ledger import Accounting
     from telemetry.node.board import Board, RankHead

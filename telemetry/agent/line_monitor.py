@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from telemetry.agent.event_log import EventLog
     from telemetry.diagnosis.hot_lines import LineShare
     from telemetry.diagnosis.stalls import DetectedStall
-    from telemetry.log.event_log import EventLog
     from telemetry.model.records import Advice
     from telemetry.safety.errors import ErrorLog
     from telemetry.seams.loaders import LoaderHandle

@@ -26,16 +26,15 @@ from telemetry.safety.threads import OwnThread
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from telemetry.agent.event_log import EventLog
     from telemetry.agent.line_monitor import LineMonitor, StallLines
     from telemetry.agent.step_monitor import FindingLog
     from telemetry.agent.stuck_monitor import StuckRank
     from telemetry.config import Config
     from telemetry.diagnosis.evidence import Evidence
-    from telemetry.diagnosis.stalls import DetectedStall
+    from telemetry.diagnosis.stalls import DetectedStall, StallCounts
     from telemetry.diagnosis.stragglers import Straggler
-    from telemetry.log.event_log import EventLog
     from telemetry.loop.ledger import Accounting
-    from telemetry.loop.tick_totals import StallCounts
     from telemetry.model.records import RankPace
     from telemetry.model.totals import Totals
     from telemetry.safety.errors import ErrorLog

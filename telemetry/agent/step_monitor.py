@@ -21,14 +21,13 @@ from telemetry.util.profiles import STEP, StackProfile
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.agent.collectors import Samples
+    from telemetry.agent.event_log import EventLog
     from telemetry.diagnosis.changes import StepChange
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.hot_lines import LineShare
-    from telemetry.log.event_log import EventLog
     from telemetry.loop.tick_totals import TotalsBuilder
-    from telemetry.model.records import FindingKind, HotLine, StepTrend
+    from telemetry.model.records import FindingKind, HotLine, Samples, StepTrend
     from telemetry.model.totals import Tick, Totals
     from telemetry.seams.tracker import StepTracker
     from telemetry.sources.proc import ThreadLoad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
@@ -12,7 +12,7 @@ from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.costs import costs
 from telemetry.diagnosis.evidence import RecurringCostsWatch, aggregate
 from telemetry.diagnosis.stragglers import OwnPaces, straggler
-from telemetry.model.totals import Tick
+from telemetry.model.totals import MIN_STEPS_OF_A_RUN, Tick
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 MIN_STEPS: Final = 5
 """Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""
-
-MIN_STEPS_OF_A_RUN: Final = 20
-"""Least steps for a stall if a run ends before its first window is full."""
 
 MIN_SECONDS_OF_A_RUN: Final = 2.0
 """Least seconds of the training loop for such a stall."""
@@ -40,6 +37,18 @@ MIN_SHARE: Final = 0.5
 
 _MORE: Final = 1 + 1e-6
 """A cause replaces another one only if it has cost more by this factor. Smaller differences are rounding errors."""
+
+
+@dataclass(slots=True)
+class StallCounts:
+    """Stalls so far, by cause: how many have opened, and how many seconds they cost."""
+
+    opened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    lost_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+
+    def lost(self) -> dict[str, float]:
+        """The seconds lost; causes that cost nothing are left out."""
+        return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
 
 
 @dataclass(frozen=True, slots=True)

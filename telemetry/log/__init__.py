@@ -1,1 +1,1 @@
-"""The lines of the log: their records, who writes them and who reads them."""
+"""The lines of the log: their records, the files that have them, and who reads them."""

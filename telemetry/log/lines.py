@@ -1,8 +1,8 @@
 """The lines of the log, a record for each event, and the heartbeat of a process.
 
-The agent writes these records (`telemetry.log.event_log`), and the report reads them (`telemetry.log.reader`). A field
-that was not measured is null in the log. A field that does not apply is absent; the writer marks it with `ABSENT`. A
-reader gets None for both.
+The agent writes these records (`agent.event_log`), and the report reads them (`log.reader`). A field that was not
+measured is null in the log. A field that does not apply is absent; the writer marks it with `ABSENT`. A reader gets
+None for both.
 
 Times are ISO-8601 in UTC unless the name says ``unix``. ``_seconds``, ``_bytes``, ``_hertz``, ``_watts``, ``_joules``
 and ``_celsius`` are units. ``_ratio`` is from 0 to 1. ``_total`` counts since the process started. Dictionaries of
@@ -277,7 +277,7 @@ class RunStartLine(SurroundingsLine, frozen=True, kw_only=True, tag_field="event
 
 
 # -- the means of the samples of a window: only the fields that a report or `top` shows. The agent writes all fields of
-# the samples in `telemetry.model.records`, see `telemetry.agent.collectors`.
+# the samples in `telemetry.model.records`, see `telemetry.sources.polling`.
 
 
 class GpuLine(Line, frozen=True, kw_only=True, tag_field="event", tag="gpu"):

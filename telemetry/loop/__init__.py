@@ -1,1 +1,1 @@
-"""Where the time of the training loop went: the ring of stamps, the ledger, and counts by tick."""
+"""Where the time of the training loop went: the ledger, the evaluations, and counts by tick."""

@@ -9,8 +9,7 @@ from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from telemetry.agent.evaluations import EvaluationWaits
-from telemetry.loop.ring import BATCH, CLOSES, GAP, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
+from telemetry.loop.evaluation_waits import EvaluationWaits
 from telemetry.model.records import (
     CATEGORIES,
     CHECKPOINT,
@@ -27,6 +26,7 @@ from telemetry.model.records import (
 from telemetry.safety.gil import GilTurns
 from telemetry.seams.batches import TrainedBatches
 from telemetry.seams.device import device_in_use, wait_class
+from telemetry.seams.ring import BATCH, CLOSES, GAP, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.sketch import Sketch
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from telemetry.config import Config
-    from telemetry.loop.ring import Entry
     from telemetry.safety.errors import ErrorLog
     from telemetry.seams.attachment import Attachment
     from telemetry.seams.loaders import BatchSource
+    from telemetry.seams.ring import Entry
     from telemetry.seams.tracker import StepTracker
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Final, Protocol
 
-from telemetry.agent.collectors import Samples
-from telemetry.diagnosis.causes import CAUSES
-from telemetry.diagnosis.stalls import MIN_STEPS_OF_A_RUN
-from telemetry.model.records import COMPUTE
+from telemetry.model.records import COMPUTE, EnergyView, Samples
 from telemetry.model.totals import (
+    MIN_STEPS_OF_A_RUN,
     CompileTotals,
     Conditions,
     CpuTotals,
@@ -25,7 +23,6 @@ from telemetry.model.totals import (
     WorkerTotals,
     together,
 )
-from telemetry.node.metrics import EnergyView
 from telemetry.seams.loaders import LoaderHandle
 from telemetry.sources.compiles import CompilationReader
 from telemetry.util.clock import NS, thread_time
@@ -33,10 +30,10 @@ from telemetry.util.clock import NS, thread_time
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from telemetry.agent.collectors import CollectorPoller
     from telemetry.loop.ledger import Accounting
     from telemetry.model.records import GpuSample, LoaderSettings, RankPace, WorkersSample
     from telemetry.seams.tracker import StepTracker
+    from telemetry.sources.polling import CollectorPoller
     from telemetry.sources.sampler import Sampler
 
 
@@ -268,18 +265,6 @@ class Overhead:
         own = self.agent_thread_seconds + sum(part.cpu_seconds for part in self._parts)
         hooks = self._tracker.overhead_ns + self._tracker.garbage.cost_ns
         return {"training": hooks / NS, "agent": own}
-
-
-@dataclass(slots=True)
-class StallCounts:
-    """Stalls so far, by cause: how many have opened, and how many seconds they cost."""
-
-    opened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
-    lost_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
-
-    def lost(self) -> dict[str, float]:
-        """The seconds lost; causes that cost nothing are left out."""
-        return {cause: seconds for cause, seconds in self.lost_seconds.items() if seconds}
 
 
 # -- makes the `Totals` of a tick --------------------------------------------------------------------------------------

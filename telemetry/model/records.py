@@ -475,6 +475,35 @@ class MemorySample:
     memory_limit_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The newest sample of each collector, by its name, but for ``gpus``; None while it is down.
+
+    ``gpus`` has a sample for each GPU of this rank, first the one on which the exposed wait is measured.
+    """
+
+    gpus: tuple[GpuSample, ...] | None = None
+    host: HostSample | None = None
+    process: ProcessSample | None = None
+    workers: WorkersSample | None = None
+    pressure: PressureSample | None = None
+    torch_memory: TorchMemorySample | None = None
+    memory: MemorySample | None = None
+
+    @property
+    def gpu(self) -> GpuSample | None:
+        """The sample of the GPU on which the exposed wait is measured."""
+        return self.gpus[0] if self.gpus else None
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyView:
+    """The energy that a GPU has used so far, by category of the ledger. ``gpu``: its newest sample."""
+
+    gpu: GpuSample
+    joules: dict[str, float]
+
+
 # -- epochs ------------------------------------------------------------------------------------------------------------
 
 

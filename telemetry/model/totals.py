@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from telemetry.model.records import RankPace
+    from telemetry.util.sketch import Percentiles
 
 _T = TypeVar("_T")
 
@@ -33,6 +34,9 @@ _NUMBERS: Final = frozenset({int, float})
 
 ROUNDING_SECONDS: Final = 1e-6
 """Smaller differences of totals are rounding errors: ``a - (a - b)`` is not exactly ``b``."""
+
+MIN_STEPS_OF_A_RUN: Final = 20
+"""Minimum steps for a stall if a run ends before its first window is full."""
 
 
 # -- the sum and the difference of two records of counters -------------------------------------------------------------
@@ -424,3 +428,12 @@ class Tick:
 
     totals: Totals = Totals()
     conditions: Conditions = Conditions()
+
+
+@dataclass(frozen=True, slots=True)
+class LogWindow:
+    """The newest window of the log: its totals, and durations and waits of its steps in seconds (None without any)."""
+
+    added: Totals
+    step: Percentiles | None
+    wait: Percentiles | None

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.memory_outlook import MemoryGrowth
     from telemetry.model.records import (
         CollectorHealth,
+        EnergyView,
         GpuSample,
         HostSample,
         PressureSample,
@@ -68,21 +69,13 @@ class AttemptView:
 
 
 @dataclass(frozen=True, slots=True)
-class EnergyView:
-    """The energy that a GPU has used so far, by category of the ledger. ``gpu``: its newest sample."""
-
-    gpu: GpuSample
-    joules: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
 class RunView:
     """Everything that the endpoint shows of one rank at one moment. None: not measured.
 
     ``own_fetches`` are durations of the training thread's own fetches, without workers. ``worker_fetches`` are those of
     all workers so far, and ``energy`` is that of ``gpu``; both are there even if ``workers`` or ``gpu`` could not be
     read this time. ``other_gpus``: the same two of each further GPU. See `ChangeDetector` for ``step_change_ratio``.
-    ``samples_before`` and ``tokens_before`` are the rank's counts in earlier attempts of the run.
+    ``steps_before``, ``samples_before`` and ``tokens_before`` are the rank's counts in earlier attempts of the run.
     """
 
     info: dict[str, str]
@@ -111,6 +104,7 @@ class RunView:
     attempt: AttemptView | None = None
     step_change_ratio: float | None = None
     gpu_hour_price: float | None = None
+    steps_before: int = 0
     samples_before: int = 0
     tokens_before: int = 0
 

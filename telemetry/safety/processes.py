@@ -56,6 +56,30 @@ def process_state(pid: int, ticks: int | None) -> str:
     return "" if gone else fields[STATE].decode()
 
 
+def is_running(tid: int) -> bool:
+    """Whether a thread of this process is running or runnable."""
+    return stat_fields(f"self/task/{tid}")[:1] == [b"R"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One thread: nanoseconds it has run, and its run-queue delay in nanoseconds."""
+
+    run_ns: int
+    runnable_ns: int
+
+
+def read_schedule(pid: int | str, tid: int) -> Schedule | None:
+    """Read `/proc/PID/task/TID/schedstat`; None if the thread has ended or the kernel keeps no such figures."""
+    try:
+        fields = read_small(f"/proc/{pid}/task/{tid}/schedstat").split()
+    except OSError:
+        return None
+    if len(fields) < 2 or fields[0] == b"0":  # the file exists, but schedstats are switched off
+        return None
+    return Schedule(int(fields[0]), int(fields[1]))
+
+
 def pid_namespace() -> int:
     """Id of this process's pid namespace; 0 if unknown. It differs between containers that share a disk."""
     try:

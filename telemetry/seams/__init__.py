@@ -1,1 +1,1 @@
-"""What is patched in torch and in other libraries, and the private names that are read there: see `table`."""
+"""What runs on the training thread: the patches of torch and other libraries, see `table`, and the ring they fill."""

@@ -12,16 +12,16 @@ from __future__ import annotations
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.loop.ring import BATCH, BEGINS, GAP, JOINS, S_DATA_WAIT, STEP
 from telemetry.model.records import FETCH_BUCKETS, Histogram
 from telemetry.seams import loaders
 from telemetry.seams.loaders import ON_THREAD, Arrival, BatchSource, LoaderHandle
+from telemetry.seams.ring import BATCH, BEGINS, GAP, JOINS, S_DATA_WAIT, STEP
 from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from telemetry.loop.ring import Entry
+    from telemetry.seams.ring import Entry
 
 
 class BatchMark(NamedTuple):

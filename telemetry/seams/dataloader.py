@@ -7,8 +7,8 @@ import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.loop.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.seams.patching import FAILED, WeakMap, around, forget_frame, unseen
+from telemetry.seams.ring import MASK, S_DATA_WAIT, STEP, STRIDE
 from telemetry.seams.tracker import OVERHEAD_EVERY, OVERHEAD_MASK, OVERHEAD_PARTS, StepTracker
 from telemetry.seams.worker import WorkerLoop
 from telemetry.util.clock import now_ns
@@ -16,8 +16,8 @@ from telemetry.util.clock import now_ns
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from telemetry.loop.ring import Ring
     from telemetry.seams.patching import Patches
+    from telemetry.seams.ring import Ring
 
 
 _OVERHEAD_FACTOR: Final = OVERHEAD_EVERY * OVERHEAD_PARTS

@@ -12,9 +12,9 @@ from random import Random
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.loop.ring import STRIDE
 from telemetry.safety.errors import let_pass
 from telemetry.seams.patching import WeakMap, keep
+from telemetry.seams.ring import STRIDE
 from telemetry.util.clock import NS, now_ns, sleep
 
 if TYPE_CHECKING:

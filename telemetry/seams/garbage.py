@@ -10,7 +10,7 @@ from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.loop.ring import S_COMPUTE
+from telemetry.seams.ring import S_COMPUTE
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:

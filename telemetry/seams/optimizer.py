@@ -17,8 +17,8 @@ from collections import deque
 from threading import get_ident, get_native_id
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.loop import ring as r
 from telemetry.safety.errors import let_pass
+from telemetry.seams import ring as r
 from telemetry.seams.device import HOST
 from telemetry.seams.loaders import own_value
 from telemetry.seams.patching import FAILED, WeakMap

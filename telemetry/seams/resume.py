@@ -8,10 +8,10 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.loop.ring import S_STARTUP
 from telemetry.model.records import SavedCheckpoint
 from telemetry.safety.errors import let_pass
 from telemetry.seams.loaders import own_value
+from telemetry.seams.ring import S_STARTUP
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:

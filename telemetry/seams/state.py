@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from telemetry.loop import ring as r
 from telemetry.safety.errors import kind_of, let_pass
+from telemetry.seams import ring as r
 from telemetry.util.clock import now_ns
 
 if TYPE_CHECKING:

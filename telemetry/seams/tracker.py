@@ -28,8 +28,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from telemetry.loop import ring as r
 from telemetry.model.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
+from telemetry.seams import ring as r
 from telemetry.seams.batches import iteration_begins, mark_of
 from telemetry.seams.cuda_memory import AllocatorFigures
 from telemetry.seams.device import CUDA, Captures

@@ -9,7 +9,7 @@ from inspect import isgeneratorfunction, unwrap
 from types import WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.loop import ring as r
+from telemetry.seams import ring as r
 from telemetry.seams.batches import iteration_begins
 from telemetry.seams.dataloader import timed_iter, timed_next
 from telemetry.seams.loaders import READ_AHEAD, WATCHED, BatchSource, Wrapper, unwrapped

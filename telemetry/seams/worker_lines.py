@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.safety.errors import let_pass
 from telemetry.safety.threads import OwnThread
-from telemetry.sources.sampling import SampleClock
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.profiles import StackProfile
+from telemetry.util.sampling import SampleClock
 from telemetry.util.stacks import fetch_part
 
 if TYPE_CHECKING:

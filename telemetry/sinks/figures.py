@@ -13,7 +13,7 @@ from telemetry.node.metrics import GROUPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from telemetry.log.event_log import LogWindow
+    from telemetry.model.totals import LogWindow
     from telemetry.node.metrics import Metric, RunView
     from telemetry.util.sketch import Percentiles
 

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from telemetry.agent.attempt import RunSoFar
     from telemetry.config import Config
-    from telemetry.log.event_log import LogWindow
     from telemetry.model.records import StallRecord
+    from telemetry.model.totals import LogWindow
     from telemetry.node.metrics import RunView
     from telemetry.safety.errors import ErrorLog
     from telemetry.safety.processes import Identity
@@ -68,7 +67,6 @@ class FigureOutput:
         self,
         config: Config,
         identity: Identity,
-        run_so_far: RunSoFar,
         errors: ErrorLog,
         wall: WallClock,
         *,
@@ -76,7 +74,7 @@ class FigureOutput:
     ) -> None:
         self._identity = identity
         self._config = config
-        self._run_so_far = run_so_far  # the step axis of the sinks continues after earlier attempts
+        self._steps_before = 0  # the step axis of the sinks continues after earlier attempts
         self._errors = errors
         self._wall = wall
         self._now = mono_ns
@@ -114,7 +112,7 @@ class FigureOutput:
     def update(self, view: RunView, window: LogWindow | None) -> None:
         """Make the newest figures. ``window``: the newest window of the log."""
         with self._errors.contained("figures"):
-            self.newest = figures(view, window)
+            self._steps_before, self.newest = view.steps_before, figures(view, window)
 
     def are_due(self, window: LogWindow) -> bool:
         """Whether `write` has not had this window yet."""
@@ -167,7 +165,7 @@ class FigureOutput:
         rank, several = self._identity.rank, self._config.sink_ranks == "all"
         if not self._queues or (rank and not several):
             return
-        step = self._run_so_far.steps_before + int(self.newest.get("steps_total", 0))
+        step = self._steps_before + int(self.newest.get("steps_total", 0))
         prefix = f"{NAMESPACE}/rank-{rank}" if several else NAMESPACE
         item = SinkItem(step, self._wall.unix_seconds(now_ns()), rank, prefix, newest, stall)
         for queue in self._queues:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from telemetry.agent.event_log import EventLog
     from telemetry.agent.stall_monitor import StallMonitor
     from telemetry.config import Config
-    from telemetry.log.event_log import EventLog
     from telemetry.model.records import Step
     from telemetry.node.board import Board
     from telemetry.node.peers import JobLink

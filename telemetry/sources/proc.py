@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.model.records import HostSample, ProcessSample
 from telemetry.safety.files import read_small
-from telemetry.safety.processes import START_TICKS, STATE, stat_fields
+from telemetry.safety.processes import START_TICKS, STATE, Schedule, read_schedule, stat_fields
 from telemetry.sources.cgroup import KIB, PressureSource, read_pairs
 from telemetry.sources.collector import CollectorError
 from telemetry.util.clock import NS, now_ns
@@ -52,22 +52,6 @@ def read_stat(pid: int | str) -> Stat | None:
     resident, anonymous = int(pages[1]) * _PAGE, (int(pages[1]) - int(pages[2])) * _PAGE
     parent, threads, started = int(fields[1]), int(fields[17]), int(fields[START_TICKS])
     return Stat(cpu, children, resident, max(0, anonymous), threads, parent, started)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One thread: nanoseconds it has run, and its run-queue delay in nanoseconds."""
-
-    run_ns: int
-    runnable_ns: int
-
-
-def read_schedule(pid: int | str, tid: int) -> Schedule | None:
-    """Read `/proc/PID/task/TID/schedstat`; None if the thread has ended or the kernel keeps no such figures."""
-    fields = (_read(f"{pid}/task/{tid}/schedstat") or b"").split()
-    if len(fields) < 2 or fields[0] == b"0":  # the file exists, but schedstats are switched off
-        return None
-    return Schedule(int(fields[0]), int(fields[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +170,6 @@ def thread_state(pid: int | str, tid: int) -> str:
     words = _STATES.get(state, f"in state {state.decode()}")
     where = (_read(f"{pid}/task/{tid}/wchan") or b"").decode("ascii", "replace").partition(".")[0]  # no suffix
     return f"{words} in {where}" if where not in {"", "0"} and state in {b"S", b"D"} else words
-
-
-def is_running(tid: int) -> bool:
-    """Whether a thread of this process is running or runnable."""
-    return stat_fields(f"self/task/{tid}")[:1] == [b"R"]
 
 
 def is_worker_of_ours(parent: int) -> bool:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.model.records import COMPUTE_PARTS
 from telemetry.model.totals import StackTotals
+from telemetry.safety.processes import read_schedule
 from telemetry.safety.threads import listed_threads, named
 from telemetry.seams.collectives import collective_in, in_backward
 from telemetry.sources.parts import PartReader
-from telemetry.sources.proc import read_schedule
-from telemetry.sources.sampling import SampleClock, runs_beside
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import (
     CHECKPOINT,
@@ -29,13 +28,14 @@ from telemetry.util.profiles import (
     StackProfile,
     StackTime,
 )
+from telemetry.util.sampling import SampleClock, runs_beside
 from telemetry.util.stacks import fetch_part, in_sampler, is_ours, line_of, python_threads, stack_of, users_spot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from telemetry.seams.tracker import StepTracker
-    from telemetry.sources.sampling import Sample
+    from telemetry.util.sampling import Sample
     from telemetry.util.stacks import Stack
 
 # -- how often ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.model.records import FETCH_BUCKETS, Deliveries, FirstFetches, Histogram, WorkersSample
 from telemetry.model.totals import together
+from telemetry.safety.processes import read_schedule
 from telemetry.seams.worker_block import WorkerCounters
-from telemetry.sources.proc import is_worker_of_ours, read_io, read_schedule, read_stat
+from telemetry.sources.proc import is_worker_of_ours, read_io, read_stat
 from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Keeps and sums samples of stacks.
 
-A sample is one look at a thread's stack, and the time that it stands for (`sources.sampling`). `StackProfile` has the
+A sample is one look at a thread's stack, and the time that it stands for (`util.sampling`). `StackProfile` has the
 time spent in each stack. A worker sends one, and the agent stores it.
 """
 

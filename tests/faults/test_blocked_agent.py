@@ -16,7 +16,7 @@ from tests.faults.processes import Child, events, log_lines, quiet, run, samples
 SCRIPT = """
     import io, sys, time, torch, telemetry
     from full_views import page
-    import telemetry.loop.ring as ring
+    import telemetry.seams.ring as ring
     # A small ring, so that steps can be long enough for two clocks to agree on them.
     ring.CAPACITY, ring.WORDS, ring.MASK = 256, 1024, 1023
     from tests.faults.hung_agent import begin, end, hanging, prepare

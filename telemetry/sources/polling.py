@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
-from telemetry.model.records import LOG_KIND
+from telemetry.model.records import LOG_KIND, Samples
 from telemetry.seams.cuda_memory import FailedAllocations
 from telemetry.seams.device import cuda, cuda_device
 from telemetry.sources.amd import Amd, is_rocm
@@ -28,14 +28,7 @@ if TYPE_CHECKING:
     from telemetry.log.lines import GpuErrorLine, GpuOutOfMemoryLine
     from telemetry.model.records import (
         CollectorHealth,
-        GpuSample,
         Histogram,
-        HostSample,
-        MemorySample,
-        PressureSample,
-        ProcessSample,
-        TorchMemorySample,
-        WorkersSample,
     )
     from telemetry.safety.errors import ErrorLog
     from telemetry.seams.tracker import StepTracker
@@ -54,27 +47,6 @@ _LOGGED_AS: Final = {
     "workers": "workers",
 }
 """The log event for each field of `Samples`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """The newest sample of each collector, by its name, but for ``gpus``; None while it is down.
-
-    ``gpus`` has a sample for each GPU of this rank, first the one on which the exposed wait is measured.
-    """
-
-    gpus: tuple[GpuSample, ...] | None = None
-    host: HostSample | None = None
-    process: ProcessSample | None = None
-    workers: WorkersSample | None = None
-    pressure: PressureSample | None = None
-    torch_memory: TorchMemorySample | None = None
-    memory: MemorySample | None = None
-
-    @property
-    def gpu(self) -> GpuSample | None:
-        """The sample of the GPU on which the exposed wait is measured."""
-        return self.gpus[0] if self.gpus else None
 
 
 class CollectorPoller:

@@ -21,7 +21,7 @@ import random
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.safety.gil import switch_interval, thread_waits
-from telemetry.sources.proc import is_running, read_schedule
+from telemetry.safety.processes import is_running, read_schedule
 from telemetry.util.clock import NS, clock_gettime_ns, now_ns, thread_clock, thread_time_ns
 from telemetry.util.profiles import StackTime
 from telemetry.util.stacks import Stack, stack_of

@@ -7,7 +7,7 @@ import platform
 import sys
 import threading
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +26,7 @@ from telemetry.log.lines import (
     fields_of,
 )
 from telemetry.model.records import CLEANED_UP
-from telemetry.model.totals import Totals
+from telemetry.model.totals import LogWindow, Totals
 from telemetry.sources import proc
 from telemetry.util.clock import NS, now_ns
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from telemetry.agent.attempt import AttemptLog
-    from telemetry.agent.collectors import CollectorPoller
     from telemetry.config import Config
     from telemetry.diagnosis.memory_outlook import MemoryWatch
+    from telemetry.diagnosis.stalls import StallCounts
     from telemetry.log.lines import Line, RunStartLine
     from telemetry.loop.ledger import Accounting
-    from telemetry.loop.tick_totals import StallCounts, TotalsBuilder
+    from telemetry.loop.tick_totals import TotalsBuilder
     from telemetry.model.records import StepTrend
     from telemetry.node.endpoint import NodeService
     from telemetry.safety.errors import ErrorLog
     from telemetry.safety.processes import Identity
+    from telemetry.sources.polling import CollectorPoller
     from telemetry.util.clock import WallClock
-    from telemetry.util.sketch import Percentiles
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _FIRST_CORE_BYTES: Final = 2048
@@ -71,15 +71,6 @@ _FIRST_WINDOW_SECONDS: Final = 1.0
 """The first window's length. Each later one is twice as long, up to the log interval. So a young run shows early."""
 
 _MAX_GPU_FAULTS: Final = 100
-
-
-@dataclass(frozen=True, slots=True)
-class LogWindow:
-    """The newest window of the log: its totals, and durations and waits of its steps in seconds (None without any)."""
-
-    added: Totals
-    step: Percentiles | None
-    wait: Percentiles | None
 
 
 class EventLog:
