@@ -29,6 +29,7 @@ from telemetry.loop.ledger import Accounting
 from telemetry.loop.tick_pace import TickPace
 from telemetry.loop.tick_totals import Overhead, TotalsBuilder
 from telemetry.model.records import LOADER_TIMEOUT
+from telemetry.model.totals import Tick
 from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import NodeService
 from telemetry.node.metrics import RunView
@@ -50,10 +51,12 @@ from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import NS, WallClock, now_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from telemetry.agent.stuck_monitor import StuckRank
     from telemetry.config import Config
     from telemetry.diagnosis.findings import Finding
-    from telemetry.model.records import RankPace
+    from telemetry.model.records import RankPace, StepTrend
 
 _LEAD_SECONDS: Final = 1.0
 """Time between two readings of the ring, and between two checks whether a rank serves the node. It does not depend on
@@ -167,6 +170,9 @@ class Agent:
         self._rank_due_ns = 0
         self.running = self._ended = False
         self._deadline_ns = 0  # for `stop`
+        self._newest_tick = Tick()
+        self._step_trend: StepTrend | None = None
+        self._end_logged = False
         self._last_words = ""  # the run's last line, once it has ended
 
     def _node_service(self) -> NodeService:
@@ -183,36 +189,48 @@ class Agent:
 
     # -- life --------------------------------------------------------------------------------------------------
 
+    def _do(self, *parts: tuple[str, Callable[[], object]]) -> None:
+        """Do these parts in their order. One that fails is counted under its name, and the next one is done."""
+        for name, part in parts:
+            with self.errors.contained(name):
+                part()
+
     def start(self) -> None:
         """Attach, publish the first state and start the agent thread. Nothing here can fail the training."""
         self.running = True
         if TRIAL_VARIABLE in os.environ:
             self.trial = TrialRun(os.environ[TRIAL_VARIABLE], self.identity, self.tracker, self.errors)
-        with self.errors.contained("descriptors"):
-            self._streams.keep()
-        if self.config.patch:
-            with self.errors.contained("attach"):
-                self.attachment.attach()
-        with self.errors.contained("board"):
-            if self._board is not None:
-                self._board.sweep()
-        self.figures.start(self.run_dir)
-        self._settle_rank()
-        with self.errors.contained("endpoint"):
-            self._publish()
-        shown = self.identity.rank
-        self._settle_rank()  # if two ranks start at the same moment, one of them sees the other here
-        with self.errors.contained("endpoint"):
-            if self.identity.rank != shown:
-                self._publish()
-            self._lead()
-        with self.errors.contained("snapshot"):
-            self.snapshots.start()
+        self._do(
+            ("descriptors", self._streams.keep),
+            ("attach", self._attach),
+            ("board", self._sweep_board),
+            ("sinks", partial(self.figures.start, self.run_dir)),
+            ("board", self._settle_rank),
+            ("endpoint", self._publish),
+            ("board", self._settle_rank_again),
+            ("endpoint", self._lead),
+            ("snapshot", self.snapshots.start),
+        )
         logged = self.event_log.start()
         atexit.register(self._stop_at_exit)
         self._thread.start()
         if self.config.start_line and self.identity.local_rank == 0:
             self._say_start(logged=logged)
+
+    def _attach(self) -> None:
+        if self.config.patch:
+            self.attachment.attach()
+
+    def _sweep_board(self) -> None:
+        if self._board is not None:
+            self._board.sweep()
+
+    def _settle_rank_again(self) -> None:
+        """If two ranks start at the same moment, one of them sees the other here."""
+        shown = self.identity.rank
+        self._settle_rank()
+        if self.identity.rank != shown:
+            self._publish()
 
     def stop(self) -> None:
         """Undo every patch, write the rest, and end the threads. Always returns within a few seconds."""
@@ -322,69 +340,78 @@ class Agent:
 
     def _tick_or_skip(self) -> None:
         self._account()
-        with self.errors.contained("heartbeat"):
-            self.attempt.tick(*self._stall_monitor.stuck_time)
-        with self.errors.contained("jsonl"):
-            self.event_log.write_gpu_errors()  # at once: they may end the process
+        self._do(
+            ("heartbeat", lambda: self.attempt.tick(*self._stall_monitor.stuck_time)),
+            ("jsonl", self.event_log.write_gpu_errors),  # at once: they may end the process
+        )
         if not self._tick_pace.skips(busy=self._stall_monitor.active_cause is not None):
             self._tick()
             return
-        with self.errors.contained("snapshot"):  # the other ranks need it in each interval
-            self.snapshots.tick(None)
-        with self.errors.contained("diagnose"):
-            self._changes.skipped(self._builder)
+        self._do(
+            ("snapshot", partial(self.snapshots.tick, None)),  # the other ranks need it in each interval
+            ("diagnose", partial(self._changes.skipped, self._builder)),
+        )
 
     def _tick(self) -> None:
-        with self.errors.contained("clock"):
-            stepped = self._wall.resync()
-            if stepped:
-                self.errors.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
+        """What the agent does in one tick. Between long parts it empties the ring, which must not overflow."""
+        self._do(
+            ("clock", self._follow_clock),
+            ("board", self._follow_rank),
+            ("agent", self._keep_up),
+            ("collect", self._collect),
+            ("memory", self._watch_memory),
+            ("diagnose", self._diagnose),
+            ("lines", self._find_lines),
+            ("agent", self._keep_up),
+            ("snapshot", partial(self.snapshots.tick, self._stall_monitor)),
+            ("agent", self._keep_up),
+            ("agent", self.overhead.measure),
+            ("attempts", self._run_so_far.tick),
+            ("exposition", self._publish),
+            ("agent", self._keep_up),
+            ("jsonl", self.event_log.write_what_is_due),
+            ("sinks", self._write_figures),
+        )
+
+    def _follow_clock(self) -> None:
+        stepped = self._wall.resync()
+        if stepped:
+            self.errors.tell("clock", f"the wall clock was stepped by {stepped:.1f} s; timestamps follow it")
+
+    def _follow_rank(self) -> None:
         if now_ns() >= self._rank_due_ns:
             self._settle_rank()
-        self._keep_up()
-        with self.errors.contained("collect"):
-            for _ in self._collectors.poll():
-                self._keep_up()
-        with self.errors.contained("memory"):
-            if self.accounting.steps_total:
-                newest = self._collectors.samples
-                self._memory.tick(newest.memory, newest.gpu, newest.torch_memory)
-        self._diagnose()
-        self._keep_up()
-        with self.errors.contained("snapshot"):
-            self.snapshots.tick(self._stall_monitor)
-        self._keep_up()
-        self.overhead.measure()
-        with self.errors.contained("attempts"):
-            self._run_so_far.tick()
-        with self.errors.contained("exposition"):
-            self._publish()
-        self._keep_up()
-        with self.errors.contained("jsonl"):
-            self.event_log.write_what_is_due()
-        with self.errors.contained("sinks"):
-            self._write_figures()
+
+    def _collect(self) -> None:
+        for _ in self._collectors.poll():
+            self._keep_up()
+
+    def _watch_memory(self) -> None:
+        if self.accounting.steps_total:
+            newest = self._collectors.samples
+            self._memory.tick(newest.memory, newest.gpu, newest.torch_memory)
 
     def _diagnose(self) -> None:
-        stalls = self._stall_monitor
-        with self.errors.contained("diagnose"):
-            tick = self._builder.tick(self._paces_of_others())
-            if self.trial is not None:
-                self.trial.tick(tick, self._node)
-            stalls.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
-            change = self._changes.tick(tick.totals, self._collectors.samples)
-            if change is not None:
-                at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at.at_seconds * NS))
-                self.event_log.write(change_line(change, at))
-            self._tell(self._evaluations.tick(tick, self.accounting.ledger.evaluations))
-            self.job_hang.tick()
-        with self.errors.contained("lines"):
-            wanted = self._sampler.wanted
-            wanted.waits, wanted.slow_rank = stalls.waits_matter, stalls.samples_closely
-            wanted.ranks = self.identity.world_size > 1
-            if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
-                stalls.log_hot_lines()
-            self._step_monitor.tick(tick, self._collectors.samples, stalls.evidence)
+        """Judge what has passed since the last tick."""
+        self._newest_tick = tick = self._builder.tick(self._paces_of_others())
+        if self.trial is not None:
+            self.trial.tick(tick, self._node)
+        self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
+        change = self._changes.tick(tick.totals, self._collectors.samples)
+        if change is not None:
+            at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at.at_seconds * NS))
+            self.event_log.write(change_line(change, at))
+        self._tell(self._evaluations.tick(tick, self.accounting.ledger.evaluations))
+        self.job_hang.tick()
+
+    def _find_lines(self) -> None:
+        """Find the lines of code in which the time is spent. The stall decides how closely the samples look."""
+        stalls, wanted = self._stall_monitor, self._sampler.wanted
+        wanted.waits, wanted.slow_rank = stalls.waits_matter, stalls.samples_closely
+        wanted.ranks = self.identity.world_size > 1
+        if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
+            stalls.log_hot_lines()
+        self._step_monitor.tick(self._newest_tick, self._collectors.samples, stalls.evidence)
 
     def _tell(self, finding: Finding | None) -> None:
         if finding is not None:
@@ -405,49 +432,46 @@ class Agent:
 
     def _finish(self) -> None:
         """End the run: write the rest of the log, and remove this rank from the board."""
-        logged, trend = False, None
-        with self.errors.contained("agent"):
-            self._account()
-        if self.trial is not None:
-            with self.errors.contained("trial"):
-                self.trial.script_ended(self._builder.tick())
-        with self.errors.contained("agent"):
-            self.attempt.settle_replay(ended=True)
-            self.accounting.close()
-        with self.errors.contained("snapshot"):
-            self.snapshots.end()
-        with self.errors.contained("jsonl"):
-            self._end_diagnosis()
-            self.attempt.follow_stuck(*self._stall_monitor.stuck_time)
-            self.event_log.write_phases(last=True)
-            self.event_log.window()
-        with self.errors.contained("attempts"):  # the figures begin where the attempt before has ended
-            self._run_so_far.tick()
-        with self.errors.contained("sinks"):
-            self._write_figures()
-            self.figures.end()
-        with self.errors.contained("lines"):
-            self._line_monitor.close()
-            self._step_monitor.end()
-        with self.errors.contained("attempts"):
-            self._run_so_far.end(finished=not self.attempt.end.settled.failed)
-        with self.errors.contained("diagnose"):
-            trend = self._changes.step_trend
-        with self.errors.contained("jsonl"):
-            # An exception follows the error of the GPU within milliseconds, so it may not have been read yet.
-            failed = self.attempt.end.settled.failed
-            self.event_log.write_gpu_errors(wait_seconds=_GPU_ERROR_SECONDS if failed else 0.0)
-            self.event_log.write_errors()
-            stuck = self._stuck_at_end()
-            stuck_for = None if stuck is None else round(stuck.seconds, 3)
-            logged = self.event_log.end(stuck_for, trend)
-        with self.errors.contained("end_line"):
-            self._last_words = self._end_line(logged=logged)
+        self._do(
+            ("agent", self._account),
+            ("trial", self._end_trial),
+            ("agent", partial(self.attempt.settle_replay, ended=True)),
+            ("agent", self.accounting.close),
+            ("snapshot", self.snapshots.end),
+            ("jsonl", self._log_last_window),
+            ("attempts", self._run_so_far.tick),  # the figures begin where the attempt before has ended
+            ("sinks", self._write_figures),
+            ("sinks", self.figures.end),
+            ("lines", self._line_monitor.close),
+            ("lines", self._step_monitor.end),
+            ("attempts", lambda: self._run_so_far.end(finished=not self.attempt.end.settled.failed)),
+            ("diagnose", self._judge_trend),
+            ("jsonl", self._log_end),
+            ("end_line", self._find_last_words),
+        )
         self._wait_for_others()
-        self._close()
+        self._do(
+            ("jsonl", self._close_log),
+            ("collect", self._collectors.close),
+            ("exposition", self._publish),
+            ("job", self._leave_job),
+            ("board", self._leave_board),
+        )
         self.accounting.turns.tick_ends()
 
-    def _end_diagnosis(self) -> None:
+    def _wait_for_others(self) -> None:
+        """Wait for the callback, the sinks and the export until the deadline. The log is complete."""
+        self._do(
+            ("on_stall", lambda: self._stall_monitor.wait_for_callback(self._seconds_left())),
+            ("sinks", lambda: self.figures.wait(self._seconds_left())),
+            ("snapshot", lambda: self.snapshots.wait(self._seconds_left())),
+        )
+
+    def _end_trial(self) -> None:
+        if self.trial is not None:
+            self.trial.script_ended(self._builder.tick())
+
+    def _log_last_window(self) -> None:
         """Close the stall that is open, tell what the whole run shows, and log what has changed."""
         totals, end = self._builder.end(), self.attempt.end.settled
         timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
@@ -455,18 +479,32 @@ class Agent:
         self._changes.tell(totals)
         self._tell(self._evaluations.judge(totals))
         self.findings.end()
+        self.attempt.follow_stuck(*self._stall_monitor.stuck_time)
+        self.event_log.write_phases(last=True)
+        self.event_log.window()
+
+    def _judge_trend(self) -> None:
+        self._step_trend = self._changes.step_trend
+
+    def _log_end(self) -> None:
+        # An exception follows the error of the GPU within milliseconds, so it may not have been read yet.
+        failed = self.attempt.end.settled.failed
+        self.event_log.write_gpu_errors(wait_seconds=_GPU_ERROR_SECONDS if failed else 0.0)
+        self.event_log.write_errors()
+        stuck = self._stuck_at_end()
+        self._end_logged = self.event_log.end(None if stuck is None else round(stuck.seconds, 3), self._step_trend)
 
     def _stuck_at_end(self) -> StuckRank | None:
         """This rank, if it is stuck and no step has ended since."""
         ended = self._builder.current().steps - self.accounting.ledger.step_is_open
         return self._stall_monitor.stuck_at_end(ended)
 
-    def _end_line(self, *, logged: bool) -> str:
-        """The run's last line, on rank 0. A run without a step has one only if the process ends: it may stop early."""
+    def _find_last_words(self) -> None:
+        """Make rank 0's last line. A run without a step has one only if the process ends, because it may stop early."""
         totals, identity, stalls = self._builder.current(), self.identity, self._stall_monitor
         wanted = self.config.end_line and self.trial is None and identity.rank == 0
         if not wanted or not (totals.steps or self.attempt.end.process_ends):
-            return ""
+            return
         ratio, unmeasured = self.config.stall_enter_ratio, self.accounting.exposed_absent
         end, stuck = self.attempt.end.settled, stalls.closed_stuck if self._stuck_at_end() is not None else None
         own = RunFacts(
@@ -485,32 +523,20 @@ class Agent:
             step_lines={identity.rank: self._step_monitor.lines()},
         )
         peers = [] if self._job is None else [peer for peer in self._job.of_run if peer.rank != identity.rank]
-        return end_line(judge(with_peers(own, peers)), self.run_dir if logged else None)
+        self._last_words = end_line(judge(with_peers(own, peers)), self.run_dir if self._end_logged else None)
 
-    def _wait_for_others(self) -> None:
-        """Wait for the callback, the sinks and the export until the deadline. The last line is already written."""
-        with self.errors.contained("on_stall"):
-            self._stall_monitor.wait_for_callback(self._seconds_left())
-        with self.errors.contained("sinks"):
-            self.figures.wait(self._seconds_left())
-        with self.errors.contained("snapshot"):
-            self.snapshots.wait(self._seconds_left())
+    def _close_log(self) -> None:
+        self.event_log.write_errors()
+        self.event_log.file.forget()
+        self.attempt.close()
 
-    def _close(self) -> None:
-        with self.errors.contained("jsonl"):
-            self.event_log.write_errors()
-            self.event_log.file.forget()
-            self.attempt.close()
-        with self.errors.contained("collect"):
-            self._collectors.close()
-        with self.errors.contained("exposition"):
-            self._publish()
-        with self.errors.contained("job"):
-            if self._job is not None:
-                self._job.close(self._seconds_left())
-        with self.errors.contained("board"):
-            if self._node is not None:
-                self._node.leave()
+    def _leave_job(self) -> None:
+        if self._job is not None:
+            self._job.close(self._seconds_left())
+
+    def _leave_board(self) -> None:
+        if self._node is not None:
+            self._node.leave()
 
     def _seconds_left(self) -> float:
         return max(0.0, (self._deadline_ns - now_ns()) / NS - _CLOSE_SECONDS)
