@@ -14,7 +14,9 @@ import pytest
 from msgspec.structs import replace
 
 import telemetry
-from telemetry.agent.attempt import EndEvidence, Replay, RunSoFar, RunState, StuckTimes, read_run_state
+from telemetry.agent.attempt import Replay, StuckTimes
+from telemetry.agent.ending import EndEvidence
+from telemetry.agent.run_so_far import RunSoFar, RunState, read_run_state
 from telemetry.log.lines import Heartbeat, Resumption, stuck_in_loop
 from telemetry.model.records import LOST, Step
 from telemetry.safety import processes
@@ -381,7 +383,7 @@ def replay(*looks: tuple[list[Step], int]) -> Replay:
     found, batches = Replay(), 0
     for closed, optimizer_steps in looks:
         batches += len(closed)
-        found.add(closed, trained=optimizer_steps > 0)
+        found.add(closed)
         found.look(batches, optimizer_steps, 0.02)
     return found
 

@@ -417,7 +417,7 @@ def test_replay_is_what_comes_before_the_first_step(observed):
             training.step(batch)
         if number in {39, 49}:
             observed.read()
-            replay.add(observed.steps[seen:], trained=True)
+            replay.add(observed.steps[seen:])
             seen = len(observed.steps)
             replay.look(*observed.tracker.resume.counts, 0.0)
         observed.tracker.slow_path()

@@ -15,7 +15,7 @@ import torch
 from fakes import nvml as fake
 from msgspec import UNSET
 
-from telemetry.agent.attempt import EndEvidence, failure_of
+from telemetry.agent.ending import EndEvidence, failure_of
 from telemetry.diagnosis.verdict import UNSURE, RankWaits, RunEnd, RunFacts, VerdictKind, judge
 from telemetry.log.lines import GpuErrorLine, GpuMemoryFull, RunEndLine
 

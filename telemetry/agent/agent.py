@@ -12,12 +12,13 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
-from telemetry.agent.attempt import FOLDER, AttemptLog, RunSoFar
+from telemetry.agent.attempt import FOLDER, AttemptLog
 from telemetry.agent.end_line import end_line, own_waits, with_peers
 from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.line_monitor import LineMonitor
+from telemetry.agent.run_so_far import RunSoFar
 from telemetry.agent.stall_monitor import StallMonitor
 from telemetry.agent.step_monitor import ChangeMonitor, FindingLog, StepMonitor, change_line
 from telemetry.agent.trial import TrialRun

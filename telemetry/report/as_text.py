@@ -19,7 +19,7 @@ from telemetry.model.records import (
     STEADY,
     UNCLEAR,
 )
-from telemetry.report.attempt_list import ASSUMED
+from telemetry.report.course import ASSUMED
 from telemetry.safety.files import open_regular
 from telemetry.util.words import (
     duration,

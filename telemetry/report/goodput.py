@@ -24,16 +24,9 @@ from telemetry.model.records import (
     STARTUP,
     STUCK,
 )
-from telemetry.report.attempt_list import (
-    ASSUMED,
-    FINISHED,
-    RUNNING,
-    Course,
-    attempts_of,
-    courses_of,
-    lives_of,
-)
+from telemetry.report.attempt_list import FINISHED, RUNNING, attempts_of, lives_of
 from telemetry.report.contract import Books, CheckpointInterval, Cost, Job, JobAttempt, Throughput
+from telemetry.report.course import ASSUMED, courses_of
 from telemetry.util.clock import iso_time
 
 if TYPE_CHECKING:
@@ -42,6 +35,7 @@ if TYPE_CHECKING:
     from telemetry.log.process import ProcessLog
     from telemetry.report.attempt_list import Life
     from telemetry.report.contract import Rank
+    from telemetry.report.course import Course
 
 SECONDS: Final = (
     *(PRODUCTIVE, REDONE, RESTORE, REPLAY, STARTUP, DATA_WAIT, EVALUATION, CHECKPOINT, STUCK, DOWN, OTHER),

@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 
-from telemetry.agent.attempt import RunState
+from telemetry.agent.run_so_far import RunState
 from tests.faults.processes import RUN, Child, environment, events, python, quiet, report, report_text, wait_for, write
 from tests.faults.restart_campaign import LOST, RestartingJob, compared
 from tests.faults.warm_python import WarmChild, running_server, warm_python
