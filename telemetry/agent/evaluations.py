@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from telemetry.sources.sampler import Sampler
 
 
-_MIN_APART: Final = 0.05
-"""The CPU time of evaluations is known if some ticks have so much less evaluation than others."""
+_MOSTLY: Final = 0.9
+"""If an evaluation took at least this share of a tick, the CPU time of the tick counts as the evaluation's."""
 
 _ENOUGH: Final = 2
 """The first evaluation is not judged before the end of the run: a check before the training may be the only one."""
@@ -33,7 +33,7 @@ class EvaluationMonitor:
         self._sampler = sampler
         self._before = Totals()
         self._ended = 0  # evaluations
-        self._cpu = _CpuSplit()
+        self._cpu_seconds = self._cpu_of_seconds = 0.0  # CPU time in so many seconds of evaluation
         self._cores = 1.0
         self._trained_size: int | None = None
 
@@ -45,8 +45,9 @@ class EvaluationMonitor:
         passed = totals.wall_seconds - before.wall_seconds
         evaluated = _evaluation(totals) - _evaluation(before)
         used = difference(totals.process_cpu_seconds, before.process_cpu_seconds)
-        if used is not None and before.process_cpu_seconds and passed > 0:
-            self._cpu.add(evaluated, passed - evaluated, used)
+        if used is not None and before.process_cpu_seconds and evaluated >= _MOSTLY * passed > 0:
+            self._cpu_seconds += used
+            self._cpu_of_seconds += passed
         if evaluations <= self._ended:
             return None
         self._ended = evaluations
@@ -66,7 +67,7 @@ class EvaluationMonitor:
             seconds=_evaluation(totals),
             wait_seconds=waits.wait_ns / NS,
             start_seconds=waits.start_ns / NS,
-            cpu_ratio=self._cpu.of_evaluation(),
+            cpu_ratio=self._cpu_seconds / self._cpu_of_seconds if self._cpu_of_seconds else None,
             cores=self._cores,
             place=reading_place(profile),
             batch_size=waits.batch_size,
@@ -76,32 +77,6 @@ class EvaluationMonitor:
         small = small_batches(times, totals, line_shares(computing, STEP))
         found = [each for each in (waited, small) if each is not None]
         return max(found, key=lambda each: each.share_ratio or 0.0, default=None)
-
-
-class _CpuSplit:
-    """Splits the CPU time of ticks into that of evaluations and that of the rest, by least squares."""
-
-    def __init__(self) -> None:
-        self._evaluated = self._both = self._rest = self._used_evaluated = self._used_rest = 0.0
-
-    def add(self, evaluated: float, rest: float, used: float) -> None:
-        """Add a tick: its seconds in evaluations and in all else, and the CPU seconds."""
-        self._evaluated += evaluated * evaluated
-        self._both += evaluated * rest
-        self._rest += rest * rest
-        self._used_evaluated += used * evaluated
-        self._used_rest += used * rest
-
-    def of_evaluation(self) -> float | None:
-        """CPU seconds for each second of evaluation; None if all ticks are alike."""
-        if not self._evaluated:
-            return None
-        if not self._rest:
-            return self._used_evaluated / self._evaluated
-        apart = self._evaluated * self._rest - self._both * self._both
-        if apart < _MIN_APART * self._evaluated * self._rest:
-            return None
-        return max(0.0, (self._used_evaluated * self._rest - self._used_rest * self._both) / apart)
 
 
 def _evaluation(totals: Totals) -> float:
