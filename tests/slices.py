@@ -35,8 +35,8 @@ from telemetry.model.totals import (
     Totals,
     together,
 )
-from telemetry.safety.processes import identify
 from telemetry.util.clock import NS
+from telemetry.util.identity import identify
 
 
 @dataclass(frozen=True)

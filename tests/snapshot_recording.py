@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 from telemetry.config import Config
 from telemetry.model.records import RECORDED
-from telemetry.safety.processes import Identity
 from telemetry.snapshot.budget import Budget
 from telemetry.snapshot.capture import Capture
 from telemetry.snapshot.export import Export, Outcome
 from telemetry.snapshot.plan import REQUEST, Plan, Request
+from telemetry.util.identity import Identity
 
 ME = Identity("a run", 3, 3, 4, "n", 1, "plain")
 

@@ -108,7 +108,7 @@ ROOMS = {
     "loop": "util safety config model seams sources",
     # what judges, and what shows it
     "trace": "util safety",
-    "diagnosis": "util safety model log/lines sources trace",
+    "diagnosis": "util model log/lines sources trace",
     "log": "util safety model diagnosis",
     "node": "util safety model diagnosis",
     "sinks": "util safety config model node",
@@ -216,7 +216,7 @@ def test_nothing_is_printed_signalled_or_registered_where_training_runs():
 def test_clocks_and_sleeps_come_from_one_place_where_training_runs():
     """A script may replace those of `time`. `snapshot/snapshot_command.py` runs in a process of its own."""
     users = {str(path.relative_to(PACKAGE)) for path in where_training_runs() if "time" in imports(path)}
-    assert users <= {"util/clock.py", "safety/processes.py"} | COMMANDS
+    assert users <= {"util/clock.py", "util/identity.py", "safety/processes.py"} | COMMANDS
 
 
 OWN_GENERATORS = {

@@ -21,9 +21,9 @@ from telemetry.log.lines import Heartbeat, Resumption, stuck_in_loop
 from telemetry.model.records import LOST, Step
 from telemetry.safety import processes
 from telemetry.safety.errors import ErrorLog
-from telemetry.safety.processes import Identity, job_labels
 from telemetry.sources.cgroup import OomCounter, group_id
 from telemetry.util.clock import NS
+from telemetry.util.identity import Identity, job_labels
 from tests.running_agent import log_lines, scrape, wait_for
 
 IDENTITY = Identity("run", 0, 0, 1, "n", os.getpid(), "plain")

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from telemetry.safety.processes import identify, identity_from_torch
+from telemetry.util.identity import identify, identity_from_torch
 
 
 def mpi(prefix: str, rank: int, size: int, local: int) -> dict[str, str]:

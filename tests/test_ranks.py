@@ -17,10 +17,10 @@ from telemetry.diagnosis.stragglers import OwnPaces, short_of_cores, straggler
 from telemetry.log.lines import fields_of
 from telemetry.model.records import CHECKPOINT, Collective, HostSample, ProcessSample, RankPace
 from telemetry.node.board import Board
-from telemetry.safety.processes import Identity
 from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.util.clock import NS, WallClock
+from telemetry.util.identity import Identity
 from telemetry.util.stacks import stack_of
 from tests.faults.processes import Child, write
 from tests.monitored_rank import SECOND, Run

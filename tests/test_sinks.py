@@ -21,10 +21,10 @@ import telemetry
 from telemetry.config import SINKS, Config
 from telemetry.safety import threads
 from telemetry.safety.errors import ErrorLog
-from telemetry.safety.processes import identify
 from telemetry.sinks.output import MAX_ITEMS, FigureOutput
 from telemetry.sinks.writers import MlflowSink, SinkItem, SinkWaits, WandbSink
 from telemetry.util.clock import NS, WallClock
+from telemetry.util.identity import identify
 from tests.running_agent import wait_for
 
 ROOT = Path(__file__).parents[1]

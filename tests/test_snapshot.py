@@ -18,13 +18,13 @@ import telemetry
 from telemetry.config import Config
 from telemetry.model.records import RECORDED, REFUSED, SKIPPED, Step
 from telemetry.safety import files
-from telemetry.safety.processes import Identity
 from telemetry.snapshot import control as snapshots
 from telemetry.snapshot import plan
 from telemetry.snapshot import snapshot_command as command
 from telemetry.snapshot.control import SnapshotControl, Trigger
 from telemetry.snapshot.plan import REQUEST, Meeting, Plan, Request, new_id
 from telemetry.snapshot.snapshot_command import snapshot
+from telemetry.util.identity import Identity
 from tests.data_sets import Numbers
 from tests.running_agent import log_lines
 from tests.snapshot_recording import mark, marks

@@ -21,9 +21,9 @@ from telemetry.diagnosis.stalls import DetectedStall, StallDetector
 from telemetry.diagnosis.stragglers import held_up_by
 from telemetry.model.records import Advice, Deliveries, GpuSample, ProcessSample, RankPace
 from telemetry.model.totals import Tick, Totals, together
-from telemetry.safety.processes import identify
 from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
+from telemetry.util.identity import identify
 from tests.monitored_rank import Run
 from tests.slice_cases import CASES, STARVED, a_slice, first, pace, slices, with_workers
 from tests.slices import Detector, evidence_over

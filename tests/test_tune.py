@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from telemetry.agent.trial import TrialPlan, TrialResult, TrialRun
 from telemetry.safety.errors import ErrorLog
-from telemetry.safety.processes import identify
 from telemetry.tune import LOADER_SETTINGS, Figures, Trial, _usual, best_of, settings_grid
+from telemetry.util.identity import identify
 from tests.running_agent import wait_for
 from tests.tune_scripts import two_paces
 

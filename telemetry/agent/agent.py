@@ -38,7 +38,6 @@ from telemetry.node.peers import JobLink
 from telemetry.node.prometheus import TargetFile
 from telemetry.safety.errors import ErrorLog, say
 from telemetry.safety.files import StandardStreams
-from telemetry.safety.processes import identify, job_labels, slug
 from telemetry.safety.threads import OwnThread, Wake
 from telemetry.seams.attachment import Attachment
 from telemetry.seams.patching import keep
@@ -50,6 +49,7 @@ from telemetry.sources.polling import CollectorPoller
 from telemetry.sources.proc import planned_threads
 from telemetry.sources.sampler import Sampler
 from telemetry.util.clock import NS, WallClock, now_ns
+from telemetry.util.identity import identify, job_labels, slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable

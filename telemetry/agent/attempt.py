@@ -19,10 +19,11 @@ from telemetry.agent.ending import EndEvidence
 from telemetry.agent.phase_log import PhaseLog
 from telemetry.log.lines import ABSENT, Heartbeat, Resumption, RunStartLine
 from telemetry.model.records import COMPUTE, DATA_WAIT, REPLAY, STARTUP
-from telemetry.safety import processes
 from telemetry.safety.files import Descriptor, opened, remove_file
+from telemetry.safety.processes import process_started
 from telemetry.sources.cgroup import OomCounter
 from telemetry.util.clock import NS, iso_time, now_ns
+from telemetry.util.identity import launch_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,11 +166,11 @@ class AttemptLog:
         self._file: Descriptor | None = None
         self._next_beat_ns = 0
         self._told = False
-        self._started = processes.process_started(pid)
+        self._started = process_started(pid)
         # Read once: the clock may be stepped later.
         began = wall.unix_seconds(accounting.ledger.start_ns)
         self.seconds_before = 0.0 if self._started is None else max(0.0, began - self._started)
-        self._launch, self._restarts = processes.launch_of()
+        self._launch, self._restarts = launch_of()
         self.oom = OomCounter()
         self.end = EndEvidence()
         self.phases = PhaseLog(tracker.resume.saves, wall)

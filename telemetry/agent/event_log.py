@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from telemetry.model.records import StepTrend
     from telemetry.node.endpoint import NodeService
     from telemetry.safety.errors import ErrorLog
-    from telemetry.safety.processes import Identity
     from telemetry.sources.polling import CollectorPoller
     from telemetry.util.clock import WallClock
+    from telemetry.util.identity import Identity
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _FIRST_CORE_BYTES: Final = 2048

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from telemetry.loop.ledger import Accounting
     from telemetry.node.board import Board, RankHead
     from telemetry.node.peers import JobLink
-    from telemetry.safety.processes import Identity
     from telemetry.seams.tracker import StepTracker
     from telemetry.util.clock import WallClock
+    from telemetry.util.identity import Identity
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 # `tests.faults.hang_campaign` has the verdicts that they lead to.

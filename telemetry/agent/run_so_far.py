@@ -15,15 +15,15 @@ from msgspec import structs
 from telemetry.log.lines import Heartbeat, Seconds, read_heartbeat
 from telemetry.model.records import DOWN, LOST, REDONE, REPLAY, RESTORE, STARTUP, STUCK, Count
 from telemetry.node.metrics import AttemptView
-from telemetry.safety import processes
 from telemetry.safety.files import read_small, replace_file
+from telemetry.safety.processes import process_name, process_started
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.agent.attempt import AttemptLog
     from telemetry.safety.errors import ErrorLog
-    from telemetry.safety.processes import Identity
+    from telemetry.util.identity import Identity
 
 _MIN_STEPS: Final = 3
 """A resumed attempt that was killed with fewer steps has replayed none: its loop may have read ahead."""
@@ -180,7 +180,7 @@ class RunSoFar:
 
     def _begin(self, identity: Identity) -> RunState:
         first = self._attempt.newest
-        process = f"{identity.node}/{processes.process_name(identity.pid)}"
+        process = f"{identity.node}/{process_name(identity.pid)}"
         before = read_run_state(self._path)
         if before is None or before.run != identity.run:
             return RunState(identity.run, first.life, process, first)
@@ -189,7 +189,7 @@ class RunSoFar:
         beat = read_heartbeat(self._folder, before.life)
         if beat is not None and beat.unix_seconds > before.newest.unix_seconds:
             before = structs.replace(before, newest=beat)
-        started = processes.process_started(identity.pid) or first.unix_seconds
+        started = process_started(identity.pid) or first.unix_seconds
         return before.next(process=process, first=first, started=started)
 
     def _write(self) -> None:

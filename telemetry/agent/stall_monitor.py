@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from telemetry.model.records import RankPace
     from telemetry.model.totals import Totals
     from telemetry.safety.errors import ErrorLog
-    from telemetry.safety.processes import Identity
     from telemetry.seams.tracker import StepTracker
     from telemetry.sinks.output import FigureOutput
     from telemetry.util.clock import WallClock
+    from telemetry.util.identity import Identity
 
 
 # -- calls the user's callback on a thread of its own, one call at a time ----------------------------------------------

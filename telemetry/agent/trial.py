@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from telemetry.model.totals import Tick
     from telemetry.node.endpoint import NodeService
     from telemetry.safety.errors import ErrorLog
-    from telemetry.safety.processes import Identity
     from telemetry.seams.tracker import StepTracker
+    from telemetry.util.identity import Identity
 
 # -- what passes between `telemetry tune` and a trial ------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.model.records import RankPace
     from telemetry.model.totals import Passed, Totals
-    from telemetry.safety.processes import Identity
+    from telemetry.util.identity import Identity
 
 MIN_STEPS: Final = 5
 """Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""

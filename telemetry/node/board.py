@@ -24,14 +24,15 @@ from telemetry.diagnosis.hangs import HangState
 from telemetry.model.records import Histogram, RankPace
 from telemetry.safety.files import Descriptor, opened, read_small, remove_file, replace_file
 from telemetry.safety.gil import let_others_run
-from telemetry.safety.processes import identity_from_torch, pid_namespace, process_state, slug, start_ticks
+from telemetry.safety.processes import pid_namespace, process_state, start_ticks
 from telemetry.util.clock import NS, monotonic_ns, now_ns, unix_time
+from telemetry.util.identity import identity_from_torch, slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from telemetry.safety.errors import ErrorLog
-    from telemetry.safety.processes import Identity
+    from telemetry.util.identity import Identity
 
 _STALE_SECONDS: Final = 3600.0
 _PREFIX: Final = "torch-telemetry"

@@ -28,9 +28,9 @@ from telemetry.model.records import (
     RankPace,  # msgspec reads the annotations
 )
 from telemetry.safety.files import read_small, remove_file, replace_file
-from telemetry.safety.processes import slug
 from telemetry.safety.threads import OwnThread, Wake
 from telemetry.util.clock import NS, now_ns, thread_time
+from telemetry.util.identity import slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -23,8 +23,8 @@ from telemetry.node.metrics import GPU_GROUPS, GROUPS, metrics
 from telemetry.safety.files import read_small, replace_file
 from telemetry.safety.gil import let_others_run
 from telemetry.safety.imports import private
-from telemetry.safety.processes import slug
 from telemetry.util.clock import NS, now_ns, sleep
+from telemetry.util.identity import slug
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -13,8 +13,9 @@ from msgspec import structs
 from telemetry.diagnosis.verdict import FAULT_SECONDS, RunEnd
 from telemetry.log.process import Point, unix
 from telemetry.model.records import CLEANED_UP
-from telemetry.safety.processes import clean_name, node_name, process_started
+from telemetry.safety.processes import process_started
 from telemetry.sources.cgroup import EVENTS, group_id, oom_kills
+from telemetry.util.identity import clean_name, node_name
 from telemetry.util.words import named
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-    from telemetry.safety.processes import Identity
     from telemetry.seams.patching import Patches
     from telemetry.snapshot.plan import Plan
+    from telemetry.util.identity import Identity
 
     End = Callable[[], object]
     Maker = Callable[[str], End]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from telemetry.model.totals import LogWindow
     from telemetry.node.metrics import RunView
     from telemetry.safety.errors import ErrorLog
-    from telemetry.safety.processes import Identity
     from telemetry.sinks.writers import Sink
     from telemetry.util.clock import WallClock
+    from telemetry.util.identity import Identity
 
 MAX_ITEMS: Final = 360
 """So many items wait for one sink: an hour, at one every 10 s."""

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from telemetry.config import Config
-    from telemetry.safety.processes import Identity
     from telemetry.seams.profilers import ProfilerWatch
     from telemetry.seams.tracker import StepTracker
     from telemetry.snapshot.export import Export
+    from telemetry.util.identity import Identity
 
 _GIVE_WAY_SECONDS: Final = 60.0
 """The longest that a profiler of the user's on another thread waits for the training thread to end ours. A training

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from telemetry.node.board import Board
     from telemetry.node.peers import JobLink
     from telemetry.safety.errors import ErrorLog
-    from telemetry.safety.processes import Identity
     from telemetry.seams.profilers import ProfilerWatch
     from telemetry.seams.tracker import StepTracker
     from telemetry.snapshot.export import StoredTrace
     from telemetry.util.clock import WallClock
+    from telemetry.util.identity import Identity
 
 _PACE_STEPS: Final = 32
 """The pace is the median of this many steps."""

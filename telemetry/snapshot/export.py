@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.config import Config
-    from telemetry.safety.processes import Identity
     from telemetry.seams.loaders import LoaderRegistry
     from telemetry.seams.profilers import Session
     from telemetry.seams.worker_block import WorkerCounters
     from telemetry.snapshot.budget import Budget
     from telemetry.snapshot.plan import Plan
+    from telemetry.util.identity import Identity
 
 MIN_FREE_BYTES: Final = 1 << 30
 """Space that must be free: for checkpoints, for other programs, and for the unfinished traces of all ranks. By default

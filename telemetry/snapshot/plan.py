@@ -28,13 +28,13 @@ from msgspec import Meta
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.model.records import StallRecord
 from telemetry.safety.files import read_small, remove_file, replace_file
-from telemetry.safety.processes import MAX_RANK, slug
 from telemetry.util.clock import unix_time
+from telemetry.util.identity import MAX_RANK, slug
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from telemetry.safety.processes import Identity
+    from telemetry.util.identity import Identity
 
 REQUEST: Final = "request"
 """The reason of a snapshot that a person asked for. Otherwise the reason is the cause of a stall."""

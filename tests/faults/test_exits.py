@@ -329,7 +329,7 @@ def test_an_agent_that_cannot_start_is_undone(tmp_path):
         import os, sys, telemetry, telemetry.agent.agent
         from telemetry.node.board import Board
         from telemetry.safety import threads
-        from telemetry.safety.processes import identify
+        from telemetry.util.identity import identify
         from tests.faults.inside import own_threads
         start = threads.start_new_thread
         def refuse(main, arguments):

@@ -14,7 +14,7 @@ import pytest
 
 from telemetry.node.board import STILL_SECONDS, Board, ServerLock
 from telemetry.node.server import PORTS_TRIED
-from telemetry.safety.processes import identify
+from telemetry.util.identity import identify
 from tests.faults.memory_group import LIMIT, limited_group
 from tests.faults.processes import Child, fetch, of_rank, ranks_in, samples, told, wait_for, write
 from tests.free_ports import free_ports

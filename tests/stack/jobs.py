@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from telemetry.node.board import Board
-from telemetry.safety.processes import identify
+from telemetry.util.identity import identify
 from tests.faults.processes import log_lines, ranks_in, report, report_text
 
 ROOT = Path(__file__).resolve().parents[2]
