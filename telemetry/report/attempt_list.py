@@ -308,22 +308,19 @@ class Attempt:
     @property
     def reason(self) -> str | None:
         """Why the attempt ended, if it is known: an exception, an exit status, the OOM killer, a GPU, or an exec."""
-        if self.replaced:
-            return "executed another program"
-        if not self.broke_off:
-            return None
-        fault = self.gpu_fault
-        xid = [] if fault is None else [f"Xid {fault.xid} on rank {fault.rank}"]
-        if self.how == KILLED:
-            oom = self.oom.text if self.oom is not None and self.oom.killed else None
-            return "; ".join([*([oom] if oom else []), *xid]) or None
-        why = []
-        for end in (life.log.end for life in self.lives):
-            if end.exception and not end.lost_peer:
-                why.append(end.exception)
-            elif end.exit_status:
-                why.append(f"exit status {end.exit_status}")
-        return "; ".join([*why[:1], *([self.oom.text] if self.oom else []), *xid]) or None
+        end = self.run_end
+        if end is None:
+            return "executed another program" if self.replaced else None
+        why, line, fault = [], end.process if self.how == FAILED else None, end.gpu_fault
+        if line is not None and line.exception and not line.lost_peer:
+            why.append(line.exception)
+        elif line is not None and line.exit_status:
+            why.append(f"exit status {line.exit_status}")
+        if end.killed_by_oom:
+            why.append(end.killed_by_oom)
+        if fault is not None:
+            why.append(f"Xid {fault.xid} on rank {fault.rank}")
+        return "; ".join(why) or None
 
 
 def attempts_of(lives: Sequence[Life], now: float) -> list[Attempt]:
