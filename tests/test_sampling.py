@@ -23,8 +23,8 @@ from telemetry.agent.agent import Agent
 from telemetry.diagnosis.hot_lines import line_shares
 from telemetry.safety import gil, threads
 from telemetry.safety.gil import GilTurns, SwitchInterval
-from telemetry.sources import sampling
 from telemetry.sources.sampler import Sampler
+from telemetry.util import sampling
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import FETCH, StackProfile
 from telemetry.util.sampling import SampleClock

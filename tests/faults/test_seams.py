@@ -329,7 +329,7 @@ def test_an_error_in_the_start_leaves_the_rest(part, start, unharmed, monkeypatc
     import atexit
 
     from telemetry.agent import agent as module
-    from telemetry.log import event_log as log
+    from telemetry.agent import event_log as log
 
     owner, name = {
         "attach": (module.Attachment, "attach"),
