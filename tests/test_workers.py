@@ -463,7 +463,7 @@ def test_evaluation_workers_never_count_as_training_workers(observed, source):
 
 @pytest.mark.parametrize(("text", "known"), [("0 0 0", False), ("5 0 1", True), ("", False)])
 def test_schedstat_that_is_switched_off_tells_nothing(monkeypatch, text, known):
-    monkeypatch.setattr("telemetry.sources.proc.read_small", lambda path: text.encode())
+    monkeypatch.setattr("telemetry.safety.processes.read_small", lambda path: text.encode())
     assert (read_schedule(1, 1) is not None) is known
 
 
