@@ -102,8 +102,9 @@ ROOMS = {
     "config": "safety",
     "model": "util",
     "log/lines": "util safety model",
+    "sources/collector": "util model",
     # what measures
-    "seams": "util safety model log/lines",
+    "seams": "util safety model log/lines sources/collector",
     "sources": "util safety model log/lines seams",
     "loop": "util safety config model seams sources",
     # what judges, and what shows it
@@ -122,7 +123,7 @@ ROOMS = {
 """What each room may import: only rooms that stand before it. A file that stands here by itself is below the rest of
 its folder. All that has no line is a command or an interface to the user, which may import anything."""
 COMMANDS_IN_ROOMS = {"snapshot/snapshot_command.py"}
-FOR_ITS_TYPE = {("log/reader.py", "report")}
+FOR_ITS_TYPE = {("log/reader.py", "report"), ("seams/profilers.py", "snapshot")}
 
 
 def room_of(module: str) -> str:
