@@ -113,7 +113,7 @@ ROOMS = {
     "log": "util safety model diagnosis",
     "node": "util safety model diagnosis",
     "sinks": "util safety config model node",
-    "snapshot": "util safety config model seams sources diagnosis",
+    "snapshot": "util safety config model log/lines seams sources diagnosis node",
     # the tick, which asks them all
     "agent": "_version util safety config model seams sources loop diagnosis log node sinks snapshot",
     # what reads a run later
@@ -123,7 +123,8 @@ ROOMS = {
 """What each room may import: only rooms that stand before it. A file that stands here by itself is below the rest of
 its folder. All that has no line is a command or an interface to the user, which may import anything."""
 COMMANDS_IN_ROOMS = {"snapshot/snapshot_command.py"}
-FOR_ITS_TYPE = {("log/reader.py", "report"), ("seams/profilers.py", "snapshot")}
+FOR_ITS_TYPE = {("log/reader.py", "report"), ("seams/profilers.py", "snapshot"), ("snapshot/control.py", "agent")}
+"""Files that get an object of a room above them."""
 
 
 def room_of(module: str) -> str:
