@@ -14,7 +14,7 @@ from telemetry.cli import main
 from telemetry.config import Config
 from telemetry.snapshot import budget
 from tests.faults.memory_group import MIB
-from tests.faults.processes import end_of, events, mounting, python, quiet, run, tmpfs, told, wait_for, write
+from tests.faults.processes import events, mounting, python, quiet, run, tmpfs, told, wait_for, write
 from tests.faults.warm_python import WarmChild, warm_python
 
 LOOP = "from tests.faults.snapshot_loop import *\n"
@@ -107,13 +107,20 @@ def test_training_on_another_thread_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("ending", ["telemetry.stop()", "pass", "os._exit(3)", "raise SystemExit(3)"])
 def test_a_run_that_ends_during_a_recording(tmp_path, ending):
+    """No new thread is needed: Python 3.12 starts none once the script has come to its end."""
     run_loop(
         tmp_path,
         f"""
         from telemetry.agent import agent as agent_thread
+        from telemetry.safety import threads as own_threads
+
+        def refuse(*_):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
         agent_thread._STOP_SECONDS = 100.0  # to finish what it does, however busy the machine is
         start(snapshot_max_seconds=600)
         loop(recording, steps=50)
+        own_threads.start_new_thread = refuse
         {ending}
         """,
         code=3 if "3" in ending else 0,
@@ -122,6 +129,7 @@ def test_a_run_that_ends_during_a_recording(tmp_path, ending):
     assert len(published) == ("_exit" not in ending)
     assert all(whole(path) for path in published)
     assert not list(tmp_path.rglob(".export*"))
+    assert len(events(tmp_path / "run", "run_end")) == ("_exit" not in ending), "it does not hold up the end"
 
 
 def test_a_run_stopped_by_another_thread_during_a_recording(tmp_path):
@@ -193,27 +201,6 @@ def test_a_profiler_on_another_thread_does_not_wait_for_ever(tmp_path, then):
         err=None,
     )
     assert found == [True] * (1 + (then == "loop"))
-
-
-# -- the thread that exports ---------------------------------------------------------------------------------------
-
-REFUSE = """
-from telemetry.safety import threads as own_threads
-
-
-def refuse(*_):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-"""
-
-
-def test_a_recording_cut_short_by_the_exit_needs_no_new_thread(tmp_path):
-    """Python 3.12 starts none once the script has come to its end."""
-    body = "start(snapshot_max_seconds=600)\nloop(recording, steps=50)\nown_threads.start_new_thread = refuse\n"
-    run_loop(tmp_path, REFUSE + body)
-    (line,) = snapshot_lines(tmp_path)
-    assert line["result"] == "recorded"
-    assert whole(tmp_path / "run" / line["path"])
-    assert end_of(tmp_path / "run"), "it does not hold up the end"
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
