@@ -91,7 +91,7 @@ def full_view():
             fetch_duration=Histogram(bounds=(0.1, 1.0), counts=(1, 1, 1), total=3.0), cpu_ratio=0.5,
             busy_ratio=0.5, runnable_ratio=0.1, blocked_ratio=0.1, read_bytes_per_second=1.0,
             slack_seconds=0.1, head_of_line_batches=2, head_of_line_worker=0, head_of_line_since_seconds=0.1,
-            allowed_cores=2, pickling_ratio=0.1, written_bytes_per_second=1.0,
+            allowed_cores=2, pickling_ratio=0.1, written_bytes_per_second=1.0, same_batches=False,
         ),
         pressure=PressureSample(
             pressure_ratio={"cpu": 0.1, "io": 0.1, "memory": 0.1}, cgroup_cpu_limit=2.0, cgroup_cpu_used=1.5,
