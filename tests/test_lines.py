@@ -23,6 +23,7 @@ from tests.slices import evidence_over
 
 MS = 1_000_000
 FETCHER = Spot("/lib/site-packages/torch/utils/data/_utils/fetch.py", 54, "fetch", "torch.utils.data._utils.fetch")
+LIST = FETCHER._replace(function="<listcomp>")
 COLLATE = Spot(
     "/lib/site-packages/torch/utils/data/_utils/collate.py", 20, "default_collate", "torch.utils.data._utils.collate"
 )
@@ -125,6 +126,17 @@ def test_which_line_is_named(case):
     stacks, work, expected = NAMED[case]
     found = line_shares(profile_of(*stacks), work)
     assert [(one.place, one.function, one.calls, one.share) for one in found] == expected
+
+
+def test_samples_in_the_loop_of_a_fetch_count_for_the_code_that_it_calls():
+    profile = profile_of(((ITEM, FETCHER), 4), ((LIST, FETCHER), 36), ((COLLATE, FETCHER._replace(line=57)), 40))
+    found = line_shares(profile, FETCH, sample_code=(ITEM.file, 44, "__getitem__"))
+    named = [(one.place, one.function, one.calls, one.share) for one in found]
+    assert named == [
+        ("fetch.py:57", "fetch", "collate.default_collate", 0.5),
+        ("train.py:44", "__getitem__", None, 0.45),
+        ("train.py:42", "__getitem__", None, 0.05),
+    ]
 
 
 def test_how_much_of_its_time_a_line_and_the_rest_hold_the_gil():

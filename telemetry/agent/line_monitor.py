@@ -175,7 +175,8 @@ class LineMonitor:
         if profile is None:
             return None
         self._write(profile, kind, stall.cause)
-        lines, evidence, cause = line_shares(profile, kind), stall.evidence, stall.cause
+        evidence, cause, traits = stall.evidence, stall.cause, stall.evidence.traits
+        lines = line_shares(profile, kind, sample_code=traits.sample_code if traits.one_by_one else None)
         if not lines:
             return None
         code = _code(lines, kind, profile.samples, line_verdict(evidence, kind, lines[0], cause=cause))
