@@ -274,10 +274,14 @@ def _ranked_advice(
             share = f" (up to {percent(each.share_ratio, 0)} of the step)" if each.share_ratio else ""
             ranked = RankedAdvice(each.action, because=f"{each.because}{share}", about="from a trace")
             found.setdefault(each.action, ranked)
-    return sorted(
-        found.values(),
-        key=lambda each: -(each.predicted_speedup or 0.0) * (_EASIER if each.setting or each.value else 1),
-    )
+    return sorted(found.values(), key=_worth, reverse=True)
+
+
+def _worth(advice: RankedAdvice) -> float:
+    """The gain by which it is ranked. That of a change of the code counts as far as it is sure."""
+    if advice.setting or advice.value:
+        return _EASIER * (advice.predicted_speedup or 0.0)
+    return advice.predicted_low or advice.predicted_speedup or 0.0
 
 
 def _on_attempts(goodput: Goodput) -> list[str]:
