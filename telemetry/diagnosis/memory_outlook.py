@@ -33,15 +33,12 @@ SHARES: Final = (2 / 3, 1 / 3, 1 / 6, 1 / 12)
 """Shares of the history, its newest part, that are judged. A leak that begins on the second day is found by the shorter
 ones. The first third is left out, because it is the start-up: tensors and caches of 12 GB are no leak."""
 
-MIN_READINGS: Final = 8
-MIN_SECONDS: Final = 20.0
-"""At fewer readings or seconds nothing is judged: a run that lives for 90 s is told at 40 % of its life."""
+MIN_READINGS: Final = 10
+"""At fewer readings, 18 s at first, nothing is judged: a run that lives for 90 s is told at 40 % of its life."""
 
+MIN_RATIO: Final = 0.01
 MIN_BYTES: Final = 16 << 20
-MIN_LIMIT_RATIO: Final = 0.01
-MIN_SMALL_RATIO: Final = 0.05
-"""Growth of less than 16 MiB, or than 1 % of the memory, is ignored. Of a small /dev/shm, such as the 64 MB of a
-container, 5 % count."""
+"""Growth of less than 1 % of the memory is ignored, and of less than 16 MiB if its size is not known."""
 
 MIN_TIMES_FALL: Final = 2.0
 """Growth counts if it is this many times the largest fall of the figure. If workers are started anew in each epoch,
@@ -50,8 +47,8 @@ their memory falls by as much as it grows: without this, half of the judgements 
 MIN_EVEN: Final = 0.3
 """Each quarter of the time must grow by this share of the mean, so that one jump of 20 GB is no growth."""
 
-SLOWING: Final = 0.75
-"""Growth that becomes less in each third of the time, and less than this share of the first, levels off. Without this,
+SLOWING: Final = 0.85
+"""Growth that becomes less from quarter to quarter, and less than this share of the first, levels off. Without this,
 memory that levels off at 85 % of the limit is told to run out for an hour."""
 
 HORIZON: Final = 3.0
@@ -80,7 +77,7 @@ class History:
     """Readings at even distances in a fixed amount of memory: those of the whole run, later those of the last 4 hours.
 
     Args:
-        highest: whether merged readings become the highest of them, and not their mean.
+        highest: whether readings that are closer become the highest of them, and not their mean.
 
     Attributes:
         readings: the readings, the oldest first.
@@ -88,8 +85,8 @@ class History:
 
     def __init__(self, *, highest: bool = False) -> None:
         self.readings: list[Reading] = []
-        self._spacing = SPACING_SECONDS
         self._highest = highest
+        self._spacing = SPACING_SECONDS
         self._now: list[Reading] = []  # to be merged
 
     def add(self, seconds: float, value: float) -> bool:
@@ -133,19 +130,19 @@ def lasting_growth(readings: Sequence[Reading], minimum: float) -> Growth | None
         readings: the history.
         minimum: growth in bytes that counts.
     """
-    for share in SHARES if long_enough(readings) else ():
-        last = readings[-1].seconds
+    for share in SHARES:
+        last = readings[-1].seconds if readings else 0.0
         window = [each for each in readings if each.seconds >= last - share * (last - readings[0].seconds)]
-        seconds = window[-1].seconds - window[0].seconds
-        if len(window) < MIN_READINGS or seconds < MIN_SECONDS:
+        if len(window) < MIN_READINGS:
             return None
         quarters = levels(_values(window), 4)
         if quarters[-1] - quarters[0] < 0.75 * minimum:  # checked first: most figures do not grow
             continue
-        slope, thirds = slope_of(window), [slope_of(third) for third in parts(window, 3)]
+        rises = [later - earlier for earlier, later in pairwise(quarters)]
+        slope, seconds = slope_of(window), window[-1].seconds - window[0].seconds
         grown = slope * seconds
-        slows = thirds[0] > thirds[1] > thirds[2] and thirds[2] < SLOWING * thirds[0]
-        even = min(later - earlier for earlier, later in pairwise(quarters)) >= MIN_EVEN * grown / 4
+        even = min(rises) >= MIN_EVEN * grown / 4
+        slows = rises[0] > rises[1] > rises[2] and rises[2] < SLOWING * rises[0]
         if even and not slows and grown >= max(minimum, MIN_TIMES_FALL * _largest_fall(readings)):
             return Growth(slope, window[0].seconds, seconds)
     return None
@@ -153,7 +150,7 @@ def lasting_growth(readings: Sequence[Reading], minimum: float) -> Growth | None
 
 def long_enough(readings: Sequence[Reading]) -> bool:
     """Whether the readings are enough to judge growth."""
-    return len(readings) >= MIN_READINGS and SHARES[0] * (readings[-1].seconds - readings[0].seconds) >= MIN_SECONDS
+    return SHARES[0] * len(readings) >= MIN_READINGS
 
 
 def slope_of(readings: Sequence[Reading]) -> float:
@@ -188,9 +185,6 @@ MEMORY: Final = "memory"
 USED: Final = "used"
 SHARED_MEMORY_USED: Final = "shared_memory_used"
 """What this run and all others use of the limit and of /dev/shm, as minus the bytes that are left."""
-
-_OF_ALL: Final = {USED, SHARED_MEMORY_USED}
-"""Of these, peaks count."""
 
 COPYABLE: Final = "copyable"
 """Anonymous memory that the workers share with the process that forked them."""
@@ -259,9 +253,7 @@ def memory_outlook(
 
 def _min_growth(size: float | None) -> float:
     """The minimum growth, in bytes, that counts for memory of a size."""
-    if size is None:
-        return float(MIN_BYTES)
-    return max(min(MIN_BYTES, MIN_SMALL_RATIO * size), MIN_LIMIT_RATIO * size)
+    return float(MIN_BYTES) if size is None else MIN_RATIO * size
 
 
 def _end(exhausted: str, where: str | None, growth: Growth | None, free: float | None) -> MemoryGrowth | None:
@@ -357,7 +349,7 @@ class MemoryWatch:
         self._last = sample
         now = now_ns() if now is None else now
         for name, value in _figures(sample, allocator).items():
-            history = self._histories.setdefault(name, History(highest=name in _OF_ALL))
+            history = self._histories.setdefault(name, History(highest=name in {USED, SHARED_MEMORY_USED}))
             self._changed |= history.add(now / NS, value)
         if self._changed and now - self._judged_ns >= JUDGE_SECONDS * NS:
             self._changed, self._judged_ns = False, now
