@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.step_monitor import change_line
 from telemetry.diagnosis.changes import ChangeDetector
 from telemetry.log.lines import fields_of
 
@@ -65,7 +64,7 @@ def changes_in(loop: Loop, seconds: float, seed: int) -> list[tuple[float, dict[
     for totals, newest in ticks(loop, seconds, random.Random(seed)):
         change = detector.tick(totals, newest)
         if change is not None:
-            logged.append((totals.wall_seconds, fields_of(change_line(change, str(change.at.at_seconds)))))
+            logged.append((totals.wall_seconds, fields_of(change.line(str(change.at.at_seconds)))))
     return logged
 
 

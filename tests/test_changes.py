@@ -13,11 +13,12 @@ import pytest
 import telemetry
 from benchmarks.change_series import CHANGES, STEADY, changes_in
 from benchmarks.step_series import Loop, ticks
-from telemetry.agent.step_monitor import ChangeMonitor
+from telemetry.agent.step_monitor import StepMonitor
 from telemetry.cli import main
 from telemetry.diagnosis import changes as module
-from telemetry.diagnosis.changes import Block, ChangeDetector, GrowthDetector, growth_finding
+from telemetry.diagnosis.changes import Block, ChangeDetector, GrowthDetector
 from telemetry.diagnosis.hot_lines import LineShare
+from telemetry.diagnosis.step_time import growth_finding
 from telemetry.model.records import FASTER, GROWS, SLOWER, UNCLEAR
 from telemetry.model.records import STEADY as STEADY_TREND
 from telemetry.util.profiles import StackProfile, StackTime
@@ -86,8 +87,8 @@ def test_the_part_of_the_compute_that_takes_longer_is_named():
         }
         found.append(detector.tick(replace(totals, compute_parts=parts | {"compile": 0.0}), {}))
     change = only([change for change in found if change is not None])
-    assert [each.what for each in change.companions] == ["compute_seconds", "optimizer_seconds"]
-    grown = [each.after - each.before for each in change.companions]
+    assert [each.what for each in change.figures] == ["compute_seconds", "optimizer_seconds"]
+    grown = [each.after - each.before for each in change.figures]
     assert grown[1] == pytest.approx(grown[0], rel=0.1)
 
 
@@ -105,7 +106,7 @@ def test_the_way_back_is_logged_too():
     assert slower["ratio"] > 1.1 > 1 > faster["ratio"]
     detector = ChangeDetector()
     seconds = [1.0] * 40 + [2.0] * 6 + [1.0] * 40
-    found = [detector.add(Block(30.0 * at, at, 1, 0.0, each)) for at, each in enumerate(seconds)]
+    found = [detector.add(Block(30.0 * at, 30.0 * at, at, 1, 0.0, each)) for at, each in enumerate(seconds)]
     assert [change.ratio for change in found if change is not None] == [2.0, 0.5]
     assert detector.ratio == 1.0
 
@@ -210,7 +211,7 @@ def test_waits_that_grow():
     loop = Loop(wait_share=0.3, slower=lambda now: (ramp(4, 200)(now), 1.0))
     _, growth = Run(loop, BEGIN + 5 * MINUTE).found[0]
     assert growth.part == "data_wait"
-    assert growth.companions[0].after > 1.2 * growth.companions[0].before
+    assert growth.figures[0].after > 1.2 * growth.figures[0].before
 
 
 def test_growth_that_goes_on_is_one_growth_from_its_begin():
@@ -294,11 +295,9 @@ def test_the_line_that_grows_is_named_and_not_the_longest(followed):
     newest = part(60, 60) if followed else None
     parts = [part(60, 12), part(54, 18), part(48, 30), part(42, 36)][: 2 if followed else 4]
     sampler, told = SimpleNamespace(parts=parts, newest=newest, follow=lambda: None), []
-    monitor = ChangeMonitor(sampler, SimpleNamespace(tell=told.append))
     loop = Loop(step_seconds=0.010, wait_share=0.01, first=1.0, slower=computes(lambda now: 1 + now / 44))
-    for totals, _ in ticks(loop, 44, random.Random(1)):
-        monitor.tick(totals, SimpleNamespace(gpu=None, pressure=None, memory=None, torch_memory=None))
-    monitor.tell(totals)
+    run = Run(loop, 44)
+    StepMonitor(None, sampler, SimpleNamespace(tell=told.append), None).tell_growth(run.detector.growth, run.totals)
     assert "of each step is main at train.py:33 now" in told[-1].text
     assert [line.line for line in told[-1].lines] == [33, 25]
 

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import telemetry
 from telemetry.agent import step_monitor as findings
 from telemetry.diagnosis.hot_lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
-from telemetry.model.totals import GarbageTotals
+from telemetry.model.totals import GarbageTotals, Totals
 from telemetry.seams.ring import Ring
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources.proc import ThreadLoad, ThreadLoads
@@ -65,7 +66,12 @@ def kinds(time: StepTime, sampler: Sampler, evidence=COMPUTE) -> list[str]:
     return [finding.kind for finding in findings_of(time, sampler, evidence)]
 
 
-CALM = StepTime(10.0)
+def over_10_seconds(blocked: float | None = None, garbage: GarbageTotals = GarbageTotals()) -> StepTime:
+    ran = None if blocked is None else 10.0 * (1 - blocked)
+    return StepTime(Totals(ledger_seconds={"compute": 10.0}, garbage=garbage, thread_cpu_seconds=ran))
+
+
+CALM = over_10_seconds()
 MODEL = ((LINEAR, CALL, LOOP), 60), ((BACKWARD, LOOP._replace(line=22)), 60)
 
 
@@ -201,7 +207,7 @@ def test_a_step_that_waits_for_the_thread_that_reads_its_loader_needs_more_worke
     ],
 )
 def test_threads_of_the_training_process(load, cores, found):
-    told = findings_of(StepTime(10.0, cores=cores, load=load), sampled(*MODEL), COMPUTE)
+    told = findings_of(replace(CALM, cores=cores, load=load), sampled(*MODEL), COMPUTE)
     assert [finding.advice[0].typed for finding in told] == ([found] if found else [])
 
 
@@ -214,7 +220,7 @@ def test_threads_of_the_training_process(load, cores, found):
     ],
 )
 def test_threads_of_workers(loads, found):
-    told = findings_of(StepTime(10.0, cores=2.0, worker_loads=loads), sampled(*MODEL), COMPUTE)
+    told = findings_of(replace(CALM, cores=2.0, worker_loads=loads), sampled(*MODEL), COMPUTE)
     assert ["torch.set_num_threads(1)" in finding.advice[0].action for finding in told] == [True] * found
 
 
@@ -257,8 +263,8 @@ def test_a_training_thread_that_sleeps_anyway_does_not_wait_for_the_gil():
     sampler = sampled(*MODEL)
     sampler.threads.found[7] = a_thread(0.4)
     sampler.free, sampler.idle = 30, 14
-    assert kinds(StepTime(10.0, blocked_ratio=0.5), sampler) == []
-    assert kinds(StepTime(10.0, blocked_ratio=0.9), sampler) == ["gil_held"]
+    assert kinds(over_10_seconds(0.5), sampler) == []
+    assert kinds(over_10_seconds(0.9), sampler) == ["gil_held"]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +280,7 @@ def test_a_training_thread_that_sleeps_anyway_does_not_wait_for_the_gil():
 def test_a_thread_that_holds_the_gil(thread, blocked, share):
     sampler = sampled(*MODEL)
     sampler.threads.found[7] = thread
-    told = findings_of(StepTime(10.0, blocked_ratio=blocked), sampler, COMPUTE)
+    told = findings_of(over_10_seconds(blocked), sampler, COMPUTE)
     assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share)])
     for finding in told:
         assert "thread metrics" in finding.text
@@ -289,12 +295,12 @@ def test_the_line_of_a_thread_is_not_the_one_in_which_it_sleeps():
         thread.profile.add((LOOP,), StackTime(MS, MS))
     sampler = sampled(*MODEL)
     sampler.threads.found[7] = thread
-    assert "train.py:20" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
+    assert "train.py:20" in findings_of(over_10_seconds(0.5), sampler, COMPUTE)[0].text
     for _ in range(60):
         thread.resting.add((LOOP,), StackTime(MS, MS))
     for _ in range(10):  # it has just got the GIL, and does not run yet
         thread.resting.add((HELPER,), StackTime(MS, MS))
-    assert "metrics.py:5" in findings_of(StepTime(10.0, blocked_ratio=0.5), sampler, COMPUTE)[0].text
+    assert "metrics.py:5" in findings_of(over_10_seconds(0.5), sampler, COMPUTE)[0].text
 
 
 # -- collections -------------------------------------------------------------------------------------------------------
@@ -311,17 +317,17 @@ def test_the_line_of_a_thread_is_not_the_one_in_which_it_sleeps():
 )
 def test_collections_that_the_script_has_called_for(garbage, own_ratio, share):
     evidence = structs.replace(COMPUTE, own_collections_ratio=own_ratio)
-    told = findings_of(StepTime(10.0, garbage=garbage), sampled(*MODEL), evidence)
+    told = findings_of(over_10_seconds(garbage=garbage), sampled(*MODEL), evidence)
     assert [finding.share_ratio for finding in told] == ([] if share is None else [pytest.approx(share, abs=0.01)])
 
 
 def test_a_collection_is_no_work_of_the_line_that_calls_for_it():
     evidence = structs.replace(COMPUTE, own_collections_ratio=1.0)
     sampler, garbage = sampled(((LOOP,), 80), *MODEL, gil=0.9), GarbageTotals(seconds=4.0, collections=40)
-    assert kinds(StepTime(10.0, garbage=garbage), sampler, evidence) == ["host_work", "own_gc_collect"]
+    assert kinds(over_10_seconds(garbage=garbage), sampler, evidence) == ["host_work", "own_gc_collect"]
     for _ in range(10):
         sampler.collecting.add((LOOP,), StackTime(MS, MS))
-    assert kinds(StepTime(10.0, garbage=garbage), sampler, evidence) == ["own_gc_collect"]
+    assert kinds(over_10_seconds(garbage=garbage), sampler, evidence) == ["own_gc_collect"]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

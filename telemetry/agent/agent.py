@@ -20,9 +20,10 @@ from telemetry.agent.job_hang import JobHang, OwnState
 from telemetry.agent.line_monitor import LineMonitor
 from telemetry.agent.run_so_far import RunSoFar
 from telemetry.agent.stall_monitor import StallMonitor
-from telemetry.agent.step_monitor import ChangeMonitor, FindingLog, StepMonitor, change_line
+from telemetry.agent.step_monitor import FindingLog, StepMonitor, gauges
 from telemetry.agent.trial import TrialRun
 from telemetry.config import TRIAL_VARIABLE
+from telemetry.diagnosis.changes import ChangeDetector, GrowthDetector
 from telemetry.diagnosis.memory_outlook import MemoryWatch
 from telemetry.diagnosis.stalls import StallCounts
 from telemetry.diagnosis.verdict import RunEnd, RunFacts, judge
@@ -30,7 +31,7 @@ from telemetry.loop.ledger import Accounting
 from telemetry.loop.tick_pace import TickPace
 from telemetry.loop.tick_totals import Overhead, TotalsBuilder
 from telemetry.model.records import LOADER_TIMEOUT
-from telemetry.model.totals import Tick
+from telemetry.model.totals import Tick, Totals
 from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import NodeService
 from telemetry.node.metrics import RunView
@@ -149,7 +150,7 @@ class Agent:
         )  # fmt: skip
         self.findings = FindingLog(self.event_log)
         self._step_monitor = StepMonitor(tracker, self._sampler, self.findings, self.event_log)
-        self._changes = ChangeMonitor(self._sampler, self.findings)
+        self._growth, self._changes = GrowthDetector(), ChangeDetector()
         self._evaluations = EvaluationMonitor(accounting.evaluations, self._sampler)
         self._line_monitor = LineMonitor(tracker, self._sampler, run_dir / "profiles", errors, self.event_log)
         self._stall_monitor = StallMonitor(
@@ -350,7 +351,7 @@ class Agent:
             return
         self._do(
             ("snapshot", partial(self.snapshots.tick, None)),  # the other ranks need it in each interval
-            ("diagnose", partial(self._changes.skipped, self._builder)),
+            ("diagnose", self._follow_young_run),
         )
 
     def _tick(self) -> None:
@@ -398,10 +399,7 @@ class Agent:
         if self.trial is not None:
             self.trial.tick(tick, self._node)
         self._stall_monitor.tick(tick, self.accounting, intervals=self._tick_pace.intervals)
-        change = self._changes.tick(tick.totals, self._collectors.samples)
-        if change is not None:
-            at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at.at_seconds * NS))
-            self.event_log.write(change_line(change, at))
+        self._follow_steps(tick.totals)
         self._tell(self._evaluations.tick(tick, self.accounting.ledger.evaluations))
         self.job_hang.tick()
 
@@ -413,6 +411,22 @@ class Agent:
         if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
             stalls.log_hot_lines()
         self._step_monitor.tick(self._newest_tick, self._collectors.samples, stalls.evidence)
+
+    def _follow_steps(self, totals: Totals) -> None:
+        figures = gauges(self._collectors.samples)
+        if self._growth.tick(totals, figures):
+            self._step_monitor.tell_growth(self._growth.growth, totals)
+        change = self._changes.tick(totals, figures)
+        if change is not None:
+            at = self._wall.iso(self.accounting.ledger.start_ns + int(change.at.at_seconds * NS))
+            self.event_log.write(change.line(at))
+
+    def _follow_young_run(self) -> None:
+        """In the first minutes steps can become twice as long within a few ticks, so that skipped ones count, too."""
+        if self._growth.is_young:
+            totals = self._builder.current()  # 0.2 ms, a fifth of what a skipped tick costs
+            if self._growth.tick(totals, {}):
+                self._step_monitor.tell_growth(self._growth.growth, totals)
 
     def _tell(self, finding: Finding | None) -> None:
         if finding is not None:
@@ -477,7 +491,7 @@ class Agent:
         totals, end = self._builder.end(), self.attempt.end.settled
         timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
         self._stall_monitor.end(totals, timed_out=timed_out)
-        self._changes.tell(totals)
+        self._step_monitor.tell_growth(self._growth.growth, totals)
         self._tell(self._evaluations.judge(totals))
         self.findings.end()
         self.attempt.follow_stuck(*self._stall_monitor.stuck_time)
@@ -485,7 +499,7 @@ class Agent:
         self.event_log.window()
 
     def _judge_trend(self) -> None:
-        self._step_trend = self._changes.step_trend
+        self._step_trend = self._growth.trend()
 
     def _log_end(self) -> None:
         # An exception follows the error of the GPU within milliseconds, so it may not have been read yet.

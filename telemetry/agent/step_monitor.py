@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from telemetry.diagnosis.changes import ChangeDetector, GrowthDetector, growth_finding
+from telemetry.diagnosis.changes import YOUNG_SECONDS
 from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.hot_lines import line_shares
-from telemetry.diagnosis.step_time import StepTime, findings_of
-from telemetry.log.lines import ChangedFigure, ChangeLine, FindingLine, StepCodeLine
-from telemetry.safety.threads import OwnThread, listed_threads, natives
+from telemetry.diagnosis.step_time import StepTime, findings_of, growth_finding
+from telemetry.log.lines import FindingLine, StepCodeLine
+from telemetry.safety.threads import listed_threads, natives
 from telemetry.sources.proc import ThreadLoads
 from telemetry.util.profiles import STEP, StackProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from telemetry.agent.event_log import EventLog
     from telemetry.diagnosis.changes import StepChange
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.hot_lines import LineShare
-    from telemetry.loop.tick_totals import TotalsBuilder
-    from telemetry.model.records import FindingKind, HotLine, Samples, StepTrend
+    from telemetry.model.records import FindingKind, HotLine, Samples
     from telemetry.model.totals import Tick, Totals
     from telemetry.seams.tracker import StepTracker
     from telemetry.sources.proc import ThreadLoad
@@ -104,6 +102,7 @@ class StepMonitor:
         self._tracker = tracker
         self._findings = findings
         self._event_log = event_log
+        self._grows = False
         self._logged = 0  # samples in the lines that were logged last
         self._marks: deque[Totals] = deque()
         self._loads = ThreadLoads()
@@ -123,20 +122,26 @@ class StepMonitor:
         if len(marks) > _INTERVALS:
             added = totals - marks.popleft()
             if added.loop_seconds > 0:
-                time = StepTime(
-                    seconds=added.loop_seconds,
-                    wait_ratio=added.wait_seconds / added.loop_seconds,
-                    blocked_ratio=_blocked_ratio(added),
-                    garbage=added.garbage,
-                    cores=cores,
-                    load=load,
-                    worker_loads=worker_loads,
-                    torch_threads=torch_threads() if load is not None and load.active > cores else None,
-                )
-                for finding in findings_of(time, self._sampler, evidence):
+                for finding in findings_of(StepTime(added, cores, load, worker_loads), self._sampler, evidence):
                     self._findings.tell(finding)
         if self._sampler.steps.samples >= _MORE * self._logged:
             self._log_lines()
+
+    def tell_growth(self, growth: StepChange | None, totals: Totals) -> None:
+        """Tell that steps become slower and slower, with what it has cost in the run so far, and with the lines."""
+        if growth is None:
+            return
+        sampler, ends = self._sampler, (growth.before_seconds, growth.after_seconds)
+        if not self._grows and totals.loop_seconds >= YOUNG_SECONDS:
+            sampler.follow()
+        self._grows = True
+        half, quarter = len(sampler.parts) // 2, (ends[1] - ends[0]) / 4
+        if sampler.newest is None:  # there are enough samples of a young run to compare its halves
+            before, after = (_merged(parts) for parts in (sampler.parts[:half], sampler.parts[half:]))
+            lines = _by_growth(ends[0] + quarter, before, ends[1] - quarter, after)
+        else:
+            lines = _by_growth(ends[0], _merged(sampler.parts), ends[1], sampler.newest)
+        self._findings.tell(growth_finding(growth, totals, lines))
 
     def end(self) -> None:
         """Log the lines of the steps once more."""
@@ -166,92 +171,7 @@ class StepMonitor:
         return found.get(here), [found[pid] for pid in workers if pid in found]
 
 
-def _blocked_ratio(added: Totals) -> float | None:
-    """The share of the loop in which the training thread had nothing to run, without its waits for fetches."""
-    ran, wanted = added.thread_cpu_seconds, added.run_queue_delay_seconds
-    if ran is None or wanted is None:
-        return None
-    fetch, transfer = added.deliveries.fetch_wait_seconds, added.deliveries.transfer_wait_seconds
-    waited = added.wait_seconds * (fetch / (fetch + transfer) if fetch + transfer > 0 else 1.0)
-    return min(1.0, max(0.0, (added.loop_seconds - ran - wanted - waited) / added.loop_seconds))
-
-
-def torch_threads() -> int | None:
-    """The number of threads of one operator of torch, as the training has set it; None if torch does not tell.
-
-    Each thread has its own copy of the number, made at its first operator. So a new thread reads it.
-    """
-    torch = sys.modules.get("torch")
-    answers: list[int] = []
-    if torch is not None:
-        thread = OwnThread(lambda: answers.append(torch.get_num_threads()), name="telemetry-threads")
-        thread.start()
-        thread.join(1.0)
-    return answers[0] if answers else None
-
-
-# -- changes of the step time ------------------------------------------------------------------------------------------
-
-_YOUNG_SECONDS: Final = 120.0
-"""Until so many seconds of training, there are enough samples of the run to compare its halves."""
-
-
-class ChangeMonitor:
-    """Looks for changes of the step time once a tick: lasting ones, and growth within minutes.
-
-    Args:
-        sampler: has samples of the steps, for the line of code that grows.
-        findings: gets the growth.
-    """
-
-    def __init__(self, sampler: Sampler, findings: FindingLog) -> None:
-        self._sampler = sampler
-        self._findings = findings
-        self._detector = ChangeDetector()
-        self._growth = GrowthDetector()
-        self._told: StepChange | None = None
-        self._young = True
-
-    def tick(self, totals: Totals, samples: Samples) -> StepChange | None:
-        """Add a tick, and tell growth that is new or has gone on. Returns a lasting change that this tick confirms."""
-        gauges = _gauges(samples)
-        self._growth.tick(totals, gauges | _memory(samples))
-        if self._growth.growth is not self._told:
-            if self._told is None and totals.loop_seconds >= _YOUNG_SECONDS:
-                self._sampler.follow()
-            self.tell(totals)
-        return self._detector.tick(totals, gauges)
-
-    def skipped(self, builder: TotalsBuilder) -> None:
-        """Add a skipped tick. In the first minutes steps can become twice as long within a few ticks."""
-        if self._young:
-            totals = builder.current()  # 0.2 ms, a fifth of what a skipped tick costs
-            self._young = totals.loop_seconds < _YOUNG_SECONDS
-            self._growth.tick(totals, {})
-
-    @property
-    def ratio(self) -> float | None:
-        """Step time now divided by step time before a lasting slow-down, see `ChangeDetector`."""
-        return self._detector.ratio
-
-    @property
-    def step_trend(self) -> StepTrend | None:
-        """The trend of a short run; None for other runs."""
-        return self._growth.trend()
-
-    def tell(self, totals: Totals) -> None:
-        """Tell the growth, if there is any, with what it has cost in the run so far."""
-        growth, newest = self._growth.growth, self._sampler.newest
-        self._told = growth
-        if growth is None:
-            return
-        parts, ends = self._sampler.parts, (growth.before_seconds, growth.after_seconds)
-        half, quarter = len(parts) // 2, (ends[1] - ends[0]) / 4
-        if newest is None:
-            before, after = (ends[0] + quarter, _merged(parts[:half])), (ends[1] - quarter, _merged(parts[half:]))
-        else:
-            before, after = (ends[0], _merged(parts)), (ends[1], newest)
-        self._findings.tell(growth_finding(growth, totals, _by_growth(*before, *after)))
+# -- the code that grows -----------------------------------------------------------------------------------------------
 
 
 def _merged(parts: Sequence[StackProfile]) -> StackProfile:
@@ -276,39 +196,15 @@ def _by_growth(
     return sorted(lines, key=growth, reverse=True)
 
 
-def _gauges(samples: Samples) -> dict[str, float]:
-    """The machine's gauges."""
-    gpu, pressure = samples.gpu, samples.pressure
-    found: dict[str, float | None] = {}
+def gauges(samples: Samples) -> dict[str, float]:
+    """What may explain a change of the steps: figures of `Block`."""
+    gpu, pressure, memory, allocator = samples.gpu, samples.pressure, samples.memory, samples.torch_memory
+    found: dict[str, float | None] = {
+        "training_bytes": None if memory is None else memory.training_bytes,
+        "cuda_bytes": None if allocator is None else allocator.allocated_bytes,
+    }
     if gpu is not None:
         found |= {"gpu_clock_hertz": gpu.sm_clock_hertz, "gpu_temperature_celsius": gpu.temperature_celsius}
     if pressure is not None:
         found |= {f"{name}_pressure_ratio": ratio for name, ratio in pressure.pressure_ratio.items()}
-    return _measured(found)
-
-
-def _memory(samples: Samples) -> dict[str, float]:
-    memory, allocator = samples.memory, samples.torch_memory
-    return _measured(
-        {
-            "training_bytes": None if memory is None else memory.training_bytes,
-            "cuda_bytes": None if allocator is None else allocator.allocated_bytes,
-        }
-    )
-
-
-def _measured(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def change_line(change: StepChange, at: str) -> ChangeLine:
-    """The log line of a change. ``at``: when it happened, ISO-8601."""
-    return ChangeLine(
-        at=at,
-        first_step=change.at.step,
-        ratio=round(change.ratio, 4),
-        part=change.part,
-        step_before_seconds=change.before_seconds,
-        step_after_seconds=change.after_seconds,
-        figures=[ChangedFigure(each.what, each.before, each.after) for each in change.companions],
-    )
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,6 +1,6 @@
 """Changes of the step time: the newest blocks of steps against the usual ones, in minutes and in hours.
 
-A block is a stretch of the training loop with the mean of its steps. Blocks of 2 s and more show steps that become
+A block is a stretch of the training loop with the means over its steps. Blocks of 2 s and more show steps that become
 slower and slower within minutes, and the trend of a short run. Blocks of 30 s show lasting changes in hours.
 """
 
@@ -11,27 +11,22 @@ import random
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from telemetry.diagnosis.findings import Finding
+from telemetry.log.lines import ChangedFigure, ChangeLine
 from telemetry.model.records import (
-    COMPUTE,
     COMPUTE_PARTS,
-    DATA_WAIT,
     FASTER,
     GROWS,
     SLOWER,
     STEADY,
     UNCLEAR,
-    Advice,
     StepTrend,
 )
-from telemetry.util.words import byte_size, duration, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from telemetry.diagnosis.hot_lines import LineShare
     from telemetry.model.totals import Totals
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
@@ -52,13 +47,16 @@ sequence lengths leave the median block of a stretch as it is: no change in 45 d
 
 FIRST_SECONDS: Final = 60.0
 """Steps so early do not show how long steps usually take: they fill caches and choose kernels. With them, growth in the
-fifth minute is missed (`tests/test_growth.py`)."""
+fifth minute is missed (`tests/test_changes.py`)."""
+
+YOUNG_SECONDS: Final = 120.0
+"""In so many seconds of training, steps can become twice as long within a few ticks."""
 
 LENGTHS: Final = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Growth may have begun so many short blocks ago. Half as many lengths find 50 % over 10 minutes too late."""
 
 MIN_BEFORE: Final = 3
-"""Least stretches before a change, so that none is found in the first quarter of an hour."""
+"""Minimum of stretches before a change, so that none is found in the first quarter of an hour."""
 
 RECENT: Final = 4
 """Stretches that must all be faster. Told after one, 9 of 40 runs that had not changed were called faster."""
@@ -68,18 +66,15 @@ MAX_STRETCHES: Final = 128
 
 MIN_RATIO: Final = 1.05
 MIN_GROWTH: Final = 1.30
-"""Least factor of a change, and of growth within minutes. A warm-up that ends makes steps 20 % slower at times."""
+"""Minimum factor of a change, and of growth within minutes. A warm-up that ends makes steps 20 % slower at times."""
 
-CROWDED: Final = {"other_cores": 0.15, "cpu_throttled_ratio": 0.1}
+CROWDED_CORES: Final = 0.15
 CROWDED_GROWTH: Final = 2.0
-"""Least growth if other programs use so many more cores, or the quota is used up so much more often: steps that have
-their core become slower, too (`tests/test_growth.py`)."""
-
-UNDONE_GROWTH: Final = 0.9
-"""Growth from a step that is shorter than this part of the first one is another growth."""
+"""Minimum growth if other programs use so many more cores: steps that have their core become slower, too
+(`tests/test_changes.py`)."""
 
 MIN_MEMORY_BYTES: Final = 4 << 20
-"""Least growth of memory that is told with that of the steps. The graph of kept states is 15 MB (`tests.reports`)."""
+"""Minimum growth of memory that is told with that of the steps. The graph of kept states is 15 MB (`tests.reports`)."""
 
 MOST: Final = 0.75
 NEARLY_ALL: Final = 0.96
@@ -89,18 +84,18 @@ STANDS_OUT: Final = 0.1
 """Part of the change by which they are. Without it, recurring stretches of long sequences were 12 changes a day."""
 
 MIN_CLEARNESS: Final = 4.0
-"""Least change in standard deviations (MAD). With 4, a slow-down by 12 % in a loop of 5 % noise is found in 80 % of the
-runs, with 5 in 65 %."""
+"""Minimum change in standard deviations (MAD). With 4, a slow-down by 12 % in a loop of 5 % noise is found in 80 % of
+the runs, with 5 in 65 %."""
 
 MIN_SCATTER: Final = 0.01
-"""Least standard deviation, relative. Without it, three alike stretches gave false alarms in 1 of 20 noisy runs."""
+"""Minimum standard deviation, relative. Without it, three alike stretches gave false alarms in 1 of 20 noisy runs."""
 
 UNDONE: Final = 0.4
 """A slow-down is undone if most of the newest steps have kept less than this part of it."""
 
-MAX_COMPANIONS: Final = 5
-MIN_COMPANIONS: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
-"""Number of figures that are told with a change, and least differences of some, in addition to `MIN_RATIO`."""
+MAX_FIGURES: Final = 5
+MIN_DIFFERENCE: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
+"""Number of figures that are told with a change, and minimum differences of some, in addition to `MIN_RATIO`."""
 
 MAX_JUMP: Final = 0.46
 """Largest part of the growth within a quarter of its time. Two equal jumps have half of it, and steps that become
@@ -113,53 +108,52 @@ SHORT_RUN_SECONDS: Final = 900.0
 # -- blocks of steps ---------------------------------------------------------------------------------------------------
 
 
-class Times(NamedTuple):
-    """Seconds of a step, and those of its two parts."""
-
-    step: float
-    wait: float
-    compute: float
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stretch of the training loop.
+    """A stretch of the training loop, with the means over its steps.
 
     Attributes:
-        at_seconds: its start on the clock of `Totals.wall_seconds`. ``step``, ``at_loop_seconds``: number of steps, and
-            seconds of the training loop, before it.
-        steps: number of steps that ended in it. ``wait_seconds``, ``compute_seconds``: their sums over these steps.
-        signals: figures by name, without unknown ones: means of counters, and gauges at its end.
+        at_seconds: its start on the clock of `Totals.wall_seconds`. ``at_loop_seconds``, ``at_step``: seconds of the
+            training loop, and steps, before it.
+        steps: number of steps that ended in it. ``data_wait_seconds``, ``compute_seconds``: of a step.
+        figures: what may explain them, by name and without unknown ones.
     """
 
     at_seconds: float
-    step: int
+    at_loop_seconds: float
+    at_step: int
     steps: int
-    wait_seconds: float
+    data_wait_seconds: float
     compute_seconds: float
-    signals: Mapping[str, float] = field(default_factory=dict)
-    at_loop_seconds: float = 0.0
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.data_wait_seconds + self.compute_seconds
 
     @property
     def loop_seconds(self) -> float:
-        """Seconds of its steps."""
-        return self.wait_seconds + self.compute_seconds
-
-    @property
-    def times(self) -> Times:
-        """The means over its steps."""
-        return Times(self.loop_seconds / self.steps, self.wait_seconds / self.steps, self.compute_seconds / self.steps)
+        """Seconds of all its steps."""
+        return self.steps * self.step_seconds
 
     def __add__(self, later: Block) -> Block:
-        share = self.steps / (self.steps + later.steps)
-        both = self.signals.keys() & later.signals.keys()
-        mean = {name: share * self.signals[name] + (1 - share) * later.signals[name] for name in both}
+        steps = self.steps + later.steps
+
+        def mean(mine: float, theirs: float) -> float:
+            return (self.steps * mine + later.steps * theirs) / steps
+
+        both = self.figures.keys() & later.figures.keys()
         return replace(
             self,
-            steps=self.steps + later.steps,
-            wait_seconds=self.wait_seconds + later.wait_seconds,
-            compute_seconds=self.compute_seconds + later.compute_seconds,
-            signals={**later.signals, **self.signals, **mean},
+            steps=steps,
+            data_wait_seconds=mean(self.data_wait_seconds, later.data_wait_seconds),
+            compute_seconds=mean(self.compute_seconds, later.compute_seconds),
+            figures={
+                **later.figures,
+                **self.figures,
+                **{name: mean(self.figures[name], later.figures[name]) for name in both},
+            },
         )
 
 
@@ -181,28 +175,30 @@ class BlockBuilder:
         if passed.loop_seconds < self._seconds or passed.steps == 0:
             return None
         self._start, added = totals, totals - start
-        workers, cpu, stacks, delay = (
-            added.sampled.workers,
-            added.sampled.cpu,
-            added.stacks,
-            added.run_queue_delay_seconds,
-        )
+        steps, delay, cpu = added.steps, added.run_queue_delay_seconds, added.sampled.cpu
+        workers, stacks = added.sampled.workers, added.stacks
         known = {
             "fetch_seconds": workers.fetch_busy_seconds / workers.fetches if workers.fetches else None,
             "read_bytes_per_second": added.sampled.read_bytes.mean,
             "other_cores": cpu.other_cores.mean,
             "cpu_throttled_ratio": cpu.throttled_ratio.mean,
-            "garbage_ratio": added.garbage.seconds / added.loop_seconds if added.loop_seconds > 0 else None,
+            "garbage_ratio": added.garbage.seconds / added.loop_seconds,
             "waiting_for_ranks_ratio": stacks.in_sync / stacks.samples if stacks.samples else None,
-            "core_wait_seconds": None if delay is None else delay / added.steps,
+            "core_wait_seconds": None if delay is None else delay / steps,
         }
-        signals = {**gauges, **{name: value for name, value in known.items() if value is not None}}
-        signals |= {f"{part}_seconds": spent / added.steps for part, spent in (added.compute_parts or {}).items()}
+        figures = {**gauges, **{name: value for name, value in known.items() if value is not None}}
+        figures |= {f"{part}_seconds": spent / steps for part, spent in (added.compute_parts or {}).items()}
         wait = max(0.0, added.wait_seconds - added.epochs.boundary_wait_seconds)
         ended = max(0.0, wait + added.compute_seconds - added.open_step_seconds)  # long steps fit in no block exactly
         compute = min(ended, max(0.0, added.compute_seconds - added.open_step_seconds))
-        at = start.loop_seconds - start.open_step_seconds
-        return Block(start.wall_seconds, start.steps, added.steps, ended - compute, compute, signals, at)
+        at_loop_seconds = start.loop_seconds - start.open_step_seconds
+        return Block(
+            start.wall_seconds, at_loop_seconds, start.steps, steps, (ended - compute) / steps, compute / steps, figures
+        )
+
+
+def _steps(blocks: Iterable[Block]) -> list[float]:
+    return [block.step_seconds for block in blocks]
 
 
 # -- comparisons -------------------------------------------------------------------------------------------------------
@@ -222,10 +218,28 @@ def is_faster(before: Sequence[float], after: Sequence[float]) -> bool:
 def is_clear(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether the medians differ by `MIN_RATIO`, and by much more than the earlier ones scatter (MAD)."""
     usual, level = median(before), median(after)
-    scatter = max(1.4826 * median(abs(seconds - usual) for seconds in before), MIN_SCATTER * usual)
+    scatter = max(deviation(before), MIN_SCATTER * usual)
     few = 1 + 2 / len(before)  # a few values do not show how much they scatter
     apart = max(level, usual) >= MIN_RATIO * min(level, usual)
     return apart and abs(level - usual) >= MIN_CLEARNESS * few * scatter
+
+
+def grows(seconds: Sequence[float]) -> bool:
+    """Whether steps become slower in each quarter, by much more than they scatter, and not by a jump."""
+    eighths = levels(seconds, 8)
+    grown = eighths[-1] - eighths[0]
+    quarters = [one + two for one, two in zip(eighths[::2], eighths[1::2], strict=True)]
+    if not all(earlier < later for earlier, later in pairwise(quarters)):
+        return False
+    in_quarter = max(later - earlier for earlier, later in zip(eighths, eighths[2:], strict=False))
+    scatter = deviation([later - earlier for earlier, later in pairwise(seconds)])
+    return in_quarter <= MAX_JUMP * grown and grown >= MIN_CLEARNESS * scatter * math.sqrt(2 * 8 / len(seconds))
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation by the median absolute deviation (MAD), which no single value changes."""
+    usual = median(values)
+    return 1.4826 * median(abs(value - usual) for value in values)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -247,29 +261,7 @@ def levels(values: Sequence[float], count: int) -> list[float]:
     return [median(part) for part in parts(values, count)]
 
 
-def grows(seconds: Sequence[float]) -> bool:
-    """Whether steps become slower in each quarter, by much more than they scatter, and not by a jump."""
-    eighths = levels(seconds, 8)
-    grown = eighths[-1] - eighths[0]
-    quarters = [one + two for one, two in zip(eighths[::2], eighths[1::2], strict=True)]
-    if not all(earlier < later for earlier, later in pairwise(quarters)):
-        return False
-    in_quarter = max(later - earlier for earlier, later in zip(eighths, eighths[2:], strict=False))
-    apart = [later - earlier for earlier, later in pairwise(seconds)]
-    usual = median(apart)
-    scatter = 1.4826 * median(abs(each - usual) for each in apart)
-    return in_quarter <= MAX_JUMP * grown and grown >= MIN_CLEARNESS * scatter * math.sqrt(2 * 8 / len(seconds))
-
-
 # -- a change ----------------------------------------------------------------------------------------------------------
-
-
-class Companion(NamedTuple):
-    """A figure that changed together with the steps, before and after. Its name contains its unit."""
-
-    what: str
-    before: float
-    after: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +272,7 @@ class StepChange:
         at: the first block after it, or the first in which steps grow.
         before_seconds, after_seconds: duration of a step.
         part: the part of a step that changed most: ``data_wait`` or ``compute``.
-        companions: figures that changed with it. The first is the seconds of that part in a step.
+        figures: what changed with it. The first is the seconds of that part in a step.
         grew_seconds: seconds of the training loop in which steps became slower and slower; 0 for another change.
     """
 
@@ -288,7 +280,7 @@ class StepChange:
     before_seconds: float
     after_seconds: float
     part: str
-    companions: tuple[Companion, ...]
+    figures: tuple[ChangedFigure, ...]
     grew_seconds: float = 0.0
 
     @property
@@ -299,17 +291,36 @@ class StepChange:
     def lost_ratio(self, totals: Totals) -> float:
         """The share of the training loop so far that the steps have taken longer than before the change."""
         ended = totals.loop_seconds - totals.open_step_seconds
-        lost = ended - self.at.at_loop_seconds - (totals.steps - self.at.step) * self.before_seconds
+        lost = ended - self.at.at_loop_seconds - (totals.steps - self.at.at_step) * self.before_seconds
         return min(1.0, max(0.0, lost / ended)) if ended > 0 else 0.0
 
+    def line(self, at: str) -> ChangeLine:
+        """The line of the log. ``at``: when it happened, ISO-8601."""
+        return ChangeLine(
+            at=at,
+            first_step=self.at.at_step,
+            ratio=round(self.ratio, 4),
+            part=self.part,
+            step_before_seconds=self.before_seconds,
+            step_after_seconds=self.after_seconds,
+            figures=[*self.figures],
+        )
 
-def _described(
-    at: Block, before: Times, after: Times, companions: Iterable[Companion], grew_seconds: float = 0.0
+
+def change_between(
+    at: Block,
+    before: Sequence[Block],
+    after: Sequence[Block],
+    figures: Iterable[ChangedFigure],
+    grew_seconds: float = 0.0,
 ) -> StepChange:
-    part, in_step = COMPUTE, Companion("compute_seconds", before.compute, after.compute)
-    if abs(after.wait - before.wait) >= abs(after.compute - before.compute):
-        part, in_step = DATA_WAIT, Companion("data_wait_seconds", before.wait, after.wait)
-    return StepChange(at, before.step, after.step, part, (in_step, *companions), grew_seconds)
+    """The change from some blocks to others, by their medians."""
+    step, *of_step = (
+        ChangedFigure(name, *(median(getattr(block, name) for block in side) for side in (before, after)))
+        for name in ("step_seconds", "data_wait_seconds", "compute_seconds")
+    )
+    most = max(of_step, key=lambda part: abs(part.after - part.before))
+    return StepChange(at, step.before, step.after, most.what.removesuffix("_seconds"), (most, *figures), grew_seconds)
 
 
 # -- minutes: steps that become slower and slower, and the trend of a short run ----------------------------------------
@@ -330,17 +341,22 @@ class GrowthDetector:
         self._loop_seconds = 0.0
         self.growth: StepChange | None = None
 
-    def tick(self, totals: Totals, gauges: Mapping[str, float]) -> None:
-        """Add the totals and the gauges of a tick."""
+    @property
+    def is_young(self) -> bool:
+        """Whether steps can still become twice as long within a few ticks."""
+        return self._loop_seconds < YOUNG_SECONDS
+
+    def tick(self, totals: Totals, gauges: Mapping[str, float]) -> bool:
+        """Add the totals and the gauges of a tick. Returns whether `growth` is new or has gone on."""
         self._loop_seconds = totals.loop_seconds
         block = self._builder.add(totals, gauges)
-        if block is not None and self._keep(block):
-            found = find_growth(self._blocks)
-            if found is not None:
-                self.growth = found if self.growth is None else _continued(self.growth, found)
+        found = find_growth(self._blocks) if block is not None and self._keep(block) else None
+        if found is not None:
+            self.growth = found if self.growth is None else _continued(self.growth, found)
+        return found is not None
 
     def trend(self) -> StepTrend | None:
-        """The trend of a short run; None for longer runs, and if too few steps are known."""
+        """The trend of a short run, without its first steps; None for longer runs, and if too few steps are known."""
         blocks = self._blocks if self._filling is None else [*self._blocks, self._filling]
         if self._loop_seconds >= SHORT_RUN_SECONDS or len(blocks) < LENGTHS[0]:
             return None
@@ -372,12 +388,11 @@ class GrowthDetector:
 
 def _continued(before: StepChange, now: StepChange) -> StepChange:
     """The growth found before with its newest end, if it has gone on."""
-    if now.part != before.part or now.before_seconds < UNDONE_GROWTH * before.before_seconds:
+    if now.part != before.part or now.before_seconds < before.before_seconds:
         return now
-    in_step = before.companions[0]._replace(after=now.companions[0].after)
-    companions = (in_step, *now.companions[1:])
+    in_step = ChangedFigure(before.figures[0].what, before.figures[0].before, now.figures[0].after)
     grew = now.at.at_loop_seconds + now.grew_seconds - before.at.at_loop_seconds
-    return replace(before, after_seconds=now.after_seconds, companions=companions, grew_seconds=grew)
+    return replace(before, after_seconds=now.after_seconds, figures=(in_step, *now.figures[1:]), grew_seconds=grew)
 
 
 def find_growth(blocks: Sequence[Block], at_least: float = MIN_GROWTH) -> StepChange | None:
@@ -393,118 +408,50 @@ def find_growth(blocks: Sequence[Block], at_least: float = MIN_GROWTH) -> StepCh
             continue
         own, early = _own_seconds(blocks), sum(block.at_loop_seconds < FIRST_SECONDS for block in blocks)
         usual, (first, *_, last) = own[early:-length], parts(own[-length:], 8)
-        needed = CROWDED_GROWTH if _is_crowded(window) else at_least
+        others = _quarters(window, "other_cores")  # they share caches and memory, which no clock shows
+        needed = CROWDED_GROWTH if others and others[-1] - others[0] >= CROWDED_CORES else at_least
         if median(last) < needed * median(first) or (usual and not is_slower(usual, parts(own[-length:], 4)[-1])):
             continue
-        first_blocks, *_, last_blocks = parts(window, 8)
-        before, after = _medians(first_blocks), _medians(last_blocks)
-        if after.step >= at_least * before.step:
-            grew = sum(block.loop_seconds for block in window)
-            return _described(window[0], before, after, _grown_memory(window), grew)
+        begin, *_, end = parts(window, 8)
+        grew_seconds = sum(block.loop_seconds for block in window)
+        growth = change_between(window[0], begin, end, _grown_memory(window), grew_seconds)
+        if growth.ratio >= at_least:
+            return growth
     return None
 
 
 def _own_seconds(blocks: Sequence[Block]) -> list[float]:
     """Seconds of a step in each block, without the time that other programs, other ranks or a low clock have cost."""
-    clock = max((block.signals.get("gpu_clock_hertz", 0.0) for block in blocks), default=0.0)
+    clock = max((block.figures.get("gpu_clock_hertz", 0.0) for block in blocks), default=0.0)
     found = []
     for block in blocks:
-        compute = block.times.compute - block.signals.get("core_wait_seconds", 0.0)
-        compute *= 1 - block.signals.get("waiting_for_ranks_ratio", 0.0)
-        compute *= block.signals.get("gpu_clock_hertz", clock) / clock if clock else 1.0
-        found.append(block.times.wait + max(0.0, compute))
+        compute = block.compute_seconds - block.figures.get("core_wait_seconds", 0.0)
+        compute *= 1 - block.figures.get("waiting_for_ranks_ratio", 0.0)
+        compute *= block.figures.get("gpu_clock_hertz", clock) / clock if clock else 1.0
+        found.append(block.data_wait_seconds + max(0.0, compute))
     return found
 
 
-def _is_crowded(window: Sequence[Block]) -> bool:
-    """Whether other programs use more cores than at the begin: they share caches and memory, which no clock shows."""
-    known = ((_levels(window, name), more) for name, more in CROWDED.items())
-    return any(levels[-1] - levels[0] >= more for levels, more in known if levels)
-
-
-_MEMORY: Final = {
+GROWN_MEMORY: Final = {
     "cuda_bytes": "the memory of the tensors on the GPU",
     "training_bytes": "the memory of the training process",
 }
+"""Figures that are told with growth only. A lasting change has a forecast of the memory beside it."""
 
 
-def _grown_memory(window: Sequence[Block]) -> list[Companion]:
+def _grown_memory(window: Sequence[Block]) -> list[ChangedFigure]:
     """The memory that grew all the time. Tensors on the GPU come first: the process may grow with them."""
-    for name in _MEMORY:
-        known = _levels(window, name)
+    for name in GROWN_MEMORY:
+        known = _quarters(window, name)
         if known and known == sorted(set(known)) and known[-1] - known[0] >= MIN_MEMORY_BYTES:
-            return [Companion(name, known[0], known[-1])]
+            return [ChangedFigure(name, known[0], known[-1])]
     return []
 
 
-def _levels(window: Sequence[Block], name: str) -> list[float]:
+def _quarters(window: Sequence[Block], name: str) -> list[float]:
     """The medians of a figure in the quarters of the window; empty if it is not known."""
-    known = [block.signals[name] for block in window if name in block.signals]
+    known = [block.figures[name] for block in window if name in block.figures]
     return levels(known, 4) if len(known) >= 4 else []
-
-
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-_MUCH_OF_GROWTH: Final = 0.5
-"""A line causes the growth if it takes more than this share of the time that the steps have become longer by."""
-
-_KEPT_GRAPH: Final = (
-    "let no step keep the graph of the steps before: add loss.item() or loss.detach() to what is carried on, detach "
-    "hidden states, and call backward() without retain_graph=True"
-)
-_KEPT: Final = "keep nothing of earlier steps that each step goes through again: keep sums, or the newest values"
-_REPEATED: Final = (
-    "look for what each step adds to and then goes through: a list, a hook, a parameter group, a handler of a logger"
-)
-_FETCHES: Final = (
-    "look for what the data set adds to with every sample and then goes through: a list, a cache, an open file"
-)
-
-
-def growth_finding(growth: StepChange, totals: Totals, lines: Sequence[LineShare] = ()) -> Finding:
-    """The growth in words. No speed-up is predicted: the longer the run goes on, the larger it is.
-
-    Args:
-        growth: the growth.
-        totals: the run so far.
-        lines: the lines of code in which the steps spend their time now, first the one that has grown most.
-    """
-    longer = growth.after_seconds - growth.before_seconds
-    text = (
-        f"Steps take {duration(growth.after_seconds)}, and took {duration(growth.before_seconds)} "
-        f"{rough_duration(growth.grew_seconds)} of training before, at step {growth.at.step}: "
-    )
-    in_step, *memory = growth.companions
-    grown = f"{duration(in_step.before)} to {duration(in_step.after)}"
-    part = "waiting for data" if growth.part == DATA_WAIT else "compute"
-    text += f"{part} has grown from {grown}"
-    caused = [line for line in lines if line.share * growth.after_seconds >= _MUCH_OF_GROWTH * longer]
-    line = caused[0] if caused and growth.part == COMPUTE else None
-    if line is not None:
-        text += f", and {rounded_percent(line.share)} of each step is {line.named} now"
-    for each in memory:
-        text += f"; {_MEMORY[each.what]} has grown by {byte_size(each.after - each.before)} with it"
-    lost = growth.lost_ratio(totals)
-    return Finding(
-        kind="step_growth",
-        share_ratio=round(lost, 4),
-        text=text,
-        lines=tuple(line.told() for line in lines) if growth.part == COMPUTE else (),
-        advice=(
-            Advice(
-                _action(growth, line),
-                because=f"{rounded_percent(lost)} of the training loop so far is what the steps have grown by",
-            ),
-        ),
-    )
-
-
-def _action(growth: StepChange, line: LineShare | None) -> str:
-    if growth.part == DATA_WAIT:
-        return _FETCHES
-    if line is not None and (line.calls or "").endswith(".backward"):
-        return _KEPT_GRAPH
-    return _KEPT if growth.companions[1:] else _REPEATED
 
 
 # -- hours: lasting changes --------------------------------------------------------------------------------------------
@@ -542,7 +489,7 @@ class ChangeDetector:
         """Add a block. Returns the change that it confirms."""
         self._newest.append(block)
         if len(self._newest) == 2 * STRETCH:
-            self._remember(STRETCH)
+            self._remember()
         if len(self._newest) < STRETCH or len(self._stretches) < MIN_BEFORE:
             return None
         newest = self._newest[-STRETCH:]
@@ -570,18 +517,13 @@ class ChangeDetector:
         """The change between these blocks. The blocks since then are the measure from now on."""
         usual, level = median(_steps(before)), median(_steps(after))
         blocks = [*self._since_change(), *self._newest]
-        past = [(block.times.step > (usual + level) / 2) == (level > usual) for block in blocks]
+        past = [(block.step_seconds > (usual + level) / 2) == (level > usual) for block in blocks]
         # The place with the fewest blocks on the wrong side.
         places = range(1, len(blocks) - STRETCH // 2 + 1)
         place = min(places, key=lambda at: past[:at].count(True) + past[at:].count(False))
-        at = blocks[place]
-        self._since = at.at_seconds
+        self._since = blocks[place].at_seconds
         after = [block for block in after if block.at_seconds >= self._since] or after
-        old = sum(block.at_seconds < self._since for block in self._newest)
-        if old >= STRETCH // 2:
-            self._remember(old)
-        else:
-            del self._newest[:old]
+        self._newest = [block for block in self._newest if block.at_seconds >= self._since]
         known = [stretch for stretch in self._stretches if stretch.at_seconds < self._since]
         if is_faster(_steps(known), _steps(after)):  # faster than ever: what was before is no measure any more
             self._stretches = self._since_change()
@@ -593,12 +535,12 @@ class ChangeDetector:
         level = median(_steps(after))
         self._undone_below = 0.0 if self._usual is None else self._usual + UNDONE * (level - self._usual)
         self.ratio = 1.0 if self._usual is None else level / self._usual
-        return _described(at, _medians(before), _medians(after), _companions(blocks[:place], blocks[place:]))
+        return change_between(blocks[place], before, after, _changed_figures(blocks[:place], blocks[place:]))
 
-    def _remember(self, count: int) -> None:
-        """Put the first of the newest blocks into the sample of stretches, as their median block."""
-        stretch = sorted(self._newest[:count], key=lambda block: block.times.step)[count // 2]
-        del self._newest[:count]
+    def _remember(self) -> None:
+        """Put the oldest of the newest blocks into the sample of stretches, as their median block."""
+        stretch = sorted(self._newest[:STRETCH], key=lambda block: block.step_seconds)[STRETCH // 2]
+        del self._newest[:STRETCH]
         self._seen += 1
         if len(self._stretches) == MAX_STRETCHES:  # each stretch so far is kept with the same probability
             place = self._random.randrange(self._seen)
@@ -608,28 +550,20 @@ class ChangeDetector:
         self._stretches.append(stretch)
 
 
-def _steps(blocks: Iterable[Block]) -> list[float]:
-    return [block.times.step for block in blocks]
-
-
-def _medians(blocks: Sequence[Block]) -> Times:
-    return Times(*(median(values) for values in zip(*(block.times for block in blocks), strict=True)))
-
-
-def _companions(before: Sequence[Block], after: Sequence[Block]) -> list[Companion]:
+def _changed_figures(before: Sequence[Block], after: Sequence[Block]) -> list[ChangedFigure]:
     """The figures that changed with the steps, the largest change first. Of the compute's parts, only the largest."""
-    found: list[tuple[float, Companion]] = []
-    for name in {name for block in after for name in block.signals}:
-        then, now = ([block.signals[name] for block in side if name in block.signals] for side in (before, after))
+    found: list[tuple[float, ChangedFigure]] = []
+    for name in sorted({name for block in after for name in block.figures} - GROWN_MEMORY.keys()):
+        then, now = ([block.figures[name] for block in side if name in block.figures] for side in (before, after))
         if min(len(then), len(now)) < MIN_BEFORE:
             continue
-        companion = Companion(name, median(then), median(now))
-        low, high = sorted(companion[1:])
+        figure = ChangedFigure(name, median(then), median(now))
+        low, high = sorted((figure.before, figure.after))
         size = high - low if name.endswith("_ratio") else high / low - 1 if low > 0 else high
-        outside = not quantile(then, 0.1) <= companion.after <= quantile(then, 0.9)
-        if outside and size >= MIN_RATIO - 1 and high - low >= MIN_COMPANIONS.get(name, 0.0):
-            found.append((size, companion))
-    companions = [companion for _, companion in sorted(found, reverse=True)]
-    of_compute = [each for each in companions if each.what.removesuffix("_seconds") in COMPUTE_PARTS]
+        outside = not quantile(then, 0.1) <= figure.after <= quantile(then, 0.9)
+        if outside and size >= MIN_RATIO - 1 and high - low >= MIN_DIFFERENCE.get(name, 0.0):
+            found.append((size, figure))
+    figures = [figure for _, figure in sorted(found, key=lambda each: each[0], reverse=True)]
+    of_compute = [each for each in figures if each.what.removesuffix("_seconds") in COMPUTE_PARTS]
     smaller = sorted(of_compute, key=lambda each: abs(each.after - each.before))[:-1]
-    return [each for each in companions if each not in smaller][:MAX_COMPANIONS]
+    return [each for each in figures if each not in smaller][:MAX_FIGURES]

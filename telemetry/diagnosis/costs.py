@@ -34,11 +34,11 @@ class Thresholds:
         ready: if batches could not be matched with their fetches and this many were ready on average while the
             training thread waited, it waited for their transfer.
         late: but not if single late batches make up at least this share of the wait.
-        epoch_boundaries: least epoch starts in the window whose waits are a pattern, and not single events.
+        epoch_boundaries: minimum of epoch starts in the window whose waits are a pattern, and not single events.
         matched: if batches make up less than this share of the wait that could be matched with their fetches, the rest
             of it is unknown.
         own_collections: collections are the script's own if it has started this share of those of all objects.
-        recompilations: least number of compilations of functions that had code already. A model may need one or two.
+        recompilations: minimum of compilations of functions that had code already. A model may need one or two.
         stuck_fetches, stuck_fetch_seconds: a worker is stuck if its fetch lasts this many times the mean of the others
             and at least this long.
     """

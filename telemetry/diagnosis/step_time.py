@@ -1,4 +1,7 @@
-"""Finds what costs a step time without a wait for data and without a stall: work on the host, the GIL, threads, gc."""
+"""Finds what costs a step time without a wait for data and without a stall: work on the host, the GIL, threads, gc.
+
+And puts growth of the steps in words.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,58 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from telemetry.diagnosis.causes import advise
+from telemetry.diagnosis.changes import GROWN_MEMORY
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.hot_lines import ERRORS, SURE, is_host_work, line_shares, top_line, waits_for_thread
 from telemetry.diagnosis.model import gain_of
-from telemetry.model.records import Advice
-from telemetry.model.totals import GarbageTotals
+from telemetry.model.records import COMPUTE, DATA_WAIT, Advice
 from telemetry.util.profiles import STEP
+from telemetry.util.words import byte_size, duration, rough_duration, rounded_percent
 from telemetry.util.words import milliseconds as ms
-from telemetry.util.words import rounded_percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from telemetry.diagnosis.changes import StepChange
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.hot_lines import LineShare
+    from telemetry.model.totals import Totals
     from telemetry.sources.proc import ThreadLoad
     from telemetry.sources.sampler import Sampler
 
 _MIN_SHARE: Final = 0.1
-"""Least share of the training loop that is worth a person's time."""
+"""Minimum share of the training loop that is worth a person's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The training process over some time in the loop. None: not known.
+    """The training process over some time in the loop.
 
     Attributes:
-        wait_ratio: share of the loop in waits for batches.
-        blocked_ratio: share of the loop in which the training thread had nothing to run: it was neither on a core, nor
-            did it want one, nor did it wait for a batch that was not fetched yet.
+        totals: what was counted in this time.
         cores: cores that the process may use.
-        load: the threads with which the training thread computes, and itself. ``worker_loads``: the threads of each
-            worker.
-        torch_threads: threads of one operator of torch.
+        load: the threads with which the training thread computes, and itself; None if unknown. ``worker_loads``: the
+            threads of each worker.
     """
 
-    seconds: float
-    wait_ratio: float = 0.0
-    blocked_ratio: float | None = None
-    garbage: GarbageTotals = GarbageTotals()
+    totals: Totals
     cores: float = 1.0
     load: ThreadLoad | None = None
     worker_loads: Sequence[ThreadLoad] = ()
-    torch_threads: int | None = None
+
+    @property
+    def blocked_ratio(self) -> float | None:
+        """Share of the loop in which the training thread had nothing to run; None if unknown.
+
+        It was neither on a core, nor did it want one, nor did it wait for a batch that was not fetched yet.
+        """
+        totals, delivered = self.totals, self.totals.deliveries
+        ran, wanted = totals.thread_cpu_seconds, totals.run_queue_delay_seconds
+        if ran is None or wanted is None:
+            return None
+        fetch, transfer = delivered.fetch_wait_seconds, delivered.transfer_wait_seconds
+        waited = totals.wait_seconds * (fetch / (fetch + transfer) if fetch + transfer > 0 else 1.0)
+        return min(1.0, max(0.0, (totals.loop_seconds - ran - wanted - waited) / totals.loop_seconds))
 
 
 def findings_of(time: StepTime, sampled: Sampler, evidence: Evidence) -> list[Finding]:
@@ -189,10 +201,10 @@ def _threads(time: StepTime) -> Finding | None:
     load, loads, cores = time.load, time.worker_loads, time.cores
     on_cores = "1 core" if cores == 1 else f"{cores:g} cores"
     if load is not None and _too_many(load.active, load.queued, cores):
-        threads, wanted = max(load.active, time.torch_threads or 0), max(1, int(cores))
+        wanted = max(1, int(cores))
         text = (
-            f"{threads} threads of the training process compute on {on_cores}, and {load.queued:.1f} of them wait for "
-            "a core at any time"
+            f"{load.active} threads of the training process compute on {on_cores}, and {load.queued:.1f} of them wait "
+            "for a core at any time"
         )
         action = f"compute with as many threads as cores: OMP_NUM_THREADS={wanted}, or torch.set_num_threads({wanted})"
         because = "the threads of an operator wait for one another, and the last of them waits for a core"
@@ -228,10 +240,11 @@ def _gil_held(time: StepTime, sampled: Sampler) -> Finding | None:
     """
     threads = [*sampled.threads.found.values()]
     worst = max(threads, key=lambda thread: thread.gil_share, default=None)
-    if worst is None or time.blocked_ratio is None:
+    blocked, totals = time.blocked_ratio, time.totals
+    if worst is None or blocked is None:
         return None
     # Whatever else the training thread sleeps for, it also does while the GIL is free.
-    blocked = time.blocked_ratio - sampled.idle / max(1, sampled.free) * (1 - time.wait_ratio)
+    blocked -= sampled.idle / max(1, sampled.free) * totals.compute_seconds / totals.loop_seconds
     lost = min(blocked, sum(thread.gil_share for thread in threads))
     line = top_line(worst.work)
     if lost < _MIN_SHARE or worst.gil_share < _MIN_SHARE:
@@ -257,11 +270,11 @@ def _gil_held(time: StepTime, sampled: Sampler) -> Finding | None:
 
 
 def _own_collections(time: StepTime, sampled: Sampler, evidence: Evidence) -> Finding | None:
-    garbage = time.garbage
+    garbage, loop_seconds = time.totals.garbage, time.totals.loop_seconds
     own = round(garbage.collections * (evidence.own_collections_ratio or 0.0))
     if not own or not evidence.steps:
         return None
-    share = min(0.98, garbage.seconds / time.seconds * own / garbage.collections)
+    share = min(0.98, garbage.seconds / loop_seconds * own / garbage.collections)
     if share < _MIN_SHARE:
         return None
     line = top_line(sampled.collecting)
@@ -269,7 +282,7 @@ def _own_collections(time: StepTime, sampled: Sampler, evidence: Evidence) -> Fi
     return Finding(
         kind="own_gc_collect",
         share_ratio=round(share, 4),
-        text=f"the script calls gc.collect(){at} itself, {own} times in {time.seconds:.0f} s; each call takes "
+        text=f"the script calls gc.collect(){at} itself, {own} times in {loop_seconds:.0f} s; each call takes "
         f"{ms(garbage.seconds / garbage.collections)}",
         lines=() if line is None else (line.told(),),
         advice=(
@@ -280,3 +293,67 @@ def _own_collections(time: StepTime, sampled: Sampler, evidence: Evidence) -> Fi
             ),
         ),
     )
+
+
+# -- steps that become slower and slower -------------------------------------------------------------------------------
+
+_MUCH_OF_GROWTH: Final = 0.5
+"""A line causes the growth if it takes more than this share of the time that the steps have become longer by."""
+
+_KEPT_GRAPH: Final = (
+    "let no step keep the graph of the steps before: add loss.item() or loss.detach() to what is carried on, detach "
+    "hidden states, and call backward() without retain_graph=True"
+)
+_KEPT: Final = "keep nothing of earlier steps that each step goes through again: keep sums, or the newest values"
+_REPEATED: Final = (
+    "look for what each step adds to and then goes through: a list, a hook, a parameter group, a handler of a logger"
+)
+_FETCHES: Final = (
+    "look for what the data set adds to with every sample and then goes through: a list, a cache, an open file"
+)
+
+
+def growth_finding(growth: StepChange, totals: Totals, lines: Sequence[LineShare] = ()) -> Finding:
+    """The growth in words. No speed-up is predicted: the longer the run goes on, the larger it is.
+
+    Args:
+        growth: the growth.
+        totals: the run so far.
+        lines: the lines of code in which the steps spend their time now, first the one that has grown most.
+    """
+    longer = growth.after_seconds - growth.before_seconds
+    text = (
+        f"Steps take {duration(growth.after_seconds)}, and took {duration(growth.before_seconds)} "
+        f"{rough_duration(growth.grew_seconds)} of training before, at step {growth.at.at_step}: "
+    )
+    in_step, *memory = growth.figures
+    grown = f"{duration(in_step.before)} to {duration(in_step.after)}"
+    part = "waiting for data" if growth.part == DATA_WAIT else "compute"
+    text += f"{part} has grown from {grown}"
+    caused = [line for line in lines if line.share * growth.after_seconds >= _MUCH_OF_GROWTH * longer]
+    line = caused[0] if caused and growth.part == COMPUTE else None
+    if line is not None:
+        text += f", and {rounded_percent(line.share)} of each step is {line.named} now"
+    for each in memory:
+        text += f"; {GROWN_MEMORY[each.what]} has grown by {byte_size(each.after - each.before)} with it"
+    lost = growth.lost_ratio(totals)
+    return Finding(
+        kind="step_growth",
+        share_ratio=round(lost, 4),
+        text=text,
+        lines=tuple(line.told() for line in lines) if growth.part == COMPUTE else (),
+        advice=(
+            Advice(
+                _action(growth, line),
+                because=f"{rounded_percent(lost)} of the training loop so far is what the steps have grown by",
+            ),
+        ),
+    )
+
+
+def _action(growth: StepChange, line: LineShare | None) -> str:
+    if growth.part == DATA_WAIT:
+        return _FETCHES
+    if line is not None and (line.calls or "").endswith(".backward"):
+        return _KEPT_GRAPH
+    return _KEPT if growth.figures[1:] else _REPEATED
