@@ -87,12 +87,6 @@ MIN_CLEARNESS: Final = 4.0
 """Minimum change in standard deviations (MAD). With 4, a slow-down by 12 % in a loop of 5 % noise is found in 80 % of
 the runs, with 5 in 65 %."""
 
-MIN_SCATTER: Final = 0.01
-"""Minimum standard deviation, relative. Without it, three alike stretches gave false alarms in 1 of 20 noisy runs."""
-
-UNDONE: Final = 0.4
-"""A slow-down is undone if most of the newest steps have kept less than this part of it."""
-
 MAX_FIGURES: Final = 5
 MIN_DIFFERENCE: Final = {"other_cores": 0.2, "read_bytes_per_second": 1e5}
 """Number of figures that are told with a change, and minimum differences of some, in addition to `MIN_RATIO`."""
@@ -218,10 +212,9 @@ def is_faster(before: Sequence[float], after: Sequence[float]) -> bool:
 def is_clear(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether the medians differ by `MIN_RATIO`, and by much more than the earlier ones scatter (MAD)."""
     usual, level = median(before), median(after)
-    scatter = max(deviation(before), MIN_SCATTER * usual)
     few = 1 + 2 / len(before)  # a few values do not show how much they scatter
     apart = max(level, usual) >= MIN_RATIO * min(level, usual)
-    return apart and abs(level - usual) >= MIN_CLEARNESS * few * scatter
+    return apart and abs(level - usual) >= MIN_CLEARNESS * few * deviation(before)
 
 
 def grows(seconds: Sequence[float]) -> bool:
@@ -477,7 +470,7 @@ class ChangeDetector:
         self._random = random.Random(0)  # noqa: S311 - a generator of its own: the script's may be seeded
         self._since = 0.0  # when the steps have changed last
         self._usual: float | None = None  # seconds of a step before the slow-down that lasts
-        self._undone_below = 0.0
+        self._undone_below = 0.0  # seconds of a step
         self.ratio: float | None = None
 
     def tick(self, totals: Totals, gauges: Mapping[str, float]) -> StepChange | None:
@@ -533,7 +526,7 @@ class ChangeDetector:
         elif level < self._undone_below:
             self._usual = None
         level = median(_steps(after))
-        self._undone_below = 0.0 if self._usual is None else self._usual + UNDONE * (level - self._usual)
+        self._undone_below = 0.0 if self._usual is None else (self._usual + level) / 2
         self.ratio = 1.0 if self._usual is None else level / self._usual
         return change_between(blocks[place], before, after, _changed_figures(blocks[:place], blocks[place:]))
 
