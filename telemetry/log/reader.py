@@ -231,25 +231,19 @@ def load(run_dir: Path, recorder: RunRecorder | None = None, *, all_windows: boo
 
     Args:
         run_dir: the run folder.
-        recorder: takes the lines of that run.
+        recorder: takes the lines.
         all_windows: whether no window of a large file is left out.
 
     Raises:
         NoRunError: the folder does not exist, or has no log with a line.
     """
     logs, processes = find_logs(run_dir), ProcessLogs()
-    ranks = len({name.rank for name in logs})
-    newest = ProcessLog(0, 0)  # of the newest run so far
+    if recorder is not None:
+        recorder.begin(len({name.rank for name in logs}))
     for name, paths in logs.items():
         for line in (line for path in paths for line in _lines(path, thinned=not all_windows and path != paths[-1])):
             process = processes.add(name, line)
-            if recorder is None or line is None:
-                continue
-            if process.started > newest.started:
-                if process.run != newest.run:
-                    recorder.begin(ranks)
-                newest = process
-            if process.run == newest.run:
+            if recorder is not None and line is not None:
                 recorder.take(line, process)
     if not processes.all:
         raise NoRunError(f"the logs in {run_dir / 'logs'} have no line")

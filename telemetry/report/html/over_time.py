@@ -65,7 +65,9 @@ def ratio(above: Figures, below: Figures) -> Figures:
 
 
 class RunRecorder:
-    """Takes the samples and the durations of steps while `load` reads a run. A long run does not need more memory.
+    """Takes the samples and the durations of steps while `load` reads a folder. A long run does not need more memory.
+
+    It has those of the newest run alone, as the processes that `load` returns.
 
     Bin ``i`` begins at ``i * width_seconds``, Unix time. If there are too many bins, neighbours are merged in pairs.
 
@@ -81,8 +83,12 @@ class RunRecorder:
         self.begin(1)
 
     def begin(self, ranks: int) -> None:
-        """Start with the number of ranks that have a log. A second call drops all that was taken."""
-        self.width_seconds = 1.0
+        """Begin to take lines. ``ranks``: number of ranks that have a log."""
+        self._ranks, self._run, self._started = ranks, "", ""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.width_seconds, ranks = 1.0, self._ranks
         self.bins = range(0)
         self.phases: list[PhaseLine] = []
         fits = min(_MAX_BINS, _MAX_CELLS // ranks, _MAX_DRAWN_CELLS // min(ranks, MAX_ROWS))
@@ -96,6 +102,12 @@ class RunRecorder:
 
     def take(self, line: Line, log: ProcessLog) -> None:
         """Take a line of a process that `load` has already added to its log."""
+        if log.started > self._started:
+            if log.run != self._run:
+                self._clear()  # what was taken is of an older run
+            self._run, self._started = log.run, log.started
+        if log.run != self._run:
+            return
         match line:
             case PhaseLine(category="evaluation" | "checkpoint"):
                 self._phases_of = log.rank if self._phases_of is None else self._phases_of
