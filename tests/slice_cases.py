@@ -71,6 +71,9 @@ CASES = {
     "workers_throttled, as the training thread is": with_workers(
         busy=0.2, cpu=0.2, fetch_wait=0.1, transfer_wait=0.5, own_runnable=0.6, **STARVED
     ),
+    "workers_throttled, as the training thread is whenever it wakes": with_workers(
+        busy=0.2, cpu=0.2, fetch_wait=0.1, transfer_wait=0.5, own_runnable=0.2, own_cpu=0.05, **STARVED
+    ),
     "workers_throttled, crowding out the training thread": with_workers(
         busy=0.9, cpu=0.3, runnable=0.6, wait=0.0, compute=1.0, own_runnable=0.5, process_cpu=0.5, cores=2.0
     ),

@@ -86,6 +86,7 @@ class Slice:
     younger_collections: int = 0
     startup: float = 0.0
     own_runnable: float | None = None
+    own_cpu: float | None = None  # unless said: it wanted a core all the time
     samples: int = 0
     in_sync: int = 0
     where: str | None = None
@@ -159,6 +160,7 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         STARTUP: part.startup,
     }  # fmt: skip
     histogram = part.workers and part.workers.fetch_duration
+    ran = part.seconds - part.own_runnable if part.own_cpu is None and part.own_runnable is not None else part.own_cpu
     added = Totals(
         wall_seconds=part.seconds, ledger_seconds=spent, steps=part.steps, batches=part.batches or part.steps,
         exposed_wait_seconds=part.exposed, exposed_after_first_seconds=part.exposed,
@@ -177,6 +179,7 @@ def next_tick(before: Totals, part: Slice) -> Tick:
         compiles=CompileTotals(part.recompilations, part.recompile_seconds),
         stacks=_stacks(part),
         process_cpu_seconds=part.process_cpu, run_queue_delay_seconds=part.own_runnable,
+        thread_cpu_seconds=ran,
         worker_fetches=part.worker_fetches, worker_fetch_seconds=part.worker_fetch,
         sampled=integrated(SampledTotals(), readings),
     )  # fmt: skip

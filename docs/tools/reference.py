@@ -214,6 +214,7 @@ EVIDENCE: Final = {
     "cores_of_others": "cores that other processes use",
     "host_cpu_ratio": "CPU use of the machine",
     "process_cpu_per_step_seconds": "CPU time of the training process for a step, without workers",
+    "own_cpu_seconds": "CPU time of the training thread",
     "own_runnable_seconds": "run-queue delay of the training thread",
     "throttled_ratio": "share of the periods in which the CPU quota (cgroup) was used up",
     "gpu_utilization_ratio": "share of the time with a kernel on the GPU",

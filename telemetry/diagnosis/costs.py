@@ -232,8 +232,9 @@ def _mid_epoch_shares(evidence: Evidence) -> dict[str, float]:
     if not limited and (evidence.worker_runnable_ratio or 0.0) >= THRESHOLDS.runnable:
         limit = "workers_throttled"  # too few cores also slow the compute, so supply and compute cannot be compared
     transfer = _transfer_share(evidence, limited=limited)
-    # Part of the transfer share is run-queue delay: as much as the training thread had in the whole window.
-    no_core = transfer * min(1.0, (evidence.own_runnable_seconds or 0.0) / max(evidence.window_seconds, 1e-9))
+    # Part of it is run-queue delay: as large a part as of all the time in which the training thread wanted a core.
+    delay, ran = evidence.own_runnable_seconds or 0.0, evidence.own_cpu_seconds
+    no_core = transfer * min(1.0, delay / max(evidence.window_seconds if ran is None else delay + ran, 1e-9))
     shares = {"batch_transfer": transfer - no_core, "workers_throttled": no_core}
     # Whether the workers are the limit is known without their stamps. Why single batches are late is not.
     unmatched = 0.0 if limited else 1.0 - _matched_share(evidence)

@@ -104,7 +104,8 @@ class Evidence(Struct, frozen=True):
         cores: cores that this rank may use and no other process uses. ``cores_of_others``: used by others.
         process_cpu_per_step_seconds: CPU time of the training process without its workers, startup, evaluations and
             checkpoints.
-        own_runnable_seconds: time in which the training thread was runnable without a core.
+        own_cpu_seconds: CPU time of the training thread. ``own_runnable_seconds``: time in which it was runnable without
+            a core.
         throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
         gpu_idle_seconds: time in the loop without a kernel and without waiting for a batch. ``gpu_slowed_seconds``:
             lost because the GPU's clock was throttled. Of this rank's GPU, or all of them.
@@ -188,6 +189,7 @@ class Evidence(Struct, frozen=True):
     cores_of_others: float | None = None
     host_cpu_ratio: float | None = None
     process_cpu_per_step_seconds: float | None = None
+    own_cpu_seconds: float | None = None
     own_runnable_seconds: float | None = None
     throttled_ratio: float | None = None
     gpu_utilization_ratio: float | None = None
@@ -432,6 +434,7 @@ def _with_machine(evidence: Evidence, added: Totals, conditions: Sequence[Condit
         cores_of_others=of_others,
         host_cpu_ratio=cpu.host_ratio.mean,
         process_cpu_per_step_seconds=_each(cpu.process_seconds.integral, added.steps) if known else None,
+        own_cpu_seconds=added.thread_cpu_seconds,
         own_runnable_seconds=added.run_queue_delay_seconds,
         throttled_ratio=cpu.throttled_ratio.mean,
         gpu_utilization_ratio=gpu.utilization_ratio.mean,
