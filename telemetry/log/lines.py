@@ -121,13 +121,13 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
         first_wait_seconds: the wait for the first batch, a part of the ledger's ``data_wait``.
         unseen_steps_total: steps whose batches the hooks did not see.
         overhead_seconds: cost of the agent by thread: ``training`` and ``agent``.
-        stall_lost_total_seconds: seconds lost in stalls, by cause.
+        stall_lost_total_seconds: by cause.
         stuck_total_seconds: seconds without progress, once they were noticed, by place: the category of the ledger, or
             ``startup`` in the wait for the first batch, or ``replay``. Absent if the process was never stuck.
         child_processes: processes that the script has started with multiprocessing.
-        samples_total, tokens_total: samples and tokens of the training; null if they are not known.
-        epochs: whole epochs; absent before the end of the first.
-        compute_total_seconds: seconds of the compute by part; absent before they are known.
+        samples_total, tokens_total: null if they are not known.
+        epochs: absent before the end of the first.
+        compute_total_seconds: by part; absent before they are known.
         gpu_energy_total_joules: energy of the whole GPUs. ``gpu_uuid``: theirs, separated by spaces.
         cpu_total_seconds: CPU time in the training loop by user: ``used``, the process and its workers; ``others``, all
             others of the machine; ``known``, the wall clock over which these two were measured; ``thread`` and

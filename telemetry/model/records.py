@@ -225,9 +225,8 @@ class GpuSample:
     """One reading of a GPU of this rank.
 
     Attributes:
-        utilization_source: source of ``utilization_ratio``: ``nvml``, ``amdsmi``, ``gpm`` (hardware counters, for a MIG
-            device) or None when there is no reading.
-        sm_active_source: source of ``sm_active_ratio``: ``gpm`` or None when there is no reading.
+        utilization_source, sm_active_source: ``nvml``, ``amdsmi`` or ``gpm`` (hardware counters; for the utilization
+            only of a MIG device); None without a reading.
         nvlink_…, pcie_…: traffic since the previous sample.
         power_limit_watts: the limit that holds now, of all that are set.
         energy_joules: energy of the whole GPU since its driver was loaded.
@@ -510,8 +509,7 @@ class EnergyView:
 class Epochs(msgspec.Struct, frozen=True):
     """The whole epochs of a rank: passes over its loader, each with the evaluations and checkpoints after it.
 
-    Attributes:
-        count: how many have ended. ``seconds``: mean duration of one.
+    ``count``: how many have ended. ``seconds``: mean duration of one.
     """
 
     count: int

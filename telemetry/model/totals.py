@@ -286,14 +286,12 @@ class Totals:
     Attributes:
         ledger_seconds: seconds by category. The categories add up to ``wall_seconds``.
         open_step_seconds: the part of the wait and compute that belongs to the step that has not ended.
-        exposed_wait_seconds: exposed wait of the run. ``exposed_after_first_seconds``: without the first batch.
+        exposed_after_first_seconds: ``exposed_wait_seconds`` without the first batch.
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.
         checkpoint_steps: steps in which a checkpoint was written. ``checkpoint_steps_compute_seconds``: their compute.
         wait_seconds_by_source: waits without the first batch. See `Conditions` for the sources.
-        process_cpu_seconds: CPU time of the training process. ``run_queue_delay_seconds``: that of the training thread.
-            ``thread_cpu_seconds``: time of the training thread on a core.
-        worker_fetches: fetches of all workers. ``worker_fetch_seconds``: their time. ``fetch_counts``: their
-            number by bucket of `FETCH_BUCKETS`.
+        run_queue_delay_seconds, thread_cpu_seconds: of the training thread.
+        fetch_counts: fetches of all workers by bucket of `FETCH_BUCKETS`.
         overhead_seconds: the cost of the agent itself, by thread.
         gpu_energy_joules: energy of the whole GPUs, by category of the ledger; None before its second reading.
         compute_parts: seconds of the compute by part, as the host's stacks show them, see `PartReader`; None before it
@@ -385,8 +383,7 @@ class Conditions:
         source: source of the batches since the last tick: ``training_thread`` (a DataLoader without workers),
             ``workers``, ``watched`` (an iterable that is not a DataLoader), ``read_ahead`` (threads of the training
             process); None before the first batch.
-        settings: settings of the loader in use, by the names of DataLoader's arguments. ``traits``: what else is known
-            of it.
+        settings, traits: of the loader in use.
         read_by_thread: whether another thread of this process requests batches of a DataLoader.
         iterated_at: file, line and function in which the newest iterator of a loader was made.
         empty_workers, same_batches: see `WorkersSample`.
