@@ -104,8 +104,8 @@ class Evidence(Struct, frozen=True):
         cores: cores that this rank may use and no other process uses. ``cores_of_others``: used by others.
         process_cpu_per_step_seconds: CPU time of the training process without its workers, startup, evaluations and
             checkpoints.
-        own_cpu_seconds: CPU time of the training thread. ``own_runnable_seconds``: time in which it was runnable without
-            a core.
+        own_cpu_seconds: CPU time of the training thread. ``own_runnable_seconds``: time in which it was runnable
+            without a core.
         throttled_ratio: share of the periods in which the cgroup's CPU quota was used up.
         gpu_idle_seconds: time in the loop without a kernel and without waiting for a batch. ``gpu_slowed_seconds``:
             lost because the GPU's clock was throttled. Of this rank's GPU, or all of them.

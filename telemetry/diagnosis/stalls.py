@@ -24,7 +24,7 @@ MIN_STEPS: Final = 5
 """Minimum steps of a window before its waits are judged. A stuck worker is named without steps."""
 
 MIN_SECONDS_OF_A_RUN: Final = 2.0
-"""Least seconds of the training loop for such a stall."""
+"""Minimum seconds of the training loop for a stall of a run that ends before its first window is full."""
 
 WINDOW_STEPS: Final = 2 * MIN_STEPS
 """If steps are long, a window grows until it has this many steps."""
@@ -33,7 +33,7 @@ MAX_WINDOWS: Final = 10.0
 """The longest window, in multiples of its usual length."""
 
 MIN_SHARE: Final = 0.5
-"""Least share of the window that must have been measured."""
+"""Minimum share of the window that must have been measured."""
 
 _MORE: Final = 1 + 1e-6
 """A cause replaces another one only if it has cost more by this factor. Smaller differences are rounding errors."""

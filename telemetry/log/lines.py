@@ -347,7 +347,7 @@ class PhaseLine(Line, frozen=True, kw_only=True, tag_field="event", tag="phase")
 
 
 class StallLine(Line, frozen=True, kw_only=True):
-    """A line with the fields of a `StallRecord`, as which the reader decodes it, too."""
+    """A stall, as it was when the line was written. The reader decodes ``stall`` from the fields of the line itself."""
 
     stall: StallRecord = msgspec.field(default_factory=StallRecord)
 
