@@ -17,7 +17,6 @@ from telemetry.diagnosis.verdict import (
     MemoryEnd,
     RankClaim,
     RankWaits,
-    RunEnd,
     RunFacts,
     TraceShares,
     Verdict,
@@ -118,7 +117,9 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, tra
     end = goodput.courses[-1].attempt.run_end if goodput.courses else None
     ends = [course.attempt.how for course in goodput.courses]
     facts = replace(
-        run_facts(current, end=end, broke_off=end is not None),
+        run_facts(current),
+        broke_off=end is not None,
+        end=end,
         claims=_claims(current),
         trace=_newest_trace(snapshots),
         gpu_seconds=goodput.rank_seconds if len(ends) > 1 else {},
@@ -316,8 +317,8 @@ def _rounded(seconds: float) -> str:
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def run_facts(processes: Sequence[ProcessLog], *, end: RunEnd | None = None, broke_off: bool = False) -> RunFacts:
-    """The facts for a verdict on processes that no later one has replaced, by their logs alone."""
+def run_facts(processes: Sequence[ProcessLog]) -> RunFacts:
+    """The facts for a verdict on processes that no later one has replaced, by each of their logs alone."""
     hang = hang_of(processes)
     ledger: Counter[str] = Counter()
     for process in processes:
@@ -336,8 +337,6 @@ def run_facts(processes: Sequence[ProcessLog], *, end: RunEnd | None = None, bro
             and (stall.closed is None or process.end.stuck_for_seconds is not None)
         ],
         ended=all(process.ended for process in processes),
-        broke_off=broke_off,
-        end=end,
         ledger=ledger,
         children=sum(process.totals.child_processes for process in processes),
         step_lines={process.rank: process.step_lines for process in processes if process.step_lines},
