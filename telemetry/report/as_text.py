@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 KWH: Final = 3.6e6
 """Joules per kilowatt-hour."""
 
-_MAX_ROWS: Final = 64
+MAX_ROWS: Final = 64
+"""The most rows of a table."""
+
 _MAX_STEP_LINES: Final = 4
 _MAX_ATTEMPTS: Final = 20
 _MAX_MEMORY_LINES: Final = 16
@@ -69,8 +71,8 @@ def as_text(found: Report) -> str:
     """The verdict, a table of steps and a ledger by rank, the stalls, the changes, the snapshots, and the notes."""
     values, ranks = found.values, found.values.ranks
     shown = ranks
-    if len(ranks) > _MAX_ROWS:
-        shown = sorted(ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0))[:_MAX_ROWS]
+    if len(ranks) > MAX_ROWS:
+        shown = sorted(ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0))[:MAX_ROWS]
     lines = [f"run {values.run}", "", values.verdict, ""]
     if values.advice:
         lines.append("what to do, the largest predicted gain first:")

@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from telemetry.report.html.over_time import RunRecorder
     from telemetry.util.sketch import Sketch
 
-_MAX_RANKS: Final = 1 << 17
+MAX_RANKS: Final = 1 << 17
+"""A damaged log may name more ranks than fit into the memory."""
 
 
 @dataclass(frozen=True)
@@ -231,11 +232,8 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog], *, traces: bool) 
 
 # -- the advice in one list: for stalls, findings and restarts, and from the traces of snapshots -----------------------
 
-_REPLAY_WORTH: Final = 0.01
-"""From this share of the wall clock on, replay is worth an advice."""
-
-_INTERVAL_WORTH: Final = 0.01
-"""With a smaller gain in productive time, no interval is advised."""
+_WORTH: Final = 0.01
+"""What would save a smaller share of the wall clock is not advised."""
 
 _EASIER: Final = 1.2
 """Predictions are off by up to 20 %. Of two that may be equal, the change of a setting comes first: it is easier."""
@@ -289,7 +287,7 @@ def _on_attempts(goodput: Goodput) -> list[str]:
     """Advice on checkpoints and replays, with the predicted gain."""
     found, known, replay = [], goodput.experience, goodput.seconds[REPLAY]
     advised = known.advised()
-    if advised is not None and known.gain(advised) >= _INTERVAL_WORTH:
+    if advised is not None and known.gain(advised) >= _WORTH:
         found.append(
             f"write a checkpoint every {_rounded(advised.best_interval_seconds)} instead of every "
             f"{_rounded(advised.interval_seconds)}: predicted effective training time "
@@ -298,7 +296,7 @@ def _on_attempts(goodput: Goodput) -> list[str]:
         )
     elif known.failures and not known.checkpoints:
         found.append("write checkpoints: the run has written none, so each restart begins from nothing")
-    if goodput.wall_seconds > 0 and replay / goodput.wall_seconds >= _REPLAY_WORTH:
+    if goodput.wall_seconds > 0 and replay / goodput.wall_seconds >= _WORTH:
         found.append(
             "resume the data without drawing batches again: a stateful loader (torchdata's StatefulDataLoader), or a "
             f"sampler that skips; {_rounded(replay)} went into batches that were thrown away"
@@ -364,10 +362,10 @@ def hang_of(processes: Sequence[ProcessLog]) -> HangRecord | None:
 
 
 def _expanded(spans: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks of some ranges, at most `_MAX_RANKS`: a damaged log may name more than fit into the memory."""
+    """The ranks of some ranges, at most `MAX_RANKS`."""
     ranks: list[int] = []
     for first, last in spans:
-        ranks += range(first, min(last + 1, first + _MAX_RANKS - len(ranks)))
+        ranks += range(first, min(last + 1, first + MAX_RANKS - len(ranks)))
     return ranks
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from telemetry.log.process import unix
 from telemetry.model.records import CATEGORIES, CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, STARTUP
-from telemetry.report.as_text import advice_lines, compute_shares, memory_line, stall_section
-from telemetry.top.view import STATES, clock
+from telemetry.report.as_text import MAX_ROWS, advice_lines, compute_shares, memory_line, stall_section
+from telemetry.top.view import SILENT_SECONDS, STATES, clock
 from telemetry.util.words import binary_size, byte_size, duration, percent, plain_number, rough_duration, shortened
 
 if TYPE_CHECKING:
@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from telemetry.log.lines import GpuLine, TotalsLine
     from telemetry.top.view import JobView, RankRow
 
-_OLD_SECONDS: Final = 15.0
-"""From this age on, the age of what is shown is told. Two looks at a large job are ten seconds apart."""
-
 _MAX_STALLS: Final = 8
 """The most stalls of an opened rank."""
 
-_PRINTED_ROWS: Final = 64
 _FITTED: Final = ("rank", "node", "state")
 _NAME_COLUMNS: Final = 40
 """Some columns are as wide as their longest text, but at most so wide."""
@@ -187,7 +183,7 @@ def summary(view: JobView, now: float) -> str:
 def seen(view: JobView, now: float) -> str:
     """The time; of an old view, when that was."""
     age = now - view.seen
-    return clock(now) if age < _OLD_SECONDS else f"{clock(view.seen)}, {rough_duration(age)} ago"
+    return clock(now) if age < SILENT_SECONDS else f"{clock(view.seen)}, {rough_duration(age)} ago"
 
 
 def figures(view: JobView) -> str:
@@ -296,7 +292,7 @@ def printed(view: JobView, now: float) -> str:
     lines = [view.verdict]
     if view.rows:
         by_rank = chosen(view.rows, "rank")
-        rows = by_rank if len(by_rank) <= _PRINTED_ROWS else chosen(view.rows, WORST)[:_PRINTED_ROWS]
+        rows = by_rank if len(by_rank) <= MAX_ROWS else chosen(view.rows, WORST)[:MAX_ROWS]
         lines += [summary(view, now), *filter(None, [view.note]), *_table(rows, whole_run=not view.running)]
         if len(rows) < len(by_rank):
             lines.append(f"the worst {len(rows)} of {len(by_rank)} ranks")

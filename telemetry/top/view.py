@@ -13,7 +13,7 @@ from telemetry.log.lines import GpuLine, HostLine, TotalsLine
 from telemetry.log.process import unix
 from telemetry.model.records import DATA_WAIT, STARTUP
 from telemetry.report.attempt_list import FAILED, FINISHED, KILLED, RUNNING, Attempt
-from telemetry.report.summary import hang_of, waits_of
+from telemetry.report.summary import MAX_RANKS, hang_of, waits_of
 from telemetry.util.words import named, rough_duration
 
 if TYPE_CHECKING:
@@ -263,9 +263,7 @@ def ended_view(rows: Sequence[RankRow], now: float, verdict: Verdict) -> JobView
 
 def _missing(rows: Sequence[RankRow]) -> str:
     size = max(row.life.log.head.world_size or 0 for row in rows)
-    if size > 1 << 17:  # a damaged log
-        return ""
-    unknown = set(range(size)) - {row.rank for row in rows}
+    unknown = set(range(min(size, MAX_RANKS))) - {row.rank for row in rows}
     return f"nothing is known of {named(unknown)}: the job has {size} ranks" if unknown else ""
 
 

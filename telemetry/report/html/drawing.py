@@ -23,6 +23,7 @@ from bokeh.models.annotations import Span
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
+from telemetry.report.as_text import MAX_ROWS
 from telemetry.report.html import palette
 from telemetry.util.words import byte_size, duration, percent
 
@@ -36,7 +37,6 @@ _MARK_ROW: Final = 22
 _BAR_ROW: Final = 26
 _FEW_BARS: Final = 128
 _MAX_TICKS: Final = 8
-_MAX_TABLE_ROWS: Final = 64
 _LEFT: Final = 84
 """Width of the axis of figures in pixels: the same in all charts, so that equal times are aligned."""
 
@@ -374,8 +374,7 @@ def bars(  # noqa: PLR0917 - the texts and the figures of a chart
         plot.xaxis.axis_label = scale.unit
         plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     figures = [
-        [label, *(shown(curve.values[at], unit) for curve in curves)]
-        for at, label in enumerate(labels[:_MAX_TABLE_ROWS])
+        [label, *(shown(curve.values[at], unit) for curve in curves)] for at, label in enumerate(labels[:MAX_ROWS])
     ]
     left, headings = len(labels) - len(figures), ["", *(curve.label for curve in curves)]
     return Chart(key, title, plot, headings, figures, note, f"{left} more" if left else "", "bars", curves)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from telemetry.diagnosis.verdict import BAD, VerdictKind, healthy_share
 from telemetry.model.records import CATEGORIES
-from telemetry.report.as_text import KWH, memory_lines, sum_lines
+from telemetry.report.as_text import KWH, MAX_ROWS, memory_lines, sum_lines
 from telemetry.report.attempt_list import FAILED, KILLED, RUNNING
 from telemetry.report.html import charts
 from telemetry.report.html.drawing import HEAT_COLOURS, TimeAxis
@@ -97,6 +97,7 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
         categories=CATEGORIES,
         sums=sum_lines(found.values),
         kwh=KWH,
+        most=MAX_ROWS,
         heat_colours=HEAT_COLOURS,
         library=Markup(library.replace("</script", "<\\/script")),  # noqa: S704 - not of a log
         drawings=document.to_json(deferred=False),
