@@ -168,6 +168,22 @@ def test_one_evaluation_before_the_training_is_not_judged_until_the_end():
     assert monitor.judge(totals) is not None
 
 
+def test_the_cpu_time_of_an_evaluation_is_known_from_a_tick_that_it_fills():
+    waits = EvaluationWaits()
+    monitor = EvaluationMonitor(waits, SimpleNamespace(run={}))
+    source = BatchSource("training_thread", ON_THREAD)
+    waits.fold([(n * 40_000_000, n * 40_000_000 + 32_000_000, IN_EVALUATION, source) for n in range(100)])
+    predicted = []
+    for wall, evaluated, cpu in ((1.0, 0.0, 1.0), (2.0, 0.5, 2.0), (5.5, 4.0, 2.4)):
+        ledger = {"compute": wall - evaluated, "evaluation": evaluated}
+        totals = Totals(wall_seconds=wall, ledger_seconds=ledger, process_cpu_seconds=cpu)
+        monitor.tick(Tick(totals, Conditions(cores=2.0)), 0)
+        finding = monitor.judge(totals)
+        predicted.append(finding and finding.advice[0].predicted_speedup)
+    assert predicted[:2] == [None, None], "half of the tick was training"
+    assert predicted[2] > 1.5
+
+
 class Files(Dataset):
     def __init__(self, seconds):
         self.seconds = seconds
