@@ -102,8 +102,8 @@ class Attachment:
                 self.clock = tracker.gpu = GpuClock(events, tracker)
             else:
                 self._clock_absent = f"torch has no events that time the work of this device ({name})"
-        if tracker.gpu is not None and not tracker.gpu.due:
-            tracker.slow_path()  # the fast path does not know of the clock yet
+        if tracker.gpu is not None and tracker.gpu.is_overdue():
+            tracker.slow_path()
         if self.clock is None:
             return self._clock_absent
         if self.clock.failed:

@@ -228,13 +228,17 @@ def timed(torch: ModuleType, name: str) -> bool:
 
 BUDGET_RATIO: Final = 0.001
 _BUDGET_NS: Final = 10_000
-_LONG_STEP_RATIO: Final = 0.0001
-"""Timed waits may cost this share of the steps, but on average no more than 10 us a step, or 0.01 % of long steps. A
-timed wait took 20 to 80 us, with the slow path of the hooks (CUDA build of torch 2.13, host's part)."""
+"""Timed waits may cost this share of the steps, but on average no more than 10 us a step. One took 20 to 80 us with the
+slow path of the hooks (CUDA build of torch 2.13, host's part)."""
+
+_MAX_GAP_NS: Final = NS
+"""One wait in a second is timed in any case: steps may be long, or become longer than those that set the pace."""
 
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
 _MAX_THINNING: Final = 1000
+_STOPPED: Final = 2.0
+_MAX_RETRY: Final = 4
 _LONGEST: Final = 8.0  # times the usual one: in a longer step there was an evaluation or a checkpoint
 # A wait on the GPU can exceed the host's wait only by a launch's latency and the events' 0.5 us grain.
 _TOLERANCE_SECONDS: Final = 0.001
@@ -289,6 +293,7 @@ class GpuClock:
         self._spent_ns = 0  # on the wait that is timed now
         self._step_ns = 0.0
         self._last_request = self._last_head = 0
+        self._begun_ns = 0  # when a wait was to be timed last
         self._retry = 1  # so many steps later, if calls to the device are forbidden now
         self._boundaries: deque[int] = deque(maxlen=2)  # when the newest ones were timed
         self.sampled: dict[int, tuple[int, int]] = {}
@@ -302,6 +307,13 @@ class GpuClock:
     def on_another_stream(self) -> bool:
         """Whether no wait of an ordinary step could be timed, because all were on another stream."""
         return not self.sampled and self.skipped + self.distrusted >= _MAX_SKIPPED
+
+    def is_overdue(self) -> bool:
+        """Whether no wait was timed for long. Then the next one on the slow path is. The agent thread calls it."""
+        if now_ns() - self._begun_ns < _MAX_GAP_NS:
+            return False
+        self.due = 0
+        return True
 
     def worked(self) -> None:
         """Note this thread's stream as that of the training, because the optimizer has stepped.
@@ -341,7 +353,7 @@ class GpuClock:
         if not self._begin(began, at_boundary=False):
             self._last_request = 0
             self.due = head + STRIDE * self._retry
-            self._retry = min(2 * self._retry, _MAX_THINNING)
+            self._retry = min(2 * self._retry, _MAX_RETRY)
             return
         if self._last_request:
             step_ns = (began - self._last_request) / max(1, (head - self._last_head) // STRIDE)
@@ -383,7 +395,8 @@ class GpuClock:
         spent, self._spent_ns = self._spent_ns, 0
         took = self._account(end)
         if spent:
-            self._cost_ns += _SMOOTHING * (min(spent + took, _LONGEST * self._cost_ns) - self._cost_ns)
+            # The kernel has stopped the thread in one that took much longer than usual.
+            self._cost_ns += _SMOOTHING * (min(spent + took, _STOPPED * self._cost_ns) - self._cost_ns)
 
     def _account(self, since_ns: int) -> int:
         """Count the time since a stamp as overhead. Returns it, in ns."""
@@ -393,6 +406,7 @@ class GpuClock:
 
     def _begin(self, began: int, *, at_boundary: bool) -> bool:
         """Begin to time the wait that comes now. Returns whether calls to the device are allowed."""
+        self._begun_ns = began
         try:
             place = self._device.begin()
             if place is not None:
@@ -449,5 +463,5 @@ class GpuClock:
         """Time one of this many waits on average."""
         if self._step_ns <= 0:
             return 1
-        budget = min(BUDGET_RATIO * self._step_ns, max(_BUDGET_NS, _LONG_STEP_RATIO * self._step_ns))
+        budget = min(BUDGET_RATIO * self._step_ns, _BUDGET_NS)
         return max(1, min(_MAX_THINNING, ceil(self._cost_ns / budget)))
