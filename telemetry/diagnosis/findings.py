@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
     {
+        "cores_missing": "The training thread is ready to run and has no core, because other processes use them.",
         "threads_oversubscribed": "The training process or its workers run more threads than they have cores.",
         "gil_held": "Another thread of the training process holds the GIL, so that the training thread waits for it.",
         "host_work": "The step spends its time in Python between the operators: logging, `.item()`, loops.",
@@ -28,7 +29,7 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
 )
 """The kinds of findings, with their documentation. A finding is no stall: it may be there in a run that never waits."""
 
-_BEHIND: Final = frozenset({"gil_held", "threads_oversubscribed"})
+_BEHIND: Final = frozenset({"cores_missing", "gil_held", "threads_oversubscribed"})
 _EXPLAINED: Final = frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"})
 """Behind these causes of waits may be those findings. Then the advice for the cause alone would miss it."""
 

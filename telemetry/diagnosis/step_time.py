@@ -1,4 +1,4 @@
-"""Finds what costs a step time without a wait for data and without a stall: work on the host, the GIL, threads, gc.
+"""Finds what costs a step time without a wait for data and without a stall: work on the host, cores, the GIL, gc.
 
 And puts growth of the steps in words.
 """
@@ -72,7 +72,8 @@ def findings_of(time: StepTime, sampled: Sampler, evidence: Evidence) -> list[Fi
     host, own = _host_work(sampled, evidence), _own_collections(time, sampled, evidence)
     if host is not None and own is not None and _place(host) == _place(own):
         host = None  # a sample that came late may take a collection for the work of the line that called for it
-    found = (host, _reader_thread(sampled, evidence), _threads(time), _gil_held(time, sampled), own)
+    cores = _threads(time) or _cores_missing(time, evidence)
+    found = (host, _reader_thread(sampled, evidence), cores, _gil_held(time, sampled), own)
     return [each for each in found if each is not None]
 
 
@@ -228,6 +229,43 @@ def _threads(time: StepTime) -> Finding | None:
 
 def _too_many(active: int, queued: float, cores: float) -> bool:
     return active >= _BEYOND * cores + 0.5 and queued >= _QUEUED * cores
+
+
+# -- cores that other processes use ------------------------------------------------------------------------------------
+
+_CROWDED: Final = 0.2
+"""The share of the loop without a core that is told: that of a stall. On a shared machine some per cent are usual."""
+
+
+def _cores_missing(time: StepTime, evidence: Evidence) -> Finding | None:
+    """Run-queue delay of the training thread beside other processes that use more cores than its own workers do."""
+    totals, others = time.totals, evidence.cores_of_others or 0.0
+    delay = totals.run_queue_delay_seconds or 0.0
+    share = min(0.98, delay / totals.loop_seconds)
+    workers = (evidence.worker_busy_ratio or 0.0) * evidence.workers * (evidence.worker_cpu_ratio or 0.0)
+    quota = evidence.throttled_ratio or 0.0
+    if share < _CROWDED or max(others, quota) <= max(workers, _MIN_SHARE):
+        return None
+    if quota > _MIN_SHARE:
+        who = f"the CPU quota of its cgroup was used up in {rounded_percent(quota)} of the periods"
+        action = "raise the CPU limit of the job, or compute with fewer threads and workers"
+    else:
+        who = f"other processes use {others:.1f} cores"
+        action = (
+            "give this job cores of its own: end the other programs, or reserve cores (CPU request, --cpus-per-task)"
+        )
+    return Finding(
+        kind="cores_missing",
+        share_ratio=round(share, 4),
+        text=f"The training thread is ready to run and has no core for {rounded_percent(share)} of the loop: {who}",
+        advice=(
+            Advice(
+                action,
+                predicted_speedup=_gain_without(evidence, share),
+                because=f"it waited {delay:.1f} s of {totals.loop_seconds:.1f} s for a core",
+            ),
+        ),
+    )
 
 
 # -- another thread that holds the GIL ---------------------------------------------------------------------------------

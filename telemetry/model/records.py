@@ -116,6 +116,7 @@ XIDS_OF_SCRIPTS: Final = frozenset({13, 31, 43, CLEANED_UP, 68, 109})
 """Xid errors that scripts cause: the GPU is healthy. NVIDIA's device plugin for Kubernetes leaves them out as well."""
 
 FindingKind = Literal[
+    "cores_missing",
     "threads_oversubscribed",
     "gil_held",
     "host_work",
