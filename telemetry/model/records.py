@@ -764,9 +764,9 @@ class StallDetails(CodeLines, kw_only=True, omit_defaults=True):
         share_ratio: share of the time that its cause takes, if there are causes of similar size: ``also``, the largest
             first.
         straggler_rank: the rank that this one waits for.
-        stuck_in: category of the ledger in which the rank is stuck; only in a hang, as the fields after it.
-            ``stuck_at``: the innermost frames of its training thread. ``worker_at``: the place of the worker whose
-            fetch takes longest. ``stacks``: of all threads and workers, the training thread first.
+        stuck_for_seconds: time without progress; only in a hang, as the fields after it. ``stuck_in``: category of the
+            ledger. ``stuck_at``: the innermost frames of the training thread. ``worker_at``: the place of the worker
+            whose fetch takes longest. ``stacks``: of all threads and workers, the training thread first.
     """
 
     lost_seconds: dict[str, Number] = {}
