@@ -236,7 +236,6 @@ _MAX_GAP_NS: Final = NS
 
 _POOL: Final = 8
 _SMOOTHING: Final = 0.1
-_MAX_THINNING: Final = 1000
 _STOPPED: Final = 2.0
 _MAX_RETRY: Final = 4
 _LONGEST: Final = 8.0  # times the usual one: in a longer step there was an evaluation or a checkpoint
@@ -464,4 +463,4 @@ class GpuClock:
         if self._step_ns <= 0:
             return 1
         budget = min(BUDGET_RATIO * self._step_ns, _BUDGET_NS)
-        return max(1, min(_MAX_THINNING, ceil(self._cost_ns / budget)))
+        return max(1, ceil(self._cost_ns / budget))
