@@ -201,6 +201,18 @@ def zoo():
     yield "README.md", f"named in {named},"
     yield "README.md", f"{accused.removesuffix(' accused').replace(' runs', ' healthy runs')} were accused"
     yield "README.md", f"On {predicted.split(' specimens')[0]} scripts whose advice could be followed"
+    for goal in published["goals"]:
+        yield "docs/accuracy.md", f" {goal['reached']} |"
+    starving, healthy = (
+        [s["rival"] for s in published["specimens"] if bool(s["causes"]) is starves] for starves in (True, False)
+    )
+    bound, computes, wrong = (
+        sum(rival.startswith(status) for rival in rivals)
+        for status, rivals in (("INPUT-BOUND:", starving), ("COMPUTE-BOUND:", starving), ("INPUT-BOUND:", healthy))
+    )
+    yield "docs/accuracy.md", f"`INPUT-BOUND` for {bound} of the {len(starving)} that starve"
+    yield "docs/accuracy.md", f"`COMPUTE-BOUND` for the other {computes}:"
+    yield "docs/accuracy.md", f"`INPUT-BOUND` for {wrong} of the {len(healthy)} healthy"
 
 
 def jobs():

@@ -135,21 +135,7 @@ def test_head_is_get_without_the_body(path, endpoint):
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("LocalHost:9464", 200),
-        ("127.0.0.1", 200),
-        ("[::1]:9464", 200),
-        ("The-Node.:9464", 200),
-        ("the-node.evil.example", 403),
-        ("the-node:evil", 403),
-        ("[::1]evil", 403),
-        ("localhost.evil.example", 403),
-        ("2130706433", 403),
-        (None, 403),
-        ("\xff\xfe", 403),
-        ("a" * 2000, 403),
-    ],
+    ("host", "expected"), [("the-node:9464", 200), ("localhost.evil.example", 403), ("\xff\xfe", 403), (None, 403)]
 )
 def test_a_page_that_rebinds_its_name_to_us_is_not_answered(host, expected, endpoint):
     header = b"" if host is None else b"Host: " + host.encode("latin-1") + b"\r\n"
@@ -591,6 +577,11 @@ def etc(tmp_path):
         ("10.9.8.7", True),
         ("::1", True),
         ("[fe80::1%eth0]:9464", True),
+        ("LocalHost:9464", True),
+        ("[::1]evil", False),
+        ("localhost.evil.example", False),
+        ("2130706433", False),
+        ("a" * 2000, False),
         ("n1.evil.com", False),
         ("evil.n1", False),
         ("evil-n1.dc.example", False),

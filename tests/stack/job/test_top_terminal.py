@@ -108,22 +108,6 @@ def test_the_first_line_blames_and_keys_work(terminal, stalled):
     terminal.at_prompt()
 
 
-def test_a_snapshot_is_taken_after_a_yes(terminal, stalled):
-    terminal.top(str(stalled.run_dir))
-    terminal.shows("newest stall", "q quit")
-    terminal.keys("n")
-    terminal.shows("Request a snapshot of rank")
-    terminal.keys("n")
-    terminal.shows("newest stall", "q quit")
-    terminal.keys("n")
-    terminal.shows("Request a snapshot of rank")
-    terminal.keys("y")
-    terminal.shows("snapshot: rank", "snapshots/request-step", seconds=90)
-    assert list(stalled.run_dir.glob("snapshots/*/*.json.gz")) or list(stalled.run_dir.rglob("*.pt.trace.json.gz"))
-    terminal.keys("q")
-    terminal.at_prompt()
-
-
 def test_ctrl_z_gives_the_shell_back_and_fg_the_screen(terminal, stalled):
     terminal.type("set", "-m")
     terminal.top(str(stalled.run_dir))
