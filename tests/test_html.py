@@ -61,7 +61,7 @@ def test_tiles_and_advice_are_about_the_ranks_of_the_verdict(tmp_path):
     assert "Until then no rank lost more than 4.8 % of its training loop waiting for data after the first batch" in text
     assert re.search(r"Exposed wait 4\.8 % of the training loop after the first batch, worst rank \(0\)", text)
     assert "num_workers=8" not in text
-    assert "Lost in stalls 1 h" in text  # of all processes, also from logs that are gone
+    assert "Lost in stalls 60 min" in text  # of all processes, also from logs that are gone
 
 
 def test_hostile_text_stays_text(tmp_path):

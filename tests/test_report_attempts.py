@@ -616,4 +616,4 @@ def test_stalls_of_logs_that_were_rotated_away_cost_money_too(tmp_path):
     rank(tmp_path, 0, price=3600.0, stall_lost_total_seconds={"workers_io_bound": 7200.0})
     found, text = whole(tmp_path)
     assert found["stalls"] == [] and found["cost"]["stalls"] == pytest.approx(7200.0)
-    assert "GPU-hours lost in stalls, over all ranks: workers_io_bound 2.000" in text
+    assert "lost in stalls, over all ranks: workers_io_bound 2 h (" in text

@@ -60,9 +60,7 @@ _MAX_TRAINING_FRAMES: Final = 12
 _MAX_FILE_BYTES: Final = 1 << 22
 _MAX_CODE_TEXT: Final = 60
 
-_MIN_LOST_SECONDS: Final = 1.8
-"""Half a unit of the last digit that the text shows of hours."""
-
+_MIN_LOST_SECONDS: Final = 1.0
 _TOGETHER_SECONDS: Final = 120.0
 """Changes of several ranks within this time are one. A rank measures the moment to a block of 30 s."""
 
@@ -94,9 +92,13 @@ def as_text(found: Report) -> str:
     changes = _changes(values.changes, len({rank.rank for rank in ranks}))
     lines += ["", *changes] if changes else []
     lost = sorted(found.lost_seconds.items(), key=lambda item: -item[1])
-    shares = [f"{cause} {seconds / 3600:.3f}" for cause, seconds in lost if seconds >= _MIN_LOST_SECONDS]
+    shares = [
+        f"{cause} {rough_duration(seconds)} ({found.of_all_ranks(seconds)})"
+        for cause, seconds in lost
+        if seconds >= _MIN_LOST_SECONDS
+    ]
     if shares:
-        lines += ["", f"GPU-hours lost in stalls, over all ranks: {', '.join(shares)}"]
+        lines += ["", f"lost in stalls, over all ranks: {', '.join(shares)}"]
     lines += _snapshots(values.snapshots)
     memory = memory_lines(found)
     lines += ["", *memory] if memory else []

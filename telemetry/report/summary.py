@@ -86,6 +86,11 @@ class Report:
     over: set[int]
     notes: list[str]
 
+    def of_all_ranks(self, seconds: float) -> str:
+        """A loss as a share of the time of all ranks, in all attempts, such as ``3.2 %``; ``-`` without any time."""
+        spent = sum(process.totals.wall_seconds for process in self.processes)
+        return percent(seconds / spent) if spent > 0 else "-"
+
 
 def read_report(
     run_dir: Path, recorder: RunRecorder | None = None, *, all_windows: bool = False, traces: bool = True
