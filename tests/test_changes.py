@@ -6,6 +6,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -374,13 +375,14 @@ def test_a_real_loop_that_becomes_slower(tmp_path, monkeypatch, capsys):
             if (slower or 0) > 1.5 or time.monotonic() - began > 60:
                 break
         assert slower > 1.5
-        change = wait_for(lambda: [each for each in log_lines(agent) if each["event"] == "change"])[-1]
+        logged = wait_for(lambda: [each for each in log_lines(agent) if each["event"] == "change"])
+        change = max(logged, key=itemgetter("ratio"))  # others may use the cores, too
     finally:
         telemetry.stop()
     assert change["part"] == "compute"
     assert change["ratio"] > 1.5
     assert main(["report", str(tmp_path / "run"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["changes"][-1]
+    told = max(json.loads(capsys.readouterr().out)["changes"], key=itemgetter("ratio"))
     assert set(told) == {"at", "step", "rank", "ratio", "part", "with"}
     assert told["ratio"] == change["ratio"]
     assert told["at"].endswith("Z")
