@@ -14,7 +14,6 @@ import telemetry
 from telemetry.agent.line_monitor import MAX_BYTES, MAX_FILES, write_profile
 from telemetry.diagnosis.hot_lines import MIN_SAMPLES, LineShare, line_advice, line_shares, line_verdict
 from telemetry.log.reader import load
-from telemetry.seams.worker_block import SharedArea
 from telemetry.util.profiles import CHECKPOINT, FETCH, MAX_STACKS, SAMPLER, STEP, WAIT, StackProfile, StackTime
 from telemetry.util.stacks import Spot, is_library
 from tests.report_logs import START, line, summarize, text_of, totals, window, write
@@ -59,7 +58,7 @@ def test_a_profile_is_the_same_when_it_is_unpacked_as_far_as_it_fits(content, mo
     profile = StackProfile()
     for stack, time in content:
         profile.add(stack, time)
-    back = StackProfile.unpacked(profile.packed(SharedArea.HALF_BYTES))
+    back = StackProfile.unpacked(profile.packed(1 << 24))
     assert (back.times, back.samples) == (profile.times, profile.samples)
     packed = profile.packed(most)
     cut = StackProfile.unpacked(packed)
@@ -111,6 +110,10 @@ NAMED = {
         [((RESIZE, FOLDER, FETCHER, LOOP), 60), ((COLLATE, FETCHER, LOOP), 40)], FETCH,
         [("folder.py:245", "__getitem__", "Image.resize", 0.6), ("fetch.py:54", "fetch", "collate.default_collate", 0.4)],
     ),
+    "the user's line comes first unless a library's surely takes more": (
+        [((ITEM, FETCHER, LOOP), 47), ((COLLATE, FETCHER, LOOP), 53)], FETCH,
+        [("train.py:42", "__getitem__", None, 0.47), ("fetch.py:54", "fetch", "collate.default_collate", 0.53)],
+    ),
     "of a wait for workers only the sampler counts": (
         [((ITEM, DRAWING, LOOP), 60), ((QUEUE, LOOP), 70)], SAMPLER, [("train.py:42", "__getitem__", None, 1.0)],
     ),
@@ -133,8 +136,8 @@ def test_samples_in_the_loop_of_a_fetch_count_for_the_code_that_it_calls():
     found = line_shares(profile, FETCH, sample_code=(ITEM.file, 44, "__getitem__"))
     named = [(one.place, one.function, one.calls, one.share) for one in found]
     assert named == [
-        ("fetch.py:57", "fetch", "collate.default_collate", 0.5),
         ("train.py:44", "__getitem__", None, 0.45),
+        ("fetch.py:57", "fetch", "collate.default_collate", 0.5),
         ("train.py:42", "__getitem__", None, 0.05),
     ]
 
