@@ -110,9 +110,9 @@ NAMED = {
         [((RESIZE, FOLDER, FETCHER, LOOP), 60), ((COLLATE, FETCHER, LOOP), 40)], FETCH,
         [("folder.py:245", "__getitem__", "Image.resize", 0.6), ("fetch.py:54", "fetch", "collate.default_collate", 0.4)],
     ),
-    "the user's line comes first unless a library's surely takes more": (
-        [((ITEM, FETCHER, LOOP), 47), ((COLLATE, FETCHER, LOOP), 53)], FETCH,
-        [("train.py:42", "__getitem__", None, 0.47), ("fetch.py:54", "fetch", "collate.default_collate", 0.53)],
+    "the user's line comes first unless a library's takes twice as much": (
+        [((ITEM, FETCHER, LOOP), 40), ((COLLATE, FETCHER, LOOP), 60)], FETCH,
+        [("train.py:42", "__getitem__", None, 0.4), ("fetch.py:54", "fetch", "collate.default_collate", 0.6)],
     ),
     "of a wait for workers only the sampler counts": (
         [((ITEM, DRAWING, LOOP), 60), ((QUEUE, LOOP), 70)], SAMPLER, [("train.py:42", "__getitem__", None, 1.0)],

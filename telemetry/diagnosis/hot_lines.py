@@ -156,8 +156,8 @@ def line_shares(
             error = math.sqrt(max(share * (1 - share), _NEVER_SEEN / samples) / samples)
             held = gil_ns / max(wall_ns, 1), (gil - gil_ns) / max(wall - wall_ns, 1)
             found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error, *held))
-    # Nobody can change a library's line. So it comes first only if it surely takes more.
-    found.sort(key=lambda line: line.share - (ERRORS * line.error if is_library(line.file) else 0.0), reverse=True)
+    # Nobody can change a library's line. So it comes first only if it takes twice as much.
+    found.sort(key=lambda line: line.share / (2 if is_library(line.file) else 1), reverse=True)
     sure = bool(found) and found[0].share - ERRORS * found[0].error >= _GREATER_PART
     return tuple(found) if sure or profile.samples >= least else ()
 
