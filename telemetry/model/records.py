@@ -782,6 +782,10 @@ class StallDetails(CodeLines, kw_only=True, omit_defaults=True):
     stacks: list[str] = []
 
 
+# At the first use msgspec looks for the types of the fields by the module's name, which may be the project's by then.
+msgspec.convert({}, StallDetails)
+
+
 class StallRecord(msgspec.Struct, kw_only=True):
     """A stall of a rank: the record of the log, of the user's callback, of a trace and of the reports.
 

@@ -319,7 +319,7 @@ def test_an_error_in_the_rendering_leaves_the_log(seam, start, unharmed, monkeyp
 def test_an_error_in_the_trend_leaves_the_end_of_the_log(start, unharmed, monkeypatch, tmp_path):
     agent = start()
     assert train(epochs=2) == unharmed[False]
-    monkeypatch.setattr(type(agent._changes), "step_trend", property(lambda _: 1 / 0))
+    monkeypatch.setattr(type(agent._growth), "trend", lambda _: 1 / 0)
     telemetry.stop()
     assert end_of(tmp_path / "run")["errors_total"]["diagnose"] == 1
 
