@@ -14,6 +14,7 @@ import torch
 from torch.utils.data._utils import fetch
 
 import telemetry
+from telemetry.agent.agent import Agent
 
 EPOCHS = 60
 
@@ -83,7 +84,10 @@ def main(group: str) -> None:
     if multiprocessing.get_start_method() == "forkserver":  # the default from Python 3.14 on; it keeps one, too
         forkserver.ensure_running()
     cases = importlib.import_module(f"tests.loaders.{group}").CASES
-    telemetry.start(start_line=False, port="off", interval_seconds=0.1)
+    agent = telemetry.start(start_line=False, port="off", interval_seconds=0.1)
+    until = time.monotonic() + 5
+    while isinstance(agent, Agent) and agent.attempt._file is None and time.monotonic() < until:
+        time.sleep(0.01)  # the agent thread opens the heartbeat at its first tick, and keeps it
     observe(lambda: None)  # for what stays open from the first use on
     for name, case in cases.items():
         print(name, observe(case))

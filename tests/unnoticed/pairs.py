@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import subprocess
 import sys
@@ -110,9 +111,9 @@ def unchanged(folder: Path, source: str, *arguments: object, code: int = 0, **ho
     if bare.code != code or not bare.out:
         pytest.fail(f"the script itself is wrong: it ended with {bare.code}\n{bare.out}{bare.err}")
     assert (ours.code, ours.out, ours.err) == (bare.code, bare.out, bare.err), (
-        ours.out[-1500:],
-        ours.err[-3000:],
-        bare.out[-1500:],
+        f"it ended with {ours.code}",
+        *difflib.unified_diff(bare.out.splitlines(), ours.out.splitlines(), "bare", "ours", n=0),
+        *difflib.unified_diff(bare.err.splitlines(), ours.err.splitlines(), "bare", "ours", n=0),
     )
     assert ours.files == bare.files
     return bare
