@@ -41,13 +41,15 @@ def notify(_signum, _frame):
 # -- from outside --------------------------------------------------------------------------------------------------
 
 LOOP = """
-    import sys, telemetry
+    import select, sys, telemetry
     with telemetry.phase("evaluation"):
         pass
     for number, _ in enumerate(telemetry.watch(iter(int, 1))):
         with telemetry.step():
             if number == 500:
                 print("steps", flush=True)
+                while not select.select([sys.stdin], [], [], 0.1)[0]:
+                    pass  # a signal that comes right before a system call waits for its end
                 sys.stdin.readline()
 """
 
