@@ -200,6 +200,21 @@ def test_of_two_predictions_that_may_be_equal_a_setting_comes_before_a_line(tmp_
     assert ranked == ["workers", "without the line", "faster", "less"]
 
 
+def test_a_gain_that_is_a_range_ranks_by_its_low_end_unless_a_setting_brings_it(tmp_path):
+    def advice(action, gain, low=None, value=None):
+        return {
+            "action": action, "setting": None, "value": value, "predicted_speedup": gain, "predicted_low": low, "because": "y",
+        }  # fmt: skip
+
+    wanted = [advice("without the line", 34.8, 7.2), advice("less", 11.8), advice("workers", 9.0, 1.5, "4")]
+    write(tmp_path, 0, line("stall_open", cause="gc_pause", opened="t1", advice=wanted))
+    assert [each["action"] for each in summarize(load(tmp_path))["advice"]][:3] == [
+        "less",
+        "workers",
+        "without the line",
+    ]
+
+
 def stalled(folder, rank, *stalls, wait=0.1):
     """A rank whose stalls have cost some seconds each."""
     lines = [

@@ -338,6 +338,16 @@ def run():
     return Run(StepTracker(Ring()))
 
 
+def test_waits_are_sampled_closely_while_they_take_the_share_that_opens_a_stall(run):
+    run.wait_for_the_first_batch()
+    matter = []
+    for second, wait in ((10.0, 0.1), (11.0, 0.15), (12.0, 0.3), (13.0, 0.1)):
+        run.request(second - wait, second)
+        run.tick(second)
+        matter.append(run.stall_monitor.waits_matter)
+    assert matter == [False, False, True, False]
+
+
 def ten_steps(run, second, wait=0.001):
     for tenth in range(10):
         run.request(second + tenth / 10, second + tenth / 10 + wait)

@@ -224,6 +224,26 @@ def test_threads_of_workers(loads, found):
     assert ["torch.set_num_threads(1)" in finding.advice[0].action for finding in told] == [True] * found
 
 
+@pytest.mark.parametrize(
+    ("delay", "machine", "found"),
+    [
+        (3.0, {"cores_of_others": 1.5}, "give this job cores of its own"),
+        (3.0, {"cores_of_others": 0.0, "throttled_ratio": 0.6}, "raise the CPU limit of the job"),
+        (1.5, {"cores_of_others": 1.5}, None),  # as on many shared machines
+        (3.0, {"cores_of_others": 1.5, "workers": 4, "worker_busy_ratio": 0.9, "worker_cpu_ratio": 0.5}, None),  # its own
+        (3.0, {}, None),  # nobody knows who
+    ],
+)  # fmt: skip
+def test_a_training_thread_without_a_core(delay, machine, found):
+    lacking = replace(CALM, totals=Totals(ledger_seconds={"compute": 10.0}, run_queue_delay_seconds=delay))
+    told = findings_of(lacking, sampled(*MODEL), structs.replace(COMPUTE, **machine))
+    assert [finding.kind for finding in told] == (["cores_missing"] if found else [])
+    for finding in told:
+        assert finding.share_ratio == 0.3
+        assert finding.advice[0].action.startswith(found)
+        assert finding.advice[0].predicted_speedup == 1.43
+
+
 def test_the_load_of_threads_that_want_more_cores_than_there_are(monkeypatch):
     """Eight threads of one operator; those that sleep do not count."""
     end = threading.Event()
