@@ -163,6 +163,9 @@ ADVICE = {
         "batch_transfer", changed(SENT, workers={"written_bytes_per_second": 3e8}), "", 100 / (60 + 9),
         "9.0 ms remain for its 30.0 MB",
     ),
+    "a few tensors in shared memory cannot be less": (
+        "batch_transfer", changed(SENT, workers={"written_bytes_per_second": 4e3}), None, None, "",
+    ),
     "nothing to win": ("batch_transfer", changed(SENT, workers={"written_bytes_per_second": 1e12}), None, None, ""),
     "an unknown cause": ("unknown", changed("unknown"), None, None, ""),
     "a cause of a newer version": ("of_a_newer_version", changed("unknown"), None, None, ""),

@@ -224,24 +224,43 @@ def test_threads_of_workers(loads, found):
     assert ["torch.set_num_threads(1)" in finding.advice[0].action for finding in told] == [True] * found
 
 
-@pytest.mark.parametrize(
-    ("delay", "machine", "found"),
-    [
-        (3.0, {"cores_of_others": 1.5}, "give this job cores of its own"),
-        (3.0, {"cores_of_others": 0.0, "throttled_ratio": 0.6}, "raise the CPU limit of the job"),
-        (1.5, {"cores_of_others": 1.5}, None),  # as on many shared machines
-        (3.0, {"cores_of_others": 1.5, "workers": 4, "worker_busy_ratio": 0.9, "worker_cpu_ratio": 0.5}, None),  # its own
-        (3.0, {}, None),  # nobody knows who
-    ],
-)  # fmt: skip
-def test_a_training_thread_without_a_core(delay, machine, found):
-    lacking = replace(CALM, totals=Totals(ledger_seconds={"compute": 10.0}, run_queue_delay_seconds=delay))
-    told = findings_of(lacking, sampled(*MODEL), structs.replace(COMPUTE, **machine))
-    assert [finding.kind for finding in told] == (["cores_missing"] if found else [])
+OTHERS = {"cores_of_others": 1.5}
+WORKERS = dict(workers=4, worker_busy_ratio=0.9, worker_cpu_ratio=0.5, worker_runnable_ratio=0.5, source="workers")
+FEW_FETCHES = WORKERS | dict(fetch_seconds=0.02, fetch_cpu_seconds=0.002, own_runnable_seconds=3.0, cores=2.0)
+
+# The delay in 10 s, more of the window, threads of the process, who uses the cores, the advice, and its prediction.
+LACKING = {
+    "others": (3.0, OTHERS, 1, "other processes use 1.5 cores", "give this job cores of its own", 1.43),
+    "a quota": (3.0, {"cores_of_others": 0.0, "throttled_ratio": 0.6}, 1, "CPU quota", "raise the CPU limit", 1.43),
+    "other ranks": (
+        3.0, OTHERS | {"peers": (COMPUTE.pace,)}, 1, "other processes (with 1 other rank of this job) use 1.5 cores",
+        "give each rank cores of its own", 1.43,
+    ),
+    "its threads": (3.0, {}, 3, "its other threads use 1.2 cores", "compute with as many threads as cores", 1.43),
+    "others more than its workers": (
+        3.0, OTHERS | WORKERS | {"workers": 2}, 1, "other processes use 1.5 cores and its own workers use 0.9 cores",
+        "give this job cores of its own", 1.43,
+    ),
+    "its workers, too many": (3.0, FEW_FETCHES, 1, "its own workers use 1.8 cores", "use fewer workers", 1.3),
+    "its workers, all needed": (3.0, WORKERS, 1, None, None, None),
+    "as on many shared machines": (1.5, OTHERS, 1, None, None, None),
+    "nobody knows who": (3.0, {}, 1, None, None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_a_training_thread_without_a_core(case):
+    delay, window, threads, who, action, gain = LACKING[case]
+    totals = Totals(ledger_seconds={"compute": 10.0}, run_queue_delay_seconds=delay)
+    lacking = replace(CALM, totals=totals, cores=2.0, load=ThreadLoad(threads, 1.8, 0.5))
+    told = findings_of(lacking, sampled(*MODEL), structs.replace(COMPUTE, **window))
+    assert [finding.kind for finding in told] == (["cores_missing"] if who else [])
     for finding in told:
         assert finding.share_ratio == 0.3
-        assert finding.advice[0].action.startswith(found)
-        assert finding.advice[0].predicted_speedup == 1.43
+        assert finding.text.startswith("The training thread is ready to run and has no core for 30 % of the time: ")
+        assert who in finding.text
+        assert finding.advice[0].action.startswith(action)
+        assert finding.advice[0].predicted_speedup == pytest.approx(gain, abs=0.15)
 
 
 def test_the_load_of_threads_that_want_more_cores_than_there_are(monkeypatch):

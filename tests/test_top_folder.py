@@ -20,6 +20,18 @@ def run(tmp_path):
     return Run(tmp_path / "run")
 
 
+@pytest.mark.parametrize(("delay", "told"), [(40.0, True), (5.0, False)])
+def test_cores_that_are_missing_now_are_told_first(run, delay, told):
+    """An hour ago it was calm."""
+    cpu = dict(used=3600.0, others=100.0, known=3600.0, thread=3600.0, thread_delay=10.0)
+    crowded = {name: seconds + 60.0 for name, seconds in cpu.items()} | {"thread_delay": 10.0 + delay}
+    run.add(start(NOW - 3660), window(NOW - 61, 3600, steps=3600, wait=1.0, cpu_total_seconds=cpu))
+    run.add(window(NOW - 1, 3660, steps=3620, wait=1.0, cpu_total_seconds=crowded))
+    view = run.view()
+    lacks = "The training thread is ready to run and has no core for 67 % of the time: other processes use 1.0 core"
+    assert (lacks in view.verdict, view.verdict.startswith("Healthy")) == (told, not told)
+
+
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     view = RunFolder(tmp_path / "none").poll()
     assert "Waiting for the run to begin" in view.verdict

@@ -492,6 +492,7 @@ class Agent:
         timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
         self._stall_monitor.end(totals, timed_out=timed_out)
         self._step_monitor.tell_growth(self._growth.growth, totals)
+        self._step_monitor.judge_cores(totals, self._stall_monitor.evidence)
         self._tell(self._evaluations.judge(totals))
         self.findings.end()
         self.attempt.follow_stuck(*self._stall_monitor.stuck_time)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from telemetry.diagnosis.changes import YOUNG_SECONDS
+from telemetry.diagnosis.cores import core_use, cores_missing
 from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.hot_lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of, growth_finding
@@ -104,12 +105,14 @@ class StepMonitor:
         self._event_log = event_log
         self._grows = False
         self._logged = 0  # samples in the lines that were logged last
+        self._first: Totals | None = None  # when steps had begun
         self._marks: deque[Totals] = deque()
         self._loads = ThreadLoads()
 
     def tick(self, tick: Tick, samples: Samples, evidence: Evidence | None) -> None:
         """Look at the process now and then. ``evidence``: the newest window."""
         totals, marks = tick.totals, self._marks
+        self._first = self._first or (totals if totals.steps else None)
         if totals.steps < _FIRST_STEPS or evidence is None or evidence.loop_seconds <= 0:
             return
         every = _EVERY_SECONDS if totals.wall_seconds < _FIRST_SECONDS else _LATER_SECONDS
@@ -121,8 +124,9 @@ class StepMonitor:
         load, worker_loads = self._thread_loads(itself=not few)
         if len(marks) > _INTERVALS:
             added = totals - marks.popleft()
-            if added.loop_seconds > 0:
-                for finding in findings_of(StepTime(added, cores, load, worker_loads), self._sampler, evidence):
+            if added.loop_seconds > 0 and self._first is not None:
+                time = StepTime(added, totals - self._first, cores, load, worker_loads)
+                for finding in findings_of(time, self._sampler, evidence):
                     self._findings.tell(finding)
         if self._sampler.steps.samples >= _MORE * self._logged:
             self._log_lines()
@@ -142,6 +146,14 @@ class StepMonitor:
         else:
             lines = _by_growth(ends[0], _merged(sampler.parts), ends[1], sampler.newest)
         self._findings.tell(growth_finding(growth, totals, lines))
+
+    def judge_cores(self, totals: Totals, evidence: Evidence | None) -> None:
+        """Look at the cores of the whole run at its end: a short run has had no look."""
+        if evidence is None or self._first is None or totals.loop_seconds < _EVERY_SECONDS / 2:
+            return
+        found = cores_missing(core_use(totals - self._first, evidence), evidence)
+        if found is not None:
+            self._findings.tell(found)
 
     def end(self) -> None:
         """Log the lines of the steps once more."""

@@ -54,6 +54,10 @@ _MAPPED_BYTE_SECONDS: Final = 0.3e-9
 """Seconds of the training thread per byte of one large tensor: its pages are mapped, touched and released. Measured by
 `python -m benchmarks.handover`."""
 
+_FEW_TENSORS_BYTES: Final = 1500.0
+"""A batch of fewer pickled bytes is three tensors at most, and no other objects. There is nothing that would be less to
+send: such a batch is late because a core or the worker is busy."""
+
 _MAX_PREFETCH: Final = 64
 _PREFETCH_HEADROOM: Final = 1.25
 """The advised prefetching covers this multiple of the longest fetch."""
@@ -253,10 +257,10 @@ def throttled(evidence: Evidence) -> list[Advice]:
         action = "let the workers run on every core: a worker_init_fn, taskset or OMP_PROC_BIND restricts them to a few"
         more = _do(action, because, gain)
     rows = _fetched_row_by_row(evidence, evidence.fetch_cpu_seconds)
-    return rows or [*_fewer_workers(evidence), more, _cheaper_in_worker(evidence)]
+    return rows or [*fewer_workers(evidence), more, _cheaper_in_worker(evidence)]
 
 
-def _fewer_workers(evidence: Evidence) -> list[Advice]:
+def fewer_workers(evidence: Evidence) -> list[Advice]:
     """Advice to use fewer workers, so that the training thread has a core. The gain is at most its run-queue delay."""
     crowded = crowded_out(evidence)
     fetch = alone_in_worker(evidence)
@@ -549,7 +553,8 @@ def transfer(evidence: Evidence) -> list[Advice]:
             because += f"; the training thread waits {ms(crowded)} for a core while workers pickle batches"
         if kept >= _MIN_MENTIONED * waited:
             because += f"; {ms(kept)} remain for its {size / 1e6:.1f} MB, however it is sent"
-        then, supply = now - waited - freed - crowded + kept, evidence.supply_seconds
+        sent = 0.0 if 0 < each < _FEW_TENSORS_BYTES else waited
+        then, supply = now - sent - freed - crowded + kept, evidence.supply_seconds
         background = gain_of(evidence, now - waited)
         gain = None if supply is None else gain_of(evidence, max(then, supply))
         if collected >= _MIN_MENTIONED * then > 0:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
     {
-        "cores_missing": "The training thread is ready to run and has no core, because other processes use them.",
+        "cores_missing": "The training thread is ready to run, but others, its workers or its threads use the cores.",
         "threads_oversubscribed": "The training process or its workers run more threads than they have cores.",
         "gil_held": "Another thread of the training process holds the GIL, so that the training thread waits for it.",
         "host_work": "The step spends its time in Python between the operators: logging, `.item()`, loops.",

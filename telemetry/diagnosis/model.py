@@ -136,6 +136,12 @@ def gain_of(
     return _factor(evidence.step_seconds if now is None else now, max(then, *others, 0.0))
 
 
+def gain_without(evidence: Evidence, share: float) -> float | None:
+    """The factor on the steps per second without this share of the loop. Workers may then limit the steps."""
+    now = evidence.step_seconds
+    return gain_of(evidence, max(now * (1 - share), min(now, evidence.supply_seconds or 0.0)))
+
+
 def gain_over_window(evidence: Evidence, then: float, *, now: float) -> float | None:
     """Like `gain_of`, for all steps of the window together. It also works for a window in which no step has ended."""
     steps = evidence.steps

@@ -14,9 +14,10 @@ from msgspec import structs
 
 from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.changes import GROWN_MEMORY
+from telemetry.diagnosis.cores import core_use, cores_missing, too_many_threads
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.hot_lines import ERRORS, SURE, is_host_work, line_shares, top_line, waits_for_thread
-from telemetry.diagnosis.model import gain_of
+from telemetry.diagnosis.model import gain_without
 from telemetry.model.records import COMPUTE, DATA_WAIT, Advice
 from telemetry.util.profiles import STEP
 from telemetry.util.words import byte_size, duration, rough_duration, rounded_percent
@@ -41,13 +42,14 @@ class StepTime:
     """The training process over some time in the loop.
 
     Attributes:
-        totals: what was counted in this time.
+        totals: what was counted in this time. ``so_far``: since the first step; None if it is the same.
         cores: cores that the process may use.
         load: the threads with which the training thread computes, and itself; None if unknown. ``worker_loads``: the
             threads of each worker.
     """
 
     totals: Totals
+    so_far: Totals | None = None
     cores: float = 1.0
     load: ThreadLoad | None = None
     worker_loads: Sequence[ThreadLoad] = ()
@@ -72,7 +74,8 @@ def findings_of(time: StepTime, sampled: Sampler, evidence: Evidence) -> list[Fi
     host, own = _host_work(sampled, evidence), _own_collections(time, sampled, evidence)
     if host is not None and own is not None and _place(host) == _place(own):
         host = None  # a sample that came late may take a collection for the work of the line that called for it
-    cores = _threads(time) or _cores_missing(time, evidence)
+    use = core_use(time.so_far or time.totals, evidence, time.load, time.cores)
+    cores = too_many_threads(time.load, time.worker_loads, time.cores) or cores_missing(use, evidence)
     found = (host, _reader_thread(sampled, evidence), cores, _gil_held(time, sampled), own)
     return [each for each in found if each is not None]
 
@@ -106,7 +109,7 @@ def _host_work(sampled: Sampler, evidence: Evidence) -> Finding | None:
     if evidence.pace.on_gpu and (idle is None or idle < _MIN_SHARE):
         return None
     low, gain, high = (
-        _gain_without(evidence, min(each * in_steps, 1.0 if idle is None else idle))
+        gain_without(evidence, min(each * in_steps, 1.0 if idle is None else idle))
         for each in (share - ERRORS * error, share, min(0.98, share + ERRORS * error))
     )
     lost = min(share * in_steps, 1.0 if idle is None else idle)
@@ -146,12 +149,6 @@ def _largest_work(on_host: Sequence[LineShare], lines: Sequence[LineShare]) -> t
     return worst, worst[0].named if len(worst) == 1 else f"{name} at {_and([line.place for line in worst][:3])}"
 
 
-def _gain_without(evidence: Evidence, share: float) -> float | None:
-    """The factor on the steps per second without this share of the loop. Workers may then limit the steps."""
-    now = evidence.step_seconds
-    return gain_of(evidence, max(now * (1 - share), min(now, evidence.supply_seconds or 0.0)))
-
-
 def _and(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
@@ -183,88 +180,6 @@ def _reader_thread(sampled: Sampler, evidence: Evidence) -> Finding | None:
         f"{loader}",
         lines=tuple(line.told() for line in lines if line.share >= _MIN_SHARE / 2),
         advice=tuple(advise("source_slow", seen)),
-    )
-
-
-# -- threads beyond the cores ------------------------------------------------------------------------------------------
-
-_BEYOND: Final = 1.5
-_QUEUED: Final = 0.5
-"""There are too many threads if so many times the cores want to run, and so many of them for each core wait for it at
-any time. Idle threads are no problem."""
-
-_THREADS_OF_WORKER: Final = 3
-"""A worker has two threads of its own: one fetches, and one pickles."""
-
-
-def _threads(time: StepTime) -> Finding | None:
-    """Threads of the training process beyond its cores, or else those of its workers."""
-    load, loads, cores = time.load, time.worker_loads, time.cores
-    on_cores = "1 core" if cores == 1 else f"{cores:g} cores"
-    if load is not None and _too_many(load.active, load.queued, cores):
-        wanted = max(1, int(cores))
-        text = (
-            f"{load.active} threads of the training process compute on {on_cores}, and {load.queued:.1f} of them wait "
-            "for a core at any time"
-        )
-        action = f"compute with as many threads as cores: OMP_NUM_THREADS={wanted}, or torch.set_num_threads({wanted})"
-        because = "the threads of an operator wait for one another, and the last of them waits for a core"
-    else:
-        active, queued = sum(each.active for each in loads), sum(each.queued for each in loads)
-        most, wanted = max((each.active for each in loads), default=0), 1
-        if most < _THREADS_OF_WORKER or not _too_many(active, queued, cores):
-            return None
-        text = (
-            f"{len(loads)} worker{'s' * (len(loads) > 1)} compute with {active} threads on {on_cores}, and "
-            f"{queued:.1f} of them wait for a core at any time"
-        )
-        action = (
-            "let each worker compute with one thread: torch.set_num_threads(1), cv2.setNumThreads(0) in its "
-            "worker_init_fn, or OMP_NUM_THREADS=1"
-        )
-        because = f"{most} threads of a worker want to run at the same time"
-    advice = Advice(action, "OMP_NUM_THREADS", str(wanted), because=because)
-    return Finding(kind="threads_oversubscribed", text=text, advice=(advice,))
-
-
-def _too_many(active: int, queued: float, cores: float) -> bool:
-    return active >= _BEYOND * cores + 0.5 and queued >= _QUEUED * cores
-
-
-# -- cores that other processes use ------------------------------------------------------------------------------------
-
-_CROWDED: Final = 0.2
-"""The share of the loop without a core that is told: that of a stall. On a shared machine some per cent are usual."""
-
-
-def _cores_missing(time: StepTime, evidence: Evidence) -> Finding | None:
-    """Run-queue delay of the training thread beside other processes that use more cores than its own workers do."""
-    totals, others = time.totals, evidence.cores_of_others or 0.0
-    delay = totals.run_queue_delay_seconds or 0.0
-    share = min(0.98, delay / totals.loop_seconds)
-    workers = (evidence.worker_busy_ratio or 0.0) * evidence.workers * (evidence.worker_cpu_ratio or 0.0)
-    quota = evidence.throttled_ratio or 0.0
-    if share < _CROWDED or max(others, quota) <= max(workers, _MIN_SHARE):
-        return None
-    if quota > _MIN_SHARE:
-        who = f"the CPU quota of its cgroup was used up in {rounded_percent(quota)} of the periods"
-        action = "raise the CPU limit of the job, or compute with fewer threads and workers"
-    else:
-        who = f"other processes use {others:.1f} cores"
-        action = (
-            "give this job cores of its own: end the other programs, or reserve cores (CPU request, --cpus-per-task)"
-        )
-    return Finding(
-        kind="cores_missing",
-        share_ratio=round(share, 4),
-        text=f"The training thread is ready to run and has no core for {rounded_percent(share)} of the loop: {who}",
-        advice=(
-            Advice(
-                action,
-                predicted_speedup=_gain_without(evidence, share),
-                because=f"it waited {delay:.1f} s of {totals.loop_seconds:.1f} s for a core",
-            ),
-        ),
     )
 
 
@@ -326,7 +241,7 @@ def _own_collections(time: StepTime, sampled: Sampler, evidence: Evidence) -> Fi
         advice=(
             Advice(
                 f"remove the call of gc.collect(){at}, or call it rarely: Python collects by itself",
-                predicted_speedup=_gain_without(evidence, share),
+                predicted_speedup=gain_without(evidence, share),
                 because=f"it stops the training for {rounded_percent(share)} of the loop",
             ),
         ),

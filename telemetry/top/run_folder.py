@@ -40,9 +40,11 @@ _RECENT_LONGEST_SECONDS: Final = 600.0
 
 _SUMS: Final = (
     *("steps_total", "wall_seconds", "exposed_wait_total_seconds", "unseen_steps_total", "first_wait_seconds"),
-    *("samples_total", "tokens_total", "ledger_total_seconds"),
+    *("samples_total", "tokens_total", "ledger_total_seconds", "cpu_total_seconds"),
 )
-_NOTHING_YET: Final = TotalsLine(steps_total=0, exposed_wait_total_seconds=0.0, samples_total=0, tokens_total=0)
+_NOTHING_YET: Final = TotalsLine(
+    steps_total=0, exposed_wait_total_seconds=0.0, samples_total=0, tokens_total=0, cpu_total_seconds={}
+)
 
 
 def _difference(now: TotalsLine, before: TotalsLine) -> TotalsLine:

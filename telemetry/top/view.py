@@ -8,6 +8,10 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Literal
 
+from msgspec import structs
+
+from telemetry.diagnosis.cores import CoreUse, cores_missing
+from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.verdict import BAD, UNSURE, RunFacts, judge
 from telemetry.log.lines import GpuLine, HostLine, TotalsLine
 from telemetry.log.process import unix
@@ -19,6 +23,7 @@ from telemetry.util.words import named, rough_duration
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.verdict import RankWaits, Verdict
     from telemetry.log.lines import Suspect
     from telemetry.model.records import StallRecord
@@ -233,6 +238,7 @@ def running_view(rows: Sequence[RankRow], now: float) -> JobView:
         stuck=[(stall, over) for stall, over in stalls if stall.details.stuck_in is not None],
         end=end,
         ledger=ledger,
+        findings=sorted(filter(None, (_short_of_cores(row, totals) for row, totals in recent)), key=by_weight),
     )
     if any(row.totals.steps_total for row in rows):
         most = Counter(row.now_in for row in rows if row.now_in).most_common(1)
@@ -247,6 +253,15 @@ def running_view(rows: Sequence[RankRow], now: float) -> JobView:
 def _recent_waits(row: RankRow, totals: TotalsLine) -> RankWaits:
     waited = bool(row.totals.ledger_total_seconds.get(DATA_WAIT))  # a minute of long steps may have no wait
     return replace(waits_of(row.life.log, totals), waited_before=waited)
+
+
+def _short_of_cores(row: RankRow, totals: TotalsLine) -> Finding | None:
+    """That its training thread lacked a core in the last minute, because other processes use them."""
+    cpu = totals.cpu_total_seconds or {}
+    known = cpu.get("known", 0.0)
+    others = cpu.get("others", 0.0) / known if known > 0 else 0.0
+    found = cores_missing(CoreUse(cpu.get("thread_delay", 0.0), totals.wall_seconds, others))
+    return None if found is None else structs.replace(found, rank=row.rank)
 
 
 def ended_view(rows: Sequence[RankRow], now: float, verdict: Verdict) -> JobView:
