@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import math
 import os
 import shlex
@@ -85,6 +85,8 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "(--host: TELEMETRY_HOST). TELEMETRY_DISABLED=1 turns everything off.",
     )
     _takes_script(run, command="telemetry.cli.run")
+    run.add_argument("--html", metavar="FILE",
+                     help="once the script has ended, rank 0 also writes the report as an HTML page")
     groups = {group: run.add_argument_group(*group) for group in GROUPS.values()}
     for setting in settings():
         text = f"{setting.help} ({setting.allowed}; default: {setting.default_text})"
@@ -225,8 +227,10 @@ def _rank(text: str) -> int | None:
     return None if text == "all" else int(text)
 
 
-def run(target: str, arguments: list[str], *, module: bool, **settings: str) -> int:
+def run(target: str, arguments: list[str], *, module: bool, html: str | None, **settings: str) -> int:
     """``telemetry run``. Returns the exit status of a script that ends by itself; others leave with ``SystemExit``."""
+    if html is not None and importlib.util.find_spec("bokeh") is None:
+        return _usage_error("--html needs bokeh: pip install 'torch-telemetry[html]'")
     try:
         Config.load(settings) if not disabled() else None
         api.prepare(launch.folder(target, module=module))
@@ -237,7 +241,10 @@ def run(target: str, arguments: list[str], *, module: bool, **settings: str) -> 
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     sys.argv = [program.argv0, *arguments]  # before the start: the script names a run without a name
+    page = None if html is None else launch.PageAtExit(html)  # before the start: it comes after the end of the agent
     agent = api.start(**settings)
+    if page is not None:
+        page.agent = agent
     if TRIAL_VARIABLE in os.environ and agent.trial is None:
         complain("this trial cannot be set up, so the script was not started")
         return 1

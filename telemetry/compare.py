@@ -403,7 +403,7 @@ def _text(found: Comparison) -> str:
 
 
 def _sentence(found: Comparison) -> str:
-    """The verdict, its figures, and the part of the loop that differs most."""
+    """The verdict, its figures, and how the two parts of the loop differ, first the one that differs most."""
     if found.interval is None:
         return f"Not comparable: {found.why}."
     low, high = found.interval
@@ -411,9 +411,9 @@ def _sentence(found: Comparison) -> str:
     figures = f"{found.ratio:.3f} times the steps per second of A (95 % interval: {shown})"
     if found.verdict == "no difference":
         return f"No difference that can be told from chance: B does {figures}. Longer runs show smaller differences."
-    apart = {name: found.per_step_seconds[name].difference or 0.0 for name in (DATA_WAIT, COMPUTE)}
-    most = max(apart, key=lambda name: abs(apart[name]))
-    told = f"The largest difference is {most.replace('_', ' ')}: {_signed(apart[most])} a step"
+    apart = [(found.per_step_seconds[name].difference or 0.0, name.replace("_", " ")) for name in (DATA_WAIT, COMPUTE)]
+    (most, first), (less, other) = sorted(apart, key=lambda part: -abs(part[0]))
+    told = f"The largest difference is {first}: {_signed(most)} a step; {other}: {_signed(less)}"
     return f"B is {found.verdict}: it does {figures}. {told}."
 
 

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 from telemetry.safety.processes import DISABLED_VARIABLE, FALSE_WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 ENV_PREFIX: Final = "TELEMETRY_"
 TRIAL_VARIABLE: Final = "TELEMETRY_TUNE_TRIAL"
@@ -96,9 +96,9 @@ class Config(Struct, frozen=True, kw_only=True):
         "Loggers into which the agent writes the figures of each window.", "none",
         f"a list of {', '.join(SINKS)}; or none")] = ()
     sink_ranks: Annotated[Literal["0", "all"], _about("Ranks that write into them.")] = "0"
-    end_line: Annotated[bool, _about(
-        "Print one line to stderr at the end: what the run lost most to, or where its time went. Rank 0 prints it."
-    )] = True
+    end_line: Annotated[Literal["table", "short", "off"], _about(
+        "What rank 0 prints to stderr at the end. short: the verdict. table: also where the time of a step went."
+    )] = "table"
     gpu_hour_price: Annotated[_Price | None, _about(
         "Price of an hour of one GPU, in any currency: report and dashboard tell what stalls and restarts cost.",
         "none")] = None
@@ -278,9 +278,9 @@ class Setting(NamedTuple):
         word = str(value).lower()
         if kind is bool:
             return _SWITCH.get(word, value)
-        word = {"true": "on", "false": "off"}.get(word, word)
         if get_origin(kind) is Literal:
-            return word
+            return self._choice(word, get_args(kind))
+        word = {"true": "on", "false": "off"}.get(word, word)
         if get_origin(kind) is tuple:
             parts = value.lower().split(",") if isinstance(value, str) else value or ()
             words = [part.strip() if isinstance(part, str) else part for part in parts]
@@ -297,6 +297,13 @@ class Setting(NamedTuple):
             if len(names) < 2 or not all(map(str.isidentifier, names)):
                 raise ValueError
         return value
+
+    def _choice(self, word: str, choices: Sequence[str]) -> str:
+        """The choice for a word. Choices with ``off`` take the words of a switch, too: on is ``on``, or the default."""
+        if word in choices or "off" not in choices or word not in _SWITCH:
+            return word
+        on: str = "on" if "on" in choices else self.default
+        return on if _SWITCH[word] else "off"
 
 
 @cache

@@ -6,12 +6,14 @@ its tracebacks contain no frame of telemetry.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import importlib.util
 import io
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -19,9 +21,13 @@ from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from telemetry.safety import imports
+from telemetry.safety.errors import say
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
+
+    from telemetry.agent.agent import Agent
+    from telemetry.api import InactiveAgent
 
 _LAUNCHERS: Final = {
     "torchrun": "-m telemetry",
@@ -155,3 +161,58 @@ def _hide_our_frames() -> None:
         hook(kind, error.with_traceback(shown), shown)
 
     sys.excepthook = without_ours
+
+
+# -- the page of the run -----------------------------------------------------------------------------------------------
+
+_PAGE_SECONDS: Final = 60.0
+"""The end of the process waits at most this long for the page. Writing it then goes on in the background."""
+
+_COMMAND: Final = """\
+import sys
+sys.path = [sys.argv.pop(1), *filter(None, sys.path)]
+from telemetry.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command of this package. The working folder, which may have modules of the same names, is not on its path."""
+
+
+class PageAtExit:
+    """Writes the page of the run at the exit of this process, on rank 0. Made before the agent, it comes after its end.
+
+    Another process draws the page: nothing of it is imported here, and nothing that fails there comes here. It is not
+    forked, which Python 3.12 and later refuse at the exit. A process that a signal kills writes no page.
+
+    Attributes:
+        agent: the agent of this process; None before it has started.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.agent: Agent | InactiveAgent | None = None
+        self._file = os.path.abspath(file)  # noqa: PTH100 - the script may change its working folder
+        self._pid = os.getpid()
+        atexit.register(self._write)
+
+    def _write(self) -> None:
+        identity = None if self.agent is None else self.agent.identity
+        if identity is None or identity.rank or os.getpid() != self._pid:
+            return
+        try:
+            if self._draw() == 0:
+                say(f"telemetry: the page of the run is {self._file}")
+        except BaseException:
+            pass  # a signal handler of the script, or no process can be started: Python would print our frames
+
+    def _draw(self) -> int | None:
+        """Run ``telemetry report``, which says on stderr what fails. Returns its status; None if it is not over."""
+        package, run_dir = str(Path(__file__).parents[1]), str(self.agent and self.agent.run_dir)
+        command = [sys.executable, "-c", _COMMAND, package, "report", run_dir, "--html", self._file]
+        quiet = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+        child = os.posix_spawn(sys.executable, command, os.environ, file_actions=quiet)
+        deadline = time.monotonic() + _PAGE_SECONDS
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        return None

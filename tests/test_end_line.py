@@ -1,4 +1,4 @@
-"""The line that rank 0 writes when a run ends: what it says, and that the report says the same."""
+"""What rank 0 writes when a run ends: the verdict, which is the report's, and where the time of a step went."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.end_line import end_line, with_peers
+from telemetry.agent.end_line import end_line, end_table, with_peers
 from telemetry.diagnosis.verdict import RankWaits, RunFacts, costliest, judge
-from telemetry.model.records import Advice, OtherCause, RankPace, StallRecord
+from telemetry.model.records import (
+    Advice,
+    GpuSample,
+    MemorySample,
+    OtherCause,
+    ProcessSample,
+    RankPace,
+    Samples,
+    StallRecord,
+)
+from telemetry.model.totals import Conditions, CpuTotals, GpuTotals, Sampled, SampledTotals, Tick, Totals
 from telemetry.report.report_command import report
 
 OWN = RankWaits(
@@ -143,6 +153,60 @@ def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank():
     assert "Not starved, but rank 0 stalled. Cause: checkpoint" in line
 
 
+# -- the table ---------------------------------------------------------------------------------------------------
+
+PARTS = {"forward": 2.0, "backward": 4.0, "optimizer": 1.0, "compile": 0.5}
+LOOP = Totals(
+    steps=100,
+    ledger_seconds={"startup": 1.0, "data_wait": 2.5, "compute": 8.0},
+    first_wait_seconds=0.5,
+    compute_parts=PARTS,
+    sampled=SampledTotals(cpu=CpuTotals(used_cores=Sampled(12.0, 8.0), other_cores=Sampled(2.0, 8.0))),
+)
+
+
+def shown(totals=LOOP, samples=Samples(), *, waits_seen=True, on_gpu=False) -> list[str]:
+    return end_table(Tick(totals, Conditions(cores=2, on_gpu=on_gpu)), samples, waits_seen=waits_seen)
+
+
+def test_the_table_has_the_mean_step_and_what_it_used():
+    samples = Samples(
+        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=512_000_000, threads=2),
+        memory=MemorySample(workers_bytes=40_000_000),
+    )
+    assert shown(samples=samples) == [
+        "  100 steps in 12 s: 70 % compute, 22 % data wait, 8.7 % startup.",
+        "  a step        mean  share",
+        "  wait       20.0 ms   20 %",
+        "  forward    20.0 ms   20 %",
+        "  backward   40.0 ms   40 %",
+        "  optimizer  10.0 ms   10 %",
+        "  rest       10.0 ms   10 %",
+        "  CPU        1.5 of 2 cores; other programs 0.2",
+        "  memory     512 MB; workers 40 MB",
+    ]
+
+
+def test_what_was_not_measured_is_a_dash_or_absent():
+    bare = replace(LOOP, compute_parts=None, sampled=SampledTotals())
+    assert shown(bare, waits_seen=False)[1:] == [
+        "  a step      mean  share",
+        "  wait           -      -",
+        "  compute  80.0 ms   80 %",
+    ]
+    assert shown(replace(LOOP, steps=0)) == shown(replace(LOOP, ledger_seconds={"compute": 0.5})) == []
+
+
+def test_a_table_with_all_of_it_has_less_than_15_lines():
+    busy = replace(LOOP.sampled, gpu=GpuTotals(utilization_ratio=Sampled(4.0, 8.0)))
+    gpu = GpuSample(0, "u", "H100", memory_used_bytes=10**10, memory_total_bytes=8 * 10**10)
+    totals = replace(LOOP, compute_parts=PARTS | {"copy": 0.2, "other": 0.1}, sampled=busy)
+    lines = shown(totals, Samples(gpus=(gpu,)), on_gpu=True)
+    assert lines[1] == "  a step of the host     mean  share"
+    assert lines[-1] == "  GPU                 busy 50 %; 10.0 GB of 80.0 GB"
+    assert len(lines) == 10
+
+
 # -- on real loops -----------------------------------------------------------------------------------------------
 
 
@@ -185,12 +249,16 @@ def ends(capfd) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("telemetry: ")]
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 90), (0.0, 60), (0.0, 1)])
-def test_the_line_says_what_the_report_says(with_end_line, seconds, steps, tmp_path, capfd):
-    with_end_line(stall_window_seconds=1)
+@pytest.mark.parametrize(
+    ("seconds", "steps", "form"), [(0.01, 90, "table"), (0.01, 90, "short"), (0.0, 60, True), (0.0, 1, "table")]
+)
+def test_the_line_says_what_the_report_says(with_end_line, seconds, steps, form, tmp_path, capfd):
+    with_end_line(stall_window_seconds=1, end_line=form)
     train(Slow(seconds), steps, compute=0.01 if steps == 90 else 0.02)
     telemetry.stop()
-    (line,) = ends(capfd)
+    line, *more = capfd.readouterr().err.splitlines()
+    assert any(each.endswith("mean  share") for each in more) is (form != "short" and steps > 1), more
+    assert len(more) < 15
     assert report(str(tmp_path / "run"), as_json=True) == 0
     told = json.loads(capfd.readouterr().out)["verdict"]
     assert re.match(r"[^:]*: [^.]*", told)[0] in line, (line, told)

@@ -247,6 +247,9 @@ def test_help_shows_the_keys_and_the_columns(ranks):
         await screen.shows("state, worst first:")
         await screen.shows("trouble")
         assert "state, worst first:" not in await screen.press("question_mark")
+        await screen.press("down", "enter", "h")
+        await screen.shows("Scroll Down")
+        assert "Scroll Down" not in await screen.press("h")
 
     with_screen(test, ranks)
 

@@ -17,6 +17,8 @@ import time
 import pytest
 from top_runs import NOW, dumped, log_line, start, window
 
+from telemetry.top.command import top
+
 COMMAND = [sys.executable, "-m", "telemetry", "top"]
 ENTERED, LEFT = b"\x1b[?1049h", b"\x1b[?1049l"
 ENDING = [signal.SIGINT, signal.SIGTERM]
@@ -152,3 +154,12 @@ def test_one_frame_needs_neither_torch_nor_textual(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("Waiting for the run to begin")
+
+
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):
+    for once in (True, False):
+        assert top(str(tmp_path / "typo"), once=once) == 1
+        assert capsys.readouterr() == (
+            "",
+            f"telemetry: there is no folder {tmp_path}/typo; the run makes it at its start\n",
+        )

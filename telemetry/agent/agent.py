@@ -6,6 +6,7 @@ import atexit
 import os
 import platform
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
 from telemetry.agent.attempt import FOLDER, AttemptLog
-from telemetry.agent.end_line import end_line, own_waits, with_peers
+from telemetry.agent.end_line import end_line, end_table, own_waits, with_peers
 from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import JobHang, OwnState
@@ -175,7 +176,7 @@ class Agent:
         self._newest_tick = Tick()
         self._step_trend: StepTrend | None = None
         self._end_logged = False
-        self._last_words = ""  # the run's last line, once it has ended
+        self._last_words: list[str] = []  # the run's last lines, once it has ended
 
     def _node_service(self) -> NodeService:
         config, identity = self.config, self.identity
@@ -261,7 +262,7 @@ class Agent:
         if not self._thread.is_alive():
             self._streams.release()
             if self._last_words:
-                say(self._last_words)
+                say(*self._last_words)
         atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
@@ -516,11 +517,14 @@ class Agent:
         return self._stall_monitor.stuck_at_end(ended)
 
     def _find_last_words(self) -> None:
-        """Make rank 0's last line. A run without a step has one only if the process ends, because it may stop early."""
+        """Make rank 0's last lines. A run without a step has one only if the process ends, as it may stop early."""
         totals, identity, stalls = self._builder.current(), self.identity, self._stall_monitor
-        wanted = self.config.end_line and self.trial is None and identity.rank == 0
+        form = self.config.end_line
+        wanted = form != "off" and self.trial is None and identity.rank == 0
         if not wanted or not (totals.steps or self.attempt.end.process_ends):
             return
+        tick, seen = replace(self._newest_tick, totals=totals), not self.accounting.no_batch_seen
+        shown = end_table(tick, self._collectors.samples, waits_seen=seen) if form == "table" else []
         ratio, unmeasured = self.config.stall_enter_ratio, self.accounting.exposed_absent
         end, stuck = self.attempt.end.settled, stalls.closed_stuck if self._stuck_at_end() is not None else None
         own = RunFacts(
@@ -534,12 +538,13 @@ class Agent:
             broke_off=end.failed,
             end=RunEnd((identity.rank,), end, gpu_fault=self.event_log.gpu_fault) if end.failed else None,
             ledger=totals.ledger_seconds,
-            ledger_in_full=True,
+            ledger_in_full=not shown,
             children=self.event_log.child_processes,
             step_lines={identity.rank: self._step_monitor.lines()},
         )
         peers = [] if self._job is None else [peer for peer in self._job.of_run if peer.rank != identity.rank]
-        self._last_words = end_line(judge(with_peers(own, peers)), self.run_dir if self._end_logged else None)
+        verdict = judge(with_peers(own, peers))
+        self._last_words = [end_line(verdict, self.run_dir if self._end_logged else None), *shown]
 
     def _close_log(self) -> None:
         self.event_log.write_errors()

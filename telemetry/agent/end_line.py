@@ -1,21 +1,22 @@
-"""The agent's last line on stderr: rank 0's verdict on the run when it ends."""
+"""The agent's last words on stderr: rank 0's verdict on the run when it ends, and where its steps spent their time."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from telemetry.diagnosis.verdict import RankWaits, RunFacts
-from telemetry.model.records import COMPUTE, DATA_WAIT, StallRecord
+from telemetry.diagnosis.verdict import RankWaits, RunFacts, whole_ledger
+from telemetry.model.records import BACKWARD, COMPUTE, COPY, DATA_WAIT, FORWARD, OPTIMIZER, StallRecord
+from telemetry.util.words import byte_size, duration, percent, rounded_percent, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from telemetry.diagnosis.verdict import Verdict
-    from telemetry.model.records import RankPace
-    from telemetry.model.totals import Totals
+    from telemetry.model.records import RankPace, Samples
+    from telemetry.model.totals import Tick, Totals
 
 
 def with_peers(facts: RunFacts, peers: Sequence[RankPace]) -> RunFacts:
@@ -64,3 +65,64 @@ def end_line(verdict: Verdict, run_dir: Path | None) -> str:
     """The line, without its line break. ``run_dir``: None if the run has no log."""
     see = "" if run_dir is None else f"; see: telemetry report {shlex.quote(str(run_dir))}"
     return f"telemetry: {verdict.text.removesuffix('.')}{see}"
+
+
+_MIN_LOOP_SECONDS: Final = 1.0
+"""A table of a shorter training loop would be about its first steps alone."""
+
+_ROWS: Final = {FORWARD: "forward", BACKWARD: "backward", OPTIMIZER: "optimizer", COPY: "copies"}
+
+
+def end_table(tick: Tick, samples: Samples, *, waits_seen: bool) -> list[str]:
+    """Where the time of the mean step went, and what it used; at most 11 lines. Empty for a loop of a moment.
+
+    The wait for the first batch is left out. What was not measured is absent, or a dash.
+
+    Args:
+        tick: the newest.
+        samples: the newest.
+        waits_seen: whether waits for batches are known.
+    """
+    totals = tick.totals
+    loop, steps = totals.loop_seconds, totals.steps
+    if not steps or loop < _MIN_LOOP_SECONDS:
+        return []
+    split = totals.compute_parts or {}
+    parts = {name: split[part] for part, name in _ROWS.items() if split.get(part)}
+    seconds: dict[str, float | None] = {"wait": totals.wait_seconds if waits_seen else None, **parts}
+    seconds["rest" if parts else "compute"] = max(0.0, totals.compute_seconds - sum(parts.values()))
+    rows = [
+        [name, "-", "-"] if spent is None else [name, duration(spent / steps), rounded_percent(spent / loop)]
+        for name, spent in seconds.items()
+    ]
+    heading = "a step of the host" if tick.conditions.on_gpu else "a step"
+    lines = table([heading, "mean", "share"], rows, names_first=True)
+    used = {"CPU": _cpu(tick), "memory": _memory(samples), "GPU": _gpu(totals, samples)}
+    width = max(map(len, (heading, *seconds)))
+    lines += [f"{name.ljust(width)}  {text}" for name, text in used.items() if text]
+    return [f"  {line}" for line in (whole_ledger(steps, totals.ledger_seconds), *lines)]
+
+
+def _cpu(tick: Tick) -> str:
+    cpu = tick.totals.sampled.cpu
+    if cpu.used_cores.mean is None:
+        return ""
+    others = cpu.other_cores.mean
+    more = "" if others is None else f"; other programs {others:.1f}"
+    return f"{cpu.used_cores.mean:.1f} of {tick.conditions.cores:g} cores{more}"
+
+
+def _memory(samples: Samples) -> str:
+    if samples.process is None:
+        return ""
+    workers = None if samples.memory is None else samples.memory.workers_bytes
+    return byte_size(samples.process.resident_memory_bytes) + (f"; workers {byte_size(workers)}" if workers else "")
+
+
+def _gpu(totals: Totals, samples: Samples) -> str:
+    gpu, busy = samples.gpu, totals.sampled.gpu.utilization_ratio.mean
+    if gpu is None:
+        return ""
+    used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
+    memory = "" if used is None or total is None else f"{byte_size(used)} of {byte_size(total)}"
+    return "; ".join(filter(None, [f"busy {percent(busy, 0)}" if busy is not None else "", memory]))

@@ -340,7 +340,7 @@ def judge(facts: RunFacts) -> Verdict:
         kind = VerdictKind.FAILED if facts.broke_off and kind == VerdictKind.HEALTHY else kind
         texts = [end, _loss_text(loss, facts)]
     if facts.ledger_in_full and kind in {VerdictKind.HEALTHY, VerdictKind.FAILED}:
-        texts.append(_whole_ledger(facts.ranks[0].steps, facts.ledger))
+        texts.append(whole_ledger(facts.ranks[0].steps, facts.ledger))
     texts += [_claimed(rank, claims) for rank, claims in facts.claims.items()]
     texts += [_trace(facts.trace), _gpu_hours(facts), _memory_end(facts.memory_ends)]
     return Verdict(kind, " ".join(filter(None, texts)), loss)
@@ -542,7 +542,8 @@ _MIN_RATIO: Final = 0.005
 """The whole ledger and the GPU-hours leave out categories with a smaller share."""
 
 
-def _whole_ledger(steps: int, ledger: Mapping[str, float]) -> str:
+def whole_ledger(steps: int, ledger: Mapping[str, float]) -> str:
+    """Steps and wall clock of a rank, and the shares of the categories, as a sentence."""
     wall = sum(ledger.values())
     shares = {c: seconds / wall for c, seconds in ledger.items()} if wall > 0 else {}
     large = sorted(((share, c) for c, share in shares.items() if share >= _MIN_RATIO), reverse=True)

@@ -153,20 +153,20 @@ def kind_of(error: BaseException) -> str:
     return " from ".join(kinds) + place
 
 
-def say(text: str) -> bool:
-    """Write one line to stderr immediately or not at all. Never blocks, never raises, leaves nothing in a buffer.
+def say(*lines: str) -> bool:
+    """Write lines to stderr immediately or not at all. Never blocks, never raises, leaves nothing in a buffer.
 
     Python writes its buffer again when it exits. On a full disk that fails, and Python exits with status 120. So the
     line is written directly to the descriptor. A ``sys.stderr`` that is not a file of Python's own, as in a notebook,
-    gets the line as text.
+    gets them as text.
 
     Args:
-        text: one line; characters that cannot be printed are shown as ``?``.
+        lines: without line breaks; characters that cannot be printed are shown as ``?``. More than 4 kB may block.
 
     Returns:
-        Whether it was written.
+        Whether they were written.
     """
-    line = "".join(c if c.isprintable() else "?" for c in text) + "\n"
+    text = "".join("".join(c if c.isprintable() else "?" for c in line) + "\n" for line in lines)
     stream: Any = sys.stderr
     if stream is None:
         return False
@@ -176,8 +176,8 @@ def say(text: str) -> bool:
         number = None
     try:
         if number is not None:
-            return _write(stream, number, line.encode(stream.encoding or "utf-8", "backslashreplace"))
-        stream.write(line)
+            return _write(stream, number, text.encode(stream.encoding or "utf-8", "backslashreplace"))
+        stream.write(text)
         stream.flush()
     except Exception:
         return False

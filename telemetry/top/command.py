@@ -22,7 +22,10 @@ _BEATS_SECONDS: Final = 1.2
 
 
 def top(run_dir: str, *, once: bool) -> int:
-    """Show the run in a folder. Returns the exit status: 1 without anything to show, or without Textual."""
+    """Show the run in a folder. Returns the exit status: 1 without a folder, a run to show, or Textual."""
+    if not Path(run_dir).is_dir():  # a wrong path would be waited for without end
+        complain(f"there is no folder {run_dir}; the run makes it at its start")
+        return 1
     try:
         if once or not _is_terminal():
             return _print(RunFolder(Path(run_dir)))

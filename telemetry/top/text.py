@@ -261,7 +261,7 @@ def _facts(row: RankRow) -> list[str]:
         "now": [row.now_in.replace("_", " ")],
         "steps": [
             f"{'-' if steps is None else steps}, {'-' if pace is None else f'{pace:.2f}'} a second",
-            f"a step takes {takes}" if times else "",
+            f"in the log's newest window a step takes {takes}" if times else "",
         ],
         "wait": [f"{percent(row.wait_ratio)} of the training loop was exposed wait"],
         "throughput": [f"{plain_number(rate, 4)} {name} a second" for name, rate in rates if rate is not None],

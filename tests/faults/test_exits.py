@@ -152,6 +152,40 @@ def test_the_last_line_of_a_process_with_torch_and_workers(tmp_path):
     assert traceback[0] == "Traceback (most recent call last):"
 
 
+SHADOWS = """\
+import atexit, sys
+atexit.register(lambda: print({'bokeh', 'jinja2', 'numpy'} & {*sys.modules}))
+with open("telemetry.py", "w") as file:
+    file.write("raise ImportError('of the script')")
+"""
+PAGES = {"exit-3": 3, "terminate-handled": 143, "error-in-an-import": 1, "forked-child": 0}
+
+
+@pytest.mark.parametrize("ending", PAGES)
+def test_the_page_is_written_once_by_another_process_and_the_status_stays(ending, tmp_path):
+    """Modules of the same names in the working folder are not taken."""
+    pytest.importorskip("bokeh")
+    write(tmp_path, "bokeh.py", "raise ImportError('of the script')\n")
+    script = write(tmp_path, "sub/script.py", ENDINGS[ending])
+    script.write_text(SHADOWS + script.read_text())
+    done = python(*RUN, "--html", "a page.html", script, cwd=tmp_path, env=quiet())
+    assert (done.returncode, done.stdout.count("set()\n")) == (PAGES[ending], 2 if ending == "forked-child" else 1)
+    assert done.stderr.endswith(f"telemetry: the page of the run is {tmp_path}/a page.html\n")
+    assert done.stderr.count("the page of the run is") == 1
+    assert (tmp_path / "a page.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
+    script = write(tmp_path, "script.py", "print('out')")
+    done = python(*RUN, "--html", "missing/page.html", script, cwd=tmp_path, env=quiet())
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "out\n", 1)
+    assert done.stderr.startswith(f"telemetry: the page cannot be written to {tmp_path}/missing/page.html: ")
+    missing = python("-c", "import sys; sys.modules['bokeh'] = None; from telemetry.cli import main; "
+                     "sys.exit(main(['run', '--html', 'x', 'script.py']))", cwd=tmp_path, env=quiet())  # fmt: skip
+    told = "telemetry: --html needs bokeh: pip install 'torch-telemetry[html]'\n"
+    assert (missing.returncode, missing.stdout, missing.stderr) == (2, "", told)
+
+
 @pytest.mark.parametrize("place", ["./script.py", "sub/../script.py", "{}/script.py", "link.py", "sub/../link.py"])
 def test_the_paths_in_a_traceback_are_python_s(place, tmp_path):
     (tmp_path / "sub").mkdir()
