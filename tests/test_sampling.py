@@ -55,7 +55,6 @@ class Host:
         self.seen = 0
         patch.setattr(sampling, "now_ns", lambda: self.now)
         patch.setattr(sampling, "cpu_ns", lambda _thread: self.cpu())
-        patch.setattr(sampling, "read_schedule", lambda _pid, _thread: None)
         patch.setattr(sampling, "thread_waits", lambda: self.waits)
         patch.setattr(sampling, "thread_time_ns", lambda: self.cost)
         patch.setattr(sampling, "is_running", lambda _thread: self.moments[self.seen][0] == QUEUES)

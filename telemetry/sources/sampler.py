@@ -258,13 +258,13 @@ class Sampler:
         tracker, stack = self._tracker, sample.stack
         ranks = self.wanted.ranks
         self.seen.samples += ranks
-        # In a collective, in DDP, or in a backward pass that reduces, ranks wait for one another. A backward pass that
-        # is on a core, or wants one, computes; with a GPU, the host's wait for it may use a core, too.
-        on_host = tracker.device is None and tracker.accelerator is None
-        computes = in_backward(stack) and on_host and not sample.blocked
-        if ranks and collective_in(stack) is not None and not computes:
-            self.seen.in_sync += 1
-            return
+        if ranks and collective_in(stack) is not None:
+            # In a collective, in DDP, or in a backward pass that reduces, ranks wait for one another. A backward pass
+            # that is on a core, or wants one, computes; with a GPU, the host's wait for it may use a core, too.
+            on_host = tracker.device is None and tracker.accelerator is None
+            if not (in_backward(stack) and on_host and not sample.blocked):
+                self.seen.in_sync += 1
+                return
         own = users_spot(stack)
         if own is not None:
             self._places[line_of(own)] += 1

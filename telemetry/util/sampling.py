@@ -12,7 +12,7 @@ it after the sample.
 
 Whether the thread computes is seen from its CPU clock while the sampling thread holds the GIL: its state in /proc does
 not tell, because reading that gives the GIL up, which wakes a thread that waits for it. If the sampling thread had to
-wait for the GIL, the thread held it if meanwhile it was on a core, or wanted one.
+wait for the GIL, the thread held it if meanwhile it was on a core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.safety.gil import switch_interval, thread_waits
-from telemetry.safety.processes import is_running, read_schedule
+from telemetry.safety.processes import is_running
 from telemetry.util.clock import NS, clock_gettime_ns, now_ns, thread_clock, thread_time_ns
 from telemetry.util.profiles import StackTime
 from telemetry.util.stacks import Stack, stack_of
@@ -87,7 +87,7 @@ class SampleClock:
         self._mean_ns = 0
         self._due_ns = 0
         self._waited = False
-        self._wanted_ns = 0  # see `_wanted_ns`, before the last sleep
+        self._ran_ns = 0  # CPU time of the sampled thread before the last sleep
         self._spent_ns = 0  # CPU time of this thread when the newest sample began to cost
         self._cost_ns = 200_000.0  # of a sample: an estimate until it is measured
 
@@ -108,7 +108,10 @@ class SampleClock:
         """
         self._due_ns = max(self._due_ns, now_ns())  # it may have passed during other work
         left = min(seconds, (self._due_ns - _LEAD_NS - now_ns()) / NS)
-        self._waited = left > 0 and self._slept(native, left)
+        self._waited = left > 0  # if the sample is due when this thread wakes, it has waited for longer than the lead
+        if left > 0:
+            self._ran_ns = cpu_ns(native)
+            self._sleep(left)
         return now_ns() >= self._due_ns - _LEAD_NS
 
     def wait_until_due(self, native: int) -> None:
@@ -117,7 +120,9 @@ class SampleClock:
         switch_interval.shorten()
         left = (self._due_ns - now_ns()) / NS
         if left > 0:
-            self._waited = self._slept(native, left)
+            waits, self._ran_ns = thread_waits(), cpu_ns(native)
+            self._sleep(left)
+            self._waited = thread_waits() - waits > 1  # one was the sleep
 
     def take(self, ident: int, native: int, until: dict[str, Any] | None = None) -> Sample:
         """Take the sample that is due now.
@@ -133,18 +138,12 @@ class SampleClock:
             ran = cpu_ns(native)
             stack = stack_of(ident, until)
             computes = cpu_ns(native) - ran >= _RUNS_NS
-            held = waited and _wanted_ns(native) - self._wanted_ns >= delay / 2  # others may have held the GIL
+            held = waited and ran - self._ran_ns >= delay / 2  # others may have held the GIL
             blocked = not (held or computes or is_running(native))
         finally:
             switch_interval.restore()
         self._cost_ns += _SMOOTHING * (thread_time_ns() - self._spent_ns - self._cost_ns)
         return Sample(stack, blocked, waited, held, self._mean_ns + delay, self._due_ns, now)
-
-    def _slept(self, native: int, seconds: float) -> bool:
-        """Sleep. Returns whether this thread had to wait for the GIL afterwards."""
-        waits, self._wanted_ns = thread_waits(), _wanted_ns(native)
-        self._sleep(seconds)
-        return thread_waits() - waits > 1  # one was the sleep
 
 
 def runs_beside(native: int) -> bool:
@@ -161,9 +160,3 @@ def cpu_ns(native: int) -> int:
         return clock_gettime_ns(thread_clock(native))
     except OSError:
         return 0
-
-
-def _wanted_ns(native: int) -> int:
-    """Time in which a thread was on a core or, if the kernel tells, wanted one."""
-    schedule = read_schedule("self", native)
-    return cpu_ns(native) + (0 if schedule is None else schedule.runnable_ns)

@@ -95,6 +95,7 @@ def _of_all_threads() -> Iterator[dict[int, Any]]:
     return filter(None, chain.from_iterable(map(list, [map(methodcaller("__call__"), calls)])))
 
 
+@lru_cache(maxsize=2048)
 def is_library(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to telemetry, and not to the user."""
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
