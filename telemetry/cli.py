@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from _typeshed import SupportsWrite
 
+    from telemetry.launch import Program
+
 USAGE_ERROR: Final = 2
 _JSON: Final[dict[str, Any]] = {
     "action": "store_true", "dest": "as_json", "help": "print one JSON object instead of text"
@@ -28,8 +30,8 @@ _JSON: Final[dict[str, Any]] = {
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status. A script under ``run`` may also end with ``sys.exit``."""
+def main(arguments: Sequence[str]) -> int | Program:
+    """Do one command. Returns its exit status, or for ``run`` the program, whose code the caller runs."""
     if arguments and arguments[0].endswith(".py"):
         return _usage_error(f"{arguments[0]} is no command; did you mean: telemetry run {shlex.join(arguments)}")
     parser = _parser()
@@ -41,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         return _usage_error(_no_option(unknown[0]))
     given = vars(options)
     module, _, function = given.pop("command").rpartition(".")
-    status: int = getattr(importlib.import_module(module), function)(**given)
-    return status
+    outcome: int | Program = getattr(importlib.import_module(module), function)(**given)
+    return outcome
 
 
 def _no_option(given: str) -> str:
@@ -227,8 +229,8 @@ def _rank(text: str) -> int | None:
     return None if text == "all" else int(text)
 
 
-def run(target: str, arguments: list[str], *, module: bool, html: str | None, **settings: str) -> int:
-    """``telemetry run``. Returns the exit status of a script that ends by itself; others leave with ``SystemExit``."""
+def run(target: str, arguments: list[str], *, module: bool, html: str | None, **settings: str) -> int | Program:
+    """``telemetry run``: start the agent. Returns the program; or an exit status if there is nothing to run."""
     if html is not None and importlib.util.find_spec("bokeh") is None:
         return _usage_error("--html needs bokeh: pip install 'torch-telemetry[html]'")
     try:
@@ -248,12 +250,7 @@ def run(target: str, arguments: list[str], *, module: bool, html: str | None, **
     if TRIAL_VARIABLE in os.environ and agent.trial is None:
         complain("this trial cannot be set up, so the script was not started")
         return 1
-    try:
-        launch.run(program, arguments)
-    except SystemExit as leaving:
-        api.leaving(leaving.code)
-        raise
-    return 0
+    return program
 
 
 def _usage_error(message: str) -> int:

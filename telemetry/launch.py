@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from telemetry import api
 from telemetry.safety import imports
 from telemetry.safety.errors import say
 
@@ -45,13 +46,40 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled program."""
+    """A compiled program. A ``with`` block in which its code is run gives the names of its fresh ``__main__``.
+
+    The caller runs the code itself: whatever walks the stack, as autograd's anomaly mode does in each operator, pays
+    for each frame below the script.
+    """
 
     code: CodeType
     argv0: str
     file: str
     loader: Any
     spec: ModuleSpec | None
+
+    def __enter__(self) -> dict[str, Any]:
+        main = ModuleType("__main__")
+        vars(main).update(
+            __file__=self.file,
+            __builtins__=builtins,
+            __spec__=self.spec,
+            __loader__=self.loader,
+            __package__=self.spec.parent if self.spec else None,
+            __cached__=self.spec.cached if self.spec else None,
+        )
+        sys.modules["__main__"] = main
+        if "__mp_main__" in sys.modules:  # multiprocessing's second name for it: spawned workers send objects under it
+            sys.modules["__mp_main__"] = main
+        return vars(main)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, SystemExit):
+            api.leaving(error.code)
+        elif trace is not None:
+            _hide_frames_of(trace.tb_frame.f_code.co_filename)
 
 
 def folder(target: str, *, module: bool) -> str:
@@ -79,30 +107,6 @@ def find(target: str, *, module: bool) -> Program:
         sys.path[:own] = filter(None, [folder(target, module=module)])
     imports.step_aside("telemetry")
     return _find_module(target) if module else _compiled(target)
-
-
-def run(program: Program, arguments: list[str]) -> None:
-    """Run a program in a fresh ``__main__``. Exceptions of the program are passed on."""
-    main = ModuleType("__main__")
-    vars(main).update(
-        __file__=program.file,
-        __builtins__=builtins,
-        __spec__=program.spec,
-        __loader__=program.loader,
-        __package__=program.spec.parent if program.spec else None,
-        __cached__=program.spec.cached if program.spec else None,
-    )
-    sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:  # multiprocessing's second name for it, under which spawned workers send objects
-        sys.modules["__mp_main__"] = main
-    sys.argv = [program.argv0, *arguments]
-    try:
-        exec(program.code, vars(main))  # noqa: S102 - this is what the command is for
-    except SystemExit:
-        raise
-    except BaseException:
-        _hide_our_frames()
-        raise
 
 
 def _compiled(target: str) -> Program:
@@ -149,13 +153,13 @@ def _working_folder() -> str | None:
         return None
 
 
-def _hide_our_frames() -> None:
-    """Remove telemetry's frames from the traceback that Python prints. Called while an exception propagates."""
+def _hide_frames_of(caller: str) -> None:
+    """Remove our frames from the traceback that Python prints. ``caller``: the file whose code runs the program."""
     hook = sys.excepthook
 
     def without_ours(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         inner = trace
-        while inner is not None and inner.tb_frame.f_code.co_filename != __file__:
+        while inner is not None and inner.tb_frame.f_code.co_filename != caller:
             inner = inner.tb_next
         shown = inner.tb_next if inner is not None and inner.tb_next is not None else trace
         hook(kind, error.with_traceback(shown), shown)

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from telemetry.agent.stuck_monitor import Moment, StuckDetector, limit_seconds, paused, phase_seconds, stuck_cause
+from telemetry.agent.stuck_monitor import (
+    Moment,
+    StuckDetector,
+    limit_seconds,
+    never_ends,
+    paused,
+    phase_seconds,
+    stuck_cause,
+)
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.hangs import ENDED, GONE, LEFT, STOPPED, HangState, decide
 from telemetry.log.lines import Suspect, WaitingRanges
@@ -33,6 +41,11 @@ def still(place: str = "write", progress: int = 1) -> Moment:
 def behind(phase_seconds: float, **more) -> Moment:
     """A second in which another rank is in a checkpoint, without progress for so long."""
     return moment(peer_phase_seconds=phase_seconds, **more)
+
+
+def dead(stood: float, **more) -> Moment:
+    """A second in which all ranks stand in collectives, but not in the same one: this rank for so long."""
+    return behind(0.0, phase_at="forward", deadlock_seconds=stood, **more)
 
 
 class Steps:
@@ -77,6 +90,9 @@ OPENS = {
     "one place of a checkpoint, 5 s set": (5.0, [still()], 30),
     "a checkpoint that moved until lately": (None, [still(str(n)) for n in range(500)] + [still()], 530),
     "a checkpoint of another rank, and then a step": (None, [behind(0.0)] * 400 + [moment()], 429),
+    "an evaluation in a collective in which the others are not": (None, [dead(second) for second in range(99)], 30),
+    "the same, and the others are behind the loop": (None, [dead(second, over=True) for second in range(99)], 30),
+    "the same, with another node": (None, [dead(second, waits_for_far_ranks=True) for second in range(99)], 45),
     "one of another rank, which no longer goes on": (None, [behind(0.0)] * 300 + [behind(510.0)], 300),
 }
 
@@ -137,6 +153,26 @@ def test_a_hang_in_a_checkpoint_of_another_rank_is_noticed_before_nccl_ends_it(s
     opened = ticks(watch, moments, StepTimes(p99, p99)).index("opened")
     assert opened == (510 if first_steps else seconds)
     assert phase_seconds(setting) + 45 < NCCL_SECONDS - 40, "news of another node are as old"
+
+
+BARRIER, BROADCAST = Collective("barrier", 7, "0"), Collective("broadcast", 7, "0")
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "ends"),
+    [
+        (BARRIER, [BROADCAST], False),
+        (BARRIER, [BARRIER, BARRIER, replace(BARRIER, sequence=8)], False),
+        (Collective("barrier 1a"), [Collective("barrier 2b")], False),  # nothing counts them: two places
+        (BARRIER, [BARRIER, BARRIER], True),
+        (BARRIER, [BROADCAST, None], True),  # one does something else, such as a checkpoint
+        (None, [BROADCAST, BARRIER], True),
+        (BARRIER, [replace(BROADCAST, group="1")], True),
+        (BARRIER, [], True),
+    ],
+)
+def test_ranks_in_different_collectives_of_one_group_never_end(own, others, ends):
+    assert never_ends(own, others) != ends
 
 
 @pytest.mark.parametrize(
@@ -357,6 +393,10 @@ ALL_WAIT = {
     "unknown process groups": (split(groups=False), "mismatch", [0, 1], ""),
     "an unknown group among known ones": (
         [waits(0, "broadcast", 71, group=""), *(waits(rank, group="0") for rank in (1, 2, 3))], "mismatch", [0], ""
+    ),
+    "one evaluates, and the others are behind the loop": (
+        job(waits(0, "broadcast", doing="evaluation"), *(waits(r, "barrier", doing=LEFT) for r in (1, 2, 3))), "mismatch",
+        [0], f"{DIFFERENT}, and rank 0 on n1 is the odd one at train.py:40; rank 0 is in an evaluation at train.py:40: ",
     ),
     "different process groups": (split(), "unknown", [], GROUPS),
     "different process groups by number": (split("", ""), "unknown", [], GROUPS),

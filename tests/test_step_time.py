@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -44,6 +45,9 @@ JSON = Spot(f"{STANDARD_LIBRARY}json/encoder.py", 200, "encode", "json.encoder")
 TENSOR_TEXT = Spot(f"{SITE}torch/_tensor_str.py", 700, "_str", "torch._tensor_str")
 QUEUE = Spot(f"{STANDARD_LIBRARY}queue.py", [*queue.Queue.get.__code__.co_lines()][-1][2], "get", "queue")
 LOCK = Spot(f"{STANDARD_LIBRARY}threading.py", 327, "wait", "threading")
+
+PROCESS = Spot(f"{STANDARD_LIBRARY}subprocess.py", 548, "run", "subprocess")
+SOCKET = Spot(f"{STANDARD_LIBRARY}socket.py", 706, "readinto", "socket")
 
 COMPUTE = evidence_over([a_slice(steps=100, wait=0.5, compute=9.5, seconds=10.0)])
 
@@ -137,6 +141,10 @@ def test_a_method_is_named_with_its_class():
         ((TENSOR_TEXT, LOOP), 0.0, 1.0, True),
         ((Spot(f"{SITE}torch/_tensor.py", 1165, "__iter__", "torch._tensor"), HELPER, LOOP), 0.0, 1.0, True),
         ((LOCK, QUEUE, LOOP), 0.0, 0.0, False),  # it may wait for batches
+        ((PROCESS, HELPER, LOOP), 0.0, 0.0, True),
+        ((SOCKET, LOOP), 0.0, 0.0, True),
+        ((SOCKET, JSON, LOOP), 0.0, 0.0, True),  # such as a handler of a logger
+        ((Spot("<os>", 0, "waitpid", "os"), LOOP), 0.0, 0.0, True),
         ((BERT, CALL, BERT, LOOP), 0.9, 1.0, False),
         ((Spot("/tmp/torchinductor_me/ab/cabc.py", 9, "call", "torch._inductor.cabc"), LOOP), 0.9, 1.0, False),
         ((BACKWARD, Spot(f"{SITE}accelerate/accelerator.py", 9, "backward", "accelerate"), LOOP), 0.9, 1.0, False),
@@ -379,6 +387,20 @@ def loop_in_python():
 LOOP_LINE = loop_in_python.__code__.co_firstlineno + 1
 
 
+def program():
+    subprocess.run(["sleep", "0.02"], check=True)
+
+
+PROGRAM_LINE = program.__code__.co_firstlineno + 1
+
+
+def shell():
+    os.system("sleep 0.02")  # noqa: S605, S607
+
+
+SHELL_LINE = shell.__code__.co_firstlineno + 1
+
+
 def collect():
     gc.collect()
 
@@ -423,10 +445,12 @@ def found(tmp_path, monkeypatch, small_heap):
     ("work", "kind", "line", "callbacks"),
     [
         (loop_in_python, "host_work", LOOP_LINE, []),
+        (program, "host_work", PROGRAM_LINE, []),
+        (shell, "host_work", SHELL_LINE, []),
         (collect, "own_gc_collect", COLLECT_LINE, []),
         (collect, "own_gc_collect", COLLECT_LINE, [follow]),
     ],
-    ids=["loop", "gc", "gc that others follow"],
+    ids=["loop", "program", "shell", "gc", "gc that others follow"],
 )
 def test_a_run_without_a_stall_says_what_its_steps_do(found, work, kind, line, callbacks):
     gc.callbacks.extend(callbacks)

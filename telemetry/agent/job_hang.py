@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from telemetry.diagnosis.hangs import ALIVE, ENDED, GONE, LEFT, SILENT, STOPPED, HangState, decide
-from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER, Collective
-from telemetry.seams.collectives import collective_in, in_backward, recorded_collectives
+from telemetry.model.records import CHECKPOINT, COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.seams.collectives import awaited
 from telemetry.sources.proc import thread_state
 from telemetry.sources.stuck_stacks import place_of, stack_hash
 from telemetry.util.clock import NS, now_ns
@@ -85,17 +85,8 @@ class OwnState:
         monitor, stack = self._stalls.stuck_monitor, stack_of(self._tracker.thread)
         state, doing = thread_state("self", self._tracker.native_thread), self._doing()
         at = monitor.fetch if monitor.fetch is not None and doing == DATA_WAIT else place_of(stack)
-        recorded, called = recorded_collectives(), collective_in(stack)
-        pending = newest = None
-        if recorded is not None:
-            pending, newest, self.recorder_is_off = recorded.pending, recorded.newest, recorded.off
-        waits = called is not None
-        if in_backward(stack):  # it computes, unless a collective is pending or the thread is off the CPU
-            waits = pending if pending is not None else not state.startswith("running")
-        elif pending and doing != DATA_WAIT:
-            waits = True  # a collective on the GPU: the thread itself may be anywhere
-        if waits and called and (newest is None or not newest.name):
-            newest = structs.replace(newest or Collective(""), name=called)
+        found = awaited(stack, state, fetching=doing == DATA_WAIT)
+        self.recorder_is_off = found.recorder_is_off
         return HangState(
             rank=self.identity.rank,
             node=self.identity.node,
@@ -103,13 +94,13 @@ class OwnState:
             process=ALIVE,
             stuck=self._stalls.stuck is not None,
             seconds=round(monitor.seconds, 1),
-            waits=waits,
+            waits=found.waits,
             where=at.where,
             call=at.call,
             state=at.state or state,
             stack=stack_hash(stack),
             steps=self.steps,
-            collective=newest if waits else None,
+            collective=found.collective,
         )
 
     def _doing(self) -> str:

@@ -247,6 +247,8 @@ class StallMonitor:
             None if did_not_run else added,
             tick.conditions.source,
             accounting,
+            peers=peers,
+            all_known=len(peers) == self._event_log.identity.world_size - 1,
             waits_for_far_ranks=any(peer.node is not None for peer in peers) and self._waits_for_ranks(),
             peer_phase_seconds=longest,
         )
@@ -366,7 +368,8 @@ class StallMonitor:
             seconds_without_step=(now.wall_seconds - then.wall_seconds) - (now.startup_seconds - then.startup_seconds),
             stuck=self.stuck is not None,
             still_seconds=round(self.stuck_monitor.seconds, 1),
-            waits_for_ranks=self._waits_for_ranks(),
+            awaits=self.stuck_monitor.awaits,
+            waits_for_ranks=self._waits_for_ranks() or self.stuck_monitor.awaits is not None,
             run_wait_seconds=now.ledger_seconds.get(DATA_WAIT, 0.0),
             run_loop_seconds=now.loop_seconds + now.first_wait_seconds,
             run_first_wait_seconds=now.first_wait_seconds,

@@ -15,10 +15,13 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from telemetry.diagnosis.costs import NAMED_BY_SOURCE
 from telemetry.diagnosis.stragglers import absent_rank
-from telemetry.model.records import CHECKPOINT, DATA_WAIT, EVALUATION, Advice, stuck_in_words
-from telemetry.sources.proc import read_io, read_stat
+from telemetry.model.records import CHECKPOINT, DATA_WAIT, EVALUATION, Advice, Collective, stuck_in_words
+from telemetry.seams.collectives import awaited
+from telemetry.sources.proc import read_io, read_stat, thread_state
 from telemetry.sources.stuck_stacks import (
     DEBUGGER,
     EPOCH_END,
@@ -32,12 +35,15 @@ from telemetry.sources.stuck_stacks import (
 from telemetry.util.stacks import stack_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from telemetry.config import Config
     from telemetry.loop.ledger import Accounting, StepStats, StepTimes
     from telemetry.model.records import RankPace
     from telemetry.model.totals import Passed
     from telemetry.seams.tracker import StepTracker
     from telemetry.sources.stuck_stacks import StuckPlace
+    from telemetry.util.stacks import Stack
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
 # `tests/test_hangs.py` has the times after which a rank is stuck, and healthy runs that are not.
@@ -97,6 +103,8 @@ class Moment:
         waits_for_far_ranks: whether it waits for other ranks, and some of them are on other nodes.
         phase_at: a hash of the stack in an evaluation or a checkpoint of this rank; else None.
         peer_phase_seconds: how long another rank has shown no progress in one; None if none is in one.
+        deadlock_seconds: how long this rank has stood in a collective, if all others stand in collectives and not all
+            in the same one; else None.
     """
 
     progress: tuple[int, ...]
@@ -107,6 +115,7 @@ class Moment:
     waits_for_far_ranks: bool = False
     phase_at: str | None = None
     peer_phase_seconds: float | None = None
+    deadlock_seconds: float | None = None
 
 
 class StuckDetector:
@@ -137,12 +146,12 @@ class StuckDetector:
         Returns:
             ``opened`` when the rank becomes stuck, ``held`` while it is, ``closed`` when it goes on; else None.
         """
-        if moment.progress != self._progress or moment.over:
+        if moment.progress != self._progress or (moment.over and moment.deadlock_seconds is None):
             was, self.stuck, self._progress = self.stuck, False, moment.progress
             self.seconds = self._excused = self._phase_at_seconds = 0.0
             return "closed" if was else None
         passed = min(moment.seconds, self._most)
-        self.seconds += passed
+        self.seconds = max(self.seconds + passed, moment.deadlock_seconds or 0.0)
         if self.stuck:
             return "held"
         self.stuck = self._is_stuck(moment, passed, stats)
@@ -150,6 +159,10 @@ class StuckDetector:
 
     def _is_stuck(self, moment: Moment, passed: float, stats: StepStats) -> bool:
         least, patient = self._setting or MIN_SECONDS, phase_seconds(self._setting)
+        if moment.deadlock_seconds is not None:  # it never ends, whatever the rank does in it
+            return moment.deadlock_seconds >= max(
+                least, far_seconds(self._setting) if moment.waits_for_far_ranks else 0
+            )
         if moment.phase_at is not None:
             # Code that moves does something, also if no hook sees it.
             self._phase_at_seconds = (self._phase_at_seconds + passed) * (moment.phase_at == self._phase_at)
@@ -170,14 +183,28 @@ def limit_seconds(setting: float | None, steps: StepTimes, moment: Moment) -> fl
         limit = max(limit, TIMES_LONGEST * (steps.longest or 0.0))
     if moment.slow:
         limit = max(limit, BEFORE_NCCL_SECONDS)
-    if moment.waits_for_far_ranks:
-        limit = max(limit, min(FAR_SECONDS, phase_seconds(setting)))
-    return limit
+    return max(limit, far_seconds(setting)) if moment.waits_for_far_ranks else limit
+
+
+def far_seconds(setting: float | None) -> float:
+    """How old the news from a rank on another node may be."""
+    return min(FAR_SECONDS, phase_seconds(setting))
 
 
 def phase_seconds(setting: float | None) -> float:
     """Seconds for which an evaluation or a checkpoint may show no progress."""
     return BEFORE_NCCL_SECONDS if setting is None else TIMES_IN_PHASE * setting
+
+
+def never_ends(own: Collective | None, others: Sequence[Collective | None]) -> bool:
+    """Whether all ranks stand in collectives, and those of one process group not in the same one.
+
+    A rank of an unknown group may be in any.
+    """
+    if own is None or None in others:
+        return False
+    of_group = [other for other in others if other is not None and len({own.group, other.group} - {""}) < 2]
+    return any((own.name, own.sequence) != (other.name, other.sequence) for other in of_group)
 
 
 def paused(seconds: float, interval: float, process_cpu: float | None, *, intervals: int = 1) -> bool:
@@ -270,10 +297,16 @@ class StuckMonitor:
         stuck: this rank, if it is stuck, or was until the newest tick; else None.
         fetch: where the worker stands whose fetch takes longest, read by `stacks`; None without one.
         left: the rank as it was stuck until a moment ago, when the loop was left, as by Ctrl-C; else None.
+        awaits: the collective in which the training thread has stood for half of the shortest time after which a rank
+            is stuck; else None.
     """
 
     def __init__(self, config: Config, tracker: StepTracker) -> None:
         self._tracker = tracker
+        self._least = config.stuck_seconds or MIN_SECONDS
+        self._stands_at: tuple[object, ...] = ()
+        self._stands_seconds = 0.0  # how long the training thread has been there
+        self.awaits: Collective | None = None
         self._watch = StuckDetector(config.stuck_seconds, config.interval_seconds)
         self.stuck: StuckRank | None = None
         self.fetch: StuckPlace | None = None
@@ -288,6 +321,8 @@ class StuckMonitor:
         source: str | None,
         accounting: Accounting,
         *,
+        peers: Sequence[RankPace] = (),
+        all_known: bool = True,
         waits_for_far_ranks: bool = False,
         peer_phase_seconds: float | None = None,
     ) -> StuckRank | None:
@@ -297,6 +332,8 @@ class StuckMonitor:
             added: what has passed since the last tick; None if the process was stopped, also in a debugger.
             source: where batches come from, see `Conditions`.
             accounting: has the training thread's category and step durations.
+            peers: the paces of the other ranks.
+            all_known: whether these are all.
             waits_for_far_ranks: this rank waits for other ranks, and some of them are on other nodes.
             peer_phase_seconds: see `Moment`.
         """
@@ -306,6 +343,8 @@ class StuckMonitor:
         stack = stack_of(tracker.thread) if stands else ()
         progress: tuple[int, ...] = tracker.progress
         seconds = 0.0 if added is None else added.seconds if in_phase or (early and waiting) else added.loop_seconds
+        self._follow_collective(stack, added, progress, fetching=waiting)
+        deadlocked = all_known and never_ends(self.awaits, [peer.awaits for peer in peers])
         if early and waiting and added is not None:
             progress = (*progress, *self._work_of_fetches(added))
         moment = Moment(
@@ -317,6 +356,7 @@ class StuckMonitor:
             waits_for_far_ranks=waits_for_far_ranks,
             phase_at=stack_hash(stack) if in_phase else None,
             peer_phase_seconds=peer_phase_seconds,
+            deadlock_seconds=self._stands_seconds if deadlocked else None,
         )
         kind = self._watch.update(moment, stats)
         self._waited_seconds = self._watch.seconds or self._waited_seconds
@@ -365,6 +405,22 @@ class StuckMonitor:
         waited, self._left_seconds = self._waited_seconds, 0.0
         self.left = self.stuck = StuckRank("opened", "worker_stuck", DATA_WAIT, waited, "", first_batch=first_batch)
         return self.stuck
+
+    def _follow_collective(
+        self, stack: Stack, added: Passed | None, progress: tuple[int, ...], *, fetching: bool
+    ) -> None:
+        """See whether the training thread stands in a collective, once it has been at one place for some time."""
+        here = (progress, stack_hash(stack)) if stack and added is not None else ()
+        self._stands_seconds = self._stands_seconds + added.seconds if added and here == self._stands_at else 0.0
+        before, self.awaits, self._stands_at = self.awaits, None, here
+        if here and self._stands_seconds >= self._least / 2:
+            state = thread_state("self", self._tracker.native_thread)
+            found = awaited(stack, state, fetching=fetching)
+            if found.waits:
+                own = found.collective or Collective("")
+                self.awaits = own if own.sequence is not None else structs.replace(own, name=f"{own.name} {here[1]}")
+            if before is not None and before != self.awaits:  # a loop of collectives
+                self._stands_seconds, self.awaits = 0.0, None
 
     def _work_of_fetches(self, added: Passed) -> tuple[int, int]:
         """What fetches have done so far: tenths of a second of CPU time, and bytes read from storage.

@@ -153,7 +153,7 @@ class HangVerdict:
         if self.silent:
             clauses.append(f"nothing is known of {named(self.silent)}")
         if self.kind == MISMATCH:
-            clauses.append(f"these are different collectives{_odd_words(self)}")
+            clauses += [f"these are different collectives{_odd_words(self)}", *_apart_words(self)]
         elif self.kind == UNKNOWN_HANG and groups and not self.silent:
             several = "these are different process groups, and " if len(groups) > 1 else ""
             clauses.append(f"{several}no rank is elsewhere: look at the network between them")
@@ -243,8 +243,8 @@ def _suspects(states: Sequence[HangState], waiting: Sequence[_Group], *, silent:
     if left and waiting:
         return RANK_LEFT, left
     out = [state for state in states if state.waits and state.doing == LEFT]
-    if out and len(waiting) > 1 and any(state.waits and state.doing != LEFT for state in states):
-        return RANK_LEFT, out  # its loop is over, and it waits for them elsewhere
+    if out and len(waiting) > 1 and any(state.waits and state.doing in {COMPUTE, DATA_WAIT} for state in states):
+        return RANK_LEFT, out  # its loop is over, theirs is not, and it waits for them elsewhere
     odd = [] if silent else [state for groups in _clashes(waiting) for state in _odd_ones(groups)]
     return (MISMATCH, sorted(odd, key=lambda state: state.rank)) if odd else (UNKNOWN_HANG, [])
 
@@ -359,3 +359,14 @@ def _odd_words(verdict: HangVerdict) -> str:
     on, at = f" on {min(nodes)}" if len(nodes) == 1 else "", f" at {places[0]}" if places else ""
     are = "is the odd one" if len(ranks) == 1 else "are the odd ones"
     return f", and {named(ranks)}{on} {are}{at}"
+
+
+def _apart_words(verdict: HangVerdict) -> list[str]:
+    """What to change if suspects are in an evaluation, in which the other ranks may not be."""
+    apart = [suspect for suspect in verdict.suspects if suspect.doing == EVALUATION]
+    if not apart:
+        return []
+    who, be = named([each.rank for each in apart]), "is" if len(apart) == 1 else "are"
+    where = f" at {apart[0].place}" if apart[0].place else ""
+    fix = "where ranks evaluate alone, they may call no collective; the forward pass of DDP does: use model.module"
+    return [f"{who} {be} in an evaluation{where}: {fix}"]

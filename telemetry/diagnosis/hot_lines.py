@@ -210,10 +210,8 @@ def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
 _OPERATORS: Final = re.compile(r"torch\b")
 _TORCH_ON_HOST: Final = re.compile(r"torch\.(utils\.tensorboard|_tensor_str|serialization)\b")
 _TENSOR_ON_HOST: Final = frozenset({"__iter__", "__contains__", "__array__", "__format__", "__repr__"})
-_WAITS: Final = re.compile(
-    rf"{re.escape(STANDARD_LIBRARY)}(threading|queue|selectors|socket|ssl|subprocess|multiprocessing|concurrent|asyncio)\b"
-)
-"""Code that waits for others. It may be waiting for batches that are not seen, or for other ranks."""
+_WAITS: Final = re.compile(rf"{re.escape(STANDARD_LIBRARY)}(threading|queue|multiprocessing|concurrent)\b")
+"""Code that waits for a thread or a process of the script's own, which may make the batches."""
 
 _WAITS_FOR_THREAD: Final = re.compile(rf"{re.escape(STANDARD_LIBRARY)}(threading|queue|concurrent)\b")
 

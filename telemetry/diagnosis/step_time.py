@@ -146,7 +146,8 @@ def _largest_work(on_host: Sequence[LineShare], lines: Sequence[LineShare]) -> t
         if sum(line.share for line in part) >= _NEARLY_ALL * whole:
             parts.setdefault(function, part)
     name, worst = max(parts.items(), key=lambda item: (sum(line.share for line in item[1]), -len(item[1])))
-    return worst, worst[0].named if len(worst) == 1 else f"{name} at {_and([line.place for line in worst][:3])}"
+    places = [*dict.fromkeys(line.place for line in worst)]
+    return worst, worst[0].named if len(worst) == 1 else f"{name} at {_and(places[:3])}"
 
 
 def _and(parts: list[str]) -> str:

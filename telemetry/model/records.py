@@ -517,6 +517,25 @@ class Epochs(msgspec.Struct, frozen=True):
     seconds: float
 
 
+# -- the newest collective of a rank, as its flight recorder has it ---------------------------------------------------
+
+
+class Collective(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The newest collective of a rank.
+
+    Attributes:
+        name: its name, such as ``all_reduce``; empty if only its number is known.
+        sequence: its number in its process group; None if nothing counts them.
+        group: name of the process group; empty if unknown.
+        shapes: shapes and types of its tensors, as text; empty if unknown.
+    """
+
+    name: str
+    sequence: int | None = None
+    group: str = ""
+    shapes: str = ""
+
+
 # -- the pace of a rank as its peers see it, and the loader of its batches ---------------------------------------------
 
 DEBUGGED: Final = "debugger"
@@ -581,7 +600,8 @@ class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):
 
     Attributes:
         stuck: whether it has ended no step for ``stuck_seconds``. ``still_seconds``: time since the hooks last saw
-            progress of its training thread, of any kind.
+            progress of its training thread, of any kind. ``awaits``: the collective in which it has stood since; None
+            if it stands elsewhere, or has not stood there for long.
         run_wait_seconds, run_loop_seconds, run_first_wait_seconds: sums of the run so far, see `RankWaits`.
             ``run_exposed_seconds``: None if it is unknown, or batches were not seen.
         run_cause: the cause of its costliest stall of the run; None without one. ``run_lost_seconds``: its cost.
@@ -589,6 +609,7 @@ class RankPace(WindowPace, frozen=True, omit_defaults=True, gc=False):
 
     stuck: bool = False
     still_seconds: float = 0.0
+    awaits: Collective | None = None
     run_wait_seconds: float = 0.0
     run_loop_seconds: float = 0.0
     run_first_wait_seconds: float = 0.0
@@ -622,25 +643,6 @@ class LoaderTraits(msgspec.Struct, frozen=True):
     one_by_one: bool | None = None
     batch_size: int | None = None
     sample_code: tuple[str, int, str] | None = None
-
-
-# -- the newest collective of a rank, as its flight recorder has it ---------------------------------------------------
-
-
-class Collective(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The newest collective of a rank.
-
-    Attributes:
-        name: its name, such as ``all_reduce``; empty if only its number is known.
-        sequence: its number in its process group; None if nothing counts them.
-        group: name of the process group; empty if unknown.
-        shapes: shapes and types of its tensors, as text; empty if unknown.
-    """
-
-    name: str
-    sequence: int | None = None
-    group: str = ""
-    shapes: str = ""
 
 
 # -- what the log and the reports contain: advice, lines of code, stalls, the trend of a short run ---------------------

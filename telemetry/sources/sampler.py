@@ -17,6 +17,7 @@ from telemetry.safety.processes import read_schedule
 from telemetry.safety.threads import listed_threads, named
 from telemetry.seams.collectives import collective_in, in_backward
 from telemetry.sources.parts import PartReader
+from telemetry.sources.proc import thread_state
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import (
     CHECKPOINT,
@@ -29,7 +30,17 @@ from telemetry.util.profiles import (
     StackTime,
 )
 from telemetry.util.sampling import SampleClock, runs_beside
-from telemetry.util.stacks import fetch_part, in_sampler, is_ours, line_of, python_threads, stack_of, users_spot
+from telemetry.util.stacks import (
+    Spot,
+    fetch_part,
+    in_sampler,
+    is_library,
+    is_ours,
+    line_of,
+    python_threads,
+    stack_of,
+    users_spot,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +86,19 @@ class Wanted:
     ranks: bool = False
     slow_rank: bool = False
 
+
+_SLEEPS: Final = (
+    ("do_wait", Spot("<os>", 0, "waitpid", "os")),
+    ("kernel_clone", Spot("<os>", 0, "posix_spawn", "os")),
+    ("pipe_read", Spot("<os>", 0, "read", "os")),
+    ("recvmsg", Spot("<os>", 0, "recv", "socket")),
+    ("stream_read", Spot("<os>", 0, "recv", "socket")),
+    ("connect", Spot("<os>", 0, "connect", "socket")),
+    ("folio_wait", Spot("<os>", 0, "storage", "")),
+    ("log_wait", Spot("<os>", 0, "storage", "")),
+)
+"""What a line that has called C code waits for, by the kernel function in which its thread sleeps. No operator of torch
+sleeps there."""
 
 # -- the samples -------------------------------------------------------------------------------------------------------
 
@@ -207,17 +231,25 @@ class Sampler:
         if collecting is not None:
             self._add(STEP, collecting, sample.time, self.stall)
             return
+        stack = (*self._sleeps_in(sample), *stack)
         self._add(STEP, stack, sample.time, self.run, self.stall)
         passed = (now_ns() - self._began_ns) / NS
         if self.newest is not None:
-            self.newest.add(sample.stack, sample.time)
+            self.newest.add(stack, sample.time)
         else:
             if len(self.parts) * _PART_SECONDS <= passed < _FIRST_SECONDS or not self.parts:
                 self.parts.append(StackProfile())
-            self.parts[-1].add(sample.stack, sample.time)
+            self.parts[-1].add(stack, sample.time)
         if not sample.waited:
             self.free += 1
             self.idle += sample.blocked
+
+    def _sleeps_in(self, sample: Sample) -> tuple[Spot, ...]:
+        """The call in which a line of the user's own waits, if it has called C code, as ``os.system`` is."""
+        if not sample.blocked or not sample.stack or is_library(sample.stack[0].file):
+            return ()
+        state = thread_state("self", self._tracker.native_thread)
+        return next(((call,) for function, call in _SLEEPS if function in state), ())
 
     def _take_wait(self, sample: Sample, *, at_boundary: bool) -> None:
         seen, stack, wall, cpu = self.seen, sample.stack, sample.wall_ns, sample.cpu_ns

@@ -94,6 +94,10 @@ JOB = """
             with torch.no_grad():
                 for _ in DataLoader(range(4), batch_size=1):
                     os.read(reading, 1)  # the evaluation
+        elif what == "alone":
+            with torch.no_grad():
+                for _ in DataLoader(range(4), batch_size=1):
+                    dist.broadcast(torch.ones(3), 0)  # the collective of one
         elif what == "order":
             dist.broadcast(torch.ones(3), 0)  # the other collective
         elif what == "gil":
@@ -244,6 +248,7 @@ WAYS: dict[str, tuple[str, str, str | None, signal.Signals | None]] = {
     "node": ("signal", "rank_gone", None, signal.SIGKILL),
     "stopped": ("signal", "rank_stopped", None, signal.SIGSTOP),
     "order": ("order", "mismatch", "the other collective", None),
+    "alone": ("alone", "mismatch", "the collective of one", None),
 }
 """What the script does, and the kind, the line and the signal that go with it."""
 

@@ -69,6 +69,7 @@ REPORTED: Final = (
     case("whole_file_in_each_worker", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True),
     case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
+    case("command_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
     case("threads_in_workers", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers.*more"),
 )  # fmt: skip
 """The scripts after public reports."""
@@ -92,6 +93,8 @@ ALIKE: Final = (
     case("index_each_epoch", ("worker_startup", "workers_io_bound"), _FIRST_FETCH, "^persistent_workers", line=True),
     case("weights_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
     case("metric_by_items", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("shell_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("post_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
     case("kept_state", ("step_growth",), _GROWTH, "^num_workers", line=True),
     case("walked_history", ("step_growth",), _GROWTH, "^num_workers", line=True),
     case("validation_loader_made_anew", ("evaluation_loader",), r"persistent_workers|once|keep|workers", line=False),
