@@ -64,6 +64,13 @@ def test_tiles_and_advice_are_about_the_ranks_of_the_verdict(tmp_path):
     assert "Lost in stalls 60 min" in text  # of all processes, also from logs that are gone
 
 
+def test_one_rank_has_no_charts_of_ranks(tmp_path):
+    text = page_of(short_run(tmp_path))
+    assert not {"ranks", "ledger-ranks"} & figures_of(Page(text)).keys()
+    assert "Every rank, over time" not in text
+    assert "Figures of each process" in text
+
+
 def test_hostile_text_stays_text(tmp_path):
     advice = [dict(action=HOSTILE, setting=HOSTILE, value=HOSTILE, predicted_speedup=2.0, because=HOSTILE)]
     evidence = {
@@ -323,7 +330,8 @@ def test_the_heat_map_has_real_values_and_keeps_its_contrast(tmp_path):
         loop = spent - 1.0
         time = iso_time(1767225600.0 + spent)
         paces.append(window(wait=0.001 * loop, compute=0.999 * loop, steps=steps) | dict(time=time))
-    write(tmp_path, 0, line("run_start", **START), *paces)
+    for rank in range(2):
+        write(tmp_path, rank, line("run_start", rank, **START), *(pace | {"rank": rank} for pace in paces))
     page = Page(page_of(tmp_path))
     wait, step = (values for name, values in figures_of(page)["ranks"] if name == "image")
     assert wait[wait == wait] == pytest.approx(0.1, rel=1e-3)  # % of the loop; none of them is 0

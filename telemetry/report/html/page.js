@@ -2,19 +2,12 @@
 (async () => {
   const PAPER = 660; // pixels: the width of A4 and of Letter, within their margins
   const byId = (id) => document.getElementById(id);
-  const painted = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve, 0)));
-  await painted();
 
-  // What is in view is drawn first: the page may be opened at one of its sections. The rest follows at once, so that a
-  // print has all of it.
+  // Nothing here waits for a frame or a timer: all charts are drawn when the page has loaded, which is when a screenshot
+  // or a print of it is made.
   const places = [...document.querySelectorAll(".plot")];
-  const inView = (place) => {
-    const box = place.getBoundingClientRect();
-    return box.bottom > 0 && box.top < innerHeight;
-  };
-  const seen = places.filter(inView), order = [...seen, ...places.filter((place) => !seen.includes(place))];
   const json = JSON.parse(byId("drawings").textContent);
-  const roots = [byId("content"), ...order]; // the first root is not drawn
+  const roots = [byId("content"), ...places]; // the first root is not drawn
   const [views] = await Bokeh.embed.embed_items({json}, [{docid: "json", root_ids: [...roots.keys()], roots}]);
   const drawing = Bokeh.documents[0], [{data: {plots}}] = drawing.roots();
 
@@ -73,18 +66,10 @@
     for (const each of document.querySelectorAll(".plot")) Object.assign(each.style, {width: "", zoom: ""});
   });
 
-  for (const place of order) {
-    const plot = plots[places.indexOf(place)];
+  for (const plot of plots) {
     drawing.add_root(plot);
     plot.on_event("doubletap", () => zoom("all"));
-    if (place === order[0]) {
-      await painted();
-      performance.mark("first-chart", {detail: plot.name});
-    } else {
-      await new Promise((resolve) => setTimeout(resolve, 0));
-    }
   }
-  await painted();
   label();
-  document.documentElement.dataset.drawn = String(order.length);
+  document.documentElement.dataset.drawn = String(plots.length);
 })();

@@ -67,7 +67,7 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
     for chart in drawn:
         chart.plot.name = chart.key
     document = Document()
-    # Not the plots: page.js says which is drawn first.
+    # Not the plots: page.js has to reach all of them, and adds them itself.
     document.add_root(ColumnDataSource({"plots": [chart.plot for chart in drawn]}))
     state, kind = _state_of(found)
     environment = Environment(
@@ -141,11 +141,12 @@ def _sections(found: Report, recorder: RunRecorder, figures: OverTime) -> list[_
     marks, note = charts.marks_of(values, found.processes, recorder.phases)
     steps = [*charts.steps_over_time(axis, figures, marks), *axis.marks("marks", "Events", marks, note)]
     nodes = {process.rank: str(process.head.node) for process in found.processes}
+    several = len({rank.rank for rank in values.ranks}) > 1
     hot = any(stall.details.lines for stall in values.stalls)
     read = _read_snapshots(values)
     sections = [
         _Section("ledger", "Where the time went", charts.ledger_over_time(axis, figures)),
-        _Section("ranks", "Every rank, over time", heat_map(axis, figures, nodes)),
+        _Section("ranks", "Every rank, over time", heat_map(axis, figures, nodes) if several else ()),
         _Section("steps", "Steps and waits", steps, "" if steps else "no step has ended"),
         _Section("stalls", "Stalls", has_tables=bool(values.stalls)),
         _Section("lines", "Hot lines", (), "" if hot else "lines are sampled during a stall, and none was", hot),
@@ -156,7 +157,7 @@ def _sections(found: Report, recorder: RunRecorder, figures: OverTime) -> list[_
         _Section("snapshots", "Snapshots: what a step consists of", charts.breakdown(read),
                  "" if read else "no trace was recorded or read"),
         _Section("attempts", "Attempts and goodput", [charts.goodput(values.job.goodput)]),
-        _Section("by-rank", "Every rank, in sum", [charts.ledger_by_rank(values.ranks)]),
+        _Section("by-rank", "Every rank, in sum", [charts.ledger_by_rank(values.ranks)] if several else (), "", True),
         _Section("agent", "What the agent cost", charts.agent_cost(axis, figures)),
     ]  # fmt: skip
     return [each for each in sections if each.charts or each.absent or each.has_tables]
