@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from telemetry.model.records import FETCH_BUCKETS, Deliveries, FirstFetches, Histogram, WorkersSample
 from telemetry.model.totals import together
 from telemetry.safety.processes import read_schedule
-from telemetry.seams.worker_block import WorkerCounters
+from telemetry.seams.worker_block import RECENT, WorkerCounters
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_stat
 from telemetry.util.clock import NS, now_ns
 
@@ -38,8 +38,9 @@ _SHARES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One worker at one moment. ``busy_ns`` includes the fetch in progress. None: not known."""
+    """One worker at one moment, a monotonic stamp. ``busy_ns`` includes the fetch in progress. None: not known."""
 
+    at_ns: int
     cpu_seconds: float
     busy_ns: int | None
     run_ns: int | None
@@ -59,7 +60,6 @@ class WorkersSource:
         self._trained = False
         self._not_in_turn: dict[tuple[int, ...], set[int]] = {}
         self._before: dict[tuple[int, int], _Seen] = {}  # by pid and start
-        self._before_ns = 0
         self._counted: dict[tuple[int, int, int], WorkerCounters] = {}
         self._histogram = _NONE_YET
         self._deliveries = Deliveries()
@@ -101,7 +101,11 @@ class WorkersSource:
                     fetching = max(0, now - worker.fetching_since_ns) if worker.fetching_since_ns else 0
                     fetched[pid] = (worker.fetches, worker.wall_ns / NS)
                 longest = max(longest, fetching)
-                seen[pid, stat.start_ticks] = _look(pid, stat, worker, fetching)
+                key = pid, stat.start_ticks
+                seen[key] = now_seen = _look(now, pid, stat, worker, fetching)
+                born = None if worker is None or key in self._before else _born(worker, now_seen)
+                if born is not None:
+                    self._before[key] = born
         taken = self._deliveries.matched - before.matched
         slack = self._deliveries.slack_seconds - before.slack_seconds
         sample = WorkersSample(
@@ -122,9 +126,9 @@ class WorkersSource:
             first_fetches=self._first_fetches,
             empty_workers=self._empty_workers,
             same_batches=self._same_batches,
-            **self._shares(seen, now),
+            **self._shares(seen),
         )
-        self._before, self._before_ns = seen, now
+        self._before = seen
         blocks = {id(loader.block) for loader in live}
         self._counted = {key: counters for key, counters in self._counted.items() if key[0] in blocks}
         return sample
@@ -188,12 +192,12 @@ class WorkersSource:
             return None
         return fetches.blocked(loader.epoch, loader.delivered, now)
 
-    def _shares(self, seen: dict[tuple[int, int], _Seen], now: int) -> dict[str, float | None]:
-        """Means over the workers that also existed at the last reading, as shares of the wall clock since then."""
-        wall = now - self._before_ns
+    def _shares(self, seen: dict[tuple[int, int], _Seen]) -> dict[str, float | None]:
+        """Means over the workers, as shares of the wall clock since the last reading, or since their first fetch."""
         both = [(self._before[worker], after) for worker, after in seen.items() if worker in self._before]
+        every = sum(after.at_ns - before.at_ns for before, after in both)
         shares: dict[str, float | None] = dict.fromkeys(_SHARES)
-        if not both or wall <= 0:
+        if every <= 0:
             return shares
 
         def added(name: str) -> int | None:
@@ -201,7 +205,6 @@ class WorkersSource:
             pairs = [(getattr(before, name), getattr(after, name)) for before, after in both]
             return None if any(None in pair for pair in pairs) else sum(max(0, now - then) for then, now in pairs)
 
-        every = len(both) * wall
         process_cpu = NS * sum(after.cpu_seconds - before.cpu_seconds for before, after in both) / every
         shares["cpu_ratio"] = process_cpu
         busy_ns, run_ns, runnable_ns = added("busy_ns"), added("run_ns"), added("runnable_ns")
@@ -210,7 +213,7 @@ class WorkersSource:
         if busy_ns is not None and run_ns is not None and runnable_ns is not None:
             busy, run, runnable = busy_ns / every, min(1.0, run_ns / every), min(1.0, runnable_ns / every)
             # The kernel counts the whole process in ticks of 10 ms, and the thread exactly.
-            elsewhere = process_cpu - run > _TICK_NS / wall
+            elsewhere = process_cpu - run > len(both) * _TICK_NS / every
             cpu = max(run, min(busy - runnable, process_cpu)) if elsewhere else run
             shares["cpu_ratio"] = cpu
             shares["runnable_ratio"] = runnable
@@ -220,13 +223,14 @@ class WorkersSource:
         for name in ("read_bytes", "written_bytes"):
             transferred = added(name)
             if transferred is not None:
-                shares[f"{name}_per_second"] = NS / wall * transferred
+                shares[f"{name}_per_second"] = NS * len(both) / every * transferred
         return shares
 
 
-def _look(pid: int, stat: Stat, worker: WorkerCounters | None, fetching_ns: int) -> _Seen:
+def _look(now: int, pid: int, stat: Stat, worker: WorkerCounters | None, fetching_ns: int) -> _Seen:
     io, schedule = read_io(pid), None if worker is None else read_schedule(pid, worker.tid)
     return _Seen(
+        now,
         # With its threads, and the programs that it has run: their CPU time is not blocked time of the worker.
         cpu_seconds=stat.cpu_seconds + stat.children_cpu_seconds,
         busy_ns=None if worker is None else worker.wall_ns + fetching_ns,
@@ -235,6 +239,16 @@ def _look(pid: int, stat: Stat, worker: WorkerCounters | None, fetching_ns: int)
         read_bytes=None if io is None else io.read_bytes,
         written_bytes=None if io is None else io.written_bytes,
     )
+
+
+def _born(worker: WorkerCounters, now: _Seen) -> _Seen | None:
+    """A worker that is new, at its first fetch: workers of short epochs end before they are read twice.
+
+    None: before its first fetch it may have worked, too, as one that was spawned and imported torch.
+    """
+    if not 0 < worker.ended <= RECENT or now.run_ns is None or now.cpu_seconds * NS > (now.busy_ns or 0):
+        return None
+    return _Seen(worker.recent_started_ns[0], 0.0, 0, 0, 0, 0, 0)
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:
