@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import add, sub
+from time import CLOCK_BOOTTIME
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.model.records import FETCH_BUCKETS, Deliveries, FirstFetches, Histogram, WorkersSample
@@ -17,7 +18,7 @@ from telemetry.model.totals import together
 from telemetry.safety.processes import read_schedule
 from telemetry.seams.worker_block import RECENT, WorkerCounters
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_stat
-from telemetry.util.clock import NS, now_ns
+from telemetry.util.clock import NS, clock_gettime, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 # -- the source --------------------------------------------------------------------------------------------------------
 
 _TICK_NS: Final = 10_000_000
+_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
+_MAX_START: Final = 0.2
+"""Share of its time in fetches that a new worker may have taken to begin. A fork takes 20 ms, an import a second."""
+
 _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
 _SHARES: Final = (
     *("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "pickling_ratio"),
@@ -102,10 +107,10 @@ class WorkersSource:
                     fetched[pid] = (worker.fetches, worker.wall_ns / NS)
                 longest = max(longest, fetching)
                 key = pid, stat.start_ticks
-                seen[key] = now_seen = _look(now, pid, stat, worker, fetching)
-                born = None if worker is None or key in self._before else _born(worker, now_seen)
-                if born is not None:
-                    self._before[key] = born
+                seen[key] = _look(now, pid, stat, worker, fetching)
+                if worker is not None and (key not in self._before or self._before[key].busy_ns is None):
+                    born = _born(worker, stat, now)
+                    self._before |= {} if born is None else {key: born}
         taken = self._deliveries.matched - before.matched
         slack = self._deliveries.slack_seconds - before.slack_seconds
         sample = WorkersSample(
@@ -241,14 +246,17 @@ def _look(now: int, pid: int, stat: Stat, worker: WorkerCounters | None, fetchin
     )
 
 
-def _born(worker: WorkerCounters, now: _Seen) -> _Seen | None:
+def _born(worker: WorkerCounters, stat: Stat, now: int) -> _Seen | None:
     """A worker that is new, at its first fetch: workers of short epochs end before they are read twice.
 
-    None: before its first fetch it may have worked, too, as one that was spawned and imported torch.
+    None if it took long until then: it may have used a core for that, as one that is spawned and imports torch.
     """
-    if not 0 < worker.ended <= RECENT or now.run_ns is None or now.cpu_seconds * NS > (now.busy_ns or 0):
+    if not 0 < worker.ended <= RECENT:
         return None
-    return _Seen(worker.recent_started_ns[0], 0.0, 0, 0, 0, 0, 0)
+    first = worker.recent_started_ns[0]
+    age = NS * (clock_gettime(CLOCK_BOOTTIME) - stat.start_ticks / _TICKS_PER_SECOND)
+    long = age - (now - first) > _MAX_START * (now - first)
+    return None if long else _Seen(first, 0.0, 0, 0, 0, 0, 0)
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:
