@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from operator import add, sub
-from time import CLOCK_BOOTTIME
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from telemetry.model.records import FETCH_BUCKETS, Deliveries, FirstFetches, Histogram, WorkersSample
@@ -18,7 +17,7 @@ from telemetry.model.totals import together
 from telemetry.safety.processes import read_schedule
 from telemetry.seams.worker_block import RECENT, WorkerCounters
 from telemetry.sources.proc import is_worker_of_ours, read_io, read_stat
-from telemetry.util.clock import NS, clock_gettime, now_ns
+from telemetry.util.clock import NS, now_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 # -- the source --------------------------------------------------------------------------------------------------------
 
 _TICK_NS: Final = 10_000_000
-_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
-_MAX_START: Final = 0.2
-"""Share of its time in fetches that a new worker may have taken to begin. A fork takes 20 ms, an import a second."""
-
 _NONE_YET: Final = Histogram(FETCH_BUCKETS, (0,) * (len(FETCH_BUCKETS) + 1), 0.0)
 _SHARES: Final = (
     *("cpu_ratio", "busy_ratio", "runnable_ratio", "blocked_ratio", "pickling_ratio"),
@@ -108,8 +103,10 @@ class WorkersSource:
                 longest = max(longest, fetching)
                 key = pid, stat.start_ticks
                 seen[key] = _look(now, pid, stat, worker, fetching)
-                if worker is not None and (key not in self._before or self._before[key].busy_ns is None):
-                    born = _born(worker, stat, now)
+                known = self._before.get(key)
+                if worker is not None and (known is None or known.busy_ns is None):
+                    # Workers of short epochs end before they are read twice.
+                    born = _born(worker) if loader.block is not None and not loader.block.shared_by_file else None
                     self._before |= {} if born is None else {key: born}
         taken = self._deliveries.matched - before.matched
         slack = self._deliveries.slack_seconds - before.slack_seconds
@@ -246,17 +243,10 @@ def _look(now: int, pid: int, stat: Stat, worker: WorkerCounters | None, fetchin
     )
 
 
-def _born(worker: WorkerCounters, stat: Stat, now: int) -> _Seen | None:
-    """A worker that is new, at its first fetch: workers of short epochs end before they are read twice.
-
-    None if it took long until then: it may have used a core for that, as one that is spawned and imports torch.
-    """
-    if not 0 < worker.ended <= RECENT:
-        return None
-    first = worker.recent_started_ns[0]
-    age = NS * (clock_gettime(CLOCK_BOOTTIME) - stat.start_ticks / _TICKS_PER_SECOND)
-    long = age - (now - first) > _MAX_START * (now - first)
-    return None if long else _Seen(first, 0.0, 0, 0, 0, 0, 0)
+def _born(worker: WorkerCounters) -> _Seen | None:
+    """A forked worker at its first fetch; None if its stamp is not there. Before, it has hardly used a core."""
+    began = 0 < worker.ended <= RECENT
+    return _Seen(worker.recent_started_ns[0], 0.0, 0, 0, 0, 0, 0) if began else None
 
 
 def _allowed_cores(pids: Iterable[int]) -> int | None:
