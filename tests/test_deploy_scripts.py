@@ -108,7 +108,7 @@ def test_single_node_monitoring(tmp_path):
         return done.stdout
 
     try:
-        monitoring("up")
+        assert f"\nprometheus: http://127.0.0.1:{port}\n" in monitoring("up")
         targets = wait_for("the target", lambda: api(port, "targets")["activeTargets"], seconds=20)
         assert [target["labels"]["node"] for target in targets] == ["n"]
         groups = wait_for("the rules", lambda: api(port, "rules")["groups"], seconds=20)

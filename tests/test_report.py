@@ -57,6 +57,18 @@ def test_the_json_is_that_of_the_contract(tmp_path):
     assert summary["stalls"][0]["advice"] == [advice[0] | {"predicted_low": None}]
 
 
+def test_each_rank_has_its_cores_and_memory_beside_its_waits(tmp_path):
+    used = {"cpu_total_seconds": {"used": 15.0, "others": 1.0, "known": 10.0}}
+    host = line("host", process_resident_memory_bytes=500_000_000, workers_bytes=100_000_000)
+    write(tmp_path, 0, line("run_start", **START), window(wait=1, compute=9, steps=10) | used, host)
+    write(tmp_path, 1, line("run_start", 1, **START), window(1, wait=1, compute=9, steps=10))
+    text = text_of(load(tmp_path)).splitlines()
+    at = next(at for at, each in enumerate(text) if each.startswith("rank  node"))
+    assert "  cores  memory  " in text[at]
+    assert "  10.0 %    1.5  600 MB  " in text[at + 1]
+    assert "  10.0 %      -       -  " in text[at + 2]
+
+
 # -- which logs are read -------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ up() {
   ln -sfn "$(cd "$TELEMETRY_TARGETS_DIR" && pwd)" "$folder/targets"
   start prometheus prometheus --config.file="$folder/prometheus.yml" --storage.tsdb.path="$folder/prometheus" \
     --storage.tsdb.retention.time=30d --web.listen-address="127.0.0.1:$prometheus_port"
+  echo "prometheus: http://127.0.0.1:$prometheus_port"
   local alertmanager
   if alertmanager=$(command -v alertmanager || command -v prometheus-alertmanager); then
     start alertmanager "$alertmanager" --config.file="$folder/alertmanager.yml" --storage.path="$folder/alertmanager" \

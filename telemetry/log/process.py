@@ -22,6 +22,7 @@ from telemetry.log.lines import (
     GpuErrorLine,
     GpuLine,
     HangLine,
+    HostLine,
     PhaseLine,
     RunEndLine,
     RunStartLine,
@@ -195,6 +196,7 @@ class ProcessLog:
         last_time: time of the newest line, ISO-8601.
         ended: whether there is a ``run_end``: the process ended by itself. ``end``: that line.
         step, wait: durations of steps and of data waits over the whole run, even if old files were rotated away.
+        host: the newest samples of its machine and its memory.
         beat: its heartbeat; None without one, as after an end by itself.
         saves: newest checkpoints. ``saves_total``, ``save_seconds``: number and time of all that stopped the training,
             without the times in which they were stuck.
@@ -224,6 +226,7 @@ class ProcessLog:
     gpu_errors: list[GpuErrorLine] = field(default_factory=list)
     errors: list[ErrorLine] = field(default_factory=list)
     end: RunEndLine = RunEndLine()
+    host: HostLine = HostLine()
     beat: Heartbeat | None = None
     saves: deque[PhaseLine] = field(default_factory=lambda: deque(maxlen=_MAX_SAVES))
     saves_total: int = 0
@@ -269,6 +272,8 @@ class ProcessLog:
                     self.progress.add(line)
             case RunEndLine():
                 self.ended, self.end = True, line
+            case HostLine():
+                self.host = line
             case GpuLine(name=str(name)):
                 self.environment["gpu"] = name
             case PhaseLine():

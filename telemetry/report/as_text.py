@@ -22,6 +22,7 @@ from telemetry.model.records import (
 from telemetry.report.course import ASSUMED
 from telemetry.safety.files import open_regular
 from telemetry.util.words import (
+    byte_size,
     duration,
     named,
     one_line,
@@ -68,17 +69,17 @@ _TOGETHER_SECONDS: Final = 120.0
 def as_text(found: Report) -> str:
     """The verdict, a table of steps and a ledger by rank, the stalls, the changes, the snapshots, and the notes."""
     values, ranks = found.values, found.values.ranks
-    shown = ranks
+    shown = list(zip(ranks, found.processes, strict=True))
     if len(ranks) > MAX_ROWS:
-        shown = sorted(ranks, key=lambda rank: -(rank.exposed_wait_ratio or 0.0))[:MAX_ROWS]
+        shown = sorted(shown, key=lambda pair: -(pair[0].exposed_wait_ratio or 0.0))[:MAX_ROWS]
     lines = [f"run {values.run}", "", values.verdict, ""]
     if values.advice:
         lines.append("what to do, the largest predicted gain first:")
         lines += [f"  {line.strip()}, {each.about}" for each in values.advice for line in advice_lines([each])]
         lines.append("")
-    lines += [*table(_STEP_COLUMNS, [_step_row(rank) for rank in shown])]
+    lines += [*table(_STEP_COLUMNS, [_step_row(rank, process) for rank, process in shown])]
     headings = ["rank", "wall", *(c.replace("_", " ") for c in CATEGORIES)]
-    lines += ["", *table(headings, [_ledger_row(rank) for rank in shown])]
+    lines += ["", *table(headings, [_ledger_row(rank) for rank, _ in shown])]
     if len(shown) < len(ranks):
         lines += ["", f"the {len(shown)} of {len(ranks)} ranks that waited most; --json has all"]
     for stall in values.stalls:
@@ -113,12 +114,18 @@ def as_text(found: Report) -> str:
 
 _STEP_COLUMNS: Final = [
     "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "exposed",
-    "agent/step", "agent cpu",
+    "cores", "memory", "agent/step", "agent cpu",
 ]  # fmt: skip
 
 
-def _step_row(rank: Rank) -> list[str]:
+def _step_row(rank: Rank, process: ProcessLog) -> list[str]:
+    """Figures of the whole run; the memory is its newest. Cores and memory are those of the process and its workers.
+
+    The agent's cost: time on the training thread for each step, and the share of a core that its own threads took.
+    """
     steps, waits, overhead = rank.step_seconds, rank.data_wait_seconds, rank.overhead_seconds
+    cpu, host = process.totals.cpu_total_seconds or {}, process.host
+    resident = host.process_resident_memory_bytes
     return [
         str(rank.rank),
         str(rank.node),
@@ -126,6 +133,8 @@ def _step_row(rank: Rank) -> list[str]:
         str(rank.steps),
         *map(duration, (steps.p50, steps.p95, steps.p99, waits.p50, waits.p95, waits.p99)),
         percent(rank.exposed_wait_ratio if rank.steps else None),  # a wait that has not ended is not a share yet
+        f"{cpu['used'] / cpu['known']:.1f}" if "used" in cpu and cpu.get("known") else "-",
+        "-" if resident is None else byte_size(resident + (host.workers_bytes or 0)),
         duration(overhead["training"] / rank.steps) if rank.steps else "-",
         percent(overhead["agent"] / rank.wall_seconds, 2) if rank.wall_seconds else "-",
     ]

@@ -6,6 +6,7 @@ It must be called by the same user, on the same file system. Nothing is requeste
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _POLL_SECONDS: Final = 0.1
+
+_SETTING: Final = re.compile(r"\((snapshot_[a-z_]+)\)")
+"""The setting in the reason why there is no trace."""
 
 _GONE_SECONDS: Final = 120.0
 """A process whose log was written so long before the newest one, and four of its windows, was killed."""
@@ -48,7 +52,11 @@ def snapshot(run_dir: str, rank: int | None, steps: int, timeout: float) -> int:
             cut = f" ({line.why})" if line.why else ""
             told = f"steps {line.first_step} to {line.last_step}{cut}: {Path(run_dir, line.path)}"
         show(f"rank {number}: {told}\n")
-    return 0 if any(line.result == RECORDED for line in lines.values()) else 1
+    if any(line.result == RECORDED for line in lines.values()):
+        return 0
+    for name in sorted({name for line in lines.values() for name in _SETTING.findall(line.why or "")}):
+        show(f"to allow it, start the run with a larger --{name.replace('_', '-')}\n")
+    return 1
 
 
 def _results(run_dir: Path, rank: int | None, steps: int, timeout: float) -> dict[int, SnapshotLine]:

@@ -12,7 +12,8 @@ import torch
 
 from telemetry.cli import main
 from telemetry.config import Config
-from telemetry.snapshot import budget
+from telemetry.log.lines import SnapshotLine
+from telemetry.snapshot import budget, snapshot_command
 from tests.faults.memory_group import MIB
 from tests.faults.processes import events, mounting, python, quiet, run, tmpfs, told, wait_for, write
 from tests.faults.warm_python import WarmChild, warm_python
@@ -250,6 +251,18 @@ def test_the_command_says_what_is_wrong(command, arguments, status, words):
     found, out, err = command(*arguments)
     assert (found, out) == (status, "")
     assert words in err.splitlines()[-1]
+
+
+def test_the_command_names_the_option_that_allows_what_was_refused(command, monkeypatch):
+    why = "dropped: 1 step took 59 MiB of memory, and a larger trace may take over 1 s (snapshot_pause_seconds)"
+    refused = SnapshotLine(result="refused", why=why)
+    monkeypatch.setattr(snapshot_command, "_results", lambda *_: {0: refused, 1: refused})
+    status, out, err = command("run")
+    assert (status, err) == (1, "")
+    assert out.splitlines()[1:] == [
+        f"rank 1: refused: {why}",
+        "to allow it, start the run with a larger --snapshot-pause-seconds",
+    ]
 
 
 def test_a_snapshot_says_nothing_and_the_script_s_own_profiler_says_what_it_always_does(tmp_path):
