@@ -57,7 +57,7 @@ def full_view():
         started_unix_seconds=1.6e9,
         ended=False,
         totals=Totals(
-            steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
+            steps=3, estimated_steps=3, ledger_seconds=dict.fromkeys(CATEGORIES, 1.5), exposed_wait_seconds=0.5, optimizer_steps=3,
             overhead_seconds={"training": 1e-6, "agent": 1e-3}, dropped_steps=1,
             stacks=StackTotals(samples=30, in_sync=10), samples=96, tokens=960,
             gpu_energy_joules=dict.fromkeys(CATEGORIES, 9.5),

@@ -439,6 +439,7 @@ class Agent:
 
     def _account(self, *, keep_up: bool = False) -> None:
         """Count everything up to now. ``keep_up``: only if the last count was long ago."""
+        self.accounting.follow_samples(self._sampler.loop)
         (self.accounting.keep_up if keep_up else self.accounting.update)()
         with self.errors.contained("ledger"):
             self.attachment.optimizer.read_new()

@@ -51,6 +51,7 @@ def own_waits(totals: Totals, rank: int, starved_ratio: float, unmeasured: str |
     return RankWaits(
         rank=rank,
         steps=totals.steps,
+        estimated_steps=totals.estimated_steps,
         wait_seconds=totals.ledger_seconds.get(DATA_WAIT, 0.0),
         compute_seconds=totals.ledger_seconds.get(COMPUTE, 0.0),
         first_wait_seconds=totals.first_wait_seconds,

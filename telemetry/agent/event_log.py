@@ -234,7 +234,7 @@ class EventLog:
                 exposed_wait_ratio=exposed / loop if exposed is not None and loop > 0 else None,
                 exposed_wait_source=None if accounting.no_batch_seen else accounting.exposed_source,
                 step_seconds=None if window.step is None else asdict(window.step),
-                data_wait_seconds=None if window.wait is None else asdict(window.wait),
+                data_wait_seconds=None if window.wait is None or accounting.no_batch_seen else asdict(window.wait),
                 step_sketch=step.as_log_field(),
                 data_wait_sketch=wait.as_log_field(),
                 **self._totals(),
@@ -328,6 +328,7 @@ class EventLog:
         epochs = self._accounting.epochs()
         return {
             "steps_total": totals.steps,
+            "estimated_steps_total": ABSENT if totals.estimated_steps is None else totals.estimated_steps,
             "wall_seconds": totals.wall_seconds,
             "ledger_total_seconds": totals.ledger_seconds,
             "exposed_wait_total_seconds": totals.exposed_wait_seconds,

@@ -11,7 +11,7 @@ from msgspec import structs
 from telemetry.diagnosis.changes import YOUNG_SECONDS
 from telemetry.diagnosis.cores import core_use, cores_missing
 from telemetry.diagnosis.findings import by_weight
-from telemetry.diagnosis.hot_lines import line_shares
+from telemetry.diagnosis.hot_lines import line_shares, loop_lines
 from telemetry.diagnosis.step_time import StepTime, findings_of, growth_finding
 from telemetry.log.lines import FindingLine, StepCodeLine
 from telemetry.safety.threads import listed_threads, natives
@@ -161,7 +161,12 @@ class StepMonitor:
             self._log_lines()
 
     def lines(self) -> list[HotLine]:
-        """The lines in which the steps of the run spend their time, the largest share first. Empty if not known yet."""
+        """The lines in which the steps of the run spend their time, the largest share first. Empty if not known yet.
+
+        Of a loop without loaders, the lines of the loop itself: they show rollouts, and where it gets its batches.
+        """
+        if not self._tracker.batch_seen:
+            return loop_lines(self._sampler.steps, self._sampler.part_of)
         return [line.told() for line in line_shares(self._sampler.steps, STEP)]
 
     def _log_lines(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +19,7 @@ from telemetry.util.words import milliseconds as ms
 from telemetry.util.words import rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.util.stacks import Stack
@@ -50,7 +50,8 @@ _NEVER_SEEN: Final = 1.5**2
 _MIN_SHARE: Final = 0.01
 _LOADER_FILE: Final = f"{LOADER_CODE}dataloader.py"
 _OURS: Final = f"{os.sep}telemetry{os.sep}seams{os.sep}"
-_PASSED_ON: Final = frozenset({"forward", "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
+_FORWARD: Final = "forward"
+_PASSED_ON: Final = frozenset({_FORWARD, "wrapper", "wrapped", "inner", "decorate_context", "decorated"})
 """Functions that only call another one. ``_call_impl`` and ``__call__`` begin with an underscore."""
 
 
@@ -162,6 +163,67 @@ def line_shares(
     return tuple(found) if sure or profile.samples >= least else ()
 
 
+_ALL: Final = 0.9
+"""A line in which so much of the time is spent only calls the loop."""
+
+
+def loop_lines(profile: StackProfile, part_of: Callable[[Stack], str]) -> list[HotLine]:
+    """The lines of the loop itself, with what they call: the largest share first; empty if there are too few samples.
+
+    The loop is the innermost function in which nearly all the time is spent, but in several of its lines. It may be a
+    library's. ``part_of`` tells the part of the compute that a stack is in; a line has the part of most of its time.
+    """
+    stacks = [(stack, time.wall_ns) for stack, time in profile.times.items() if stack]
+    total = sum(ns for _, ns in stacks)
+    if profile.samples < _SURE_SAMPLES or not total:
+        return []
+    depth = 0
+    while True:  # from the outermost frame inwards
+        depth += 1
+        times: Counter[Spot] = Counter()
+        for stack, ns in stacks:
+            if len(stack) >= depth:
+                times[stack[-depth]] += ns
+        places: Counter[tuple[str, str]] = Counter()
+        for spot, ns in times.items():
+            places[spot.file, spot.function] += ns
+        if max(places.values(), default=0) < _ALL * total:  # one line calls several functions
+            depth -= 1
+            break
+        if times.most_common(1)[0][1] < _ALL * total:
+            break
+    if not depth:
+        return []
+    return _lines_at(stacks, depth, total, part_of)
+
+
+def _lines_at(
+    stacks: Sequence[tuple[Stack, int]], depth: int, total: int, part_of: Callable[[Stack], str]
+) -> list[HotLine]:
+    """The lines of the function at this depth, counted from the outermost frame."""
+    times: Counter[Spot] = Counter()
+    calls: dict[Spot, Counter[str | None]] = defaultdict(Counter)
+    parts: dict[Spot, Counter[str]] = defaultdict(Counter)
+    for stack, ns in stacks:
+        if len(stack) >= depth:
+            spot = stack[-depth]
+            times[spot] += ns
+            calls[spot][_called(stack[: len(stack) - depth], keep=_FORWARD)] += ns
+            parts[spot][part_of(stack)] += ns
+    return [
+        HotLine(
+            file=spot.file,
+            line=spot.line,
+            function=spot.function,
+            calls=calls[spot].most_common(1)[0][0],
+            share_ratio=round(ns / total, 4),
+            part=parts[spot].most_common(1)[0][0],
+        )
+        for spot, ns in times.most_common(MAX_LINES)
+        if ns >= _MIN_SHARE * total
+    ]
+
+
 def reading_place(profile: StackProfile) -> str:
     """The line of the user's code that reads a loader, such as ``train.py:42``, from waits for it; empty if unknown."""
     times: dict[tuple[str, int], int] = {}
@@ -257,12 +319,16 @@ def _is_sampling(spot: Spot) -> bool:
     return spot.function in {"_next_index", "_reset"} and spot.file.endswith(_LOADER_FILE)
 
 
-def _called(callees: Stack) -> str | None:
-    """The function that a line called, such as ``Image.resize``, without functions that only pass a call on."""
+def _called(callees: Stack, *, keep: str = "") -> str | None:
+    """The function that a line called, such as ``Image.resize``, without functions that only pass a call on.
+
+    ``keep``: the name of such a function that is named nevertheless.
+    """
     outermost_first = [spot for spot in reversed(callees) if _OURS not in spot.file]
     if not outermost_first:
         return None
-    plain = (s for s in outermost_first if not s.function.startswith(("_", "<")) and s.function not in _PASSED_ON)
+    passed_on = _PASSED_ON - {keep}
+    plain = (s for s in outermost_first if not s.function.startswith(("_", "<")) and s.function not in passed_on)
     spot = next(plain, outermost_first[-1])
     package, _, module = spot.module.rpartition(".")
     # A private module is none that the user has named: `numpy.percentile` is in `numpy.lib._function_base_impl`.

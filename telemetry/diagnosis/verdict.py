@@ -16,6 +16,7 @@ from telemetry.model.records import (
     FAILURES,
     GPU_MEMORY_FULL,
     LOST,
+    OTHER,
     PRODUCTIVE,
     REDONE,
     REPLAY,
@@ -30,6 +31,7 @@ from telemetry.model.records import (
     XIDS_OF_SCRIPTS,
     stuck_in_words,
 )
+from telemetry.util.stacks import is_library
 from telemetry.util.words import (
     binary_size,
     byte_size,
@@ -89,6 +91,7 @@ class RankWaits:
 
     Attributes:
         steps: steps that have ended. ``unseen_steps``: steps without a batch request that the hooks see.
+            ``estimated_steps``: about how many there were, if no hook saw any.
         wait_seconds: all waits. ``first_wait_seconds``: the part before the first batch.
         exposed_seconds: None if it was not measured; ``unmeasured``: the reason, if it is known.
         starved_ratio: share of the training loop from which on it is starved (its ``stall_enter_ratio``).
@@ -105,11 +108,22 @@ class RankWaits:
     unseen_steps: int = 0
     unmeasured: str = ""
     waited_before: bool = False
+    estimated_steps: int | None = None
 
     @property
     def loop_seconds(self) -> float:
         """Seconds of the training loop."""
         return self.wait_seconds + self.compute_seconds
+
+    @property
+    def ran(self) -> bool:
+        """Whether its loop ran: a step has ended, or samples show a backward pass and no hook saw a batch."""
+        return self.steps > 0 or (self.compute_seconds > 0 and not self.wait_seconds)
+
+    @property
+    def unseen_ratio(self) -> float:
+        """The share of its steps without a batch request that the hooks see."""
+        return self.unseen_steps / self.steps if self.steps else 1.0
 
     @property
     def wait_ratio(self) -> float:
@@ -278,12 +292,12 @@ class Verdict:
 
 
 def _largest_loss(facts: RunFacts) -> Loss:
-    stepping, stalls = [rank for rank in facts.ranks if rank.steps], facts.stalls
+    stepping, stalls = [rank for rank in facts.ranks if rank.ran], facts.stalls
     if not stepping:
         return Loss(VerdictKind.NO_STEPS)
     measured = [rank for rank in stepping if rank.exposed_ratio is not None]
-    most_unseen = max(stepping, key=lambda rank: rank.unseen_steps / rank.steps)
-    unseen = most_unseen if batches_unseen(most_unseen.unseen_steps, most_unseen.steps) else None
+    most_unseen = max(stepping, key=lambda rank: rank.unseen_ratio)
+    unseen = most_unseen if most_unseen.unseen_ratio >= _MAX_UNSEEN_RATIO else None
     if not measured and unseen is None:
         return Loss(VerdictKind.UNMEASURED, max(stepping, key=lambda rank: rank.wait_ratio))
     starving = [rank for rank in measured if rank.exposed_after_start_ratio >= rank.starved_ratio]
@@ -318,8 +332,7 @@ def costliest(stalls: Sequence[StallRecord]) -> StallRecord | None:
 _WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
 
 _NOTHING_SEEN: Final = (
-    f" The training thread requested no batch of a DataLoader or a watched iterable; batches that come another way are "
-    f"not seen, and waiting for them is counted as compute. {_WATCH}"
+    " Its training thread asks no DataLoader and no watched iterable for batches, so such waits count as compute."
 )
 
 _MIN_MENTIONED_RATIO: Final = 0.20
@@ -353,12 +366,14 @@ def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return
     if loss.kind == VerdictKind.NO_STEPS:
         return _no_steps(facts)
     if loss.slowed_by is not None and worst is None and loss.kind == VerdictKind.SLOWED:
-        seen = " Whether it also waits for data is not known." if loss.slowed_by.kind != "reader_thread" else ""
+        seen = ""
+        if loss.slowed_by.kind != "reader_thread":
+            seen = f" Whether it also waits for data is not known.{_steps(facts)}{_to_paste(facts)}"
         return f"Slower than need be. {_found(loss.slowed_by)}{seen}{other_time}"
     if loss.kind == VerdictKind.UNKNOWN or worst is None:
         stall = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
-        unseen = _unseen(loss.unseen) or _NOTHING_SEEN
-        return f"Not known whether this run waits for data.{unseen}{stall}{other_time}{_steps(facts)}"
+        unseen = _unseen(loss.unseen)
+        return f"Not known whether this run waits for data.{unseen}{stall}{other_time}{_steps(facts)}{_to_paste(facts)}"
     if loss.kind == VerdictKind.UNMEASURED:
         return (
             f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
@@ -366,7 +381,7 @@ def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return
         )
     if loss.kind == VerdictKind.STARVED:
         starved = _starved(worst, loss, all_known=len(facts.ranks) >= facts.world_size)
-        return starved + _why(worst.rank, facts) + _unseen(loss.unseen)
+        return starved + _why(worst.rank, facts) + (_unseen(loss.unseen) if loss.unseen else "")
     if stalled is not None:
         return f"Not starved, but rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
     if loss.slowed_by is not None:
@@ -388,6 +403,28 @@ def _steps(facts: RunFacts) -> str:
     parts = [f"{rounded_percent(line.share_ratio)} in {line.named}" for line in lines if line.share_ratio >= _MIN_LINE]
     whose = f" of rank {rank}" if len(facts.ranks) > 1 else ""
     return f" Its steps{whose} spend {' and '.join(parts[:_MAX_LINES])}." if parts else ""
+
+
+_LEAST_PASTED: Final = 0.05
+"""A line with a smaller share of the loop is not worth a phase of its own."""
+
+
+def _to_paste(facts: RunFacts) -> str:
+    """Code for the script that measures what samples only estimate, for a loop without loaders; else empty."""
+    if any(rank.wait_seconds for rank in facts.ranks):
+        return ""
+    about = max((rank.estimated_steps or 0 for rank in facts.ranks), default=0)
+    lines = min(facts.step_lines.items(), default=(0, ()))[1]
+    own = [line for line in lines if line.part == OTHER and not is_library(line.file)]
+    text = ""
+    if about and not any(rank.steps for rank in facts.ranks):
+        at = f" in {lines[0].function} ({lines[0].file_name})" if lines and not is_library(lines[0].file) else ""
+        text = f" It made about {about} steps, by stack samples; to count them: with telemetry.step(): around the body"
+        text += f" of the loop{at}."
+    if own and own[0].share_ratio >= _LEAST_PASTED:
+        name = own[0].calls or "data"
+        text += f' To time it: with telemetry.phase("{name}"): around {own[0].place}.'
+    return text or f" {_WATCH}"
 
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - only its name
@@ -464,8 +501,8 @@ def _no_steps(facts: RunFacts) -> str:
 
 
 def _unseen(rank: RankWaits | None) -> str:
-    if rank is None:
-        return ""
+    if rank is None or (rank.unseen_steps >= rank.steps and not rank.wait_seconds):
+        return _NOTHING_SEEN
     return (
         f" The batches of {min(rank.steps, rank.unseen_steps)} of {rank.steps} steps of rank {rank.rank} reached the "
         f"training thread in a way that is not seen, and waiting for them is counted as compute. {_WATCH}"

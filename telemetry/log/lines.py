@@ -117,6 +117,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
 
     Attributes:
         wall_seconds: time since the agent started; the sum of ``ledger_total_seconds``.
+        estimated_steps_total: about how many steps there were, by samples of the stack. Absent if steps were counted.
         exposed_wait_total_seconds: null if it was not measured; ``exposed_wait_absent``: the reason.
         first_wait_seconds: the wait for the first batch, a part of the ledger's ``data_wait``.
         unseen_steps_total: steps whose batches the hooks did not see.
@@ -136,6 +137,7 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
     """
 
     steps_total: Count | None = None
+    estimated_steps_total: Count | None = None
     wall_seconds: Number = 0.0
     ledger_total_seconds: dict[str, Number] = {}
     exposed_wait_total_seconds: Number | None = None
@@ -157,6 +159,12 @@ class TotalsLine(SurroundingsLine, frozen=True, kw_only=True):
     memory: MemoryForecast = MemoryForecast()
     optimizer_steps_total: Count = 0
     resumption: Resumption = Resumption()
+
+    @property
+    def waits_unseen(self) -> bool:
+        """Whether the loop has run, and no hook has seen a request for a batch: its waits were not measured."""
+        ledger, seen = self.ledger_total_seconds, (self.steps_total or 0) - self.unseen_steps_total
+        return bool(ledger.get(COMPUTE)) and not ledger.get(DATA_WAIT) and seen <= 0
 
     @property
     def is_whole(self) -> bool:

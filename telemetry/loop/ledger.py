@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from telemetry.seams.loaders import BatchSource
     from telemetry.seams.ring import Entry
     from telemetry.seams.tracker import StepTracker
+    from telemetry.sources.unseen_loop import UnseenLoop
 
 
 # -- the ledger: turns spans of the training thread into seconds by category, steps and phases -------------------------
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 # categories always add up to the time since the start, whatever the spans are.
 
 _PHASES: Final = frozenset({EVALUATION, CHECKPOINT})
+_SAMPLED: Final = frozenset({STARTUP, COMPUTE})
+"""Samples can show that time of these categories is an evaluation's."""
 
 _NEAR_BOUNDARY: Final = 8
 """The workers of an epoch start and end one by one. So this many batches after its first, and before its end, may be
@@ -85,6 +88,13 @@ class Ledger:
         self._first_boundary_ns = self._newest_boundary_ns = 0
         self.iterations_left = 0
         self.evaluations = 0  # that have ended
+        # What only samples of the stack tell, of a loop without loaders. See `loop_runs` and `sampled`.
+        self._runs = False
+        self._changes: deque[tuple[int, bool]] = deque()
+        self._evaluating = False
+        self._evaluating_since_ns = 0
+        self._owed_ns = 0  # time of evaluations that was booked before it was known; below 0: booked too much
+        self._evaluated_ns = 0  # in the open step
         # How much longer the batches next to boundaries took to come than batches in mid-epoch.
         self.near_boundary_wait_ns = 0
         self._epoch = _Epoch()
@@ -106,6 +116,7 @@ class Ledger:
         """Book spans in the order in which they happened."""
         for span in spans:
             start, end, during, after, closes, opens, batch, left = span
+            self._follow_samples(start)
             usual = closes and opens and batch and not left
             if usual and during == DATA_WAIT and after == COMPUTE and self.fold_steps(((start, end, 0, None),)):
                 continue
@@ -117,6 +128,7 @@ class Ledger:
             self._cut = self._cut and not closes
             if opens:
                 self.step_is_open, self._wait_ns, self._compute_ns, self._checkpoint = True, 0, 0, False
+                self._evaluated_ns = 0
             self._enter(during, start)
             self._pass(end)
             if left:
@@ -180,6 +192,7 @@ class Ledger:
         A request whose span has already been folded is not booked again. The request may begin before the newest booked
         time, if it began just after the last call had looked for one.
         """
+        self._follow_samples(now_ns)
         if dropped_since_ns:
             self._book(dropped_since_ns)
             self.category = OTHER
@@ -189,6 +202,32 @@ class Ledger:
                 self._waiting_at_ns = self.at_ns
             self.category = DATA_WAIT
         self._book(now_ns)
+
+    def loop_runs(self) -> None:
+        """Note that samples have shown the first backward pass: the startup is over, without any step or batch."""
+        self._runs = True
+        self.category = COMPUTE if self.category == STARTUP else self.category
+        self._span_category = COMPUTE if self._span_category == STARTUP else self._span_category
+
+    def sampled(self, stamp: int, *, evaluates: bool) -> None:
+        """Note that an evaluation begins or ends at a stamp, as samples show. The time until then may be booked."""
+        self._changes.append((stamp, evaluates))
+
+    def _follow_samples(self, stamp: int) -> None:
+        """Follow what samples have shown up to a stamp."""
+        while self._changes and self._changes[0][0] <= stamp:
+            at, evaluates = self._changes.popleft()
+            self._book(at)
+            late = max(0, self.at_ns - at)
+            self._owed_ns += late if evaluates else -late
+            self._evaluating = evaluates
+            if evaluates:
+                self._evaluating_since_ns = at
+            else:
+                self.evaluations += 1
+                seconds = (at - self._evaluating_since_ns) / NS
+                loop = self.ns[DATA_WAIT] / NS, self.ns[COMPUTE] / NS
+                self.phases.append(PhaseSpan(EVALUATION, EVALUATION, self._evaluating_since_ns, seconds, loop))
 
     def take_steps(self) -> list[Step]:
         """The steps closed since the last call."""
@@ -200,7 +239,7 @@ class Ledger:
         """Seconds of the open step in the training loop so far; 0.0 without one."""
         if not self.step_is_open:
             return 0.0
-        booked = self._wait_ns + self._compute_ns
+        booked = self._wait_ns + self._compute_ns - self._evaluated_ns
         running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
         return (booked + max(0, running)) / NS
 
@@ -231,11 +270,22 @@ class Ledger:
         passed = stamp - self.at_ns
         if passed > 0:
             self.at_ns = stamp
-            self.ns[self.category] += passed
+            known_by_samples = (self._evaluating or self._owed_ns) and self.category in _SAMPLED
+            evaluated = self._evaluated(passed) if known_by_samples else 0
+            self.ns[EVALUATION] += evaluated
+            self.ns[self.category] += passed - evaluated
             if self.category == DATA_WAIT and not self.batches:
                 self.first_wait_ns += passed
             elif self.category == DATA_WAIT and self.at_epoch_boundary:
                 self.boundary_wait_ns += passed
+
+    def _evaluated(self, passed: int) -> int:
+        """The part of this time that is booked as evaluation, because samples show one or have shown one too late."""
+        due = self._owed_ns + (passed if self._evaluating else 0)
+        evaluated = min(max(0, due), passed)
+        self._owed_ns = due - evaluated
+        self._evaluated_ns += evaluated
+        return evaluated
 
     def _pass(self, stamp: int) -> None:
         """Advance the ledger and the open step to a span's stamp.
@@ -290,6 +340,7 @@ class Ledger:
             self.boundary_wait_ns += waited
 
     def _enter(self, category: str, stamp: int) -> None:
+        category = COMPUTE if category == STARTUP and self._runs else category
         self.category = category
         if category == self._span_category:
             return
@@ -306,7 +357,8 @@ class Ledger:
     def _close(self, stamp: int) -> None:
         self.step_is_open = False
         self.last_step_ns = stamp
-        self._steps.append(Step((self._wait_ns + self._compute_ns) / NS, self._wait_ns / NS, self._checkpoint))
+        seconds = max(0, self._wait_ns + self._compute_ns - self._evaluated_ns) / NS
+        self._steps.append(Step(seconds, self._wait_ns / NS, self._checkpoint))
 
 
 class _Epoch:
@@ -551,6 +603,7 @@ class Accounting:
         self.updated_ns = start_ns
         self.batches = TrainedBatches()
         self.evaluations = EvaluationWaits()
+        self._runs = False  # whether samples have shown a backward pass
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and other threads' requests, when the newest batch came
 
@@ -597,6 +650,15 @@ class Accounting:
                 ledger.fold(((start, end, *_decoded(code)),))
         self.evaluations.fold(taken[ordinary:])
 
+    def follow_samples(self, loop: UnseenLoop) -> None:
+        """Tell the ledger what samples have shown of a loop without loaders."""
+        if loop.began_ns and not self._runs:
+            self._runs = True
+            self.ledger.loop_runs()
+        while loop.changes:
+            stamp, evaluates = loop.changes.popleft()
+            self.ledger.sampled(stamp, evaluates=evaluates)
+
     def take_steps(self) -> list[Step]:
         """The steps closed since the last call."""
         steps, self._closed = self._closed, []
@@ -630,8 +692,9 @@ class Accounting:
 
     @property
     def no_batch_seen(self) -> bool:
-        """Whether the hooks have seen no batch request at all. Then waiting is unknown."""
-        return 0 < self.unseen_steps >= self.steps_total
+        """Whether the loop runs, and the hooks have seen no batch request at all. Then waiting is unknown."""
+        runs = self.unseen_steps > 0 or (self._runs and not self.ledger.batches)
+        return runs and self.unseen_steps >= self.steps_total
 
     @property
     def unseen_steps(self) -> int:

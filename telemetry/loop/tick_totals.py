@@ -385,6 +385,7 @@ class TotalsBuilder:
             first_wait_seconds=first_wait,
             open_step_seconds=ledger.open_step_seconds,
             steps=accounting.steps_total,
+            estimated_steps=None if accounting.steps_total else self._sampler.loop.pace.steps(seconds[COMPUTE]),
             dropped_steps=ledger.dropped_steps,
             unseen_steps=accounting.unseen_steps,
             optimizer_steps=tracker.optimizer_steps,

@@ -723,18 +723,32 @@ FAILURES: Final[Mapping[str, Failure]] = MappingProxyType(
 
 
 class HotLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time."""
+    """A line of the user's code, and the library function that it called. ``share_ratio``: share of the time.
+
+    ``part``: the part of the compute that most of its time is in; only for the lines of a loop without loaders.
+    """
 
     file: str
     line: int
     function: str | None = None
     calls: str | None = None
     share_ratio: float
+    part: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def named(self) -> str:
         """Such as ``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no library function."""
-        return f"{self.calls or self.function or 'code'} at {self.file.rpartition(os.sep)[2]}:{self.line}"
+        return f"{self.calls or self.function or 'code'} at {self.place}"
+
+    @property
+    def file_name(self) -> str:
+        """Such as ``train.py``."""
+        return self.file.rpartition(os.sep)[2]
+
+    @property
+    def place(self) -> str:
+        """Such as ``train.py:42``."""
+        return f"{self.file_name}:{self.line}"
 
 
 class OtherCause(msgspec.Struct, frozen=True):

@@ -285,6 +285,8 @@ class Totals:
 
     Attributes:
         ledger_seconds: seconds by category. The categories add up to ``wall_seconds``.
+        estimated_steps: about how many steps there were, by samples of the stack, if neither a batch nor an optimizer's
+            step shows them; None if not known.
         open_step_seconds: the part of the wait and compute that belongs to the step that has not ended.
         exposed_after_first_seconds: ``exposed_wait_seconds`` without the first batch.
         outlier_wait_seconds: wait in single steps that waited much longer than those around them.
@@ -304,6 +306,7 @@ class Totals:
     first_wait_seconds: float = 0.0
     open_step_seconds: float = 0.0
     steps: int = 0
+    estimated_steps: int | None = None
     dropped_steps: int = 0
     unseen_steps: int = 0
     optimizer_steps: int = 0
@@ -358,6 +361,18 @@ class Totals:
     def compute_seconds(self) -> float:
         """Seconds of compute of the steps."""
         return self.ledger_seconds.get(COMPUTE, 0.0)
+
+    @property
+    def waits_unseen(self) -> bool:
+        """Whether the loop has run, and no hook has seen a request for a batch: its waits were not measured."""
+        ledger = self.ledger_seconds
+        return bool(ledger.get(COMPUTE)) and not ledger.get(DATA_WAIT) and self.unseen_steps >= self.steps
+
+    @property
+    def measured_seconds(self) -> dict[str, float]:
+        """The seconds by category, without waits that were not measured."""
+        ledger = self.ledger_seconds
+        return {c: ledger[c] for c in ledger if c != DATA_WAIT} if self.waits_unseen else ledger
 
     @property
     def loop_seconds(self) -> float:

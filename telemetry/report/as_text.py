@@ -130,7 +130,7 @@ def _step_row(rank: Rank, process: ProcessLog) -> list[str]:
         str(rank.rank),
         str(rank.node),
         str(rank.pid),
-        str(rank.steps),
+        rank.steps_text,
         *map(duration, (steps.p50, steps.p95, steps.p99, waits.p50, waits.p95, waits.p99)),
         percent(rank.exposed_wait_ratio if rank.steps else None),  # a wait that has not ended is not a share yet
         f"{cpu['used'] / cpu['known']:.1f}" if "used" in cpu and cpu.get("known") else "-",
@@ -142,7 +142,7 @@ def _step_row(rank: Rank, process: ProcessLog) -> list[str]:
 
 def _ledger_row(rank: Rank) -> list[str]:
     wall = rank.wall_seconds
-    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall else "-" for s in rank.ledger.values()]
+    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall and s is not None else "-" for s in rank.ledger.values()]
     return [str(rank.rank), f"{wall:.1f} s", *cells]
 
 
@@ -378,7 +378,7 @@ def _compute(ranks: Sequence[Rank]) -> str:
     parts = {part: sum(rank.compute_seconds.get(part, 0.0) for rank in split) for part in COMPUTE_PARTS}
     if not split:
         return ""
-    return f"{compute_shares(parts, sum(rank.ledger[COMPUTE] for rank in split))}; from samples of the stack"
+    return f"{compute_shares(parts, sum(rank.ledger[COMPUTE] or 0.0 for rank in split))}; from samples of the stack"
 
 
 def compute_shares(parts: Mapping[str, float], total: float) -> str:

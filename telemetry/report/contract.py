@@ -35,20 +35,22 @@ class Rank(msgspec.Struct, kw_only=True):
 
     ``compute_seconds``: seconds of the compute by part, as far as it was split; empty if it was not.
     ``step_lines``: the lines of code in which its steps spend their time; empty if they are not known.
+    ``steps``: null if no hook saw them. ``estimated_steps``: about how many there were then, by samples of the stack.
+    ``ledger``: ``data_wait`` is null if no hook saw the loop's batches.
     """
 
     rank: int
     local_rank: int | None
     node: str | None
     pid: int
-    steps: int
+    steps: int | None
     samples: int | None
     tokens: int | None
     epochs: Epochs | None
     step_trend: StepTrend | None
     gpu_energy_joules: dict[str, float] | None
     wall_seconds: float
-    ledger: dict[str, float]
+    ledger: dict[str, float | None]
     compute_seconds: dict[str, float]
     step_seconds: Durations
     data_wait_seconds: Durations
@@ -57,11 +59,17 @@ class Rank(msgspec.Struct, kw_only=True):
     memory: Growth
     attempt: int | None
     step_lines: list[HotLine]
+    estimated_steps: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def loop_seconds(self) -> float:
         """Seconds of the rank in the training loop."""
-        return self.ledger["data_wait"] + self.ledger["compute"]
+        return (self.ledger["data_wait"] or 0.0) + (self.ledger["compute"] or 0.0)
+
+    @property
+    def steps_text(self) -> str:
+        """The number of its steps, with a tilde if it is an estimate."""
+        return f"~{self.estimated_steps}" if self.estimated_steps else "-" if self.steps is None else str(self.steps)
 
 
 class Waiting(msgspec.Struct):

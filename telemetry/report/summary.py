@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from telemetry.diagnosis.causes import CAUSES
 from telemetry.diagnosis.findings import reason_of
@@ -155,15 +155,18 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, tra
 
 def _rank(process: ProcessLog, attempt: int | None) -> Rank:
     totals, overhead = process.totals, process.totals.overhead_seconds
-    ledger = {c: float(process.ledger.get(c, 0.0)) for c in CATEGORIES}
-    loop, exposed = ledger[DATA_WAIT] + ledger[COMPUTE], totals.exposed_wait_total_seconds
-    memory = totals.memory
+    ledger: dict[str, float | None] = {c: float(process.ledger.get(c, 0.0)) for c in CATEGORIES}
+    loop = sum(float(process.ledger.get(category, 0.0)) for category in (DATA_WAIT, COMPUTE))
+    exposed = totals.exposed_wait_total_seconds
+    memory, unseen, about = totals.memory, totals.waits_unseen, _rounded_steps(totals.estimated_steps_total)
+    if unseen:
+        ledger[DATA_WAIT] = None
     return Rank(
         rank=process.rank,
         local_rank=process.head.local_rank,
         node=process.head.node,
         pid=process.pid,
-        steps=totals.steps_total or 0,
+        steps=totals.steps_total or (None if unseen else 0),
         samples=totals.samples_total,
         tokens=totals.tokens_total,
         epochs=totals.epochs,
@@ -173,13 +176,19 @@ def _rank(process: ProcessLog, attempt: int | None) -> Rank:
         ledger=ledger,
         compute_seconds=dict(totals.compute_total_seconds),
         step_seconds=_durations(process.step),
-        data_wait_seconds=_durations(process.wait),
+        data_wait_seconds=Durations() if unseen else _durations(process.wait),
         exposed_wait_ratio=exposed / loop if exposed is not None and loop > 0 else None,
         overhead_seconds={name: overhead.get(name, 0.0) for name in ("training", "agent")},
         memory=Growth(memory.growth_bytes_per_hour, memory.where, memory.exhausted_in_seconds),
         attempt=attempt,
         step_lines=process.step_lines,
+        estimated_steps=UNSET if about is None else about,
     )
+
+
+def _rounded_steps(estimate: int | None) -> int | None:
+    """An estimate with the two digits that it is good for."""
+    return None if estimate is None else int(float(f"{estimate:.2g}"))
 
 
 def _durations(sketch: Sketch) -> Durations:
@@ -379,6 +388,7 @@ def waits_of(process: ProcessLog, totals: TotalsLine) -> RankWaits:
     return RankWaits(
         rank=process.rank,
         steps=totals.steps_total or 0,
+        estimated_steps=_rounded_steps(totals.estimated_steps_total),
         wait_seconds=float(totals.ledger_total_seconds.get(DATA_WAIT, 0.0)),
         compute_seconds=float(totals.ledger_total_seconds.get(COMPUTE, 0.0)),
         first_wait_seconds=totals.first_wait_seconds,

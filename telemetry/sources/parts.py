@@ -2,7 +2,9 @@
 
 Frames of libraries name the part. A line of the user's own code has no such frame: it is forward if the next part that
 is seen further down in the same function is a backward pass, and other if not (clipping, logging, the learning rate).
-So a loop, or a closure that an optimizer calls, is split by the lines of its own calls.
+So a loop, or a closure that an optimizer calls, is split by the lines of its own calls. Of the lines before a backward
+pass, those are other that belong to no forward pass: lines before the last call of a layer that call none, such as one
+that gets a batch or steps an environment; and a call after which another call does a whole step, as PPO's rollouts.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _MIN_STACKS: Final = 20
 
 
 @lru_cache(maxsize=4096)
-def _part_of_frame(spot: Spot) -> str | None:
+def part_of_frame(spot: Spot) -> str | None:
+    """The part of the compute that a library's frame alone tells; None for others."""
     named = f"{spot.module}:{spot.function}"
     return next((part for part, pattern in _PATTERNS if pattern.match(named)), None)
 
@@ -49,7 +52,7 @@ def _parts_of(stack: Stack) -> list[tuple[Spot, str | None]]:
     frames: list[tuple[Spot, str | None]] = []
     by_hook = False
     for spot in reversed(stack):
-        part = _part_of_frame(spot)
+        part = part_of_frame(spot)
         if part is None and by_hook and not _NOT_LINES.match(spot.module):
             part, by_hook = OPTIMIZER if spot.function == "step" else None, False
         else:
@@ -70,6 +73,7 @@ class PartReader:
         self.known = False
         self._early: list[tuple[Stack, int]] | None = []
         self._calls: dict[tuple[str, str], dict[int, str]] = {}  # by file and function: the part of a line
+        self._layers: dict[tuple[str, str], set[int]] = {}  # the lines that call layers
 
     def take(self, stack: Stack, wall_ns: int) -> list[tuple[str, int]]:
         """The part of a sample of this stack, with the time that it stands for.
@@ -85,7 +89,11 @@ class PartReader:
             del self._early[: -10 * _MIN_STACKS]
             return []
         early, self._early = self._early, None
-        return [(self._part(_parts_of(each)), ns) for each, ns in early]
+        return [(self.part_of(each), ns) for each, ns in early]
+
+    def part_of(self, stack: Stack) -> str:
+        """The part of the compute that a stack is in, by all that is known now."""
+        return self._part(_parts_of(stack))
 
     def _learn(self, frames: list[tuple[Spot, str | None]]) -> None:
         inside: str | None = None
@@ -93,19 +101,41 @@ class PartReader:
             if part in {BACKWARD, OPTIMIZER}:
                 inside = part
                 self.known = self.known or part == BACKWARD
+            elif part == FORWARD:
+                inside = inside or FORWARD
             elif inside is not None and part is None and not _NOT_LINES.match(spot.module):
-                self._calls.setdefault((spot.file, spot.function), {})[spot.line] = inside
+                if inside == FORWARD:
+                    self._layers.setdefault((spot.file, spot.function), set()).add(spot.line)
+                else:
+                    calls = self._calls.setdefault((spot.file, spot.function), {})
+                    if calls.get(spot.line) != BACKWARD:  # a call of a whole step is seen in both
+                        calls[spot.line] = inside
 
     def _part(self, frames: list[tuple[Spot, str | None]]) -> str:
         found = {part for _, part in frames}
         for whole in _WHOLE:
             if whole in found:
                 return whole
+        layer = False
         for spot, part in frames:
-            if part is not None:
+            if part == FORWARD:
+                layer = True
+            elif part is not None and not layer:
                 return part
-            calls = self._calls.get((spot.file, spot.function))
-            if calls is not None:
-                later = [line for line in calls if line >= spot.line]
-                return FORWARD if later and calls[min(later)] == BACKWARD else OTHER
+            elif part is None and (calls := self._calls.get((spot.file, spot.function))) is not None:
+                return self._before_backward(spot, calls, layer=layer)
         return FORWARD
+
+    def _before_backward(self, spot: Spot, calls: dict[int, str], *, layer: bool) -> str:
+        """Forward or other, for a line of a function that calls backward passes or optimizers (``calls``).
+
+        ``layer``: whether the line has called a layer now.
+        """
+        layers = self._layers.get((spot.file, spot.function), set())
+        later = min((line for line in calls if line >= spot.line), default=None)
+        if later is None or calls[later] != BACKWARD:
+            return FORWARD if layer else OTHER
+        if later != spot.line and later in layers:  # a whole step in one call
+            return OTHER
+        last = max((line for line in layers if line <= later), default=0)
+        return FORWARD if layer or spot.line >= last or spot.line in layers else OTHER

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry.model.records import COMPUTE_PARTS
 from telemetry.model.totals import StackTotals
+from telemetry.safety.gil import switch_interval
 from telemetry.safety.processes import read_schedule
 from telemetry.safety.threads import listed_threads, named
 from telemetry.seams.collectives import collective_in, in_backward
+from telemetry.seams.ring import S_COMPUTE, S_STARTUP
 from telemetry.sources.parts import PartReader
 from telemetry.sources.proc import thread_state
+from telemetry.sources.unseen_loop import UnseenLoop
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import (
     CHECKPOINT,
@@ -56,6 +59,10 @@ _CALM: Final = ((60.0, 0.3), (300.0, 1.25), (float("inf"), 5.0))
 
 _WAITS: Final = 0.3
 """Mean seconds while waits for batches matter: a window of 30 s then has 100 samples of what is in them."""
+
+_UNSEEN: Final = 0.1
+"""Mean seconds in the first minute of a loop without loaders, and in its evaluations: only samples show when these
+begin and end."""
 
 _RANKS: Final = 0.1
 _SLOW_RANK: Final = 0.02
@@ -102,6 +109,9 @@ sleeps there."""
 
 # -- the samples -------------------------------------------------------------------------------------------------------
 
+_LOOP: Final = frozenset({S_STARTUP, S_COMPUTE})
+"""What the hooks take a loop without loaders for: startup, until an optimizer of torch has stepped."""
+
 _RIGHT_AFTER_NS: Final = NS // 1000
 _PART_SECONDS: Final = 10.0
 _FIRST_SECONDS: Final = 120.0
@@ -121,11 +131,13 @@ class Sampler:
         free: samples of steps that found the GIL free. ``idle``: those of them in which the thread was blocked.
         collecting: stacks of samples that were due during a garbage collection.
         threads: other Python threads that are often on a core.
+        loop: what samples tell of a loop without loaders.
     """
 
     def __init__(self, tracker: StepTracker, sleep: Callable[[float], object]) -> None:
         self._tracker = tracker
         self._clock = SampleClock(sleep)
+        self._sleep = sleep
         self.wanted = Wanted()
         self._drawn_for: tuple[float, float] = (0.0, 0.0)
         self._began_ns = self._stall_ns = 0
@@ -141,11 +153,16 @@ class Sampler:
         self.free = self.idle = 0
         self.collecting = StackProfile()
         self.threads = BusyThreads(tracker)
+        self.loop = UnseenLoop()
 
     @property
     def steps(self) -> StackProfile:
         """The stacks in the compute of steps, over the run."""
         return self.run.get(STEP) or StackProfile()
+
+    def part_of(self, stack: Stack) -> str:
+        """The part of the compute that a stack of a step is in."""
+        return self._parts.part_of(stack)
 
     def begin_stall(self) -> None:
         """Begin `stall`."""
@@ -162,11 +179,14 @@ class Sampler:
         return seen[0][0] if seen else None
 
     def wait(self, seconds: float) -> None:
-        """Sleep for some seconds, and take the sample that becomes due in that time, if any."""
+        """Sleep for some seconds, and take the sample that becomes due in that time, if any, or those of a burst."""
         mean, share = self._rate()
         if (mean, share) != self._drawn_for:
             self._drawn_for = mean, share
             self._clock.draw(mean, share)
+        if self._wants_burst() and self._clock.left_seconds > 0:
+            self._burst(min(seconds, self._clock.left_seconds))
+            return
         tracker = self._tracker
         if self._clock.wait(tracker.native_thread, seconds):
             self._clock.wait_until_due(tracker.native_thread)
@@ -184,6 +204,8 @@ class Sampler:
             return _STALL, _FIRST_SHARE if young else _MAX_SHARE
         passed = (now - self._began_ns) / NS if self._began_ns else 0.0
         mean = next(every for until, every in _CALM if passed < until)
+        if self._unseen and self.loop.began_ns and (passed < _CALM[0][0] or self.loop.evaluating):
+            mean = min(mean, _UNSEEN)
         if wanted.waits:
             mean = min(mean, _WAITS)
         if wanted.ranks:
@@ -200,10 +222,44 @@ class Sampler:
             return EVALUATION_WAIT if waiting else EVALUATING
         if tracker.checkpointing:
             return CHECKPOINT
-        return STEP if tracker.stepping and not waiting else None
+        runs = self.loop.began_ns and tracker.category == S_STARTUP
+        return STEP if (tracker.stepping or runs) and not waiting else None
+
+    @property
+    def _unseen(self) -> bool:
+        """Whether the training thread asks no loader for batches, or has not begun to."""
+        return not (self._tracker.batch_seen or self._tracker.explicit)
+
+    def _wants_burst(self) -> bool:
+        """Whether close samples should show how often a backward pass begins: no optimizer steps."""
+        loop, tracker = self.loop, self._tracker
+        if not (loop.began_ns and self._unseen) or tracker.optimizer_steps or not tracker.active:
+            return False
+        return loop.pace.due((now_ns() - loop.began_ns) / NS)
+
+    def _burst(self, seconds: float) -> None:
+        """Take close samples for some seconds, as long as a burst is wanted and the loop goes on."""
+        tracker, loop, until = self._tracker, self.loop, now_ns() + int(seconds * NS)
+        pace = loop.pace
+        while now_ns() < until and self._wants_burst():
+            switch_interval.shorten()
+            try:
+                if self._sleep(pace.gap_seconds):
+                    return
+                kind, stack = self._kind(), stack_of(tracker.thread)
+            finally:
+                switch_interval.restore()
+            now = now_ns()
+            if kind != STEP or loop.take(stack, now, tracker.thread):
+                pace.away()
+                self._sleep(_UNSEEN)
+            else:
+                pace.take(now, (now - loop.began_ns) / NS, backward=in_backward(stack))
 
     def _take(self, sample: Sample, kind: str | None, *, at_boundary: bool) -> None:
         tracker, wall = self._tracker, sample.wall_ns
+        if self._unseen or self.loop.evaluating:
+            kind = self._of_unseen_loop(sample, kind)
         if FETCH in self.wanted.kinds and self.stall is not None:
             for thread in python_threads():
                 fetch = fetch_part(thread.stack) if thread.ident != tracker.thread else ()
@@ -217,6 +273,16 @@ class Sampler:
             self._add(kind, sample.stack, sample.time, self.run, self.stall)
             if kind == WAIT:
                 self._take_wait(sample, at_boundary=at_boundary)
+
+    def _of_unseen_loop(self, sample: Sample, kind: str | None) -> str | None:
+        """The kind of work of a sample, where only its stack tells a loop from a startup and from an evaluation."""
+        loop, tracker = self.loop, self._tracker
+        if not self._unseen or kind not in {STEP, None} or tracker.in_phase or tracker.category not in _LOOP:
+            loop.away(sample.taken_ns)
+            return kind
+        if loop.take(sample.stack, sample.taken_ns, tracker.thread):
+            return EVALUATING
+        return STEP if loop.began_ns else kind
 
     def _take_step(self, sample: Sample) -> None:
         seen, stack, wall = self.seen, sample.stack, sample.wall_ns

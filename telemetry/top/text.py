@@ -241,6 +241,8 @@ def rank_lines(row: RankRow, now: float) -> list[str]:
     for category in CATEGORIES:
         now_in, all_in = (ledger.get(category, 0.0) for ledger in ledgers)
         shares = percent(now_in / recent) if recent else "-", percent(all_in / whole) if whole else "-"
+        if category == DATA_WAIT and row.totals.waits_unseen:
+            shares = "-", "-"
         lines.append(f"{category.replace('_', ' '):<12}   {shares[0]:>12}{shares[1]:>14}")
     parts, compute = row.totals.compute_total_seconds, row.totals.ledger_total_seconds.get(COMPUTE, 0.0)
     if parts and compute:
@@ -253,14 +255,14 @@ def rank_lines(row: RankRow, now: float) -> list[str]:
 
 def _facts(row: RankRow) -> list[str]:
     """The figures of an opened rank, a line for each topic that is known."""
-    steps, pace = row.totals.steps_total, row.per_second("steps")
+    pace = row.per_second("steps")
     times, resident = row.step_seconds or {}, row.host.process_resident_memory_bytes
     takes = ", ".join(f"{name} {duration(times.get(name))}" for name in ("p50", "p95", "p99", "max"))
     rates = ((name, row.per_second(name)) for name in _COUNTED)
     topics = {
         "now": [row.now_in.replace("_", " ")],
         "steps": [
-            f"{'-' if steps is None else steps}, {'-' if pace is None else f'{pace:.2f}'} a second",
+            f"{_steps(row)}, {'-' if pace is None else f'{pace:.2f}'} a second",
             f"in the log's newest window a step takes {takes}" if times else "",
         ],
         "wait": [f"{percent(row.wait_ratio)} of the training loop was exposed wait"],
@@ -269,6 +271,11 @@ def _facts(row: RankRow) -> list[str]:
         "memory": [] if resident is None else [f"resident {binary_size(resident)}"],
     }
     return [f"{topic:<10} {', '.join(filter(None, parts))}" for topic, parts in topics.items() if any(parts)]
+
+
+def _steps(row: RankRow) -> str:
+    steps, about = row.totals.steps_total, row.totals.estimated_steps_total
+    return f"~{about}" if about is not None else "-" if steps is None else str(steps)
 
 
 def _gpu(gpu: GpuLine) -> list[str]:

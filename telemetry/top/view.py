@@ -173,7 +173,7 @@ def _state(  # noqa: PLR0911, one return for each state
         return State.WAITING, opened, f"waits for rank {slow}"
     if stall is not None:
         return State.STALLED, opened, stall.cause
-    if not row.totals.steps_total:
+    if not (row.totals.steps_total or row.totals.waits_unseen):
         return State.STARTING, unix(row.life.log.started), "no step yet"
     if (row.wait_ratio or 0.0) >= row.life.log.head.settings.stall_enter_ratio:
         return State.STARVED, None, "waits for data"
@@ -240,7 +240,7 @@ def running_view(rows: Sequence[RankRow], now: float) -> JobView:
         ledger=ledger,
         findings=sorted(filter(None, (_short_of_cores(row, totals) for row, totals in recent)), key=by_weight),
     )
-    if any(row.totals.steps_total for row in rows):
+    if any(row.totals.steps_total or row.totals.waits_unseen for row in rows):
         most = Counter(row.now_in for row in rows if row.now_in).most_common(1)
         facts = replace(facts, last_seconds=RECENT_SECONDS, most_in=most[0][0] if most else "")
     verdict = judge(facts)

@@ -101,6 +101,11 @@ class SampleClock:
         self._mean_ns = int(max(mean_seconds * NS, self._cost_ns / max_share))
         self._due_ns = now_ns() + int(self._random.expovariate(1 / self._mean_ns))
 
+    @property
+    def left_seconds(self) -> float:
+        """Time until the next sample is near."""
+        return (self._due_ns - _LEAD_NS - now_ns()) / NS
+
     def wait(self, native: int, seconds: float) -> bool:
         """Sleep until the next sample of a thread is near, at most for some seconds. Returns whether it is.
 

@@ -34,6 +34,7 @@ _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os
 
 _FRAME: Final = re.compile(r", file (.*), line (-?\d+), code (.*)>", re.DOTALL)
 _GLOBALS: Final = attrgetter("f_globals")
+_CODE: Final = attrgetter("f_code")
 _NAME: Final = methodcaller("get", "__name__", "")
 
 
@@ -60,6 +61,11 @@ def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
     # In one call of C functions, in which no other thread gets the GIL. So no frame is held while it ends.
     read = list(_described(ident, until))
     return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
+
+
+def codes_of(ident: int) -> list[CodeType]:
+    """The code of a thread's functions, innermost first."""
+    return list(map(_CODE, _frames(ident)))
 
 
 def _described(ident: int, until: dict[str, Any] | None) -> Iterator[tuple[object, str]]:

@@ -68,7 +68,7 @@ def figures_of_report(report: dict[str, Any]) -> dict[str, float | None]:
     """The same figures of the first rank of a report; None where it says that it does not know."""
     rank = report["ranks"][0]
     ledger, split = rank["ledger"], rank["compute_seconds"]
-    whole, loop = sum(split.values()), ledger["data_wait"] + ledger["compute"]
+    whole, loop = sum(split.values()), (ledger["data_wait"] or 0.0) + ledger["compute"]
     found: dict[str, float | None] = {name: rank.get(name) for name in COUNTS}
     found["epochs"] = (rank["epochs"] or {}).get("count")
     found["evaluation_seconds"] = ledger["evaluation"]
