@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import telemetry
 from telemetry.agent.line_monitor import MAX_BYTES, MAX_FILES, write_profile
-from telemetry.diagnosis.hot_lines import MIN_SAMPLES, LineShare, line_advice, line_shares, line_verdict
+from telemetry.diagnosis.hot_lines import MIN_SAMPLES, LineShare, line_advice, line_shares, line_verdict, whole_line
 from telemetry.log.reader import load
 from telemetry.util.profiles import CHECKPOINT, FETCH, MAX_STACKS, SAMPLER, STEP, WAIT, StackProfile, StackTime
 from telemetry.util.stacks import Spot, is_library
@@ -21,6 +21,7 @@ from tests.slice_cases import CASES, a_slice, with_workers
 from tests.slices import evidence_over
 
 MS = 1_000_000
+SITE = "/lib/site-packages/"
 FETCHER = Spot("/lib/site-packages/torch/utils/data/_utils/fetch.py", 54, "fetch", "torch.utils.data._utils.fetch")
 LIST = FETCHER._replace(function="<listcomp>")
 COLLATE = Spot(
@@ -129,6 +130,47 @@ def test_which_line_is_named(case):
     stacks, work, expected = NAMED[case]
     found = line_shares(profile_of(*stacks), work)
     assert [(one.place, one.function, one.calls, one.share) for one in found] == expected
+
+
+def test_a_line_comes_by_all_that_it_calls_and_has_one_share():
+    """One that is split over the functions of a library is not smaller for it."""
+    other = Spot("/home/me/train.py", 50, "load", "train")
+    opens = [Spot(f"{SITE}zipfile.py", 1300 + n, name, "archives") for n, name in enumerate(("read", "tell", "seek"))]
+    calls = [((each, ITEM, FETCHER), 20) for each in opens]
+    lines = line_shares(profile_of(((other, FETCHER), 40), *calls), FETCH)
+    assert [line.place for line in lines] == ["train.py:42"] * 3 + ["train.py:50"]
+    first = whole_line(lines)
+    assert (first.named, round(first.share, 4)) == ("__getitem__ at train.py:42", 0.6)
+    assert first.error == pytest.approx(0.049, abs=1e-3)
+    mostly = line_shares(profile_of((calls[0][0], 90), (calls[1][0], 10)), FETCH)
+    assert whole_line(mostly).named == "archives.read at train.py:42"
+
+
+# A frame of a library, and what is advised about the user's lines that call it.
+KNOWN = {
+    "pandas.core.indexing:_getitem_axis": "pandas indexing at train.py:42 and train.py:43: take the columns out as arrays",
+    "pandas.core.series:__getitem__": "pandas indexing at train.py:42 and train.py:43: take the columns out as arrays",
+    "zipfile:_RealGetContents": "ZipFile at train.py:42 and train.py:43: open it once (in each worker)",
+    "h5py._hl.files:make_fid": "h5py.File at train.py:42 and train.py:43: open it once (in each worker)",
+    "random:sample": "random.sample at train.py:42 and train.py:43: draw from a list or an array",
+    "json.decoder:raw_decode": "decoder.raw_decode at train.py:42 and train.py:43: parse the files once",
+    "PIL.Image:resize": "Image.resize at train.py:42 and train.py:43: decode no larger than needed",
+    "pandas.core.groupby:sum": "take groupby.sum at train.py:42 out of the loader: do it once",
+    "zipfile:read": "take zipfile.read at train.py:42 out of the loader: do it once",
+}
+
+
+@pytest.mark.parametrize("frame", KNOWN)
+def test_what_is_known_of_a_library_is_said_for_all_lines_that_use_it(frame):
+    module, _, function = frame.partition(":")
+    spot = Spot(f"{SITE}{module.replace('.', '/')}.py", 9, function, module)
+    lines = line_shares(profile_of(((spot, ITEM, FETCHER), 50), ((spot, ITEM._replace(line=43), FETCHER), 40)), FETCH)
+    first, second = line_advice(ONE_WORKER, FETCH, whole_line(lines), cause=CPU)
+    assert first.action.startswith(KNOWN[frame])
+    assert (first.predicted_speedup is None) == (module == "PIL.Image"), "an image still has to be decoded"
+    assert second.predicted_speedup > 1
+    if " and " in first.action:
+        assert "100 % of each fetch" in first.because
 
 
 def test_samples_in_the_loop_of_a_fetch_count_for_the_code_that_it_calls():

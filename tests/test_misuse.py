@@ -303,6 +303,9 @@ def test_a_line_that_fetches_a_row_cannot_be_done_once():
         record = stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t", lines)
         assert (about[0] in record.advice) is several
         assert [line.line for line in record.details.lines] == [16]
+        assert not any("smaller size" in one.action for one in record.advice), "the line says it better"
+        known = stall_record(stall, None, SimpleNamespace(rank=0, node="n"), "t", lines._replace(is_known=True))
+        assert known.advice[0] is about[0], "what to do instead is known"
 
 
 def test_rows_in_workers_are_fetched_at_once_as_well():

@@ -13,6 +13,7 @@ from telemetry.diagnosis.hot_lines import (
     line_shares,
     line_verdict,
     verdict_part,
+    whole_line,
 )
 from telemetry.log.lines import StragglerCodeLine
 from telemetry.model.records import CodeLines
@@ -80,10 +81,14 @@ def write_profile(folder: Path, name: str, content: bytes) -> None:
 
 
 class StallLines(NamedTuple):
-    """The lines of a stall. ``advice``: what a change of the first one would bring."""
+    """The lines of a stall.
+
+    ``advice``: what a change of the first one would bring. ``is_known``: whether it says what to do instead.
+    """
 
     code: CodeLines
     advice: tuple[Advice, ...]
+    is_known: bool = False
 
 
 def _code(lines: Sequence[LineShare], kind: str, samples: int, verdict: str) -> CodeLines:
@@ -179,8 +184,9 @@ class LineMonitor:
         lines = line_shares(profile, kind, sample_code=traits.sample_code if traits.one_by_one else None)
         if not lines:
             return None
-        code = _code(lines, kind, profile.samples, line_verdict(evidence, kind, lines[0], cause=cause))
-        return StallLines(code, line_advice(evidence, kind, lines[0], cause=cause))
+        worst = whole_line(lines)
+        code = _code(lines, kind, profile.samples, line_verdict(evidence, kind, worst, cause=cause))
+        return StallLines(code, line_advice(evidence, kind, worst, cause=cause), is_known=worst.habit is not None)
 
     def _log_slow_steps(self) -> None:
         profile, _ = self._profile_of(None)
@@ -287,7 +293,10 @@ class LineMonitor:
             return profiles.get(STEP), STEP
         kinds = _work_of(stall)
         if kinds[:1] == (WAIT,) and stall.evidence.source != "read_ahead":
-            return profiles.get(WAIT), SAMPLER if stall.evidence.source == "workers" else WAIT
+            found = profiles.get(WAIT)
+            if found is None or found.samples < MIN_SAMPLES:  # as in a run that ends soon after
+                found = self._sampler.run.get(WAIT, found)
+            return found, SAMPLER if stall.evidence.source == "workers" else WAIT
         profile = StackProfile()
         for each in kinds:
             if each in profiles:

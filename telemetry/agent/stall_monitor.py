@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs, to_builtins
 
 from telemetry.agent.stuck_monitor import StuckMonitor, paused, phase_seconds
-from telemetry.diagnosis.advice import WHOLE_BATCHES
+from telemetry.diagnosis.advice import CHEAPER, WHOLE_BATCHES
 from telemetry.diagnosis.causes import CAUSES, advise, shares_of, with_what_remains
 from telemetry.diagnosis.evidence import evidence_field
 from telemetry.diagnosis.misuse import mended_first, misuse
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.stalls import DetectedStall, StallCounts
     from telemetry.diagnosis.stragglers import Straggler
     from telemetry.loop.ledger import Accounting
-    from telemetry.model.records import RankPace
+    from telemetry.model.records import Advice, RankPace
     from telemetry.model.totals import Totals
     from telemetry.safety.errors import ErrorLog
     from telemetry.seams.tracker import StepTracker
@@ -142,11 +142,9 @@ def stall_record(
         details.stuck_at, details.worker_at = stuck.at, stuck.worker_at
         advice = (*advice, *stuck.advice_on_locks()) if stall.cause == "worker_stuck" else stuck.advice()
     if lines is not None:
-        # A row is fetched by one line. There is nothing in it that could be done once, or twice as fast. And a loader
-        # that is used in a wrong way has to be mended first.
+        # A loader that is used in a wrong way has to be mended first.
         wrong = mended_first(stall.evidence) if stall.evidence.steps and CAUSES[stall.cause].is_wait else []
-        if not wrong and all(each.action != WHOLE_BATCHES for each in advice):
-            advice = (*advice, *lines.advice)
+        advice = advice if wrong else _with_lines(advice, lines)
     told = to_builtins(details) | ({} if lines is None else to_builtins(lines.code))
     return StallRecord(
         rank=identity.rank,
@@ -157,6 +155,17 @@ def stall_record(
         evidence=evidence_field(stall.evidence) | told,
         advice=[*advice],
     )
+
+
+def _with_lines(advice: Sequence[Advice], lines: StallLines) -> tuple[Advice, ...]:
+    """The advice on a cause with that on its line, which says better what to make cheaper."""
+    if lines.is_known:
+        return (*lines.advice[:1], *(each for each in advice if not each.action.startswith(CHEAPER)), *lines.advice[1:])
+    if any(each.action == WHOLE_BATCHES for each in advice):
+        return tuple(advice)  # a row is fetched by one line, and nothing in it could be done once, or twice as fast
+    if lines.advice:
+        advice = [each for each in advice if not each.action.startswith(CHEAPER)]
+    return (*advice, *lines.advice)
 
 
 def slow_rank(stall: DetectedStall, stuck: StuckRank | None) -> Straggler | None:

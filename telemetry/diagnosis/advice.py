@@ -356,9 +356,13 @@ def _cheaper_in_worker(evidence: Evidence) -> Advice:
     return _cheaper(because if took is None else f"each batch takes {ms(took)} of CPU time in a worker", evidence)
 
 
+CHEAPER: Final = "make the transforms cheaper"
+"""Begins advice for fetches of which no line is known."""
+
+
 def _cheaper(because: str, evidence: Evidence) -> Advice:
     to_gpu = "move augmentation to the GPU, " if evidence.on_gpu else ""
-    return _do(f"make the transforms cheaper: decode at a smaller size, {to_gpu}store preprocessed data", because)
+    return _do(f"{CHEAPER}: decode at a smaller size, {to_gpu}store preprocessed data", because)
 
 
 def _faster_storage(because: str) -> Advice:

@@ -9,8 +9,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.costs import own_time
+from telemetry.diagnosis.habits import habit_in
 from telemetry.diagnosis.model import Fetch, alone_in_worker, gain_of, gain_over_window, predicted_step
 from telemetry.model.records import Advice, HotLine, factor_text
 from telemetry.util.profiles import CHECKPOINT, FETCH, SAMPLER, STEP, WAIT, StackProfile, StackTime
@@ -22,13 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from telemetry.diagnosis.evidence import Evidence
+    from telemetry.diagnosis.habits import Habit
     from telemetry.util.stacks import Stack
 
 
 # -- from a profile to lines: which line of the user's code a fetch, or a step, spends its time in ---------------------
-# A line is named together with the library function that it called, if the time was spent in one. The innermost line of
-# the user's code counts, so a helper is named and not its caller. If a library makes the batch without the user's code,
-# the library's line is named: the outermost one outside of the DataLoader.
+# The innermost line of the user's code counts, so a helper is named and not its caller. It is named together with the
+# library function that it called, if nearly all of its time was spent in one. If a library makes the batch without the
+# user's code, the library's line is named: the outermost one outside of the DataLoader.
 
 MAX_LINES: Final = 10
 MIN_SAMPLES: Final = 40
@@ -40,6 +44,9 @@ _SURE_SAMPLES: Final = 20
 _FEW_SAMPLES: Final = 5
 _GREATER_PART: Final = 0.5
 """If it is known what kind of code costs the time, few samples tell which line that is."""
+
+_NEARLY_ALL: Final = 0.8
+"""A line is named by the function that it calls if that takes so much of its time."""
 
 _MIN_SAMPLES_OF_WORK: Final = 10
 """Least samples of a wait that are inside the sampler. With so few, the predicted speed-up is a range."""
@@ -68,6 +75,9 @@ class LineShare:
         error: standard error of ``share``. The number of samples of the work is estimated from its time.
         gil_ratio: share of its own time in which it held the GIL, 0 to 1; 0 if that is not known.
         rest_gil_ratio: the same share for the rest of the work.
+        samples: number of samples of the work.
+        habit: what is known of the function that it called.
+        also: places of further lines that are counted with it.
     """
 
     file: str
@@ -79,6 +89,9 @@ class LineShare:
     error: float = 0.0
     gil_ratio: float = 0.0
     rest_gil_ratio: float = 0.0
+    samples: float = 0.0
+    habit: Habit | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -88,7 +101,7 @@ class LineShare:
     @property
     def named(self) -> str:
         """Such as ``Image.resize at train.py:42``, or ``load at train.py:42`` if it called no library function."""
-        return self.told().named
+        return " and ".join((self.told().named, *self.also))
 
     def told(self) -> HotLine:
         """The line as the log and the report have it."""
@@ -124,6 +137,7 @@ def line_shares(
     times: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
     counted: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
     functions: dict[tuple[str, int], str] = {}
+    habits: dict[str | None, Habit] = {}
     for stack, time in profile.times.items():
         inside = _inside(stack, work)
         if work == SAMPLER and not inside:
@@ -131,13 +145,17 @@ def line_shares(
         total = total.plus(time)
         blamed = _blamed(inside, stack)
         if sample_code is not None and inside and all(spot.file == inside[-1].file for spot in inside):
-            blamed = (Spot(*sample_code, ""), None) if is_fetcher(inside[-1]) else blamed
+            blamed = (Spot(*sample_code, ""), ()) if is_fetcher(inside[-1]) else blamed
         if blamed is not None:
-            spot, calls = blamed
+            spot, callees = blamed
             if not spot.function.startswith("<"):  # a comprehension on the same line is part of its function
                 functions[spot.file, spot.line] = spot.function
             else:
                 functions.setdefault((spot.file, spot.line), spot.function)
+            calls, habit = _called(callees), habit_in(callees)
+            if habit is not None:
+                calls = habit.named or calls
+                habits[calls] = habit
             named = spot.file, spot.line, calls
             times[named] = time.plus(times[named])
             if only is not None and only(stack, time):
@@ -149,18 +167,55 @@ def line_shares(
         return ()
     if only is not None:  # a line that also calls operators, as that of a trainer does, is no work on the host
         times = {each: time for each, time in counted.items() if time.wall_ns >= _GREATER_PART * times[each].wall_ns}
-    longest = sorted(times.items(), key=lambda item: -item[1].wall_ns)[:MAX_LINES]
     found = []
-    for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in longest:
+    for (file, line, calls), (wall_ns, cpu_ns, gil_ns) in times.items():
         share = wall_ns / wall
         if share >= _MIN_SHARE:
-            error = math.sqrt(max(share * (1 - share), _NEVER_SEEN / samples) / samples)
+            error = _standard_error(share, samples)
             held = gil_ns / max(wall_ns, 1), (gil - gil_ns) / max(wall - wall_ns, 1)
-            found.append(LineShare(file, line, functions[file, line], calls, share, cpu_ns / max(cpu, 1), error, *held))
-    # Nobody can change a library's line. So it comes first only if it takes twice as much.
-    found.sort(key=lambda line: line.share / (2 if is_library(line.file) else 1), reverse=True)
+            shares = share, cpu_ns / max(cpu, 1), error, *held
+            found.append(LineShare(file, line, functions[file, line], calls, *shares, samples, habits.get(calls)))
+    found = _in_order(found)
     sure = bool(found) and found[0].share - ERRORS * found[0].error >= _GREATER_PART
     return tuple(found) if sure or profile.samples >= least else ()
+
+
+def _in_order(found: list[LineShare]) -> list[LineShare]:
+    """By the share of the line with all that it calls. A line that calls several functions is there several times."""
+    whole: dict[tuple[str, int], float] = defaultdict(float)
+    for each in found:
+        whole[each.file, each.line] += each.share
+
+    def key(each: LineShare) -> tuple[float, str, float]:
+        # Nobody can change a library's line. So it comes first only if it takes twice as much.
+        return -whole[each.file, each.line] / (2 if is_library(each.file) else 1), each.place, -each.share
+
+    return sorted(found, key=key)[:MAX_LINES]
+
+
+def whole_line(lines: Sequence[LineShare]) -> LineShare:
+    """The first line with all that it calls as one share, and with other lines that call the same known function."""
+    first = lines[0]
+    same = [line for line in lines if (line.file, line.line) == (first.file, first.line)]
+    if first.share < _NEARLY_ALL * sum(line.share for line in same):
+        first = replace(first, calls=None, habit=None)
+    if first.habit is not None:
+        same += [line for line in lines if line.habit == first.habit and line not in same]
+    share, held = min(1.0, sum(line.share for line in same)), sum(line.gil_ratio * line.share for line in same)
+    held_in_all = first.gil_ratio * first.share + first.rest_gil_ratio * (1 - first.share)
+    return replace(
+        first,
+        share=share,
+        cpu_share=min(1.0, sum(line.cpu_share for line in same)),
+        error=_standard_error(share, first.samples),
+        gil_ratio=held / max(share, 1e-9),
+        rest_gil_ratio=max(0.0, held_in_all - held) / max(1 - share, 1e-9),
+        also=tuple(dict.fromkeys(line.place for line in same if line.place != first.place)),
+    )
+
+
+def _standard_error(share: float, samples: float) -> float:
+    return math.sqrt(max(share * (1 - share), _NEVER_SEEN / samples) / samples)
 
 
 _ALL: Final = 0.9
@@ -240,7 +295,8 @@ def reading_place(profile: StackProfile) -> str:
 def top_line(profile: StackProfile) -> LineShare | None:
     """The line in which most of the time was spent, if that is the greater part of it; else None."""
     lines = line_shares(profile, STEP, least=_FEW_SAMPLES)
-    return lines[0] if lines and lines[0].share >= _GREATER_PART else None
+    line = whole_line(lines) if lines else None
+    return line if line is not None and line.share >= _GREATER_PART else None
 
 
 def _inside(stack: Stack, work: str) -> Stack:
@@ -251,8 +307,8 @@ def _inside(stack: Stack, work: str) -> Stack:
     return stack[: end + 1]
 
 
-def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
-    """The line and the library function that a stack counts for; None if there is no such line."""
+def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, Stack] | None:
+    """The line that a stack counts for, and what it has called; None if there is no such line."""
     at = _first(inside, _is_users)
     if at is None and inside and _begins_a_batch(inside[-1]):
         # The library's line that makes the batch: outside of the DataLoader's code if there is one, else the fetcher's.
@@ -262,7 +318,7 @@ def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, str | None] | None:
         at = libraries[-1] if libraries else _first(inside, is_fetcher)
     if at is None:
         inside, at = stack, _first(stack, _is_users)
-    return None if at is None else (inside[at], _called(inside[:at]))
+    return None if at is None else (inside[at], inside[:at])
 
 
 # Between its operators a step works on the host: it logs, loops in Python, computes with NumPy. If the user's line
@@ -327,6 +383,8 @@ def _called(callees: Stack, *, keep: str = "") -> str | None:
     outermost_first = [spot for spot in reversed(callees) if _OURS not in spot.file]
     if not outermost_first:
         return None
+    if outermost_first[0].function == "__init__" and (made := class_of(outermost_first[0])) is not None:
+        return made
     passed_on = _PASSED_ON - {keep}
     plain = (s for s in outermost_first if not s.function.startswith(("_", "<")) and s.function not in passed_on)
     spot = next(plain, outermost_first[-1])
@@ -393,12 +451,15 @@ def line_advice(evidence: Evidence, kind: str, line: LineShare, *, cause: str) -
     because = f"{verdict_part(line, kind)} is this line"
     if seconds is not None:
         because += f": {ms(seconds * line.share)} of {ms(seconds)}"
-    where = {STEP: "the step", CHECKPOINT: "the checkpoint"}.get(kind, "the loader")
-    remove = f"take {line.named} out of {where}: do it once, before the training"
-    return (
-        Advice(remove, None, None, removed, because, removed_low),
-        Advice(f"make {line.named} twice as fast", None, None, halved, because, halved_low),
-    )
+    if line.habit is not None:
+        first = Advice(f"{line.named}: {line.habit.do}", because=because)
+    else:
+        outside = {STEP: "the step", CHECKPOINT: "the checkpoint"}
+        once = "" if kind in outside else ": do it once, before the training, if it gives the same each time"
+        first = Advice(f"take {line.named} out of {outside.get(kind, 'the loader')}{once}", because=because)
+    if line.habit is None or line.habit.removes:
+        first = structs.replace(first, predicted_speedup=removed, predicted_low=removed_low)
+    return first, Advice(f"make {line.named} twice as fast", None, None, halved, because, halved_low)
 
 
 def _seconds_of(evidence: Evidence, kind: str) -> float | None:

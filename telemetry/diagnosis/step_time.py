@@ -16,7 +16,15 @@ from telemetry.diagnosis.causes import advise
 from telemetry.diagnosis.changes import GROWN_MEMORY
 from telemetry.diagnosis.cores import core_use, cores_missing, too_many_threads
 from telemetry.diagnosis.findings import Finding
-from telemetry.diagnosis.hot_lines import ERRORS, SURE, is_host_work, line_shares, top_line, waits_for_thread
+from telemetry.diagnosis.hot_lines import (
+    ERRORS,
+    SURE,
+    is_host_work,
+    line_shares,
+    top_line,
+    waits_for_thread,
+    whole_line,
+)
 from telemetry.diagnosis.model import gain_without
 from telemetry.model.records import COMPUTE, DATA_WAIT, Advice
 from telemetry.util.profiles import STEP
@@ -126,7 +134,7 @@ def _host_work(sampled: Sampler, evidence: Evidence) -> Finding | None:
         lines=tuple(line.told() for line in lines if line.share >= _MIN_SHARE / 2),
         advice=(
             Advice(
-                f"do {named} less often, such as every 100 steps, or take it out of the step",
+                _instead(named, whole_line(worst)),
                 predicted_speedup=gain if exact else high,
                 because=f"it takes {of_step} of {ms(evidence.step_compute_seconds)} in each step",
                 predicted_low=None if exact else low,
@@ -135,11 +143,24 @@ def _host_work(sampled: Sampler, evidence: Evidence) -> Finding | None:
     )
 
 
+def _instead(named: str, line: LineShare) -> str:
+    """What to do about the work of a line. Nobody knows what it is for, unless its function is known."""
+    if line.habit is not None:
+        return f"{named}: {line.habit.do}"
+    return f"make {named} cheaper, do it less often, or take it out of the step"
+
+
 def _largest_work(on_host: Sequence[LineShare], lines: Sequence[LineShare]) -> tuple[list[LineShare], str]:
-    """The lines of the work that takes most: of one call, or of a function that hardly does anything else; its name."""
+    """The lines of the work that takes most, and its name.
+
+    It is that of one call, of one line, or of a function that hardly does anything else.
+    """
     parts: dict[str, list[LineShare]] = defaultdict(list)
     for line in on_host:
         parts[line.calls or line.named].append(line)
+    for file, number in dict.fromkeys((line.file, line.line) for line in on_host):
+        part = [line for line in on_host if (line.file, line.line) == (file, number)]
+        parts.setdefault(whole_line(part).named, part)
     for file, function in {(line.file, line.function) for line in on_host}:
         part = [line for line in on_host if (line.file, line.function) == (file, function)]
         whole = sum(line.share for line in lines if (line.file, line.function) == (file, function))
@@ -147,7 +168,7 @@ def _largest_work(on_host: Sequence[LineShare], lines: Sequence[LineShare]) -> t
             parts.setdefault(function, part)
     name, worst = max(parts.items(), key=lambda item: (sum(line.share for line in item[1]), -len(item[1])))
     places = [*dict.fromkeys(line.place for line in worst)]
-    return worst, worst[0].named if len(worst) == 1 else f"{name} at {_and(places[:3])}"
+    return worst, whole_line(worst).named if len(places) == 1 else f"{name} at {_and(places[:3])}"
 
 
 def _and(parts: list[str]) -> str:
@@ -310,4 +331,6 @@ def _action(growth: StepChange, line: LineShare | None) -> str:
         return _FETCHES
     if line is not None and (line.calls or "").endswith(".backward"):
         return _KEPT_GRAPH
+    if line is not None and line.habit is not None:
+        return f"{line.named}: {line.habit.do}"
     return _KEPT if growth.figures[1:] else _REPEATED

@@ -45,6 +45,7 @@ _NO_BATCH_SAID: Final = r"fetch|did not come|first batch|never came"
 _VALIDATION: Final = r"num_workers|persistent_workers|batch_size|evaluation|validation"
 _FIRST_FETCH: Final = r"buffer|first (fetch|batch)|index|start of (an|each|the) epoch|__iter__"
 _READ: Final = r"num_workers"
+_OPEN_ONCE: Final = r"once|keep.*open"
 
 REPORTED: Final = (
     case(
@@ -70,6 +71,11 @@ REPORTED: Final = (
     case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
     case("command_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("archive_reopened", ("workers_cpu_bound", "workers_throttled"), _OPEN_ONCE, "smaller size", line=True),
+    case("replay_in_deque", ("host_work", "step_growth"), r"\blist\b|array", "every 100 steps", line=True),
+    case(
+        "frame_row_by_row", ("loader_on_training_thread",), r"array|to_numpy", "smaller size", line=True, needs="pandas"
+    ),
     case("threads_in_workers", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers.*more"),
 )  # fmt: skip
 """The scripts after public reports."""
