@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,12 @@ import telemetry
 from telemetry.agent import step_monitor as findings
 from telemetry.diagnosis.hot_lines import line_shares
 from telemetry.diagnosis.step_time import StepTime, findings_of
+from telemetry.diagnosis.switches import switch_findings
+from telemetry.diagnosis.verdict import RankWaits, RunFacts, VerdictKind, judge
+from telemetry.model.records import ANOMALY, CUDA_BLOCKING, DETERMINISTIC, PROFILER, SYNC_DEBUG
 from telemetry.model.totals import GarbageTotals, Totals
 from telemetry.seams.ring import Ring
+from telemetry.seams.switches import switches_on
 from telemetry.seams.tracker import StepTracker
 from telemetry.sources.proc import ThreadLoad, ThreadLoads
 from telemetry.sources.sampler import BusyThread, Sampler
@@ -175,6 +180,50 @@ def test_work_on_the_host_beside_a_busy_gpu_costs_nothing():
     )
     assert kinds(CALM, sampler, busy) == []
     assert kinds(CALM, sampler, idle) == ["host_work"]
+
+
+# -- switches of torch -------------------------------------------------------------------------------------------------
+
+KEPT = Spot(f"{SITE}torch/fx/traceback.py", 200, "format_stack", "torch.fx.traceback")
+ADAM = Spot(f"{SITE}torch/optim/adam.py", 400, "step", "torch.optim.adam")
+
+
+def test_anomaly_mode_that_was_left_on_is_told_with_the_gain_without_it():
+    sampler = sampled(((KEPT, LINEAR, LOOP), 100), ((LINEAR, LOOP), 40), ((BACKWARD, LOOP), 40), ((ADAM, LOOP), 20))
+    (finding,) = switch_findings([ANOMALY], sampler, COMPUTE)
+    assert (finding.kind, finding.share_ratio) == ("debug_switch", 0.5)
+    (advice,) = finding.advice
+    assert "torch.autograd.set_detect_anomaly(False)" in advice.action
+    assert (advice.predicted_low, advice.predicted_speedup) == (
+        pytest.approx(1.87, abs=0.02),
+        pytest.approx(3.75, abs=0.1),
+    )
+    (few,) = switch_findings([ANOMALY], sampled(((KEPT, LOOP), 5)), COMPUTE)
+    assert (few.share_ratio, few.advice[0].predicted_speedup) == (None, None)
+
+
+def test_a_switch_whose_cost_is_not_known_is_a_hint_and_no_verdict():
+    debug, hint = switch_findings([DETERMINISTIC, CUDA_BLOCKING], sampled(*MODEL), COMPUTE)
+    assert (debug.kind, hint.kind) == ("debug_switch", "slow_setting")
+    assert debug.share_ratio is hint.share_ratio is None
+    rank = RankWaits(0, 100, 0.1, 9.9, 0.0, 0.1, 0.2)
+    assert judge(RunFacts([rank], findings=[hint])).kind == VerdictKind.HEALTHY
+    assert judge(RunFacts([rank], findings=[hint, debug])).loss.slowed_by is debug
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_switches_are_read_as_they_are_now(monkeypatch):
+    assert switches_on() == ()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autograd.detect_anomaly(check_nan=False), torch.autograd.profiler.profile(use_kineto=False):
+            assert switches_on() == (ANOMALY, PROFILER, DETERMINISTIC)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    gpu = SimpleNamespace(is_initialized=lambda: True, get_sync_debug_mode=lambda: 1)
+    monkeypatch.setattr(torch, "cuda", gpu)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert switches_on() == (CUDA_BLOCKING, SYNC_DEBUG)
 
 
 # -- a thread of the script's own that reads the loader ----------------------------------------------------------------
@@ -462,6 +511,20 @@ def test_a_run_without_a_stall_says_what_its_steps_do(found, work, kind, line, c
             gc.callbacks.remove(one)
     assert [(one.kind, [hot.line for hot in one.lines[:1]]) for one in told] == [(kind, [line])]
     assert len(heap)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_switch_that_stays_on_is_found_and_one_that_was_on_for_a_moment_is_not(found):
+    torch.use_deterministic_algorithms(True)
+    weight, began = torch.ones(8, 8, requires_grad=True), now_ns()
+
+    def step():
+        (weight @ weight).sum().backward()
+        torch.use_deterministic_algorithms(now_ns() - began < 2 * NS)
+
+    with torch.autograd.set_detect_anomaly(True):
+        told = found(step, samples=1500)
+    assert [one.kind for one in told if one.kind in {"debug_switch", "slow_setting"}] == ["debug_switch"]
 
 
 def test_a_loader_that_another_thread_reads_ahead_is_found(found):

@@ -13,8 +13,10 @@ from telemetry.diagnosis.cores import core_use, cores_missing
 from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.hot_lines import line_shares, loop_lines
 from telemetry.diagnosis.step_time import StepTime, findings_of, growth_finding
+from telemetry.diagnosis.switches import switch_findings
 from telemetry.log.lines import FindingLine, StepCodeLine
 from telemetry.safety.threads import listed_threads, natives
+from telemetry.seams.switches import switches_on
 from telemetry.sources.proc import ThreadLoads
 from telemetry.util.profiles import STEP, StackProfile
 
@@ -108,6 +110,7 @@ class StepMonitor:
         self._first: Totals | None = None  # when steps had begun
         self._marks: deque[Totals] = deque()
         self._loads = ThreadLoads()
+        self._switches: dict[str, int] = {}  # for how many looks each has been on
 
     def tick(self, tick: Tick, samples: Samples, evidence: Evidence | None) -> None:
         """Look at the process now and then. ``evidence``: the newest window."""
@@ -122,11 +125,15 @@ class StepMonitor:
         cores = tick.conditions.cores
         few = samples.process is None or samples.process.threads <= cores
         load, worker_loads = self._thread_loads(itself=not few)
+        self._switches = {switch: self._switches.get(switch, 0) + 1 for switch in switches_on()}
         if len(marks) > _INTERVALS:
             added = totals - marks.popleft()
             if added.loop_seconds > 0 and self._first is not None:
                 time = StepTime(added, totals - self._first, cores, load, worker_loads)
                 for finding in findings_of(time, self._sampler, evidence):
+                    self._findings.tell(finding)
+                on = [switch for switch, looks in self._switches.items() if looks > _INTERVALS]
+                for finding in switch_findings(on, self._sampler, evidence):
                     self._findings.tell(finding)
         if self._sampler.steps.samples >= _MORE * self._logged:
             self._log_lines()

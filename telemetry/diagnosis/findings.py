@@ -25,9 +25,14 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
         "duplicate_samples": "Several workers give the same samples, because the data set does not split its stream.",
         "step_growth": "Steps become longer and longer.",
         "evaluation_loader": "The evaluation waits for its own loader, or takes too small batches from it.",
+        "debug_switch": "A switch of torch for debugging is on, such as autograd's anomaly mode.",
+        "slow_setting": "A setting of torch is on that may make steps longer. How much it costs is not known.",
     }
 )
 """The kinds of findings, with their documentation. A finding is no stall: it may be there in a run that never waits."""
+
+HINTS: Final = frozenset({"slow_setting"})
+"""Findings that are told, but are no verdict: nobody knows whether they cost anything."""
 
 _BEHIND: Final = frozenset({"cores_missing", "gil_held", "threads_oversubscribed"})
 _EXPLAINED: Final = frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from telemetry.diagnosis.findings import reason_of
+from telemetry.diagnosis.findings import HINTS, reason_of
 from telemetry.model.records import (
     CHECKPOINT,
     COMPUTE,
@@ -304,7 +304,7 @@ def _largest_loss(facts: RunFacts) -> Loss:
     if starving:
         worst = max(starving, key=lambda rank: rank.exposed_after_start_ratio)
         return Loss(VerdictKind.STARVED, worst, len(starving), len(measured), unseen)
-    first = next(iter(facts.findings), None)
+    first = next((finding for finding in facts.findings if finding.kind not in HINTS), None)
     if unseen is not None or not any(rank.wait_seconds or rank.waited_before for rank in measured):
         most = max(stalls, key=lambda stall: stall.cost_seconds, default=None)
         kind = VerdictKind.UNKNOWN if first is None or most is not None else VerdictKind.SLOWED

@@ -127,8 +127,18 @@ FindingKind = Literal[
     "duplicate_samples",
     "step_growth",
     "evaluation_loader",
+    "debug_switch",
+    "slow_setting",
 ]
 
+
+# -- switches of torch that may make steps longer ----------------------------------------------------------------------
+
+ANOMALY: Final = "autograd's anomaly mode"
+PROFILER: Final = "torch's profiler"
+CUDA_BLOCKING: Final = "CUDA_LAUNCH_BLOCKING"
+SYNC_DEBUG: Final = "CUDA's debug mode for synchronisation"
+DETERMINISTIC: Final = "the choice of deterministic algorithms"
 
 # -- distributions -----------------------------------------------------------------------------------------------------
 

@@ -228,6 +228,7 @@ SEAMS: Final = (
         "snapshots",
         patched=True,
     ),
+    Seam("torch.autograd.profiler", ("_is_profiler_enabled",), "a profiler was left on", "`debug_switch`"),
     Seam(
         "torch._C._autograd",
         (

@@ -70,6 +70,7 @@ REPORTED: Final = (
     case("whole_file_in_each_worker", ("duplicate_samples",), _SPLIT, _WORKERS_ALONE, line=True),
     case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
+    case("anomaly_left_on", ("debug_switch",), "set_detect_anomaly", "^num_workers"),
     case("command_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
     case("archive_reopened", ("workers_cpu_bound", "workers_throttled"), _OPEN_ONCE, "smaller size", line=True),
     case("replay_in_deque", ("host_work", "step_growth"), r"\blist\b|array", "every 100 steps", line=True),
