@@ -408,7 +408,7 @@ class Agent:
         """Find the lines of code in which the time is spent. The stall decides how closely the samples look."""
         stalls, wanted = self._stall_monitor, self._sampler.wanted
         wanted.waits, wanted.slow_rank = stalls.waits_matter, stalls.samples_closely
-        wanted.ranks = self.identity.world_size > 1
+        wanted.ranks, wanted.gaps = self.identity.world_size > 1, self._step_monitor.gaps.matter
         if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
             stalls.log_hot_lines()
         self._step_monitor.tick(self._newest_tick, self._collectors.samples, stalls.evidence)
@@ -494,7 +494,7 @@ class Agent:
         timed_out = end.failure == LOADER_TIMEOUT and self._stuck_at_end() is None
         self._stall_monitor.end(totals, timed_out=timed_out)
         self._step_monitor.tell_growth(self._growth.growth, totals)
-        self._step_monitor.judge_cores(totals, self._stall_monitor.evidence)
+        self._step_monitor.judge(totals, self._stall_monitor.evidence)
         self._tell(self._evaluations.judge(totals))
         self.findings.end()
         self.attempt.follow_stuck(*self._stall_monitor.stuck_time)

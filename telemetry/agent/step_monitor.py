@@ -12,13 +12,14 @@ from telemetry.diagnosis.changes import YOUNG_SECONDS
 from telemetry.diagnosis.cores import core_use, cores_missing
 from telemetry.diagnosis.findings import by_weight
 from telemetry.diagnosis.hot_lines import line_shares, loop_lines
+from telemetry.diagnosis.loop_gaps import LoopGaps
 from telemetry.diagnosis.step_time import StepTime, findings_of, growth_finding
 from telemetry.diagnosis.switches import switch_findings
 from telemetry.log.lines import FindingLine, StepCodeLine
 from telemetry.safety.threads import listed_threads, natives
 from telemetry.seams.switches import switches_on
 from telemetry.sources.proc import ThreadLoads
-from telemetry.util.profiles import STEP, StackProfile
+from telemetry.util.profiles import BETWEEN, STEP, StackProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,11 @@ _FIRST_STEPS: Final = 10
 
 
 class StepMonitor:
-    """Finds what costs the steps of one rank time without a stall. Used on the agent thread."""
+    """Finds what costs the steps of one rank time without a stall. Used on the agent thread.
+
+    Attributes:
+        gaps: the time between two loops.
+    """
 
     def __init__(self, tracker: StepTracker, sampler: Sampler, findings: FindingLog, event_log: EventLog) -> None:
         self._sampler = sampler
@@ -109,12 +114,14 @@ class StepMonitor:
         self._logged = 0  # samples in the lines that were logged last
         self._first: Totals | None = None  # when steps had begun
         self._marks: deque[Totals] = deque()
+        self.gaps = LoopGaps()
         self._loads = ThreadLoads()
         self._switches: dict[str, int] = {}  # for how many looks each has been on
 
     def tick(self, tick: Tick, samples: Samples, evidence: Evidence | None) -> None:
         """Look at the process now and then. ``evidence``: the newest window."""
         totals, marks = tick.totals, self._marks
+        self.gaps.add(totals)
         self._first = self._first or (totals if totals.steps else None)
         if totals.steps < _FIRST_STEPS or evidence is None or evidence.loop_seconds <= 0:
             return
@@ -135,6 +142,7 @@ class StepMonitor:
                 on = [switch for switch, looks in self._switches.items() if looks > _INTERVALS]
                 for finding in switch_findings(on, self._sampler, evidence):
                     self._findings.tell(finding)
+        self._tell(self.gaps.finding(self._sampler.run.get(BETWEEN)))
         if self._sampler.steps.samples >= _MORE * self._logged:
             self._log_lines()
 
@@ -154,13 +162,17 @@ class StepMonitor:
             lines = _by_growth(ends[0], _merged(sampler.parts), ends[1], sampler.newest)
         self._findings.tell(growth_finding(growth, totals, lines))
 
-    def judge_cores(self, totals: Totals, evidence: Evidence | None) -> None:
-        """Look at the cores of the whole run at its end: a short run has had no look."""
+    def judge(self, totals: Totals, evidence: Evidence | None) -> None:
+        """Look at the cores and at the time between loops of the whole run at its end: a short run has had no look."""
+        self.gaps.add(totals)
+        self._tell(self.gaps.finding(self._sampler.run.get(BETWEEN)))
         if evidence is None or self._first is None or totals.loop_seconds < _EVERY_SECONDS / 2:
             return
-        found = cores_missing(core_use(totals - self._first, evidence), evidence)
-        if found is not None:
-            self._findings.tell(found)
+        self._tell(cores_missing(core_use(totals - self._first, evidence), evidence))
+
+    def _tell(self, finding: Finding | None) -> None:
+        if finding is not None:
+            self._findings.tell(finding)
 
     def end(self) -> None:
         """Log the lines of the steps once more."""

@@ -129,6 +129,7 @@ FindingKind = Literal[
     "evaluation_loader",
     "debug_switch",
     "slow_setting",
+    "between_loops",
 ]
 
 

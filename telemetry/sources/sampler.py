@@ -23,6 +23,7 @@ from telemetry.sources.proc import thread_state
 from telemetry.sources.unseen_loop import UnseenLoop
 from telemetry.util.clock import NS, now_ns
 from telemetry.util.profiles import (
+    BETWEEN,
     CHECKPOINT,
     EVALUATING,
     EVALUATION_WAIT,
@@ -64,6 +65,9 @@ _UNSEEN: Final = 0.1
 """Mean seconds in the first minute of a loop without loaders, and in its evaluations: only samples show when these
 begin and end."""
 
+_GAPS: Final = 0.15
+"""Mean seconds while the time between two loops matters: a tenth of half a minute then has 20 samples."""
+
 _RANKS: Final = 0.1
 _SLOW_RANK: Final = 0.02
 """Mean seconds in a job of several ranks: usually, and while one rank holds the others up. A rank of the zoo's
@@ -84,12 +88,14 @@ class Wanted:
 
     Attributes:
         kinds: the kinds of work of which lines are wanted; empty without a stall.
+        gaps: whether the time between loops matters.
         waits: whether waits for batches matter. ``ranks``: whether the job has several ranks. ``slow_rank``: whether
             one of them holds the others up.
     """
 
     kinds: frozenset[str] = frozenset()
     waits: bool = False
+    gaps: bool = False
     ranks: bool = False
     slow_rank: bool = False
 
@@ -208,6 +214,8 @@ class Sampler:
             mean = min(mean, _UNSEEN)
         if wanted.waits:
             mean = min(mean, _WAITS)
+        if wanted.gaps:
+            mean = min(mean, _GAPS)
         if wanted.ranks:
             mean = min(mean, _SLOW_RANK if wanted.slow_rank else _RANKS)
         return mean, _MAX_SHARE
@@ -222,6 +230,8 @@ class Sampler:
             return EVALUATION_WAIT if waiting else EVALUATING
         if tracker.checkpointing:
             return CHECKPOINT
+        if tracker.between_loops and not waiting:
+            return BETWEEN
         runs = self.loop.began_ns and tracker.category == S_STARTUP
         return STEP if (tracker.stepping or runs) and not waiting else None
 

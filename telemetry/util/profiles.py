@@ -17,9 +17,11 @@ SAMPLER: Final = "sampler"
 WAIT: Final = "wait"
 STEP: Final = "step"
 CHECKPOINT: Final = "checkpoint"
+BETWEEN: Final = "between"
 EVALUATING: Final = "evaluating"
 EVALUATION_WAIT: Final = "evaluation_wait"
-"""The kinds of work of which samples are taken. The sampler's are a part of those of waits."""
+"""The kinds of work of which samples are taken. The sampler's are a part of those of waits; `BETWEEN`
+is the time between two loops."""
 
 MAX_STACKS: Final = 500
 """A profile has at most this many different stacks."""

@@ -72,6 +72,7 @@ REPORTED: Final = (
     case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
     case("anomaly_left_on", ("debug_switch",), "set_detect_anomaly", "^num_workers"),
     case("command_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("history_rewritten", ("between_loops",), r"append|only what is new", "^num_workers", line=True),
     case("archive_reopened", ("workers_cpu_bound", "workers_throttled"), _OPEN_ONCE, "smaller size", line=True),
     case("replay_in_deque", ("host_work", "step_growth"), r"\blist\b|array", "every 100 steps", line=True),
     case(
