@@ -135,9 +135,9 @@ def stop() -> None:
         agent.stop()
 
 
-def leaving(code: object) -> None:
-    """Note that the script ends with this argument of ``sys.exit``. For ``telemetry run``."""
-    _contained(_running(), lambda agent: agent.attempt.end.leaving(code))
+def leaving(error: SystemExit) -> None:
+    """Note that the script ends with ``sys.exit``. For ``telemetry run``."""
+    _contained(_running(), lambda agent: agent.attempt.end.leaving(error.code, error))
 
 
 def watch(iterable: Iterable[T]) -> Iterable[T]:

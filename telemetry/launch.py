@@ -77,7 +77,7 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, SystemExit):
-            api.leaving(error.code)
+            api.leaving(error)
         elif trace is not None:
             _hide_frames_of(trace.tb_frame.f_code.co_filename)
 

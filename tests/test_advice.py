@@ -135,7 +135,7 @@ ADVICE = {
         STARTUP, changed(STARTUP, settings={"loader_used_again": False}), "", 1 / (0.45 + 2 * 0.12), "make the DataLoader once",
     ),
     "workers that are kept already": (
-        STARTUP, changed(STARTUP, settings=KEPT), "", 1 / (0.45 + 0.55 / 24), "make epochs 24 times as long",
+        STARTUP, changed(STARTUP, settings=KEPT), "", 1 / (0.45 + 0.55 / 24), "go over the data 24 times in each epoch",
     ),
     "batches next to the edges are rarer, too": (
         STARTUP, changed(STARTUP, settings=KEPT, wait=0.75, compute=0.25, near_boundaries=0.15), "",

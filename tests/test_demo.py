@@ -80,7 +80,9 @@ def test_the_run_is_shown_while_it_trains(shown):
 
 def test_its_report_and_the_advice_that_is_followed(shown):
     text, base = shown
-    assert re.search(r"^Starved: .* Cause: loader_on_training_thread; try num_workers=\d+", text, re.MULTILINE)
+    assert re.search(
+        r"^Starved: .*\n  cause:  loader_on_training_thread.*\n(.*\n)?  do:     set num_workers=\d+", text, re.MULTILINE
+    )
     assert int(re.search(r"^ +0 +\S+ +\d+ +(\d+) ", text, re.MULTILINE)[1]) > 0
     advised = advised_workers(text)
     gain = re.search(rf"5. Taking the advice, num_workers={advised}, which predicts (\d+\.\d+) times", text)[1]

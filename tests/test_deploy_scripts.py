@@ -157,14 +157,14 @@ def test_the_epilog_counts_each_attempt_with_its_own_ranks(tmp_path):
     for rank in range(8):
         Process(tmp_path, rank, begin=0, pid=10 + rank, world=8).window(3600).write()
     for rank in range(4):
-        Process(tmp_path, rank, begin=5400, pid=20 + rank, world=4).end(7200)
+        Process(tmp_path, rank, begin=5400, pid=20 + rank, world=4).resumed(10).end(7200)
     first, second, _ = epilog(tmp_path, tmp_path).stdout.splitlines()
-    assert first == "telemetry: run r: 2 attempt(s) (1 finished, 1 killed), 3595 steps lost"
+    assert first == "telemetry: run r: 2 attempt(s) (1 finished, 1 killed), 3585 steps lost"
     assert second.startswith("telemetry: 20.0 GPU-hours, ")
     report = subprocess.run(
         [sys.executable, "-m", "telemetry", "report", tmp_path], capture_output=True, text=True, timeout=180
     )
-    assert "Of 20 GPU-hours" in report.stdout
+    assert "Of 4 h, 2 h were productive (57 %)" in report.stdout, "no GPU was seen"
 
 
 def test_the_epilog_never_fails(tmp_path):

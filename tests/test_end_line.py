@@ -14,7 +14,7 @@ from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.end_line import end_line, end_table, with_peers
+from telemetry.agent.end_line import end_lines, end_table, with_peers
 from telemetry.diagnosis.verdict import RankWaits, RunFacts, costliest, judge
 from telemetry.model.records import (
     Advice,
@@ -49,7 +49,7 @@ def stall(cause: str, lost: float = 70.0, **advice) -> StallRecord:
 
 def said(own=OWN, folder: str | None = "/r", peers=(), **more) -> str:
     facts = RunFacts([own], ledger=LEDGER, ledger_in_full=True, ended=True, **more)
-    return end_line(judge(with_peers(facts, peers)), folder and Path(folder))
+    return "\n".join(end_lines(judge(with_peers(facts, peers)), [], folder and Path(folder)))
 
 
 def peer(rank: int, wait: float, cause: str | None = None, lost: float = 0.0) -> RankPace:
@@ -64,16 +64,20 @@ def test_a_starved_run_has_its_cause_and_what_to_change():
     both = stall("loader_on_training_thread", **workers)
     both.evidence["also"] = [OtherCause("gc_pause", 0.123)]
     assert said(stalls=[both]) == (
-        "telemetry: Starved: rank 0 spent 74 % of its training loop waiting for data; without that wait its steps would "
-        "be up to 3.8 times faster. Cause: loader_on_training_thread; try num_workers=2, predicted 1.57 times the steps "
-        "per second. At the same time gc_pause takes 12 % of the time; see: telemetry report /r"
+        "telemetry: Starved: rank 0 spent 74 % of its training loop waiting for data; see: telemetry report /r\n"
+        "  cause:  loader_on_training_thread: the training thread makes the batches itself\n"
+        "  do:     set num_workers=2: load in worker processes\n"
+        "  expect: 1.57 times the steps per second\n"
+        "  At the same time gc_pause takes 12 % of the time."
     )
+    bare = said(stalls=[stall("loader_on_training_thread", action="load in worker processes")])
+    assert "expect: at most 3.8 times the steps per second, if no step had to wait" in bare
 
 
 def test_a_healthy_run_has_a_short_ledger():
     assert said(CALM) == (
-        "telemetry: Healthy: no rank lost more than 1.0 % of its training loop waiting for data. 100 steps in 2 min: "
-        "81 % compute, 16 % evaluation, 1.6 % startup, 0.8 % data wait; see: telemetry report /r"
+        "telemetry: Healthy: no rank lost more than 1.0 % of its training loop waiting for data; see: telemetry report /r\n"
+        "  100 steps in 2 min: 81 % compute, 16 % evaluation, 1.6 % startup, 0.8 % data wait."
     )
 
 
@@ -84,7 +88,10 @@ SHORT = replace(OWN, steps=1, wait_seconds=10.0, compute_seconds=1.0, first_wait
     ("own", "more", "told"),
     [
         pytest.param(
-            SHORT, {}, "than 0 % of its training loop waiting for data after the first batch. 1 step in", id="start"
+            SHORT,
+            {},
+            "than 0 % of its training loop waiting for data after the first batch; see: telemetry report /r\n  1 step in",
+            id="start",
         ),
         pytest.param(replace(OWN, exposed_seconds=3.0), {}, "no rank lost more than 3.0 %", id="not felt by the GPU"),
         pytest.param(
@@ -93,7 +100,12 @@ SHORT = replace(OWN, steps=1, wait_seconds=10.0, compute_seconds=1.0, first_wait
             "data; how much of that the GPU felt was not measured: gpu_events is off; see",
             id="not measured",
         ),
-        pytest.param(replace(CALM, unseen_steps=90), {}, "The batches of 90 of 100 steps of rank 0", id="unseen"),
+        pytest.param(
+            replace(CALM, unseen_steps=90),
+            {},
+            "On rank 0, 90 of 100 steps took their batch from code that the agent does not see",
+            id="unseen",
+        ),
         pytest.param(
             replace(CALM, wait_seconds=0.0, exposed_seconds=0.0, first_wait_seconds=0.0),
             {},
@@ -103,7 +115,7 @@ SHORT = replace(OWN, steps=1, wait_seconds=10.0, compute_seconds=1.0, first_wait
         pytest.param(
             CALM,
             {"stalls": [stall("gc_pause", action="freeze the objects")]},
-            "telemetry: Not starved, but rank 0 stalled. Cause: gc_pause; freeze the objects; see",
+            "do:     freeze the objects",
             id="stalled",
         ),
         pytest.param(replace(OWN, steps=0), {}, "telemetry: No training step has ended yet; see", id="no step"),
@@ -118,10 +130,14 @@ def test_a_stuck_run_says_in_what():
     evidence = {"stuck_in": "data_wait", "stuck_at": "data.py:7"}
     held = StallRecord(rank=0, cause="worker_stuck", opened="t1", evidence=evidence)
     assert said(CALM, stuck=[(held, True)]) == (
-        "telemetry: Stuck before its end: rank 0 was waiting for a batch and had not gone on since before t1. "
-        "Cause: worker_stuck; it stood at data.py:7; see: telemetry report /r"
+        "telemetry: Stuck before its end: rank 0 was waiting for a batch and had not gone on since before t1; see: "
+        "telemetry report /r\n"
+        "  cause:  worker_stuck: a worker does not go on\n"
+        "  line:   it stood at data.py:7"
     )
-    assert said(folder="/my runs/a").endswith("; see: telemetry report '/my runs/a'"), "to be pasted into a shell"
+    assert said(folder="/my runs/a").splitlines()[0].endswith("; see: telemetry report '/my runs/a'"), (
+        "to be pasted into a shell"
+    )
     assert "see:" not in said(folder=None)
     job = said(CALM, stuck=[(held, True)], hang="rank 3 does not come", world_size=4)
     assert job == "telemetry: Hung before its end: rank 3 does not come; see: telemetry report /r"
@@ -129,7 +145,7 @@ def test_a_stuck_run_says_in_what():
 
 def test_the_worst_rank_of_those_that_are_known_is_named():
     line = said(CALM, peers=(peer(5, 60.0, "workers_io_bound", 50.0), peer(6, 1.0)), world_size=8)
-    assert "Starved: rank 5 spent 60 %" in line and "times faster. Cause: workers_io_bound; see" in line
+    assert "Starved: rank 5 spent 60 %" in line and "\n  cause:  workers_io_bound" in line
     every = said(OWN, peers=(peer(1, 80.0),), world_size=2)
     assert "every rank waits for data; the worst, rank 1, spent 80 %" in every
 
@@ -147,10 +163,10 @@ def test_nothing_is_said_of_ranks_that_are_not_known():
 
 def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank():
     line = said(CALM, stalls=[stall("straggler", 40.0)], peers=(peer(1, 1.0, "gc_pause", 10.0),), world_size=2)
-    assert "Not starved, but rank 1 stalled. Cause: gc_pause" in line
+    assert "Not starved, but rank 1 stalled; see: telemetry report /r\n  cause:  gc_pause" in line
     found = costliest([stall("straggler", 100.0), stall("checkpoint", 30.0), stall("straggler", 90.0)])
     line = said(CALM, stalls=[found], peers=(peer(1, 1.0, "gc_pause", 20.0),), world_size=2)
-    assert "Not starved, but rank 0 stalled. Cause: checkpoint" in line
+    assert "Not starved, but rank 0 stalled; see: telemetry report /r\n  cause:  checkpoint" in line
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
@@ -256,7 +272,8 @@ def test_the_line_says_what_the_report_says(with_end_line, seconds, steps, form,
     with_end_line(stall_window_seconds=1, end_line=form)
     train(Slow(seconds), steps, compute=0.01 if steps == 90 else 0.02)
     telemetry.stop()
-    line, *more = capfd.readouterr().err.splitlines()
+    said = capfd.readouterr().err
+    line, *more = said.splitlines()
     assert any(each.endswith("mean  share") for each in more) is (form != "short" and steps > 1), more
     assert len(more) < 15
     assert report(str(tmp_path / "run"), as_json=True) == 0
@@ -264,7 +281,8 @@ def test_the_line_says_what_the_report_says(with_end_line, seconds, steps, form,
     assert re.match(r"[^:]*: [^.]*", told)[0] in line, (line, told)
     if steps == 90:
         assert line.startswith("telemetry: Starved: rank 0 spent ")
-        assert re.search(r"Cause: loader_on_training_thread; try num_workers=\d+, predicted [\d.to ]+ times the", line)
+        told = r"Do: set .*Expect: " if form == "short" else r"\n  do:     set num_workers=\d+: .*\n  expect: "
+        assert re.search(rf"{told}[\d.to ]+ times the steps per second", said), said
 
 
 def test_a_line_for_each_stop_with_steps_and_none_for_others(with_end_line, capfd):

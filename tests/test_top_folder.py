@@ -28,7 +28,7 @@ def test_cores_that_are_missing_now_are_told_first(run, delay, told):
     run.add(start(NOW - 3660), window(NOW - 61, 3600, steps=3600, wait=1.0, cpu_total_seconds=cpu))
     run.add(window(NOW - 1, 3660, steps=3620, wait=1.0, cpu_total_seconds=crowded))
     view = run.view()
-    lacks = "The training thread is ready to run and has no core for 67 % of the time: other processes use 1.0 core"
+    lacks = "the training thread is ready to run and has no core for 67 % of the time: other processes use 1.0 core"
     assert (lacks in view.verdict, view.verdict.startswith("Healthy")) == (told, not told)
 
 
@@ -62,7 +62,7 @@ def test_a_stall_names_rank_node_cause_and_advice(run):
     run.add(stall(NOW - 30, "workers_cpu_bound", 1, "n2"), rank=1)
     view = run.view()
     assert view.verdict.startswith("Starved: rank 1 spent 61 % of its training loop waiting for data")
-    assert "workers_cpu_bound; try num_workers=8, predicted 1.9 times" in view.verdict
+    assert "  do:     set num_workers=8: use more workers\n  expect: 1.9 times" in view.verdict
     assert view.level == "bad"
     assert {row.rank: row.finding for row in view.rows} == {0: "ok", 1: "workers_cpu_bound"}
     run.add(log_line("stall_close", NOW, 1, "n2"), rank=1)
@@ -217,7 +217,7 @@ def test_the_verdict_on_an_ended_run_is_the_reports(run):
     over = log_line("stall_close", NOW - 2800, cause="gc_pause", opened=iso(NOW - 2900), closed=iso(NOW - 2800),
                     evidence={"lost_seconds": {"gc_pause": 90.0}}, advice=[])  # fmt: skip
     ended(run, stall(NOW - 2900, "gc_pause"), over)
-    said = read_report(run.path).verdict.text
+    said = "\n".join(read_report(run.path).verdict.lines)
     assert "rank 0 stalled" in said
     assert run.view().verdict.endswith(said)
     assert run.view().level == "bad"

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct, structs
 
 from telemetry.config import GROUPS, settings
+from telemetry.diagnosis.endings import FAILURES
 from telemetry.diagnosis.evidence import Evidence, evidence_field
 from telemetry.diagnosis.findings import FINDINGS
-from telemetry.model.records import FAILURES, RankPace, StallDetails, WorkersSample
+from telemetry.model.records import RankPace, StallDetails, WorkersSample
 from telemetry.node.metrics import NEVER, SECTIONS, metrics
 from telemetry.sinks.figures import METRIC_FIGURES, STATE_FIGURES, WINDOW_FIGURES
 from telemetry.sources.polling import mean_of

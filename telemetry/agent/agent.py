@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from telemetry._version import __version__
 from telemetry.agent.attempt import FOLDER, AttemptLog
-from telemetry.agent.end_line import end_line, end_table, own_waits, with_peers
+from telemetry.agent.end_line import end_lines, end_table, own_waits, with_peers
 from telemetry.agent.evaluations import EvaluationMonitor
 from telemetry.agent.event_log import EventLog
 from telemetry.agent.job_hang import JobHang, OwnState
@@ -25,13 +25,13 @@ from telemetry.agent.step_monitor import FindingLog, StepMonitor, gauges
 from telemetry.agent.trial import TrialRun
 from telemetry.config import TRIAL_VARIABLE
 from telemetry.diagnosis.changes import ChangeDetector, GrowthDetector
+from telemetry.diagnosis.endings import LOADER_TIMEOUT, RunEnd
 from telemetry.diagnosis.memory_outlook import MemoryWatch
 from telemetry.diagnosis.stalls import StallCounts
-from telemetry.diagnosis.verdict import RunEnd, RunFacts, judge
+from telemetry.diagnosis.verdict import RunFacts, judge
 from telemetry.loop.ledger import Accounting
 from telemetry.loop.tick_pace import TickPace
 from telemetry.loop.tick_totals import Overhead, TotalsBuilder
-from telemetry.model.records import LOADER_TIMEOUT
 from telemetry.model.totals import Tick, Totals
 from telemetry.node.board import Board, Membership
 from telemetry.node.endpoint import NodeService
@@ -545,7 +545,8 @@ class Agent:
         )
         peers = [] if self._job is None else [peer for peer in self._job.of_run if peer.rank != identity.rank]
         verdict = judge(with_peers(own, peers))
-        self._last_words = [end_line(verdict, self.run_dir if self._end_logged else None), *shown]
+        run_dir = self.run_dir if self._end_logged else None
+        self._last_words = end_lines(verdict, shown, run_dir, short=not shown)
 
     def _close_log(self) -> None:
         self.event_log.write_errors()

@@ -62,10 +62,21 @@ def own_waits(totals: Totals, rank: int, starved_ratio: float, unmeasured: str |
     )
 
 
-def end_line(verdict: Verdict, run_dir: Path | None) -> str:
-    """The line, without its line break. ``run_dir``: None if the run has no log."""
+_MOST_LINES: Final = 15
+
+
+def end_lines(verdict: Verdict, shown: Sequence[str], run_dir: Path | None, *, short: bool = False) -> list[str]:
+    """The lines, without their line breaks.
+
+    Args:
+        verdict: the verdict.
+        shown: the table.
+        run_dir: None if the run has no log.
+        short: whether all is to be in one line.
+    """
     see = "" if run_dir is None else f"; see: telemetry report {shlex.quote(str(run_dir))}"
-    return f"telemetry: {verdict.text.removesuffix('.')}{see}"
+    first, *others = [verdict.text] if short else verdict.lines_within(_MOST_LINES - len(shown))
+    return [f"telemetry: {first.removesuffix('.')}{see}", *others, *shown]
 
 
 _MIN_LOOP_SECONDS: Final = 1.0

@@ -1,4 +1,4 @@
-"""How this process ends: by itself, by an exception or by an exit status; and what torch's exceptions mean."""
+"""How this process ends: by itself, by an exception or by an exit status; where, and what the exception means."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import re
 import sys
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from telemetry.diagnosis.endings import FAILURES, GPU_MEMORY_FULL, SHARED_MEMORY_FULL
 from telemetry.log.lines import ABSENT, GpuMemoryFull, RunEndLine
-from telemetry.model.records import FAILURES, GPU_MEMORY_FULL, SHARED_MEMORY_FULL
-from telemetry.util.stacks import is_library
+from telemetry.util.stacks import is_library, is_python
 
 _MAX_TEXT: Final = 20_000
 _MAX_CHAIN: Final = 8
@@ -48,14 +48,16 @@ class EndEvidence:
 
     def __init__(self) -> None:
         self._status: int | None = None
+        self._left_at: str | None = None
         self._exception: BaseException | None = None
         self._settled: RunEndLine | None = None
         self.process_ends = False
 
-    def leaving(self, code: object) -> None:
-        """Take the argument of ``sys.exit`` with which the script ends."""
+    def leaving(self, code: object, error: BaseException | None = None) -> None:
+        """Take the argument of ``sys.exit`` with which the script ends, and the exception that it raises."""
         # The kernel keeps the lowest byte: `sys.exit(256)` is a success.
         self._status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
+        self._left_at = _own_line(error) if error is not None and self._status else None
 
     def at_exit(self) -> None:
         """Take the uncaught exception. Only `atexit` may call this: before that, `sys` may hold an older exception."""
@@ -79,7 +81,7 @@ class EndEvidence:
             self._settled = RunEndLine(
                 exit_status=ABSENT if self._status is None else self._status,
                 exception=ABSENT if error is None else type(error).__name__,
-                exception_at=ABSENT if error is None else _users_line(error),
+                exception_at=(self._left_at or ABSENT) if error is None else _own_line(error),
                 failure=failure or ABSENT,
                 shared_memory_bytes=shared_memory,
                 gpu_memory=gpu_memory or ABSENT,
@@ -88,40 +90,90 @@ class EndEvidence:
         return self._settled
 
 
-def _users_line(error: BaseException) -> str | None:
-    """The innermost line of the user's code in an exception; None if there is none."""
-    found, trace = None, error.__traceback__
+_IN_WORKER: Final = re.compile(r"caught \w+ in (dataloader worker|pin memory|replica)", re.IGNORECASE)
+_FRAME: Final = re.compile(r'\n  File "([^"\n]+)", line (\d+), in (\S+)')
+"""torch raises a worker's exception again, with the traceback of the worker as its text."""
+
+
+class _Frame(NamedTuple):
+    """A frame of an exception. ``package``: the outermost package of its module."""
+
+    file: str
+    line: int
+    function: str
+    package: str = ""
+    is_entry: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's code."""
+        return not self.is_entry and not is_library(self.file)
+
+
+def _own_line(error: BaseException) -> str | None:
+    """The innermost line of the user's code in an exception; None if there is none.
+
+    Of an installed program it is the innermost line of the program's own package.
+    """
+    text = _text(error, as_it_is=True)
+    if _IN_WORKER.match(text):
+        inside = [_Frame(file, int(line), function) for file, line, function in _FRAME.findall(text)]
+        own = [frame for frame in inside if frame.is_own]
+        if own:
+            return _named(own[-1])
+    frames = _frames_of(error)
+    own = [frame for frame in frames if frame.is_own]
+    if not own:
+        program = next((f.package for f in frames if f.package and not f.is_entry), "")
+        own = [frame for frame in frames if frame.package == program and program]
+    own = own or [frame for frame in frames if frame.is_entry]
+    return _named(own[-1]) if own else None
+
+
+def _named(frame: _Frame) -> str:
+    return f"{frame.function} at {os.path.basename(frame.file)}:{frame.line}"  # noqa: PTH119 - text
+
+
+def _frames_of(error: BaseException) -> list[_Frame]:
+    """The frames of an exception without those of Python and telemetry, the outermost first."""
+    found, trace = [], error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if not is_library(code.co_filename):
-            found = f"{code.co_name} at {os.path.basename(code.co_filename)}:{trace.tb_lineno}"  # noqa: PTH119 - text
+        code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals
+        names = (module.get("__package__"), module.get("__name__"))
+        package = next((name.partition(".")[0] for name in names if isinstance(name, str) and name), "")
+        if not is_python(code.co_filename):
+            # The file that pip writes for a command of a package: it is installed, and not the user's.
+            entry = code.co_name == "<module>" and not code.co_filename.endswith(".py")
+            entry = entry and {"sys", "argv", "exit"} <= {*code.co_names}
+            found.append(_Frame(code.co_filename, trace.tb_lineno, code.co_name, package, entry))
         trace = trace.tb_next
     return found
 
 
 def failure_of(error: BaseException) -> str | None:
-    """What an exception of torch means, see `FAILURES`. Its text is only matched, because it may hold anything."""
-    texts = _texts(error)
-    return next(
-        (name for name, each in FAILURES.items() if any(re.search(each.told, text, re.DOTALL) for text in texts)), None
-    )
+    """What an exception means, see `FAILURES`. Its text is only matched, because it may hold anything."""
+    chain = [(f"{type(each).__name__.lower()}: {_text(each)}", getattr(each, "errno", None)) for each in _chain(error)]
+    for name, failure in FAILURES.items():
+        if any(code in failure.errnos or re.search(failure.told, text, re.DOTALL) for text, code in chain):
+            return name
+    return None
 
 
-def _texts(error: BaseException) -> list[str]:
-    """The texts of an exception and of those that it follows, as far as they may be torch's."""
-    texts: list[str] = []
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and those that it follows, as far as they may be of torch or of the system."""
+    found: list[BaseException] = []
     each: BaseException | None = error
-    while each is not None and len(texts) < _MAX_CHAIN:
+    while each is not None and len(found) < _MAX_CHAIN:
         if isinstance(each, (RuntimeError, MemoryError, OSError)):
-            texts.append(_text(each))
+            found.append(each)
         each = each.__cause__ or each.__context__
-    return texts
+    return found
 
 
 def _gpu_memory(error: BaseException) -> GpuMemoryFull | None:
     """The sizes in the text of torch's exception; None if it has no such text."""
-    for text in _texts(error):
-        found = re.search(_OUT_OF_MEMORY, text, re.DOTALL)
+    for each in _chain(error):
+        found = re.search(_OUT_OF_MEMORY, _text(each), re.DOTALL)
         if found is not None:
             sizes = zip(found.groups()[::2], found.groups()[1::2], strict=True)
             return GpuMemoryFull(*(round(float(number) * _SIZES[unit]) for number, unit in sizes))
@@ -138,8 +190,9 @@ def _lost_peer(error: BaseException) -> bool:
     return type(error) is RuntimeError and bool(re.search(_GLOO_PEER_LOST, _text(error), re.DOTALL))
 
 
-def _text(error: BaseException) -> str:
+def _text(error: BaseException, *, as_it_is: bool = False) -> str:
     try:
-        return str(error)[:_MAX_TEXT].lower()
+        text = str(error)[:_MAX_TEXT]
+        return text if as_it_is else text.lower()
     except Exception:  # the script's own class may raise anything
         return ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from telemetry._version import __version__
-from telemetry.diagnosis.verdict import FAULT_SECONDS
+from telemetry.diagnosis.endings import FAULT_SECONDS
 from telemetry.log.file import LogFile, json_logger
 from telemetry.log.lines import (
     ABSENT,

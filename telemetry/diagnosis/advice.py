@@ -397,7 +397,10 @@ def startup(evidence: Evidence) -> list[Advice]:
             because += f"; for {ratio:.0f} % of it the first fetch takes longer than others"
         if around >= _MIN_MENTIONED * at_edges:
             because += f", and {around:.1f} s for batches next to them: workers start and end one by one"
-        action = f"make epochs {longer} times as long, or do the data set's work at the start of an epoch only once"
+        action = (
+            f"go over the data {longer} times in each epoch, so that fewer epochs begin, or do the data set's work at "
+            "the start of an epoch only once"
+        )
         return [Advice(action, None, str(longer), gain_of(evidence, rest + boundary / longer, now=now), because)]
     because = f"{often}: workers were started and stopped for {at_edges:.1f} s of {loop:.1f} s"
     least, most = _left_at_boundaries(evidence)

@@ -31,6 +31,7 @@ class Cause:
     """A cause of lost time.
 
     Attributes:
+        means: in plain words.
         advise: what to change, the most useful first; None if there is no advice.
         is_wait: whether it is a cause of exposed wait. Whether a run is starved depends on the sum of these.
         work: the work that is sampled during its stalls to find the lines of the user's code. Empty for causes that
@@ -39,6 +40,7 @@ class Cause:
         own_time: whether its advice looks at the training thread's own time inside ``next()`` itself.
     """
 
+    means: str = ""
     advise: Callable[[Evidence], list[Advice]] | None = None
     is_wait: bool = False
     work: tuple[str, ...] = ()
@@ -48,22 +50,49 @@ class Cause:
 
 CAUSES: Final = {
     "loader_on_training_thread": Cause(
-        advice.on_training_thread, is_wait=True, work=(WAIT, FETCH), per_step=True, own_time=True
+        "the training thread makes the batches itself",
+        advice.on_training_thread,
+        is_wait=True,
+        work=(WAIT, FETCH),
+        per_step=True,
+        own_time=True,
     ),
-    "workers_cpu_bound": Cause(advice.cpu_bound, is_wait=True, work=(FETCH,)),
-    "workers_io_bound": Cause(advice.io_bound, is_wait=True, work=(FETCH,)),
-    "workers_throttled": Cause(advice.throttled, is_wait=True, work=(FETCH,)),
-    "worker_startup": Cause(advice.startup, is_wait=True, per_step=True),
-    "uneven_batches": Cause(advice.uneven, is_wait=True, work=(FETCH,), per_step=True),
-    "batch_transfer": Cause(advice.transfer, is_wait=True, per_step=True, own_time=True),
-    "worker_stuck": Cause(advice.stuck_worker, is_wait=True),
-    "source_slow": Cause(advice.slow_source, is_wait=True, work=(WAIT, FETCH), per_step=True),
-    "straggler": Cause(advice.slow_rank, per_step=True),
-    "checkpoint": Cause(advice.checkpoint, work=(CHECKPOINT,)),
-    "gc_pause": Cause(advice.garbage, work=(STEP, WAIT), own_time=True),
-    "recompiling": Cause(advice.recompiling),
-    "host_bound": Cause(advice.host_bound, work=(STEP,)),
-    "gpu_throttled": Cause(advice.gpu_throttled),
+    "workers_cpu_bound": Cause(
+        "the CPU time of the workers is the limit", advice.cpu_bound, is_wait=True, work=(FETCH,)
+    ),
+    "workers_io_bound": Cause(
+        "the workers wait for storage or the network", advice.io_bound, is_wait=True, work=(FETCH,)
+    ),
+    "workers_throttled": Cause("the workers wait for cores", advice.throttled, is_wait=True, work=(FETCH,)),
+    "worker_startup": Cause(
+        "workers start anew, or fetch a first batch, at each epoch", advice.startup, is_wait=True, per_step=True
+    ),
+    "uneven_batches": Cause(
+        "the workers are fast enough on average, but single batches are late",
+        advice.uneven,
+        is_wait=True,
+        work=(FETCH,),
+        per_step=True,
+    ),
+    "batch_transfer": Cause(
+        "batches are ready, but their way into the training process is slow",
+        advice.transfer,
+        is_wait=True,
+        per_step=True,
+        own_time=True,
+    ),
+    "worker_stuck": Cause("a worker does not go on", advice.stuck_worker, is_wait=True),
+    "source_slow": Cause(
+        "the iterable that the loop reads is slow", advice.slow_source, is_wait=True, work=(WAIT, FETCH), per_step=True
+    ),
+    "straggler": Cause("this rank waits for another one", advice.slow_rank, per_step=True),
+    "checkpoint": Cause("the training waits while checkpoints are written", advice.checkpoint, work=(CHECKPOINT,)),
+    "gc_pause": Cause(
+        "garbage collections of Python stop the training", advice.garbage, work=(STEP, WAIT), own_time=True
+    ),
+    "recompiling": Cause("torch.compile compiles again and again", advice.recompiling),
+    "host_bound": Cause("the GPU waits for the Python code of the step", advice.host_bound, work=(STEP,)),
+    "gpu_throttled": Cause("the GPU has reduced its clock", advice.gpu_throttled),
     "unknown": Cause(is_wait=True, work=(FETCH,)),
 }
 """Why a run loses time, by name: the values of the ``cause`` label."""

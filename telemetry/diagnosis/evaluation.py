@@ -200,4 +200,5 @@ def _of_workers(times: EvaluationTimes) -> tuple[list[Advice], float | None]:
         then = times.seconds - times.start_seconds + fetch / 2 if known else None
         return [Advice(action, "persistent_workers", "True", None, because)], then
     because = f"its {times.workers} workers give a batch every {duration(times.seconds / times.batches)}"
-    return [Advice("use more workers for the evaluation's loader", "num_workers", None, None, because)], None
+    more = str(2 * times.workers)
+    return [Advice("use more workers for the evaluation's loader", "num_workers", more, None, because)], None

@@ -1,11 +1,20 @@
-"""The verdict on a run: its largest loss, and all its sentences, which every report and the agent's last line have."""
+"""The verdict on a run: its largest loss in one sentence, its cause, what to do, and what to expect of it.
+
+Every report and the agent's last line have the same. Its advice is the first of the report's list.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import re
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from msgspec import structs
+
+from telemetry.diagnosis.causes import CAUSES
+from telemetry.diagnosis.endings import SHM
 from telemetry.diagnosis.findings import HINTS, reason_of
 from telemetry.model.records import (
     CHECKPOINT,
@@ -13,8 +22,6 @@ from telemetry.model.records import (
     CUDA,
     DOWN,
     EVALUATION,
-    FAILURES,
-    GPU_MEMORY_FULL,
     LOST,
     OTHER,
     PRODUCTIVE,
@@ -22,32 +29,22 @@ from telemetry.model.records import (
     REPLAY,
     RESTORE,
     SHARED_MEMORY,
-    SHARED_MEMORY_FULL,
     STARTUP,
     STUCK,
     TRAINING,
     WORKERS,
-    XIDS,
-    XIDS_OF_SCRIPTS,
+    RankedAdvice,
     stuck_in_words,
 )
 from telemetry.util.stacks import is_library
-from telemetry.util.words import (
-    binary_size,
-    byte_size,
-    listed,
-    named,
-    percent,
-    plain_number,
-    rough_duration,
-    rounded_percent,
-)
+from telemetry.util.words import byte_size, listed, percent, plain_number, rough_duration, rounded_percent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from telemetry.diagnosis.endings import EndInWords, RunEnd
     from telemetry.diagnosis.findings import Finding
-    from telemetry.log.lines import GpuErrorLine, GpuMemoryFull, MemoryForecast, RunEndLine
+    from telemetry.log.lines import MemoryForecast
     from telemetry.model.records import Advice, HotLine, StallRecord
     from telemetry.trace.trace_advice import Suggestion
 
@@ -155,27 +152,6 @@ def healthy_share(worst: RankWaits) -> tuple[float, str]:
     return max(0.0, worst.exposed_after_start_ratio), " after the first batch"
 
 
-FAULT_SECONDS: Final = 60.0
-"""An error of the GPU that is older when its process ends is not the cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnd:
-    """How a run broke off.
-
-    Attributes:
-        ranks: the rank that failed first, or the ranks that were killed.
-        process: the last line of the rank that failed; None if the ranks were killed.
-        killed_by_oom: what the OOM killer did; empty if it did nothing.
-        gpu_fault: the error that a GPU reported before, with its rank; None without one.
-    """
-
-    ranks: tuple[int, ...]
-    process: RunEndLine | None
-    killed_by_oom: str = ""
-    gpu_fault: GpuErrorLine | None = None
-
-
 class RankClaim(NamedTuple):
     """A process that claims the same rank as another one at the same time. ``shown_as``: the rank in the report."""
 
@@ -226,8 +202,10 @@ class RunFacts:
         last_seconds: length of the newest part of the run, if the facts are only about that. ``most_in``: the category
             of the ledger in which most ranks are now; empty if not known.
         claims: the processes that claim one rank at the same time, by rank.
-        gpu_seconds: for a run of several attempts, the seconds of all ranks by category. ``killed``, ``failed``: how
-            many attempts were killed, and how many failed.
+        attempt_seconds: for a run of several attempts, its seconds by category: those of all ranks if ``on_gpus``, else
+            their mean. ``killed``, ``failed``: how many attempts were killed, and how many failed.
+        advice: what is advised besides that for stalls and findings.
+        run_before: how an earlier run in the same folder ended; empty without one.
     """
 
     ranks: Sequence[RankWaits]
@@ -247,10 +225,18 @@ class RunFacts:
     most_in: str = ""
     claims: Mapping[int, Sequence[RankClaim]] = field(default_factory=dict)
     trace: TraceShares | None = None
-    gpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    attempt_seconds: Mapping[str, float] = field(default_factory=dict)
+    on_gpus: bool = False
     killed: int = 0
     failed: int = 0
     memory_ends: Sequence[MemoryEnd] = ()
+    advice: Sequence[RankedAdvice] = ()
+    run_before: str = ""
+
+    @property
+    def several(self) -> bool:
+        """Whether the job has several ranks."""
+        return max(self.world_size, len(self.ranks)) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +261,59 @@ class Loss:
     slowed_by: Finding | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a run is all right, and if not, what costs it most. ``loss``: its largest loss apart from hangs."""
+    """Whether a run is all right, and if not, what costs it most.
+
+    Attributes:
+        sentence: all in one sentence. ``why``: sentences that belong to it.
+        cause: the name of a cause or of a kind of finding. ``line``: what takes the time there, and in which line.
+        do: what to do, and ``expect``: what to expect of it. Each is empty if it is not known.
+        notes: further sentences on the run.
+        loss: its largest loss apart from hangs.
+        advice: all advice, the best first.
+    """
 
     kind: VerdictKind
-    text: str
+    sentence: str
+    why: tuple[str, ...] = ()
+    cause: str = ""
+    line: str = ""
+    do: str = ""
+    expect: str = ""
+    notes: tuple[str, ...] = ()
     loss: Loss
+    advice: tuple[RankedAdvice, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it in one line."""
+        labelled = (("Cause: ", self.cause), ("", _upper(self.line)), ("Do: ", self.do), ("Expect: ", self.expect))
+        return " ".join(
+            [self.sentence, *self.why, *(f"{label}{text}." for label, text in labelled if text), *self.notes]
+        )
+
+    @property
+    def lines(self) -> list[str]:
+        """A line for each part of it."""
+        means = CAUSES[self.cause].means if self.cause in CAUSES else ""
+        labelled = (
+            ("cause", f"{self.cause}{means and f': {means}'}"),
+            ("line", self.line),
+            ("do", self.do),
+            ("expect", self.expect),
+        )
+        parts = [f"  {label + ':':7} {text}" for label, text in labelled if text]
+        return [self.sentence, *(f"  {text}" for text in self.why), *parts, *(f"  {text}" for text in self.notes)]
+
+    def lines_within(self, most: int) -> list[str]:
+        """The lines, without the less important ones if there are more."""
+        found = self
+        for shorter in (self, replace(self, notes=()), replace(self, notes=(), line="")):
+            found = shorter
+            if len(found.lines) <= most:
+                break
+        return found.lines
 
     @property
     def level(self) -> str:
@@ -327,244 +359,314 @@ def costliest(stalls: Sequence[StallRecord]) -> StallRecord | None:
     return max(stalls, key=lambda stall: weight(stall.cause, stall.cost_seconds), default=None)
 
 
+# -- the advice in one list --------------------------------------------------------------------------------------------
+
+_EASIER: Final = 1.2
+"""Predictions are off by up to 20 %. Of two that may be equal, the change of a setting comes first: it is easier. With
+a gain of this size it comes before all that else is advised for the same stall: a line may not be removable."""
+
+
+def _ranked(facts: RunFacts, ending: str) -> tuple[RankedAdvice, ...]:
+    """Each action and each setting once: what ends a failure or a hang first, then the largest predicted speed-up."""
+    found: dict[str, tuple[tuple[bool, float], RankedAdvice]] = {}
+
+    def add(about: str, advices: Iterable[Advice], *, first: bool = False) -> None:
+        most = math.inf
+        for each in advices:
+            worth = min(_worth(each), most)
+            if each.setting and (each.predicted_speedup or 0.0) >= _EASIER:
+                most = worth
+            ranked = RankedAdvice(**(structs.asdict(each) | {"about": about}))
+            found.setdefault(each.setting or each.action, ((first, worth), ranked))
+
+    def against(cause: str | None, rank: int) -> str:
+        return f"against {cause}{f' on rank {rank}' if facts.several else ''}"
+
+    if ending:
+        add("for how the run ended", [RankedAdvice(ending)], first=True)
+    for stall, _ in facts.stuck:
+        add(against(stall.cause, stall.rank), stall.advice, first=True)
+    for stall in sorted(facts.stalls, key=lambda stall: -stall.cost_seconds):
+        also = ((other.cause, other.advice) for other in stall.details.also)
+        for cause, advices in ((stall.cause, stall.advice), *also):
+            if reason_of(cause, stall.rank, facts.findings) is None:
+                add(against(cause, stall.rank), advices)
+    for finding in facts.findings:
+        add(against(finding.kind, finding.rank), finding.advice)
+    for each in facts.advice:
+        add(each.about, [each])
+    return tuple(advice for _, advice in sorted(found.values(), key=lambda pair: pair[0], reverse=True))
+
+
+def _worth(advice: Advice) -> float:
+    """The gain by which it is ranked. That of a change of the code counts as far as it is sure."""
+    if advice.setting or advice.value:
+        return _EASIER * (advice.predicted_speedup or 0.0)
+    return advice.predicted_low or advice.predicted_speedup or 0.0
+
+
 # -- in words ----------------------------------------------------------------------------------------------------------
 
-_WATCH: Final = "Put telemetry.watch() around what the training loop takes its batches from."
+_WATCH: Final = "put telemetry.watch() around what the training loop takes its batches from"
 
 _NOTHING_SEEN: Final = (
-    " Its training thread asks no DataLoader and no watched iterable for batches, so such waits count as compute."
+    "Its training thread asks no DataLoader and no watched iterable for batches, so such waits count as compute."
 )
 
 _MIN_MENTIONED_RATIO: Final = 0.20
 """From this share of the wall clock on, a category outside of the training loop is mentioned."""
 
 
+class _Said(NamedTuple):
+    """The parts of a verdict that are about one loss or hang.
+
+    ``also``: sentences for the notes. ``bound``: the most that there is to gain, as a factor.
+    """
+
+    sentence: str
+    why: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    cause: str = ""
+    line: str = ""
+    bound: float | None = None
+    do: str = ""
+
+
 def judge(facts: RunFacts) -> Verdict:
     """The verdict on a run."""
     loss = _largest_loss(facts)
-    kind, end = loss.kind, _end(facts.end, several=max(facts.world_size, len(facts.ranks)) > 1)
-    over = facts.ended or facts.broke_off
+    kind, over, stepped = loss.kind, facts.ended or facts.broke_off, any(rank.ran for rank in facts.ranks)
+    end = None if facts.end is None else facts.end.in_words(several=facts.several, stepped=stepped)
+    advice = _ranked(facts, "" if end is None else end.advice)
     if facts.hang:
         kind = VerdictKind.HUNG if over else VerdictKind.HANGS
-        texts = [f"{'Hung before its end' if over else 'Hangs'}: {facts.hang}.", end]
+        said = _Said(f"{'Hung before its end' if over else 'Hangs'}: {facts.hang}.")
     elif facts.stuck:
-        kind, texts = VerdictKind.STUCK, [_stuck([(stall, ended or over) for stall, ended in facts.stuck]), end]
+        kind, said = VerdictKind.STUCK, _stuck([(stall, ended or over) for stall, ended in facts.stuck])
     else:
-        kind = VerdictKind.FAILED if facts.broke_off and kind == VerdictKind.HEALTHY else kind
-        texts = [end, _loss_text(loss, facts)]
-    if facts.ledger_in_full and kind in {VerdictKind.HEALTHY, VerdictKind.FAILED}:
-        texts.append(whole_ledger(facts.ranks[0].steps, facts.ledger))
-    texts += [_claimed(rank, claims) for rank, claims in facts.claims.items()]
-    texts += [_trace(facts.trace), _gpu_hours(facts), _memory_end(facts.memory_ends)]
-    return Verdict(kind, " ".join(filter(None, texts)), loss)
+        broken = facts.broke_off and kind in {VerdictKind.HEALTHY, VerdictKind.NO_STEPS}
+        kind = VerdictKind.FAILED if broken else kind
+        said = _loss_said(loss, facts)
+    if end is not None:
+        said = _with_end(said, end, hangs=bool(facts.hang or facts.stuck), stepped=stepped)
+    first = next(iter(advice), None)
+    if facts.hang and not (facts.stuck or (end is not None and end.advice)):
+        first = None  # the advice is not for the hang
+    notes = [*said.also, f"{_upper(said.do)}." if said.do and first is not None else ""]
+    if facts.ledger_in_full and stepped and kind in {VerdictKind.HEALTHY, VerdictKind.FAILED}:
+        notes.append(whole_ledger(facts.ranks[0].steps, facts.ledger))
+    notes += [_claimed(rank, claims) for rank, claims in facts.claims.items()]
+    notes += [_trace(facts.trace), _attempts(facts), _memory_end(facts.memory_ends)]
+    notes += [f"This is a new run in the same folder; the run before {facts.run_before}." if facts.run_before else ""]
+    return Verdict(
+        kind=kind,
+        sentence=said.sentence,
+        why=said.why,
+        cause=said.cause,
+        line=said.line,
+        do=said.do if first is None else _to_do(first, said.cause),
+        expect=_expected(first, said),
+        notes=tuple(filter(None, notes)),
+        loss=loss,
+        advice=advice,
+    )
 
 
-def _loss_text(loss: Loss, facts: RunFacts) -> str:  # noqa: PLR0911, one return for each kind
-    """The sentences on the largest loss of a run that does not hang."""
-    worst, stalled = loss.worst, loss.stalled
-    other_time = "" if facts.ledger_in_full else _other_time(facts.ledger)
+def _with_end(said: _Said, end: EndInWords, *, hangs: bool, stepped: bool) -> _Said:
+    """How the run ended comes first, unless it hung. What is advised for the end goes before the loss until then."""
+    if hangs:
+        return said._replace(why=(*said.why, end.sentence, *end.why))
+    if not stepped:
+        return _Said(end.sentence, (*end.why, *said.why))
+    until = said.sentence if said.sentence.startswith("Until then") else f"Until then: {said.sentence}"
+    if end.advice:
+        return _Said(end.sentence, (*end.why, until), said.also)
+    return said._replace(sentence=end.sentence, why=(*end.why, until, *said.why))
+
+
+def _to_do(advice: RankedAdvice, cause: str) -> str:
+    """What to do, as the end of a sentence."""
+    text = f"set {advice.typed}: {advice.action}" if advice.typed else advice.action
+    if advice.about.startswith("against straggler"):
+        return f"{text} ({advice.because})"
+    for_this = not cause or advice.about.startswith(f"against {cause}")
+    return text if for_this else f"{text} ({advice.about})"
+
+
+def _expected(advice: RankedAdvice | None, said: _Said) -> str:
+    """What to expect of the advice, or the most that there is to gain."""
+    gain, most = "" if advice is None else advice.gain, "" if said.bound is None else f"{said.bound:.1f} times"
+    if gain:
+        return f"{gain} times the steps per second"
+    return f"at most {most} the steps per second, if no step had to wait" if most else ""
+
+
+def _loss_said(loss: Loss, facts: RunFacts) -> _Said:  # noqa: PLR0911, one return for each kind
+    """What is said of the largest loss of a run that does not hang."""
+    worst, stalled, slowed = loss.worst, loss.stalled, loss.slowed_by
+    other = () if facts.ledger_in_full else tuple(filter(None, [_other_time(facts.ledger)]))
     if loss.kind == VerdictKind.NO_STEPS:
         return _no_steps(facts)
-    if loss.slowed_by is not None and worst is None and loss.kind == VerdictKind.SLOWED:
-        seen = ""
-        if loss.slowed_by.kind != "reader_thread":
-            seen = f" Whether it also waits for data is not known.{_steps(facts)}{_to_paste(facts)}"
-        return f"Slower than need be. {_found(loss.slowed_by)}{seen}{other_time}"
+    if slowed is not None and worst is None and loss.kind == VerdictKind.SLOWED:
+        found = _found("Slower than need be", slowed)
+        if slowed.kind == "reader_thread":
+            return found._replace(why=(*found.why, *other))
+        about, code = _to_paste(facts)
+        unknown = ("Whether it also waits for data is not known.", *_steps(facts), *filter(None, [about]), *other)
+        return found._replace(why=(*found.why, *unknown), do=code)
     if loss.kind == VerdictKind.UNKNOWN or worst is None:
-        stall = "" if stalled is None else f" Rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
-        unseen = _unseen(loss.unseen)
-        return f"Not known whether this run waits for data.{unseen}{stall}{other_time}{_steps(facts)}{_to_paste(facts)}"
+        cause = _Said("") if stalled is None else _why(stalled.rank, facts)
+        stall = () if stalled is None else (f"Rank {stalled.rank} stalled.",)
+        about, code = _to_paste(facts)
+        why = (_unseen(loss.unseen), *stall, *other, *_steps(facts), *filter(None, [about]))
+        return cause._replace(sentence="Not known whether this run waits for data.", why=why, do=code)
     if loss.kind == VerdictKind.UNMEASURED:
-        return (
+        return _Said(
             f"Rank {worst.rank} spent {rounded_percent(worst.wait_ratio)} of its training loop waiting for data; "
             f"how much of that the GPU felt was not measured{worst.unmeasured and f': {worst.unmeasured}'}."
         )
     if loss.kind == VerdictKind.STARVED:
         starved = _starved(worst, loss, all_known=len(facts.ranks) >= facts.world_size)
-        return starved + _why(worst.rank, facts) + (_unseen(loss.unseen) if loss.unseen else "")
+        why, ratio = _why(worst.rank, facts), worst.exposed_ratio or 0.0
+        unseen = (_unseen(loss.unseen),) if loss.unseen else ()
+        bound = 1 / (1 - ratio) if ratio < 0.99 else None
+        return why._replace(sentence=starved, why=(*why.why, *unseen), bound=bound)
     if stalled is not None:
-        return f"Not starved, but rank {stalled.rank} stalled.{_why(stalled.rank, facts)}"
-    if loss.slowed_by is not None:
-        return f"Not starved, but slower than need be. {_found(loss.slowed_by)}{other_time}"
+        why = _why(stalled.rank, facts)
+        return why._replace(sentence=f"Not starved, but rank {stalled.rank} stalled.")
+    if slowed is not None:
+        found = _found("Not starved, but slower than need be", slowed)
+        return found._replace(why=(*found.why, *other))
     ratio, after = healthy_share(worst)
     who = "no rank lost more than" if loss.measured >= facts.world_size else f"rank {worst.rank} lost"
-    lost = f"{who} {rounded_percent(ratio)} of its training loop waiting for data{after}"
-    text = f"{lost}.{other_time}{_steps(facts)}"
-    return f"Until then {text}" if facts.broke_off else f"Healthy: {text}"
+    lost = f"{who} {rounded_percent(ratio)} of its training loop waiting for data{after}."
+    return _Said(f"Until then {lost}" if facts.broke_off else f"Healthy: {lost}", (*other, *_steps(facts)))
 
 
 _MIN_LINE: Final = 0.1
 _MAX_LINES: Final = 2
 
 
-def _steps(facts: RunFacts) -> str:
+def _steps(facts: RunFacts) -> tuple[str, ...]:
     """The lines of code in which the steps of the first rank with known lines spend most of their time."""
     rank, lines = min(facts.step_lines.items(), default=(0, ()))
     parts = [f"{rounded_percent(line.share_ratio)} in {line.named}" for line in lines if line.share_ratio >= _MIN_LINE]
     whose = f" of rank {rank}" if len(facts.ranks) > 1 else ""
-    return f" Its steps{whose} spend {' and '.join(parts[:_MAX_LINES])}." if parts else ""
+    return (f"Its steps{whose} spend {' and '.join(parts[:_MAX_LINES])}.",) if parts else ()
 
 
 _LEAST_PASTED: Final = 0.05
 """A line with a smaller share of the loop is not worth a phase of its own."""
 
 
-def _to_paste(facts: RunFacts) -> str:
-    """Code for the script that measures what samples only estimate, for a loop without loaders; else empty."""
+def _to_paste(facts: RunFacts) -> tuple[str, str]:
+    """What samples estimate of a loop without loaders, and code for the script that measures it; else empty."""
     if any(rank.wait_seconds for rank in facts.ranks):
-        return ""
+        return "", ""
     about = max((rank.estimated_steps or 0 for rank in facts.ranks), default=0)
     lines = min(facts.step_lines.items(), default=(0, ()))[1]
     own = [line for line in lines if line.part == OTHER and not is_library(line.file)]
-    text = ""
+    why, code = "", []
     if about and not any(rank.steps for rank in facts.ranks):
+        why = f"It made about {about} steps, by stack samples."
         at = f" in {lines[0].function} ({lines[0].file_name})" if lines and not is_library(lines[0].file) else ""
-        text = f" It made about {about} steps, by stack samples; to count them: with telemetry.step(): around the body"
-        text += f" of the loop{at}."
+        code.append(f"to count them, put with telemetry.step(): around the body of the loop{at}")
     if own and own[0].share_ratio >= _LEAST_PASTED:
         name = own[0].calls or "data"
-        text += f' To time it: with telemetry.phase("{name}"): around {own[0].place}.'
-    return text or f" {_WATCH}"
+        code.append(f'to time it, put with telemetry.phase("{name}"): around {own[0].place}')
+    return why, "; ".join(code) or _WATCH
 
 
-_SHM: Final = "/dev/shm"  # noqa: S108 - only its name
-
-_LESS_MEMORY: Final = (
-    "Raise the memory limit of its cgroup, or use less: fewer DataLoader workers, or a smaller prefetch_factor."
-)
-
-
-def _end(end: RunEnd | None, *, several: bool) -> str:
-    """How a run has ended; empty if it has finished or goes on."""
-    if end is None:
-        return ""
-    oom = f" {end.killed_by_oom[:1].upper()}{end.killed_by_oom[1:]}. {_LESS_MEMORY}" if end.killed_by_oom else ""
-    fault = _fault(end.gpu_fault, several=several)
-    if end.process is None:
-        who = named(end.ranks)
-        itself = "itself" if len(end.ranks) == 1 else "themselves"
-        killed = f"{oom[:1]}{oom[1].lower()}{oom[2:]}" if oom else f" {who} did not end by {itself}."
-        return f"Killed:{killed}{fault}"
-    process, rank = end.process, f" on rank {end.ranks[0]}" if several and end.ranks else ""
-    at = f" in {process.exception_at}" if process.exception_at else ""
-    if process.exception == "KeyboardInterrupt":
-        return f"Interrupted{rank}: KeyboardInterrupt{at}."
-    if not process.exception:
-        return f"Failed{rank}: exit status {process.exit_status or 0:.0f}.{oom}{fault}"
-    failure = FAILURES.get(process.failure or "")
-    means, advice = (failure.means, failure.advice) if failure is not None else ("", "")
-    if process.failure == SHARED_MEMORY_FULL and process.shared_memory_bytes:
-        means = means.replace(_SHM, f"{_SHM} of {byte_size(process.shared_memory_bytes)}")
-    elif process.failure == GPU_MEMORY_FULL and process.gpu_memory:
-        more, advice = _full(process.gpu_memory)
-        means += more
-    return f"Failed{rank}: {process.exception}{at}{means and f': {means}'}.{advice and f' {advice}'}{oom}{fault}"
-
-
-def _full(memory: GpuMemoryFull) -> tuple[str, str]:
-    """What filled the memory of the GPU, and advice; empty if none is known to help."""
-    tried, total, spare = map(binary_size, (memory.tried_bytes, memory.total_bytes, memory.unallocated_bytes))
-    held = f"{binary_size(memory.allocated_bytes)} of {total} were allocated, and {spare} reserved but not allocated"
-    in_pieces = memory.unallocated_bytes >= memory.tried_bytes
-    advice = (
-        "The reserved memory is in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True." if in_pieces else ""
-    )
-    return f" ({tried} more did not fit; {held})", advice
-
-
-def _fault(fault: GpuErrorLine | None, *, several: bool) -> str:
-    """What a GPU reported before the end of its process."""
-    if fault is None:
-        return ""
-    gpu = "The GPU" if fault.gpu is None else f"GPU {fault.gpu}"
-    rank = f" of rank {fault.rank}" if several else ""
-    node = f" on node {fault.node}" if fault.node else ""
-    means = f": {XIDS[fault.xid]}" if fault.xid in XIDS else ""
-    advice = "Have the node checked (nvidia-smi -q, dmesg) before it is used again."
-    if fault.xid in XIDS_OF_SCRIPTS:
-        advice = "With CUDA_LAUNCH_BLOCKING=1 the exception names the call."
-    return f" {gpu}{rank}{node} had reported Xid {fault.xid}{means}. {advice}"
-
-
-def _no_steps(facts: RunFacts) -> str:
+def _no_steps(facts: RunFacts) -> _Said:
     others = "another process" if facts.children == 1 else f"{facts.children} processes"
     none = "No training step had ended." if facts.broke_off else "No training step has ended yet."
     if facts.last_seconds:
         most_in = f"; most ranks are in {facts.most_in.replace('_', ' ')}" if facts.most_in else ""
         none = f"No training step has ended in the last {rough_duration(facts.last_seconds)}{most_in}."
-    return none + (
-        f" The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
+    if not facts.children:
+        return _Said(none)
+    spawned = (
+        f"The script has started {others} with multiprocessing; if the training runs there, it is not seen: call "
         "telemetry.start() in the function that is spawned."
-        if facts.children
-        else ""
     )
+    return _Said(none, (spawned,))
 
 
 def _unseen(rank: RankWaits | None) -> str:
     if rank is None or (rank.unseen_steps >= rank.steps and not rank.wait_seconds):
         return _NOTHING_SEEN
     return (
-        f" The batches of {min(rank.steps, rank.unseen_steps)} of {rank.steps} steps of rank {rank.rank} reached the "
-        f"training thread in a way that is not seen, and waiting for them is counted as compute. {_WATCH}"
+        f"On rank {rank.rank}, {min(rank.steps, rank.unseen_steps)} of {rank.steps} steps took their batch from code "
+        "that the agent does not see, so that a wait for it counts as compute."
     )
 
 
-def _stuck(stuck: Sequence[tuple[StallRecord, bool]]) -> str:
+def _stuck(stuck: Sequence[tuple[StallRecord, bool]]) -> _Said:
     # Ranks in compute mostly wait for a rank that is not, and ranks in a collective for one that has not reached it.
     stall, ended = min(stuck, key=lambda pair: (pair[0].cause == "straggler", pair[0].details.stuck_in == COMPUTE))
     details = stall.details
     others = {other.rank for other, _ in stuck} - {stall.rank}
     doing = f"{'was' if ended else 'is'} {stuck_in_words(details.stuck_in or '')}"
-    more = f" So {'are' if len(others) > 1 else 'is'} {len(others)} more." if others else ""
+    more = (f"So {'are' if len(others) > 1 else 'is'} {len(others)} more.",) if others and not ended else ()
     at, stands = details.stuck_at, "stood" if ended else "stands"
-    worker = f"; its worker {stands} in {details.worker_at}" if details.worker_at else ""
-    return (
+    places = [f"it {stands} at {at}"] if at else []
+    places += [f"its worker {stands} in {details.worker_at}"] if details.worker_at else []
+    return _Said(
         f"Stuck{' before its end' if ended else ''}: rank {stall.rank} {doing} and {'had' if ended else 'has'} not "
-        f"gone on since before {stall.opened}. Cause: {stall.cause}{f'; it {stands} at {at}' if at else ''}{worker}."
-        f"{more if not ended else ''}"
+        f"gone on since before {stall.opened}.",
+        also=more,
+        cause=str(stall.cause),
+        line="; ".join(places),
     )
 
 
 def _starved(worst: RankWaits, loss: Loss, *, all_known: bool) -> str:
-    ratio, measured = worst.exposed_ratio or 0.0, loss.measured
-    lost = f"{rounded_percent(ratio)} of its training loop waiting for data"
-    bound = 1 / (1 - ratio) if ratio < 0.99 else None
-    gain = f"; without that wait its steps would be up to {bound:.1f} times faster" if bound else ""
+    measured = loss.measured
+    lost = f"{rounded_percent(worst.exposed_ratio or 0.0)} of its training loop waiting for data"
     if measured == 1 or not all_known:
-        return f"Starved: rank {worst.rank} spent {lost}{gain}."
+        return f"Starved: rank {worst.rank} spent {lost}."
     if loss.starving == measured:
-        return f"Starved: every rank waits for data; the worst, rank {worst.rank}, spent {lost}{gain}."
+        return f"Starved: every rank waits for data; the worst, rank {worst.rank}, spent {lost}."
     others = "the other ranks wait for it inside their compute" if loss.starving == 1 else "the rest wait for them"
-    return f"Starved: rank {worst.rank} spent {lost}{gain}; {others}."
+    return f"Starved: rank {worst.rank} spent {lost}; {others}."
 
 
-def _why(rank: int, facts: RunFacts) -> str:
-    """The cause and the first advice of a rank's costliest stall; empty without one."""
+def _why(rank: int, facts: RunFacts) -> _Said:
+    """The cause and the line of a rank's costliest stall; empty without one."""
     stall = costliest([stall for stall in facts.stalls if stall.rank == rank])
     if stall is None:
-        return ""
-    reason = reason_of(stall.cause, rank, facts.findings)
+        return _Said("")
+    cause, reason = str(stall.cause), reason_of(stall.cause, rank, facts.findings)
     if reason is not None:
-        return f" Cause: {stall.cause}. {_found(reason)}"
-    text = f" Cause: {stall.cause}{_advised(stall.advice, with_reason=stall.cause == 'straggler')}"
-    for other in stall.details.also[:1]:
-        text += f". At the same time {other.cause} takes {rounded_percent(other.share_ratio)} of the time"
-    line = stall.details.line_verdict
-    return f"{text}. {line[:1].upper()}{line[1:]}." if line else f"{text}."
+        return _Said("", cause=cause, line=_lower(reason.text))
+    also = tuple(
+        f"At the same time {other.cause} takes {rounded_percent(other.share_ratio)} of the time."
+        for other in stall.details.also[:1]
+    )
+    line = stall.details.line_verdict.partition(";")[0]  # what it would be without the line is in the list of advice
+    return _Said("", also=also, cause=cause, line=_lower(line))
 
 
-def _found(finding: Finding) -> str:
-    return f"{finding.text}{_advised(finding.advice)}."
+_MOST_WORDS: Final = 30
+"""A sentence that is longer is not understood at once."""
 
 
-def _advised(advices: Sequence[Advice], *, with_reason: bool = False) -> str:
-    """The first advice as the end of a sentence; empty without one."""
-    text = ""
-    for advice in advices[:1]:
-        text += f"; try {advice.typed}" if advice.typed else f"; {advice.action}"
-        text += f" ({advice.because})" if with_reason else ""
-        text += f", predicted {advice.gain} times the steps per second" if advice.gain else ""
-    return text
+def _found(begins: str, finding: Finding) -> _Said:
+    """A finding as one sentence, with the parts of its text that fit. The others follow."""
+    first, *parts = re.split(r"(?<=[;:.]) ", finding.text)
+    while parts and len(f"{begins} {first} {parts[0]}".split()) <= _MOST_WORDS:
+        first = f"{first} {parts.pop(0)}"
+    rest = (f"{_upper(' '.join(parts))}.",) if parts else ()
+    return _Said(f"{begins}: {_lower(first.rstrip(';:.'))}.", rest, cause=finding.kind)
+
+
+def _lower(text: str) -> str:
+    """Text as the end of a sentence. A name in capitals stays as it is."""
+    return text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _other_time(ledger: Mapping[str, float]) -> str:
@@ -572,11 +674,11 @@ def _other_time(ledger: Mapping[str, float]) -> str:
     words = {STARTUP: "starting up", EVALUATION: "evaluating", CHECKPOINT: "writing checkpoints"}
     shares = {c: ledger.get(c, 0.0) / wall for c in words} if wall > 0 else {}
     large = [f"{rounded_percent(share)} {words[c]}" for c, share in shares.items() if share >= _MIN_MENTIONED_RATIO]
-    return f" Of its wall clock the run spent {' and '.join(large)}." if large else ""
+    return f"Of its wall clock the run spent {' and '.join(large)}." if large else ""
 
 
 _MIN_RATIO: Final = 0.005
-"""The whole ledger and the GPU-hours leave out categories with a smaller share."""
+"""The whole ledger and the sum of the attempts leave out categories with a smaller share."""
 
 
 def whole_ledger(steps: int, ledger: Mapping[str, float]) -> str:
@@ -606,7 +708,7 @@ _LOST_IN: Final = {
 _GROWING: Final = {
     TRAINING: ("the training process", "grows"),
     WORKERS: ("the workers", "grow"),
-    SHARED_MEMORY: (_SHM, "grows"),
+    SHARED_MEMORY: (SHM, "grows"),
     CUDA: ("the tensors on the GPU", "grow"),
 }
 
@@ -640,26 +742,33 @@ def _trace(trace: TraceShares | None) -> str:
     return f"The trace of {steps} on rank {trace.rank} shows {trace_text(trace.shares, trace.suggestions)}."
 
 
-def _gpu_hours(facts: RunFacts) -> str:
-    seconds_in = facts.gpu_seconds
+def _attempts(facts: RunFacts) -> str:
+    """Where the time of a run of several attempts went: GPU-hours if it has GPUs, else its own time."""
+    seconds_in = facts.attempt_seconds
     total = sum(seconds_in.values())
     if total <= 0:
         return ""
+    of, unit = (_hours, " GPU-hours") if facts.on_gpus else (_short, "")
     kinds = ((facts.killed, "kill"), (facts.failed, "failure"))
     after = " and ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in kinds if number)
     parts = []
     for seconds, category in sorted(((seconds_in[c], c) for c in LOST), reverse=True):
         if seconds / total >= _MIN_RATIO:
             cause = f" after {after}" if after and category == REDONE else ""
-            parts.append(f"{_hours(seconds)} {_LOST_IN[category]}{cause}")
+            parts.append(f"{of(seconds)} {_LOST_IN[category]}{cause}")
     productive = seconds_in[PRODUCTIVE]
-    kept = f"{_hours(productive)} were productive ({rounded_percent(productive / total)})"
-    return f"Of {_hours(total)} GPU-hours, {kept}{': ' if parts else ''}{', '.join(parts)}."
+    kept = f"{of(productive)} were productive ({rounded_percent(productive / total)})"
+    return f"Of {of(total)}{unit}, {kept}{': ' if parts else ''}{', '.join(parts)}."
 
 
 def _hours(seconds: float) -> str:
     hours = seconds / 3600
     return f"{hours:.0f}" if hours >= 9.95 else f"{hours:.1f}" if hours >= 0.995 else plain_number(hours, 2)
+
+
+def _short(seconds: float) -> str:
+    """Seconds in the unit that fits."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else rough_duration(seconds)
 
 
 def growth_text(memory: MemoryForecast, rank: int, *, over: bool) -> str:
@@ -681,7 +790,7 @@ def _memory_end(ends: Sequence[MemoryEnd]) -> str:
     if first.over:
         return f"When its log ends, memory was to run out in about {left}: {grows}."
     what = {
-        SHARED_MEMORY: f"{_SHM} of node {first.node} is full",
+        SHARED_MEMORY: f"{SHM} of node {first.node} is full",
         CUDA: f"The GPU of rank {first.rank} runs out of memory",
     }.get(first.forecast.exhausted or "", f"Node {first.node} runs out of memory")
     return f"{what} in about {left}: {grows}."

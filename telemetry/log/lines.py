@@ -213,7 +213,8 @@ class RunEndLine(TotalsLine, frozen=True, kw_only=True, tag_field="event", tag="
     Attributes:
         exit_status: the argument of ``sys.exit``.
         exception: type of the exception that ended the script. ``exception_at``: the innermost line of the user's code
-            in it, such as ``main at train.py:42``. ``failure``: what it means, one of `FAILURES`; null for others.
+            in it, or that left with an exit status, such as ``main at train.py:42``. ``failure``: what it means, one of
+            `FAILURES`; null for others.
         shared_memory_bytes: size of /dev/shm, if it was full. ``gpu_memory``: the memory of the GPU, if it was full.
         lost_peer: whether the exception means another rank's end.
         stuck_for_seconds: time for which it had been stuck when it ended.

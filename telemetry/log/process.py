@@ -205,7 +205,7 @@ class ProcessLog:
         stalls, hangs, changes, snapshots, gpu_errors, errors: lines of these events, the oldest first.
             ``slow_steps``: the lines of code of its steps while other ranks waited for it. ``step_lines``: those of all
             its steps. ``findings``: the newest line of each kind.
-        damaged_lines: number of lines that were skipped.
+        on_gpu: whether a GPU was read. ``damaged_lines``: number of lines that were skipped.
     """
 
     rank: int
@@ -236,6 +236,7 @@ class ProcessLog:
     oom_readings: dict[int, tuple[str, str]] = field(default_factory=dict)
     environment: dict[str, Scalar] = field(default_factory=dict)
     loader: dict[str, Scalar] = field(default_factory=dict)
+    on_gpu: bool = False
     damaged_lines: int = 0
     run: str = ""
     empty: bool = True
@@ -274,8 +275,9 @@ class ProcessLog:
                 self.ended, self.end = True, line
             case HostLine():
                 self.host = line
-            case GpuLine(name=str(name)):
-                self.environment["gpu"] = name
+            case GpuLine():
+                self.on_gpu = True
+                self.environment |= {} if line.name is None else {"gpu": line.name}
             case PhaseLine():
                 self._add_save(line)
             case StallLine():

@@ -688,49 +688,15 @@ class Advice(msgspec.Struct, frozen=True):
         return "" if self.predicted_speedup is None else factor_text(self.predicted_speedup, self.predicted_low)
 
 
+class RankedAdvice(Advice, frozen=True):
+    """An advice in the list of the whole report. ``about``: for which cause, or where it is from."""
+
+    about: str = ""
+
+
 def factor_text(high: float, low: float | None) -> str:
     """A factor, such as 1.9, or a range of it, such as 1.2 to 1.9."""
     return f"{high:g}" if low is None or low >= high else f"{low:g} to {high:g}"
-
-
-class Failure(NamedTuple):
-    """What the exception that ended a process means.
-
-    ``told``: matches the lower-case text of such an exception of torch. ``means``, ``advice``: in words.
-    """
-
-    told: str
-    means: str
-    advice: str = ""
-
-
-SHARED_MEMORY_FULL: Final = "shared_memory_full"
-LOADER_TIMEOUT: Final = "loader_timeout"
-GPU_MEMORY_FULL: Final = "gpu_memory_full"
-
-FAILURES: Final[Mapping[str, Failure]] = MappingProxyType(
-    {
-        SHARED_MEMORY_FULL: Failure(
-            r"killed by signal: bus error|(shared memory|/torch_\d+).*no space left on device",
-            "/dev/shm was full, so that a worker could not put a batch there",  # noqa: S108 - only its name
-            "Make it larger (docker run --shm-size), or use fewer DataLoader workers or a smaller prefetch_factor.",
-        ),
-        LOADER_TIMEOUT: Failure(
-            r"dataloader timed out after", "a batch did not come within the timeout of the DataLoader"
-        ),
-        "worker_killed": Failure(
-            r"dataloader worker \(pid.*killed by signal: killed",
-            "a DataLoader worker was killed, as the OOM killer does",
-            "Use less memory: fewer DataLoader workers, or a smaller prefetch_factor.",
-        ),
-        "worker_ended": Failure(
-            r"dataloader worker \(pid.*(exited unexpectedly|killed by signal)",
-            "a DataLoader worker has ended or crashed",
-        ),
-        GPU_MEMORY_FULL: Failure(r"\b(cuda|hip|xpu) out of memory", "the memory of the GPU was full"),
-    }
-)
-"""The failures by their name in the log. Of several that match, the first counts."""
 
 
 class HotLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from telemetry.model.records import (
     SLOWER,
     STEADY,
     UNCLEAR,
+    RankedAdvice,
 )
 from telemetry.report.course import ASSUMED
 from telemetry.safety.files import open_regular
@@ -72,10 +73,10 @@ def as_text(found: Report) -> str:
     shown = list(zip(ranks, found.processes, strict=True))
     if len(ranks) > MAX_ROWS:
         shown = sorted(shown, key=lambda pair: -(pair[0].exposed_wait_ratio or 0.0))[:MAX_ROWS]
-    lines = [f"run {values.run}", "", values.verdict, ""]
+    lines = [f"run {values.run}", "", *found.verdict.lines, ""]
     if values.advice:
         lines.append("what to do, the largest predicted gain first:")
-        lines += [f"  {line.strip()}, {each.about}" for each in values.advice for line in advice_lines([each])]
+        lines += advice_lines(values.advice)
         lines.append("")
     lines += [*table(_STEP_COLUMNS, [_step_row(rank, process) for rank, process in shown])]
     headings = ["rank", "wall", *(c.replace("_", " ") for c in CATEGORIES)]
@@ -113,8 +114,8 @@ def as_text(found: Report) -> str:
 # -- tables --------------------------------------------------------------------------------------------------------
 
 _STEP_COLUMNS: Final = [
-    "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "exposed",
-    "cores", "memory", "agent/step", "agent cpu",
+    "rank", "node", "pid", "steps", "step p50", "p95", "p99", "wait p50", "p95", "p99", "waiting",
+    "cores", "memory", "agent per step", "agent cpu",
 ]  # fmt: skip
 
 
@@ -151,7 +152,9 @@ def _ledger_row(rank: Rank) -> list[str]:
 
 def stall_section(stall: StallRecord, *, with_advice: bool = True) -> list[str]:
     """The lines on a stall: its cause, its lines of code and stacks, and its advice unless that is in another place."""
-    until, details = f"until {stall.closed}" if stall.closed else "still open", stall.details
+    details = stall.details
+    until = "when the run ended" if stall.closed == stall.opened else f"until {stall.closed}"
+    until = until if stall.closed else "still open"
     share = f" ({percent(details.share_ratio, 0)} of the time)" if details.also else ""
     lines = [f"stall on rank {stall.rank}: {stall.cause}{share}, since {stall.opened}, {until}"]
     lines += advice_lines(stall.advice) if with_advice else []
@@ -173,10 +176,11 @@ def advice_lines(advices: Sequence[Advice]) -> list[str]:
     """An indented line for each advice."""
     lines = []
     for advice in advices:
-        typed = f"try {advice.typed or advice.setting}: " if advice.setting else ""
+        typed = f"try {advice.typed}: " if advice.typed else ""
         worth = f", predicted {advice.gain} times the steps per second" if advice.gain else ""
+        about = f", {advice.about}" if isinstance(advice, RankedAdvice) else ""
         because = f" ({advice.because})" if advice.because else ""
-        lines.append(f"  {typed}{advice.action}{worth}{because}")
+        lines.append(f"  {typed}{advice.action}{worth}{about}{because}")
     return lines
 
 
@@ -384,7 +388,7 @@ def _compute(ranks: Sequence[Rank]) -> str:
 def compute_shares(parts: Mapping[str, float], total: float) -> str:
     """The shares of the parts, in seconds, of the compute. ``total``: its seconds."""
     split = [(part, parts.get(part, 0.0)) for part in COMPUTE_PARTS]
-    split.append(("not split", total - sum(seconds for _, seconds in split)))
+    split.append(("rest", total - sum(seconds for _, seconds in split)))
     shares = [f"{part} {rounded_percent(each / total)}" for part, each in split if each > _MIN_PART * total]
     return f"compute: {', '.join(shares)}"
 
@@ -396,7 +400,7 @@ def _epochs(ranks: Sequence[Rank]) -> str:
     )
     if epochs is None:
         return ""
-    return f"epochs: {epochs.count}, of {duration(epochs.seconds)}" + (" each" if epochs.count > 1 else "")
+    return f"epochs: {epochs.count} of {duration(epochs.seconds)}{' each' if epochs.count > 1 else ''}"
 
 
 _TRENDS: Final = {

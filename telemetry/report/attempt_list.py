@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
-from telemetry.diagnosis.verdict import FAULT_SECONDS, RunEnd
+from telemetry.diagnosis.endings import FAULT_SECONDS, INTERRUPT, RunEnd
 from telemetry.log.process import Point, unix
 from telemetry.model.records import CLEANED_UP
 from telemetry.safety.processes import process_started
@@ -99,7 +99,7 @@ class Life:
     @property
     def gpu_fault(self) -> tuple[float, GpuErrorLine] | None:
         """The first error of its GPU shortly before it failed or was killed, and its time; None without one."""
-        if self.how not in {FAILED, KILLED} or self.log.end.exception == "KeyboardInterrupt":
+        if self.how not in {FAILED, KILLED} or self.log.end.exception == INTERRUPT:
             return None
         for line in self.log.gpu_errors:
             time = unix(line.time)
@@ -156,7 +156,7 @@ def _life(log: ProcessLog, now: float) -> Life | None:
 def _how(log: ProcessLog, end: float, now: float) -> str:
     if not log.ended:
         return RUNNING if now - end <= MISSED_WINDOWS * log_interval(log) or _is_there(log) else KILLED
-    if log.end.exception == "KeyboardInterrupt":
+    if log.end.exception == INTERRUPT:
         return KILLED
     return FAILED if log.end.exception or log.end.exit_status else FINISHED
 

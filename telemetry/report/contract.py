@@ -9,7 +9,7 @@ import msgspec
 
 from telemetry.diagnosis.findings import Finding
 from telemetry.log.lines import ChangedFigure, Suspect
-from telemetry.model.records import Advice, Epochs, HotLine, Number, StallRecord, StepTrend
+from telemetry.model.records import Epochs, HotLine, Number, RankedAdvice, StallRecord, StepTrend
 from telemetry.trace.trace_advice import Suggestion
 
 
@@ -180,12 +180,6 @@ class Cost(msgspec.Struct, kw_only=True):
     waiting: float | None
     stalls: float
     restarts: float
-
-
-class RankedAdvice(Advice, frozen=True):
-    """An advice in the list of the whole report. ``about``: for which cause, or where it is from."""
-
-    about: str = ""
 
 
 class ReportValues(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from telemetry.log.process import Point, point_at
-from telemetry.report.attempt_list import FINISHED
+from telemetry.report.attempt_list import FINISHED, RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +17,9 @@ ASSUMED: Final = "assumed"
 
 _AHEAD: Final = 2
 """A loop that reads so many batches ahead does not throw them away."""
+
+_NEW_RUN_SECONDS: Final = 60.0
+"""A launcher, or a loop in a shell, starts a run that has failed again sooner. A person takes longer."""
 
 _TOLERANCE: Final = 0.02
 """Counts of steps and of optimizer steps that differ by this share are the same: the last step may be open."""
@@ -106,6 +109,24 @@ def courses_of(attempts: Sequence[Attempt]) -> list[Course]:
         at = courses[last].resumed if newest is None else newest
         courses[last] = replace(courses[last], kept=min(courses[last].kept, at))
     return courses
+
+
+def newest_run(courses: Sequence[Course]) -> int:
+    """The first attempt of the newest run in the folder. A later start that resumes nothing is a run of its own."""
+    last = len(courses) - 1
+    for number in range(last, 0, -1):
+        course = courses[number]
+        known = course.has_position or (number == last and course.attempt.how != RUNNING)
+        if known and _begins_anew(course, courses[number - 1].attempt):
+            return number
+    return 0
+
+
+def _begins_anew(course: Course, before: Attempt) -> bool:
+    heads = [life.log.head for life in course.attempt.lives]
+    if course.resumed > 0 or before.replaced or any(head.restarts or head.launcher == "kubernetes" for head in heads):
+        return False
+    return before.how == FINISHED or course.attempt.begin - before.end >= _NEW_RUN_SECONDS
 
 
 def newest_checkpoint(course: Course) -> float | None:

@@ -8,10 +8,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from msgspec import UNSET, structs
+from msgspec import UNSET
 
 from telemetry.diagnosis.causes import CAUSES
-from telemetry.diagnosis.findings import reason_of
 from telemetry.diagnosis.hangs import HANG_KINDS, UNKNOWN_HANG
 from telemetry.diagnosis.verdict import (
     MemoryEnd,
@@ -31,7 +30,7 @@ from telemetry.log.process import (
     unix,
 )
 from telemetry.log.reader import load
-from telemetry.model.records import CATEGORIES, COMPUTE, DATA_WAIT, REPLAY
+from telemetry.model.records import CATEGORIES, COMPUTE, DATA_WAIT, REDONE, REPLAY, RankedAdvice
 from telemetry.report.attempt_list import FAILED, KILLED, MISSED_WINDOWS, RUNNING, log_interval
 from telemetry.report.contract import (
     Change,
@@ -39,15 +38,16 @@ from telemetry.report.contract import (
     Growth,
     HangRecord,
     Rank,
-    RankedAdvice,
     ReportValues,
     Snapshot,
     Waiting,
 )
+from telemetry.report.course import newest_run
 from telemetry.report.goodput import cost_of, energy_of, goodput_of, job_of, throughput_of
 from telemetry.trace.events import TraceError
 from telemetry.trace.trace_advice import LoadingSuggestion
 from telemetry.trace.trace_file import read_trace
+from telemetry.util.clock import iso_time
 from telemetry.util.words import percent, plain_number, rounded_percent
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from telemetry.log.lines import TotalsLine
     from telemetry.log.process import ProcessLog
-    from telemetry.model.records import Advice
+    from telemetry.report.course import Course
     from telemetry.report.goodput import Goodput
     from telemetry.report.html.over_time import RunRecorder
     from telemetry.util.sketch import Sketch
@@ -74,6 +74,7 @@ class Report:
         verdict: verdict on the processes that no later one has replaced: ``now``.
         processes: all processes of the run, by rank and start.
         lost_seconds: time lost in stalls, by cause, over all processes.
+        on_gpus: whether a GPU was seen.
         over: ids of the processes that have ended, by themselves or not.
         notes: a line for each thing that is missing or damaged in the logs.
     """
@@ -83,6 +84,7 @@ class Report:
     now: Sequence[ProcessLog]
     processes: Sequence[ProcessLog]
     lost_seconds: dict[str, float]
+    on_gpus: bool
     over: set[int]
     notes: list[str]
 
@@ -111,8 +113,14 @@ def read_report(
 
 def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, traces: bool = True) -> Report:
     """Make the report of a run from its processes, as `load` returns them. ``now``: Unix time."""
+    goodput, before = goodput_of(processes, now), ""
+    first = newest_run(goodput.courses)
+    if first:
+        before = _run_before(goodput.courses[first - 1])
+        kept = {id(life.log) for course in goodput.courses[first:] for life in course.attempt.lives}
+        processes = [process for process in processes if id(process) in kept]
+        goodput = goodput_of(processes, now)
     current = not_replaced(processes)
-    goodput = goodput_of(processes, now)
     lives = [(course.attempt.number, life) for course in goodput.courses for life in course.attempt.lives]
     attempt_of = {id(life.log): number for number, life in lives}
     ranks = [_rank(process, attempt_of.get(id(process))) for process in processes]
@@ -122,16 +130,20 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, tra
     over = {id(life.log) for _, life in lives if life.how != RUNNING}
     end = goodput.courses[-1].attempt.run_end if goodput.courses else None
     ends = [course.attempt.how for course in goodput.courses]
+    gpus = any(process.on_gpu or process.environment.get("gpu") for process in processes)
     facts = replace(
         run_facts(current),
         broke_off=end is not None,
         end=end,
         claims=_claims(current),
         trace=_newest_trace(snapshots),
-        gpu_seconds=goodput.rank_seconds if len(ends) > 1 else {},
+        attempt_seconds={} if len(ends) < 2 else goodput.rank_seconds if gpus else goodput.seconds,
+        on_gpus=gpus,
         killed=ends.count(KILLED),
         failed=ends.count(FAILED),
         memory_ends=_memory_ends(current, over),
+        advice=[*_on_attempts(goodput), *_from_traces(snapshots)],
+        run_before=before,
     )
     verdict = judge(facts)
     values = ReportValues(
@@ -140,7 +152,7 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, tra
         ranks=ranks,
         stalls=stalls,
         findings=findings_of(processes),
-        advice=_ranked_advice(current, goodput, snapshots),
+        advice=[*verdict.advice],
         hang=hang_of(current),
         changes=_changes(processes),
         snapshots=snapshots,
@@ -150,7 +162,7 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, tra
         cost=cost_of(ranks, processes, goodput),
     )
     notes = [*_notes(processes, goodput, now), *problems]
-    return Report(values, verdict, current, processes, lost_by_cause(processes), over, notes)
+    return Report(values, verdict, current, processes, lost_by_cause(processes), gpus, over, notes)
 
 
 def _rank(process: ProcessLog, attempt: int | None) -> Rank:
@@ -244,63 +256,36 @@ def _snapshots(run_dir: Path, processes: Sequence[ProcessLog], *, traces: bool) 
     return snapshots, problems
 
 
-# -- the advice in one list: for stalls, findings and restarts, and from the traces of snapshots -----------------------
+def _run_before(course: Course) -> str:
+    """How the run before this one in the folder ended."""
+    attempt = course.attempt
+    reason = f" ({attempt.reason})" if attempt.reason else ""
+    return f"{attempt.how}{reason} at {iso_time(attempt.end)}, after {course.steps} steps"
+
+
+# -- advice on restarts, and from the traces of snapshots --------------------------------------------------------------
 
 _WORTH: Final = 0.01
 """What would save a smaller share of the wall clock is not advised."""
 
-_EASIER: Final = 1.2
-"""Predictions are off by up to 20 %. Of two that may be equal, the change of a setting comes first: it is easier."""
+_MIN_REDONE_SECONDS: Final = 600.0
+"""A failure that costs less, such as one in the first minutes, is no reason to write checkpoints more often."""
 
 
-def _ranked_advice(
-    processes: Sequence[ProcessLog], goodput: Goodput, snapshots: Iterable[Snapshot]
-) -> list[RankedAdvice]:
-    """Each action and each setting once: the largest predicted speed-up first, then the costliest stall.
-
-    Args:
-        processes: those that no later one has replaced: the verdict is about them.
-        goodput: the attempts of the run.
-        snapshots: the traces that were read. Each has its best advice in the list.
-    """
-    found: dict[str, RankedAdvice] = {}
-
-    def add(about: str, advices: Iterable[Advice]) -> None:
-        for each in advices:
-            ranked = RankedAdvice(**structs.asdict(each), about=about)
-            found.setdefault(each.setting or each.action, ranked)
-
-    stalls = [stall for process in processes for stall in stalls_of(process)]
-    findings = findings_of(processes)
-    for stall in sorted(stalls, key=lambda stall: -stall.cost_seconds):
-        also = ((other.cause, other.advice) for other in stall.details.also)
-        for cause, advice in ((stall.cause, stall.advice), *also):
-            if reason_of(cause, stall.rank, findings) is None:
-                add(f"for {cause} on rank {stall.rank}", advice)
-    for finding in findings:
-        add(f"for {finding.kind} on rank {finding.rank}", finding.advice)
-    for text in _on_attempts(goodput):
-        action, _, because = text.partition(": ")
-        found.setdefault(action, RankedAdvice(action, because=because, about="for restarts"))
-    for snapshot in snapshots:
-        for each in snapshot.suggestions[:1]:
-            share = f" (up to {percent(each.share_ratio, 0)} of the step)" if each.share_ratio else ""
-            ranked = RankedAdvice(each.action, because=f"{each.because}{share}", about="from a trace")
-            found.setdefault(each.action, ranked)
-    return sorted(found.values(), key=_worth, reverse=True)
+def _from_traces(snapshots: Iterable[Snapshot]) -> list[RankedAdvice]:
+    """The best advice of each trace."""
+    found = []
+    for each in (best for snapshot in snapshots for best in snapshot.suggestions[:1]):
+        share = f" (up to {percent(each.share_ratio, 0)} of the step)" if each.share_ratio else ""
+        found.append(RankedAdvice(each.action, because=f"{each.because}{share}", about="from a trace"))
+    return found
 
 
-def _worth(advice: RankedAdvice) -> float:
-    """The gain by which it is ranked. That of a change of the code counts as far as it is sure."""
-    if advice.setting or advice.value:
-        return _EASIER * (advice.predicted_speedup or 0.0)
-    return advice.predicted_low or advice.predicted_speedup or 0.0
-
-
-def _on_attempts(goodput: Goodput) -> list[str]:
+def _on_attempts(goodput: Goodput) -> list[RankedAdvice]:
     """Advice on checkpoints and replays, with the predicted gain."""
     found, known, replay = [], goodput.experience, goodput.seconds[REPLAY]
-    advised = known.advised()
+    costly = goodput.seconds[REDONE] >= _MIN_REDONE_SECONDS
+    advised = known.advised() if costly else None
     if advised is not None and known.gain(advised) >= _WORTH:
         found.append(
             f"write a checkpoint every {_rounded(advised.best_interval_seconds)} instead of every "
@@ -308,14 +293,15 @@ def _on_attempts(goodput: Goodput) -> list[str]:
             f"{rounded_percent(advised.predicted_ettr_ratio)}; a checkpoint stops the training for "
             f"{_rounded(known.checkpoint_seconds)}, and the run fails once in {_rounded(advised.failure_seconds)}"
         )
-    elif known.failures and not known.checkpoints:
+    elif known.failures and not known.checkpoints and costly:
         found.append("write checkpoints: the run has written none, so each restart begins from nothing")
     if goodput.wall_seconds > 0 and replay / goodput.wall_seconds >= _WORTH:
         found.append(
             "resume the data without drawing batches again: a stateful loader (torchdata's StatefulDataLoader), or a "
             f"sampler that skips; {_rounded(replay)} went into batches that were thrown away"
         )
-    return found
+    split = (text.partition(": ") for text in found)
+    return [RankedAdvice(action, because=because, about="for restarts") for action, _, because in split]
 
 
 def _rounded(seconds: float) -> str:

@@ -271,7 +271,7 @@ class TopApp(App[None]):
 
     def _draw(self) -> None:
         style = {GOOD: _GOOD_STYLE, BAD: _BAD_STYLE}.get(self._view.level, _WARN_STYLE)
-        self._verdict.show(_lines([self._view.verdict], style))
+        self._verdict.show(_lines(self._view.verdict.splitlines(), style))
         self._figures = figures(self._view) if self._view.rows else ""
         self._draw_times()
         self._legend.show(self._made_legend())

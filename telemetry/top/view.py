@@ -18,7 +18,7 @@ from telemetry.log.process import unix
 from telemetry.model.records import DATA_WAIT, STARTUP
 from telemetry.report.attempt_list import FAILED, FINISHED, KILLED, RUNNING, Attempt
 from telemetry.report.summary import MAX_RANKS, hang_of, waits_of
-from telemetry.util.words import named, rough_duration
+from telemetry.util.words import named, one_line, rough_duration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -247,7 +247,7 @@ def running_view(rows: Sequence[RankRow], now: float) -> JobView:
     level = BAD if end is not None else verdict.level
     waiting = {rank for group in hang.waiting for rank in group.ranks} if hang else set()
     shown = tuple(_with_state(row, now, hang, waiting) for row in rows)
-    return JobView(verdict.text, now, level, rows[-1].life.log.run, shown, _missing(rows))
+    return JobView(_in_lines(verdict), now, level, rows[-1].life.log.run, shown, _missing(rows))
 
 
 def _recent_waits(row: RankRow, totals: TotalsLine) -> RankWaits:
@@ -267,13 +267,17 @@ def _short_of_cores(row: RankRow, totals: TotalsLine) -> Finding | None:
 def ended_view(rows: Sequence[RankRow], now: float, verdict: Verdict) -> JobView:
     """The view of a run that has ended, with the report's verdict."""
     if any(row.life.how != FINISHED for row in rows):
-        text, level = f"The run has ended. {verdict.text}", BAD
+        text, level = f"The run has ended. {_in_lines(verdict)}", BAD
     else:
         who = "the rank has" if len(rows) == 1 else f"all {len(rows)} ranks have"
         when = clock(max(row.life.end for row in rows))
-        text, level = f"The run has ended: {who} finished, at {when}. {verdict.text}", verdict.level
+        text, level = f"The run has ended: {who} finished, at {when}. {_in_lines(verdict)}", verdict.level
     shown = tuple(_with_state(row, now) for row in rows)
     return JobView(text, now, level, rows[-1].life.log.run, shown)
+
+
+def _in_lines(verdict: Verdict) -> str:
+    return "\n".join(one_line(line) for line in verdict.lines)
 
 
 def _missing(rows: Sequence[RankRow]) -> str:

@@ -107,6 +107,12 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or any(part in file for part in _PACKAGES)
 
 
+def is_python(file: str) -> bool:
+    """Whether a file belongs to Python or to telemetry: neither the user's nor of an installed package."""
+    installed = any(part in file for part in _PACKAGES)
+    return file.startswith(_PACKAGE + os.sep) or (file.startswith(_LIBRARIES) and not installed)
+
+
 def is_ours(spot: Spot) -> bool:
     """Whether a place is in this package."""
     return spot.file.startswith(_PACKAGE + os.sep)

@@ -82,6 +82,7 @@ def html_page(found: Report, recorder: RunRecorder) -> str:
     library = (Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js").read_text("utf-8")
     return environment.get_template("page.html").render(
         values=found.values,
+        said=found.verdict.lines,
         state=state,
         kind=kind,
         worst=_worst(found.verdict.loss),
@@ -143,15 +144,20 @@ def _sections(found: Report, recorder: RunRecorder, figures: OverTime) -> list[_
     nodes = {process.rank: str(process.head.node) for process in found.processes}
     several = len({rank.rank for rank in values.ranks}) > 1
     hot = any(stall.details.lines for stall in values.stalls)
+    cold = (
+        "no stall lasted long enough to sample its lines" if values.stalls else "there was no stall to sample lines in"
+    )
+    gpu = [_sampled("gpu", "GPU", *charts.sampled_charts(axis, figures, charts.GPU))] if found.on_gpus else []
     read = _read_snapshots(values)
     sections = [
         _Section("ledger", "Where the time went", charts.ledger_over_time(axis, figures)),
         _Section("ranks", "Every rank, over time", heat_map(axis, figures, nodes) if several else ()),
         _Section("steps", "Steps and waits", steps, "" if steps else "no step has ended"),
         _Section("stalls", "Stalls", has_tables=bool(values.stalls)),
-        _Section("lines", "Hot lines", (), "" if hot else "lines are sampled during a stall, and none was", hot),
-        _Section("throughput", "Throughput and energy", charts.throughput(axis, figures), _unknown_sums(values), True),
-        _sampled("gpu", "GPU", *charts.sampled_charts(axis, figures, charts.GPU)),
+        _Section("lines", "Hot lines", (), "" if hot else cold, hot),
+        _Section("throughput", f"Throughput{' and energy' if found.on_gpus else ''}", charts.throughput(axis, figures),
+                 _unknown_sums(found), True),
+        *gpu,
         _sampled("workers", "Workers", *charts.sampled_charts(axis, figures, charts.WORKERS)),
         _sampled("host", "Memory and CPU", *charts.sampled_charts(axis, figures, charts.HOST)),
         _Section("snapshots", "Snapshots: what a step consists of", charts.breakdown(read),
@@ -167,12 +173,13 @@ def _sampled(key: str, title: str, drawn: Sequence[Chart], missing: Sequence[str
     return _Section(key, title, drawn, "; ".join(missing) if drawn else "no sample of it is in the logs")
 
 
-def _unknown_sums(values: ReportValues) -> str:
+def _unknown_sums(found: Report) -> str:
+    values = found.values
     known = (("samples", values.throughput.samples), ("tokens", values.throughput.tokens))
     unknown = [f"{name} (not counted on every rank)" for name, total in known if total is None]
-    if sum((values.gpu_energy_joules or {}).values()) <= 0:
+    if found.on_gpus and sum((values.gpu_energy_joules or {}).values()) <= 0:
         unknown.append("energy of the GPUs (no GPU with an energy counter was read)")
-    if values.cost is None:
+    if found.on_gpus and values.cost is None:
         unknown.append("cost (gpu_hour_price is not set)")
     return "; ".join(unknown)
 
