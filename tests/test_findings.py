@@ -6,6 +6,7 @@ import json
 import time
 from typing import get_args
 
+import msgspec
 import torch
 from msgspec import structs
 
@@ -48,7 +49,7 @@ def test_a_finding_is_logged_when_it_is_new_and_when_it_has_changed(tmp_path):
         ("step_growth", 0.2, "and"), ("step_growth", 0.3, "and"), ("threads_oversubscribed", 0.8, "32"),
         ("threads_oversubscribed", 0.8, "33"),
     ]  # fmt: skip
-    assert found[2]["lines"] == [structs.asdict(THREADS.lines[0])]
+    assert found[2]["lines"] == [msgspec.to_builtins(THREADS.lines[0])]
     assert found[2]["advice"] == [structs.asdict(THREADS.advice[0])]
 
 
@@ -75,7 +76,7 @@ def test_the_last_line_and_the_report_say_it(tmp_path, capfd):
     first, second = json.loads(capfd.readouterr().out)["findings"]
     assert first == structs.asdict(THREADS) | {
         "text": "The training process computes with 33 threads on 2 cores",
-        "lines": [structs.asdict(THREADS.lines[0])],
+        "lines": [msgspec.to_builtins(THREADS.lines[0])],
         "advice": [structs.asdict(THREADS.advice[0])],
     }
     assert (second["kind"], second["share_ratio"], second["rank"]) == ("step_growth", 0.3, 0)

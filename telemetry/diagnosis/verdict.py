@@ -449,7 +449,8 @@ def judge(facts: RunFacts) -> Verdict:
         said = _loss_said(loss, facts)
     if end is not None:
         said = _with_end(said, end, hangs=bool(facts.hang or facts.stuck), stepped=stepped)
-    first = next(iter(advice), None)
+    hints = {each.action for finding in facts.findings if finding.kind in HINTS for each in finding.advice}
+    first = next((each for each in advice if each.action not in hints), None)
     if facts.hang and not (facts.stuck or (end is not None and end.advice)):
         first = None  # the advice is not for the hang
     notes = [*said.also, f"{_upper(said.do)}." if said.do and first is not None else ""]
@@ -768,6 +769,8 @@ def _hours(seconds: float) -> str:
 
 def _short(seconds: float) -> str:
     """Seconds in the unit that fits."""
+    if seconds >= 7200:
+        return f"{plain_number(seconds / 3600, 2)} h"
     return f"{seconds:.1f} s" if seconds < 9.95 else rough_duration(seconds)
 
 
