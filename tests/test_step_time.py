@@ -182,6 +182,37 @@ def test_work_on_the_host_beside_a_busy_gpu_costs_nothing():
     assert kinds(CALM, sampler, idle) == ["host_work"]
 
 
+# -- gradients that DDP reduces too often ------------------------------------------------------------------------------
+
+DDP = Spot(f"{SITE}torch/nn/parallel/distributed.py", 1700, "forward", "torch.nn.parallel.distributed")
+
+
+@pytest.mark.parametrize(
+    ("waits", "steps", "ddp", "found"),
+    [
+        ({1: 20, 2: 20, 3: 20, 4: 20}, 25, DDP, True),
+        ({4: 80}, 25, DDP, False),  # no_sync() is in use
+        ({1: 4, 2: 4, 3: 4, 4: 68}, 25, DDP, False),  # other waits of a backward pass
+        ({1: 3, 2: 3, 3: 3, 4: 3}, 25, DDP, False),  # too few
+        ({1: 80}, 100, DDP, False),  # each batch has its step
+        ({1: 20, 2: 20, 3: 20, 4: 20}, 25, CALL, False),
+        ({1: 20, 2: 20, 3: 20, 4: 20}, 0, DDP, False),  # no step of an optimizer is seen
+    ],
+)
+def test_reducing_the_gradients_of_each_batch_that_is_accumulated_is_found(waits, steps, ddp, found):
+    sampler = sampled(((BACKWARD, LOOP), 120), ((LINEAR, ddp, LOOP), 80))
+    sampler.reducing.update({batch: ms * MS for batch, ms in waits.items()})
+    totals = replace(CALM.totals, batches=100, optimizer_steps=steps)
+    told = findings_of(StepTime(totals), sampler, COMPUTE)
+    assert [finding.kind for finding in told] == ["no_sync"] * found
+    if found:
+        (finding,), (advice,) = told, told[0].advice
+        assert (finding.share_ratio, finding.lines[0].calls) == (0.3, "graph._engine_run_backward")
+        assert "each of the 4 batches" in finding.text
+        assert "model.no_sync()" in advice.action
+        assert advice.predicted_speedup == pytest.approx(1 / 0.7, abs=0.01)
+
+
 # -- switches of torch -------------------------------------------------------------------------------------------------
 
 KEPT = Spot(f"{SITE}torch/fx/traceback.py", 200, "format_stack", "torch.fx.traceback")

@@ -109,11 +109,13 @@ def test_a_loader_that_joins_in_mid_step_adds_to_that_step(observed, asks):
 
 
 def test_gradient_accumulation_tells_batches_from_optimizer_steps(observed):
-    train = optimizer().step
+    train, since = optimizer().step, []
     for index, _ in enumerate(DataLoader(Numbers(12), batch_size=1)):
+        since.append(observed.tracker.batches_since_optimizer)
         if index % 4 == 3:
             train()
     observed.read()
+    assert since[4:] == [1, 2, 3, 4] * 2
     assert len(observed.steps) == 12
     assert observed.tracker.optimizer_steps == 3
 

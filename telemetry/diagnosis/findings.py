@@ -26,6 +26,7 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
         "step_growth": "Steps become longer and longer.",
         "between_loops": "After an epoch's last batch, and before the next epoch, the script does something else.",
         "evaluation_loader": "The evaluation waits for its own loader, or takes too small batches from it.",
+        "no_sync": "With several batches for each optimizer step, DDP reduces the gradients of each of them.",
         "debug_switch": "A switch of torch for debugging is on, such as autograd's anomaly mode.",
         "slow_setting": "A setting of torch is on that may make steps longer. How much it costs is not known.",
     }

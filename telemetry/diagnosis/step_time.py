@@ -18,6 +18,7 @@ from telemetry.diagnosis.cores import core_use, cores_missing, too_many_threads
 from telemetry.diagnosis.findings import Finding
 from telemetry.diagnosis.hot_lines import (
     ERRORS,
+    MIN_SAMPLES,
     SURE,
     is_host_work,
     line_shares,
@@ -84,7 +85,14 @@ def findings_of(time: StepTime, sampled: Sampler, evidence: Evidence) -> list[Fi
         host = None  # a sample that came late may take a collection for the work of the line that called for it
     use = core_use(time.so_far or time.totals, evidence, time.load, time.cores)
     cores = too_many_threads(time.load, time.worker_loads, time.cores) or cores_missing(use, evidence)
-    found = (host, _reader_thread(sampled, evidence), cores, _gil_held(time, sampled), own)
+    found = (
+        host,
+        _reader_thread(sampled, evidence),
+        cores,
+        _gil_held(time, sampled),
+        _no_sync(time, sampled, evidence),
+        own,
+    )
     return [each for each in found if each is not None]
 
 
@@ -265,6 +273,43 @@ def _own_collections(time: StepTime, sampled: Sampler, evidence: Evidence) -> Fi
                 f"remove the call of gc.collect(){at}, or call it rarely: Python collects by itself",
                 predicted_speedup=gain_without(evidence, share),
                 because=f"it stops the training for {rounded_percent(share)} of the loop",
+            ),
+        ),
+    )
+
+
+# -- gradients that DDP reduces too often ------------------------------------------------------------------------------
+
+_DDP: Final = "torch.nn.parallel.distributed"
+_EVEN: Final = 0.5
+"""The batches before the last one wait for ranks as well if each does so for this part of the last one's time."""
+
+
+def _no_sync(time: StepTime, sampled: Sampler, evidence: Evidence) -> Finding | None:
+    """With several batches for each step of the optimizer, only the last backward pass has to reduce the gradients."""
+    totals, steps, seen = time.totals, sampled.steps, sampled.seen
+    each = round(totals.batches / totals.optimizer_steps) if totals.optimizer_steps else 0
+    if each < 2 or not evidence.steps or steps.samples < MIN_SAMPLES:
+        return None
+    earlier = sum(ns for batch, ns in sampled.reducing.items() if batch < each)
+    share = earlier / (seen.step + seen.wait + seen.boundary)
+    if share < _MIN_SHARE or earlier < _EVEN * (each - 1) * sampled.reducing[each]:
+        return None
+    if not any(spot.module == _DDP for stack in steps.times for spot in stack):
+        return None
+    lines = line_shares(steps, STEP, only=lambda stack, _: stack[0].function == "_engine_run_backward")
+    return Finding(
+        kind="no_sync",
+        share_ratio=round(share, 4),
+        text=f"DDP reduces the gradients of each of the {each} batches of an optimizer step, and waits for the other "
+        f"ranks in {rounded_percent(share)} of the loop for those before the last",
+        lines=tuple(line.told() for line in lines if line.share >= _MIN_SHARE / 2),
+        advice=(
+            Advice(
+                f"use model.no_sync() for the forward and backward passes of all but the last of the {each} batches of "
+                "an optimizer step: DDP then reduces their sum once",
+                predicted_speedup=gain_without(structs.replace(evidence, peers=()), share),  # all ranks change
+                because=f"the sum of {each} gradients is reduced in one go as fast as one gradient",
             ),
         ),
     )

@@ -87,6 +87,7 @@ def _with_share(finding: Finding, sampled: Sampler, evidence: Evidence) -> Findi
     surely = in_steps * max(0.0, share - error)
     most = in_steps * min(0.95, share + error + _OF_OPERATORS * operators / max(1, steps.wall_ns))
     first, *others = finding.advice
+    evidence = structs.replace(evidence, peers=())  # it is on in all ranks
     first = structs.replace(
         first,
         predicted_speedup=gain_without(evidence, most),

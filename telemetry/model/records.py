@@ -127,6 +127,7 @@ FindingKind = Literal[
     "duplicate_samples",
     "step_growth",
     "evaluation_loader",
+    "no_sync",
     "debug_switch",
     "slow_setting",
     "between_loops",

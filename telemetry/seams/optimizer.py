@@ -54,6 +54,7 @@ def _after_step(optimizer: object, _args: object, _kwargs: object, followed: lis
     for tracker, steps in followed:
         if tracker.fast_path_iterator_id and not tracker.nested_steps:
             tracker.optimizer_steps += 1
+            tracker.stepped_at = tracker.ring.head
             return
         try:
             steps.stepped(optimizer)
@@ -111,6 +112,7 @@ class OptimizerSteps:
         """Count a step of an optimizer that ran now, or is in a graph that was replayed now."""
         tracker = self._tracker
         tracker.optimizer_steps += 1
+        tracker.stepped_at = tracker.ring.head
         if tracker.resume.initializing:
             return
         here = get_ident()

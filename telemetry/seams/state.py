@@ -40,13 +40,13 @@ class HotState:
         fast_path_iterator_id: ``id()`` of the iterator for which the fast path is enabled, 0 while it is disabled. Only
             `slow_path`, and the tracker's `loop_changed` and `_fast_path_on` write it.
         nested_steps: whether an optimizer has stepped within another's step.
-        optimizer_steps: steps of optimizers.
+        optimizer_steps: steps of optimizers. ``stepped_at``: the head of the ring at the newest.
         thread: ident of the training thread. Hooks on any other thread pass straight through.
         waiting_since: start of the request in progress, monotonic ns: negative if it is not for training data, 0
             without a request. It also identifies an inner fetch (a data set that reads another loader).
     """
 
-    __slots__ = ("fast_path_iterator_id", "nested_steps", "optimizer_steps", "thread", "waiting_since")
+    __slots__ = ("fast_path_iterator_id", "nested_steps", "optimizer_steps", "stepped_at", "thread", "waiting_since")
 
 
 class StepState(HotState):
@@ -90,7 +90,7 @@ class StepState(HotState):
     def __init__(self, ring: r.Ring) -> None:
         self.fast_path_iterator_id = 0
         self.nested_steps = False
-        self.optimizer_steps = 0
+        self.optimizer_steps = self.stepped_at = 0
         self.thread = threading.get_ident()
         self.waiting_since = 0
         self.ring = ring
@@ -144,6 +144,11 @@ class StepState(HotState):
     def checkpointing(self) -> bool:
         """Whether a checkpoint is in progress on the training thread."""
         return self.in_phase and self.category == r.S_CHECKPOINT
+
+    @property
+    def batches_since_optimizer(self) -> int:
+        """Batches since the newest step of an optimizer, in a loop that requests them."""
+        return (self.ring.head - self.stepped_at) // r.STRIDE
 
     @property
     def between_loops(self) -> bool:

@@ -138,6 +138,8 @@ class Sampler:
         collecting: stacks of samples that were due during a garbage collection.
         threads: other Python threads that are often on a core.
         loop: what samples tell of a loop without loaders.
+        reducing: how long backward passes on the host had nothing to run, as while DDP reduces gradients (ns), by the
+            number of the batch since the optimizer's newest step, from 1.
     """
 
     def __init__(self, tracker: StepTracker, sleep: Callable[[float], object]) -> None:
@@ -160,6 +162,7 @@ class Sampler:
         self.collecting = StackProfile()
         self.threads = BusyThreads(tracker)
         self.loop = UnseenLoop()
+        self.reducing: Counter[int] = Counter()
 
     @property
     def steps(self) -> StackProfile:
@@ -196,10 +199,13 @@ class Sampler:
         tracker = self._tracker
         if self._clock.wait(tracker.native_thread, seconds):
             self._clock.wait_until_due(tracker.native_thread)
-            kind, at_boundary = self._kind(), tracker.at_boundary  # first: what follows may give the GIL up
+            # First: what follows may give the GIL up.
+            kind, at_boundary, batch = self._kind(), tracker.at_boundary, tracker.batches_since_optimizer
             sample = self._clock.take(tracker.thread, tracker.native_thread)
             if tracker.active:
                 self._take(sample, kind, at_boundary=at_boundary)
+                if kind == STEP and sample.blocked and self._on_host and in_backward(sample.stack):
+                    self.reducing[batch] += sample.wall_ns
             self._clock.draw(mean, share)
 
     def _rate(self) -> tuple[float, float]:
@@ -234,6 +240,10 @@ class Sampler:
             return BETWEEN
         runs = self.loop.began_ns and tracker.category == S_STARTUP
         return STEP if (tracker.stepping or runs) and not waiting else None
+
+    @property
+    def _on_host(self) -> bool:
+        return self._tracker.device is None and self._tracker.accelerator is None
 
     @property
     def _unseen(self) -> bool:
@@ -363,16 +373,14 @@ class Sampler:
         return sample.stack[depth + 1 :]
 
     def _take_place(self, sample: Sample) -> None:
-        tracker, stack = self._tracker, sample.stack
-        ranks = self.wanted.ranks
+        stack, ranks = sample.stack, self.wanted.ranks
         self.seen.samples += ranks
-        if ranks and collective_in(stack) is not None:
-            # In a collective, in DDP, or in a backward pass that reduces, ranks wait for one another. A backward pass
-            # that is on a core, or wants one, computes; with a GPU, the host's wait for it may use a core, too.
-            on_host = tracker.device is None and tracker.accelerator is None
-            if not (in_backward(stack) and on_host and not sample.blocked):
-                self.seen.in_sync += 1
-                return
+        # In a collective, in DDP, or in a backward pass that reduces, ranks wait for one another. A backward pass that
+        # is on a core, or wants one, computes; with a GPU, the host's wait for it may use a core, too.
+        computes = in_backward(stack) and self._on_host and not sample.blocked
+        if ranks and not computes and collective_in(stack) is not None:
+            self.seen.in_sync += 1
+            return
         own = users_spot(stack)
         if own is not None:
             self._places[line_of(own)] += 1

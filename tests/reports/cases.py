@@ -71,6 +71,7 @@ REPORTED: Final = (
     case("collect_in_collate", ("own_gc_collect", "gc_pause"), _NO_COLLECT, "^num_workers", line=True),
     case("validation_one_by_one", ("evaluation_loader",), r"batch_size|larger batch|evaluation", line=True),
     case("anomaly_left_on", ("debug_switch",), "set_detect_anomaly", "^num_workers"),
+    case("gradients_each_batch", ("no_sync",), "no_sync", "^num_workers", line=True, ranks=2),
     case("command_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
     case("history_rewritten", ("between_loops",), r"append|only what is new", "^num_workers", line=True),
     case("archive_reopened", ("workers_cpu_bound", "workers_throttled"), _OPEN_ONCE, "smaller size", line=True),
