@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 import telemetry
 from telemetry.agent.end_line import end_lines, end_table, with_peers
 from telemetry.diagnosis.verdict import RankWaits, RunFacts, costliest, judge
+from telemetry.log.lines import HostLine
 from telemetry.model.records import (
     Advice,
     GpuSample,
-    MemorySample,
     OtherCause,
-    ProcessSample,
     RankPace,
     Samples,
     StallRecord,
@@ -181,16 +180,13 @@ LOOP = Totals(
 )
 
 
-def shown(totals=LOOP, samples=Samples(), *, waits_seen=True, on_gpu=False) -> list[str]:
-    return end_table(Tick(totals, Conditions(cores=2, on_gpu=on_gpu)), samples, waits_seen=waits_seen)
+def shown(totals=LOOP, samples=Samples(), rank=None, *, host=HostLine(), on_gpu=False) -> list[str]:
+    return end_table(Tick(totals, Conditions(cores=2, on_gpu=on_gpu)), samples, host, rank)
 
 
 def test_the_table_has_the_mean_step_and_what_it_used():
-    samples = Samples(
-        process=ProcessSample(cpu_seconds=1.0, resident_memory_bytes=512_000_000, threads=2),
-        memory=MemorySample(workers_bytes=40_000_000),
-    )
-    assert shown(samples=samples) == [
+    host = HostLine(process_resident_memory_bytes=512_000_000, workers_bytes=40_000_000)
+    assert shown(host=host) == [
         "  100 steps in 12 s: 70 % compute, 22 % data wait, 8.7 % startup.",
         "  a step        mean  share",
         "  wait       20.0 ms   20 %",
@@ -199,16 +195,18 @@ def test_the_table_has_the_mean_step_and_what_it_used():
         "  optimizer  10.0 ms   10 %",
         "  rest       10.0 ms   10 %",
         "  CPU        1.5 of 2 cores; other programs 0.2",
-        "  memory     512 MB; workers 40 MB",
+        "  memory     552 MB, of that workers 40 MB",
     ]
 
 
 def test_what_was_not_measured_is_a_dash_or_absent():
-    bare = replace(LOOP, compute_parts=None, sampled=SampledTotals())
-    assert shown(bare, waits_seen=False)[1:] == [
+    bare = replace(LOOP, ledger_seconds={"data_wait": 0.0, "compute": 8.0}, compute_parts=None, sampled=SampledTotals())
+    unseen = replace(bare, steps=0, estimated_steps=100, first_wait_seconds=0.0)
+    assert shown(unseen) == [
+        "  about 100 steps in 8 s: 100 % compute.",
         "  a step      mean  share",
         "  wait           -      -",
-        "  compute  80.0 ms   80 %",
+        "  compute  80.0 ms  100 %",
     ]
     assert shown(replace(LOOP, steps=0)) == shown(replace(LOOP, ledger_seconds={"compute": 0.5})) == []
 
@@ -217,9 +215,9 @@ def test_a_table_with_all_of_it_has_less_than_15_lines():
     busy = replace(LOOP.sampled, gpu=GpuTotals(utilization_ratio=Sampled(4.0, 8.0)))
     gpu = GpuSample(0, "u", "H100", memory_used_bytes=10**10, memory_total_bytes=8 * 10**10)
     totals = replace(LOOP, compute_parts=PARTS | {"copy": 0.2, "other": 0.1}, sampled=busy)
-    lines = shown(totals, Samples(gpus=(gpu,)), on_gpu=True)
-    assert lines[1] == "  a step of the host     mean  share"
-    assert lines[-1] == "  GPU                 busy 50 %; 10.0 GB of 80.0 GB"
+    lines = shown(totals, Samples(gpus=(gpu,)), 0, on_gpu=True)
+    assert lines[1] == "  a step of rank 0, on the host     mean  share"
+    assert lines[-1] == "  GPU                            busy 50 %; 10.0 GB of 80.0 GB"
     assert len(lines) == 10
 
 

@@ -522,10 +522,10 @@ class Agent:
         totals, identity, stalls = self._builder.current(), self.identity, self._stall_monitor
         form = self.config.end_line
         wanted = form != "off" and self.trial is None and identity.rank == 0
-        if not wanted or not (totals.steps or self.attempt.end.process_ends):
+        if not wanted or not (totals.steps or totals.estimated_steps or self.attempt.end.process_ends):
             return
-        tick, seen = replace(self._newest_tick, totals=totals), not self.accounting.no_batch_seen
-        shown = end_table(tick, self._collectors.samples, waits_seen=seen) if form == "table" else []
+        tick, rank = replace(self._newest_tick, totals=totals), 0 if identity.world_size > 1 else None
+        shown = end_table(tick, self._collectors.samples, self.event_log.host, rank) if form == "table" else []
         ratio, unmeasured = self.config.stall_enter_ratio, self.accounting.exposed_absent
         end, stuck = self.attempt.end.settled, stalls.closed_stuck if self._stuck_at_end() is not None else None
         own = RunFacts(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from telemetry.diagnosis.verdict import Verdict
+    from telemetry.log.lines import HostLine
     from telemetry.model.records import RankPace, Samples
     from telemetry.model.totals import Tick, Totals
 
@@ -85,7 +86,7 @@ _MIN_LOOP_SECONDS: Final = 1.0
 _ROWS: Final = {FORWARD: "forward", BACKWARD: "backward", OPTIMIZER: "optimizer", COPY: "copies"}
 
 
-def end_table(tick: Tick, samples: Samples, *, waits_seen: bool) -> list[str]:
+def end_table(tick: Tick, samples: Samples, host: HostLine, rank: int | None = None) -> list[str]:
     """Where the time of the mean step went, and what it used; at most 11 lines. Empty for a loop of a moment.
 
     The wait for the first batch is left out. What was not measured is absent, or a dash.
@@ -93,26 +94,28 @@ def end_table(tick: Tick, samples: Samples, *, waits_seen: bool) -> list[str]:
     Args:
         tick: the newest.
         samples: the newest.
-        waits_seen: whether waits for batches are known.
+        host: the newest line of the log, because the report has its memory, too.
+        rank: the rank that it is about; None if there is one only.
     """
     totals = tick.totals
-    loop, steps = totals.loop_seconds, totals.steps
+    loop, steps = totals.loop_seconds, totals.steps or totals.estimated_steps
     if not steps or loop < _MIN_LOOP_SECONDS:
         return []
     split = totals.compute_parts or {}
     parts = {name: split[part] for part, name in _ROWS.items() if split.get(part)}
-    seconds: dict[str, float | None] = {"wait": totals.wait_seconds if waits_seen else None, **parts}
+    seconds: dict[str, float | None] = {"wait": None if totals.waits_unseen else totals.wait_seconds, **parts}
     seconds["rest" if parts else "compute"] = max(0.0, totals.compute_seconds - sum(parts.values()))
     rows = [
         [name, "-", "-"] if spent is None else [name, duration(spent / steps), rounded_percent(spent / loop)]
         for name, spent in seconds.items()
     ]
-    heading = "a step of the host" if tick.conditions.on_gpu else "a step"
+    of_rank, on_host = "" if rank is None else f" of rank {rank}", ", on the host" if tick.conditions.on_gpu else ""
+    heading, about = f"a step{of_rank}{on_host}", "" if totals.steps else "about "
     lines = table([heading, "mean", "share"], rows, names_first=True)
-    used = {"CPU": _cpu(tick), "memory": _memory(samples), "GPU": _gpu(totals, samples)}
+    used = {"CPU": _cpu(tick), "memory": _memory(host), "GPU": _gpu(totals, samples)}
     width = max(map(len, (heading, *seconds)))
     lines += [f"{name.ljust(width)}  {text}" for name, text in used.items() if text]
-    return [f"  {line}" for line in (whole_ledger(steps, totals.ledger_seconds), *lines)]
+    return [f"  {line}" for line in (about + whole_ledger(steps, totals.measured_seconds), *lines)]
 
 
 def _cpu(tick: Tick) -> str:
@@ -124,11 +127,9 @@ def _cpu(tick: Tick) -> str:
     return f"{cpu.used_cores.mean:.1f} of {tick.conditions.cores:g} cores{more}"
 
 
-def _memory(samples: Samples) -> str:
-    if samples.process is None:
-        return ""
-    workers = None if samples.memory is None else samples.memory.workers_bytes
-    return byte_size(samples.process.resident_memory_bytes) + (f"; workers {byte_size(workers)}" if workers else "")
+def _memory(host: HostLine) -> str:
+    workers = f", of that workers {byte_size(host.workers_bytes)}" if host.workers_bytes else ""
+    return "" if host.rank_bytes is None else f"{byte_size(host.rank_bytes)}{workers}"
 
 
 def _gpu(totals: Totals, samples: Samples) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from msgspec import structs
 
 from telemetry._version import __version__
@@ -20,6 +21,7 @@ from telemetry.log.lines import (
     ABSENT,
     ErrorLine,
     GpuErrorLine,
+    HostLine,
     MemoryForecast,
     Resumption,
     WindowLine,
@@ -80,7 +82,7 @@ class EventLog:
         identity: this process. Its rank may become known later.
         file: the log's file, in the folder ``logs`` of the run folder.
         child_processes: the largest number of child processes seen so far that may train.
-        newest_window: the newest window in the log; None before the first.
+        newest_window: the newest window in the log; None before the first. ``host``: the newest line of that event.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class EventLog:
         self._before = Totals()  # the totals at the end of the last window
         self.child_processes = 0
         self.newest_window: LogWindow | None = None
+        self.host = HostLine()
         self._gpu_faults: deque[tuple[int, GpuErrorLine]] = deque(maxlen=_MAX_GPU_FAULTS)
 
     # -- lines ---------------------------------------------------------------------------------------------------
@@ -184,6 +187,8 @@ class EventLog:
             self.window()
             for event, values in self._collectors.take_log_fields():
                 self.emit(event, values)
+                if event == "host":
+                    self.host = msgspec.convert(values, HostLine)
         self.write_errors()
 
     def write_phases(self, *, last: bool = False) -> None:

@@ -320,6 +320,12 @@ class HostLine(Line, frozen=True, kw_only=True, tag_field="event", tag="host"):
     shared_memory_bytes: Number | None = None
     pressure_ratio: dict[str, Number] = {}
 
+    @property
+    def rank_bytes(self) -> float | None:
+        """Memory of the training process and its workers; None if it is not known."""
+        resident = self.process_resident_memory_bytes
+        return None if resident is None else resident + (self.workers_bytes or 0)
+
 
 class WorkersLine(Line, frozen=True, kw_only=True, tag_field="event", tag="workers"):
     """The DataLoader workers of this rank."""

@@ -125,8 +125,7 @@ def _step_row(rank: Rank, process: ProcessLog) -> list[str]:
     The agent's cost: time on the training thread for each step, and the share of a core that its own threads took.
     """
     steps, waits, overhead = rank.step_seconds, rank.data_wait_seconds, rank.overhead_seconds
-    cpu, host = process.totals.cpu_total_seconds or {}, process.host
-    resident = host.process_resident_memory_bytes
+    cpu, memory = process.totals.cpu_total_seconds or {}, process.host.rank_bytes
     return [
         str(rank.rank),
         str(rank.node),
@@ -135,7 +134,7 @@ def _step_row(rank: Rank, process: ProcessLog) -> list[str]:
         *map(duration, (steps.p50, steps.p95, steps.p99, waits.p50, waits.p95, waits.p99)),
         percent(rank.exposed_wait_ratio if rank.steps else None),  # a wait that has not ended is not a share yet
         f"{cpu['used'] / cpu['known']:.1f}" if "used" in cpu and cpu.get("known") else "-",
-        "-" if resident is None else byte_size(resident + (host.workers_bytes or 0)),
+        "-" if memory is None else byte_size(memory),
         duration(overhead["training"] / rank.steps) if rank.steps else "-",
         percent(overhead["agent"] / rank.wall_seconds, 2) if rank.wall_seconds else "-",
     ]
