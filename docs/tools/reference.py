@@ -170,6 +170,7 @@ EVIDENCE: Final = {
     "has_set_epoch": "whether the data set has `set_epoch()`",
     "one_by_one": "whether each sample has its own call of `__getitem__`",
     "batch_size": "samples of a batch",
+    "own_collate": "whether code that is not of torch makes a batch of the samples",
     "sample_code": "file, line and name of the function that gives a sample",
     "read_by_thread": "whether another thread of the process reads a DataLoader",
     "iterated_at": "file, line and function that made the newest iterator",

@@ -150,7 +150,7 @@ class Agent:
             errors=errors, wall=wall,
         )  # fmt: skip
         self.findings = FindingLog(self.event_log)
-        self._step_monitor = StepMonitor(tracker, self._sampler, self.findings, self.event_log)
+        self._step_monitor = StepMonitor(tracker, self._sampler, self.findings, self.event_log, accounting.stats)
         self._growth, self._changes = GrowthDetector(), ChangeDetector()
         self._evaluations = EvaluationMonitor(accounting.evaluations, self._sampler)
         self._line_monitor = LineMonitor(tracker, self._sampler, run_dir / "profiles", errors, self.event_log)

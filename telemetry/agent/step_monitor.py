@@ -15,6 +15,7 @@ from telemetry.diagnosis.hot_lines import line_shares, loop_lines
 from telemetry.diagnosis.loop_gaps import LoopGaps
 from telemetry.diagnosis.step_time import StepTime, findings_of, growth_finding
 from telemetry.diagnosis.switches import switch_findings
+from telemetry.diagnosis.uneven_steps import uneven_steps
 from telemetry.log.lines import FindingLine, StepCodeLine
 from telemetry.safety.threads import listed_threads, natives
 from telemetry.seams.switches import switches_on
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
     from telemetry.diagnosis.findings import Finding
     from telemetry.diagnosis.hot_lines import LineShare
+    from telemetry.loop.ledger import StepStats
     from telemetry.model.records import FindingKind, HotLine, Samples
     from telemetry.model.totals import Tick, Totals
     from telemetry.seams.tracker import StepTracker
@@ -105,11 +107,19 @@ class StepMonitor:
         gaps: the time between two loops.
     """
 
-    def __init__(self, tracker: StepTracker, sampler: Sampler, findings: FindingLog, event_log: EventLog) -> None:
+    def __init__(
+        self,
+        tracker: StepTracker,
+        sampler: Sampler,
+        findings: FindingLog,
+        event_log: EventLog,
+        stats: StepStats | None = None,
+    ) -> None:
         self._sampler = sampler
         self._tracker = tracker
         self._findings = findings
         self._event_log = event_log
+        self._stats = stats
         self._grows = False
         self._logged = 0  # samples in the lines that were logged last
         self._first: Totals | None = None  # when steps had begun
@@ -143,6 +153,8 @@ class StepMonitor:
                 for finding in switch_findings(on, self._sampler, evidence):
                     self._findings.tell(finding)
         self._tell(self.gaps.finding(self._sampler.run.get(BETWEEN)))
+        if self._first is not None:
+            self._tell_uneven(evidence, core_use(totals - self._first, evidence).delay_ratio)
         if self._sampler.steps.samples >= _MORE * self._logged:
             self._log_lines()
 
@@ -168,7 +180,13 @@ class StepMonitor:
         self._tell(self.gaps.finding(self._sampler.run.get(BETWEEN)))
         if evidence is None or self._first is None or totals.loop_seconds < _EVERY_SECONDS / 2:
             return
-        self._tell(cores_missing(core_use(totals - self._first, evidence), evidence))
+        use = core_use(totals - self._first, evidence)
+        self._tell(cores_missing(use, evidence))
+        self._tell_uneven(evidence, use.delay_ratio)
+
+    def _tell_uneven(self, evidence: Evidence, delay_ratio: float) -> None:
+        if self._stats is not None and evidence.traits.own_collate:
+            self._tell(uneven_steps(self._stats.all_steps(), evidence, delay_ratio))
 
     def _tell(self, finding: Finding | None) -> None:
         if finding is not None:

@@ -24,6 +24,7 @@ FINDINGS: Final[Mapping[FindingKind, str]] = MappingProxyType(
         "empty_workers": "Some workers have no data: the data set has fewer shards than workers.",
         "duplicate_samples": "Several workers give the same samples, because the data set does not split its stream.",
         "step_growth": "Steps become longer and longer.",
+        "uneven_steps": "Steps differ because batches of samples in random order differ in length.",
         "between_loops": "After an epoch's last batch, and before the next epoch, the script does something else.",
         "evaluation_loader": "The evaluation waits for its own loader, or takes too small batches from it.",
         "no_sync": "With several batches for each optimizer step, DDP reduces the gradients of each of them.",

@@ -463,11 +463,16 @@ class StepStats:
         """The waits of the run's steps so far, with one more bucket for short ones."""
         return Histogram(self._wait_bounds, tuple(self._wait_counts), self._wait_sum)
 
-    def step_times(self) -> StepTimes:
+    def all_steps(self) -> Sketch:
         """The durations of the run's steps so far, with the window in progress. Takes up to 0.15 ms."""
         sketch = Sketch()
         for part in (self.run_step, self._step):
             sketch.merge(part.counts.items(), part.largest)
+        return sketch
+
+    def step_times(self) -> StepTimes:
+        """The figures of `all_steps`."""
+        sketch = self.all_steps()
         return StepTimes(p99=sketch.quantile(0.99), longest=sketch.largest if sketch.total else None)
 
     def take_window(self) -> tuple[Sketch, Sketch]:

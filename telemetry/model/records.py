@@ -131,6 +131,7 @@ FindingKind = Literal[
     "debug_switch",
     "slow_setting",
     "between_loops",
+    "uneven_steps",
 ]
 
 
@@ -643,7 +644,7 @@ class LoaderTraits(msgspec.Struct, frozen=True):
         shuffled: whether the batches come in random order.
         has_set_epoch: whether the data set has ``set_epoch()``, which workers that are kept do not see.
         one_by_one: whether each sample is fetched by a call of ``__getitem__`` of its own.
-        batch_size: samples of a batch.
+        batch_size: samples of a batch. ``own_collate``: whether code that is not torch's makes a batch of them.
         sample_code: file, line and name of the function that makes the samples, if it is the user's: the line that
             yields or returns one.
     """
@@ -654,6 +655,7 @@ class LoaderTraits(msgspec.Struct, frozen=True):
     has_set_epoch: bool | None = None
     one_by_one: bool | None = None
     batch_size: int | None = None
+    own_collate: bool | None = None
     sample_code: tuple[str, int, str] | None = None
 
 

@@ -144,8 +144,11 @@ def traits_of(iterator: Any) -> LoaderTraits:
         shuffled=None if known.iterable_data else is_random(sampler),
         one_by_one=known.one_by_one and own_value(iterator, "_auto_collation") is True,
         batch_size=batch_size_of(iterator),
+        own_collate=getattr(own_value(iterator, "_collate_fn"), "__module__", None) != _COLLATE,
     )
 
+
+_COLLATE: Final = "torch.utils.data._utils.collate"
 
 _known_classes: WeakMap[LoaderTraits] = WeakMap()
 """What classes of data sets show. It takes 0.4 ms to read, and a script may make an iterator in each step."""

@@ -75,7 +75,16 @@ SEAMS: Final = (
         _LOADER,
         (
             *("_workers", "_num_workers", "_prefetch_factor", "_persistent_workers", "_pin_memory", "_dataset"),
-            *("_index_sampler", "_auto_collation", "_num_yielded", "_in_order", "_rcvd_idx", "_shutdown", "_popen"),
+            *(
+                "_index_sampler",
+                "_auto_collation",
+                "_collate_fn",
+                "_num_yielded",
+                "_in_order",
+                "_rcvd_idx",
+                "_shutdown",
+            ),
+            "_popen",
         ),
         "the settings of a loader, its workers, and how far it is",
         "advice that names a setting",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 GROWTH: Final = 1.02
 _LOG_GROWTH: Final = math.log(GROWTH)
@@ -57,11 +57,16 @@ class Sketch:
             return None
         wanted = share * (self.total - 1)
         seen = 0
-        for index in sorted(self.counts):
-            seen += self.counts[index]
+        for seconds, count in self.values():
+            seen += count
             if seen > wanted:
-                return min(GROWTH**index * _MIDDLE, self.largest)
+                return seconds
         return self.largest
+
+    def values(self) -> Iterator[tuple[float, int]]:
+        """Seconds and how often they were counted, the shortest first."""
+        for index in sorted(self.counts):
+            yield min(GROWTH**index * _MIDDLE, self.largest), self.counts[index]
 
     def percentiles(self) -> Percentiles | None:
         """p50, p95, p99 and the exact maximum; None without values."""

@@ -73,6 +73,7 @@ REPORTED: Final = (
     case("anomaly_left_on", ("debug_switch",), "set_detect_anomaly", "^num_workers"),
     case("gradients_each_batch", ("no_sync",), "no_sync", "^num_workers", line=True, ranks=2),
     case("command_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("padded_to_longest", ("uneven_steps",), r"by length|similar length", "^num_workers"),
     case("history_rewritten", ("between_loops",), r"append|only what is new", "^num_workers", line=True),
     case("archive_reopened", ("workers_cpu_bound", "workers_throttled"), _OPEN_ONCE, "smaller size", line=True),
     case("replay_in_deque", ("host_work", "step_growth"), r"\blist\b|array", "every 100 steps", line=True),
@@ -119,6 +120,7 @@ ALIKE: Final = (
 """Others of the same kinds."""
 
 CONTROLS: Final = (
+    case("healthy_grouped", script="padded_to_longest", arguments=("fixed",)),
     *(case(path.stem) for path in sorted(SCRIPTS.glob("healthy_*.py"))),
     case("healthy_reader", script="background_generator", arguments=("fixed",)),
     case(
