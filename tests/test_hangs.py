@@ -85,6 +85,11 @@ OPENS = {
     "a first step, which compiles": (None, [moment(slow=True)], 510),
     "a first step, 1 s set": (1.0, [moment(slow=True)], 510),
     "a first step, 1000 s set": (1000.0, [moment(slow=True)], 1000),
+    "one place of a loop without loaders": (
+        None,
+        [moment(loop_at=str(n)) for n in range(99)] + [moment(loop_at="")],
+        129,
+    ),
     # All ranks are in it, so none waits for them in the loop.
     "one place of a checkpoint": (None, [still()], 510),
     "one place of a checkpoint, 5 s set": (5.0, [still()], 30),
@@ -111,6 +116,8 @@ NOT_STUCK = {
     "steps end": [moment(progress=number // 20) for number in range(1000)],
     "after the loop": [moment(over=True)] * 1000,
     "a machine that slept": [moment(), moment(90_000.0), moment(progress=2)],
+    "rollouts of a loop without loaders": [moment(loop_at=str(n % 7)) for n in range(3000)],
+    "its steps, which only samples show": [moment(loop_at=str(n // 400), slow=True) for n in range(3000)],
     "an evaluation without batches": [still(str(n % 7)) for n in range(3000)],
     "a few slow batches": [still("batch", number // 400) for number in range(3000)],
     "a debugger in an evaluation": [moment(0.0, phase_at="pdb")] * 3000,
@@ -227,7 +234,7 @@ amount = st.floats(0, 1e9) | st.sampled_from([0.0, 1e-9])
 moments = st.builds(
     Moment, progress=st.tuples(st.integers(0, 3)), seconds=amount, over=st.booleans(), slow=st.booleans(),
     at_epoch_boundary=st.booleans(), waits_for_far_ranks=st.booleans(),
-    phase_at=st.sampled_from([None, None, "a", "b"]), peer_phase_seconds=st.none() | amount,
+    phase_at=st.sampled_from([None, None, "a", "b"]), loop_at=st.sampled_from([None, None, "a"]), peer_phase_seconds=st.none() | amount,
 )  # fmt: skip
 durations = st.builds(StepTimes, p99=st.none() | amount, longest=st.none() | amount)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from telemetry.diagnosis.hot_lines import loop_lines
 from telemetry.loop.ledger import Ledger
 from telemetry.model.records import COMPUTE, EVALUATION, STARTUP
-from telemetry.sources.unseen_loop import BackwardPace, evaluation_lines
+from telemetry.sources.code_lines import draws_ahead, evaluation_lines
+from telemetry.sources.unseen_loop import BackwardPace
 from telemetry.util.clock import NS
 from telemetry.util.profiles import StackProfile, StackTime
 from telemetry.util.stacks import Spot
@@ -55,6 +57,14 @@ def test_an_evaluation_begins_with_eval_and_has_no_backward_pass(name):
     assert {tuple(each) for each in evaluation_lines(function.__code__)} == lines
 
 
+def test_a_batch_for_the_next_step_is_no_part_of_this_forward_pass():
+    source = "def step(x):\n  loss = model(x)\n  x, y = get_batch()\n  loss = loss * scale(loss)\n  loss.backward()\n"
+    namespace: dict = {}
+    exec(source, namespace)
+    code = namespace["step"].__code__
+    assert [draws_ahead(code, line, 5) for line in (2, 3, 4)] == [False, True, False]
+
+
 def test_the_ledger_follows_what_samples_show():
     ledger = Ledger(0)
     ledger.advance(100)
@@ -85,16 +95,16 @@ def test_an_evaluation_is_no_part_of_the_step_around_it():
 # -- the number of steps -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("period", [0.012, 0.05, 0.9])
+@pytest.mark.parametrize("period", [0.02, 0.05, 0.9])
 def test_bursts_of_samples_show_how_often_a_backward_pass_begins(period):
-    pace, now = BackwardPace(), 0.0
+    pace, now, late = BackwardPace(), 0.0, random.Random(1)
     while pace.period_seconds is None and now < 120:
-        now += pace.gap_seconds if pace.due(now) else 0.1
+        now += pace.gap_seconds * late.expovariate(1) if pace.due(now) else 0.1
         if pace.due(now):
             pace.take(int(now * NS), now, backward=now % period > 0.5 * period)
-    assert pace.period_seconds == pytest.approx(period, rel=0.06)
+    assert pace.period_seconds == pytest.approx(period, rel=0.1)
     assert not pace.due(now), "the next burst comes much later"
-    assert pace.steps(60.0) == pytest.approx(60 / period, rel=0.06)
+    assert pace.steps(60.0) == pytest.approx(60 / period, rel=0.1)
 
 
 def test_steps_that_are_too_short_for_samples_are_not_counted():
@@ -134,7 +144,7 @@ def test_the_lines_are_those_of_the_loop_and_shares_of_all_of_it():
 BY_HAND = """
 import sys, time, torch
 torch.set_num_threads(1)
-model, x = torch.nn.Sequential(torch.nn.Linear(300, 900), torch.nn.Linear(900, 300)), torch.randn(256, 300)
+model, x = torch.nn.Sequential(torch.nn.Linear(300, 900), torch.nn.Linear(900, 300)), torch.randn(512, 300)
 
 def evaluate(until):
     model.eval()
@@ -182,10 +192,10 @@ def test_parameters_that_the_script_updates_itself(tmp_path):
     ledger = rank["ledger"]
     assert rank["steps"] is None, "none was counted"
     assert rank["estimated_steps"] == pytest.approx(int(steps), rel=0.3)
-    assert ledger["data_wait"] is None
+    assert ledger["data_wait"] == 0, "the ledger has all seconds, and adds up"
     assert rank["data_wait_seconds"]["p50"] is None
     assert ledger["evaluation"] == pytest.approx(float(evaluated), rel=0.25)
     assert ledger["compute"] == pytest.approx(8, rel=0.25)
-    assert sum(seconds or 0 for seconds in ledger.values()) == pytest.approx(rank["wall_seconds"], abs=0.01)
+    assert sum(ledger.values()) == pytest.approx(rank["wall_seconds"], abs=0.01)
     assert "steps, by stack samples" in report["verdict"]
     assert "with telemetry.step(): around the body of the loop in train (train.py)" in report["verdict"]

@@ -102,6 +102,7 @@ class Moment:
         at_epoch_boundary: whether it waits for the first batch of an epoch.
         waits_for_far_ranks: whether it waits for other ranks, and some of them are on other nodes.
         phase_at: a hash of the stack in an evaluation or a checkpoint of this rank; else None.
+        loop_at: the same in a loop without loaders, whose rollouts no hook sees.
         peer_phase_seconds: how long another rank has shown no progress in one; None if none is in one.
         deadlock_seconds: how long this rank has stood in a collective, if all others stand in collectives and not all
             in the same one; else None.
@@ -114,6 +115,7 @@ class Moment:
     at_epoch_boundary: bool = False
     waits_for_far_ranks: bool = False
     phase_at: str | None = None
+    loop_at: str | None = None
     peer_phase_seconds: float | None = None
     deadlock_seconds: float | None = None
 
@@ -163,11 +165,15 @@ class StuckDetector:
             return moment.deadlock_seconds >= max(
                 least, far_seconds(self._setting) if moment.waits_for_far_ranks else 0
             )
-        if moment.phase_at is not None:
+        at = moment.phase_at or moment.loop_at
+        if at is not None:
             # Code that moves does something, also if no hook sees it.
-            self._phase_at_seconds = (self._phase_at_seconds + passed) * (moment.phase_at == self._phase_at)
-            self._phase_at = moment.phase_at
+            self._phase_at_seconds = (self._phase_at_seconds + passed) * (at == self._phase_at)
+            self._phase_at = at
+        if moment.phase_at is not None:
             return self.seconds >= patient and self._phase_at_seconds >= least
+        if moment.loop_at is not None and self._phase_at_seconds < (patient if moment.slow else least):
+            return False  # where no step is seen, a loop may often be in the same place when one looks
         if moment.peer_phase_seconds is not None:
             # The wait for a phase that has become too long is no excuse, and never was one.
             self._excused = self._excused + passed if moment.peer_phase_seconds < patient else 0.0
@@ -355,6 +361,7 @@ class StuckMonitor:
             at_epoch_boundary=waiting and ledger.at_epoch_boundary,
             waits_for_far_ranks=waits_for_far_ranks,
             phase_at=stack_hash(stack) if in_phase else None,
+            loop_at=None if in_phase or tracker.batch_seen or tracker.explicit else stack_hash(stack),
             peer_phase_seconds=peer_phase_seconds,
             deadlock_seconds=self._stands_seconds if deadlocked else None,
         )

@@ -9,13 +9,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.costs import own_time
 from telemetry.diagnosis.habits import habit_in
 from telemetry.diagnosis.model import Fetch, alone_in_worker, gain_of, gain_over_window, predicted_step
-from telemetry.model.records import Advice, HotLine, factor_text
+from telemetry.model.records import BACKWARD, Advice, HotLine, factor_text
 from telemetry.util.profiles import CHECKPOINT, FETCH, SAMPLER, STEP, WAIT, StackProfile, StackTime
 from telemetry.util.stacks import LOADER_CODE, STANDARD_LIBRARY, Spot, class_of, is_fetcher, is_library
 from telemetry.util.words import milliseconds as ms
@@ -219,52 +219,45 @@ def _standard_error(share: float, samples: float) -> float:
 
 
 _ALL: Final = 0.9
-"""A line in which so much of the time is spent only calls the loop."""
+"""A line in which so much of the time and of the backward passes is spent only calls the loop."""
 
 
 def loop_lines(profile: StackProfile, part_of: Callable[[Stack], str]) -> list[HotLine]:
     """The lines of the loop itself, with what they call: the largest share first; empty if there are too few samples.
 
-    The loop is the innermost function in which nearly all the time is spent, but in several of its lines. It may be a
-    library's. ``part_of`` tells the part of the compute that a stack is in; a line has the part of most of its time.
+    The loop is the innermost function in which nearly all the time and the backward passes are spent, but in several of
+    its lines. It may be a library's. ``part_of`` tells the part of the compute that a stack is in.
     """
-    stacks = [(stack, time.wall_ns) for stack, time in profile.times.items() if stack]
-    total = sum(ns for _, ns in stacks)
+    stacks = [(stack, time.wall_ns, part_of(stack)) for stack, time in profile.times.items() if stack]
+    total = sum(ns for _, ns, _ in stacks)
     if profile.samples < _SURE_SAMPLES or not total:
         return []
-    depth = 0
+    backward = sum(ns for _, ns, part in stacks if part == BACKWARD)
+    depth, inside = 1, stacks
     while True:  # from the outermost frame inwards
-        depth += 1
         times: Counter[Spot] = Counter()
-        for stack, ns in stacks:
-            if len(stack) >= depth:
-                times[stack[-depth]] += ns
-        places: Counter[tuple[str, str]] = Counter()
-        for spot, ns in times.items():
-            places[spot.file, spot.function] += ns
-        if max(places.values(), default=0) < _ALL * total:  # one line calls several functions
-            depth -= 1
-            break
-        if times.most_common(1)[0][1] < _ALL * total:
-            break
-    if not depth:
-        return []
-    return _lines_at(stacks, depth, total, part_of)
+        for stack, ns, _ in inside:
+            times[stack[-depth]] += ns
+        spot, most = times.most_common(1)[0]
+        at_spot = [each for each in inside if each[0][-depth] == spot]
+        deeper = [each for each in at_spot if len(each[0]) > depth]
+        functions = {each[0][-depth - 1][:1] + each[0][-depth - 1][2:] for each in deeper}
+        loops = most >= _ALL * total and sum(ns for _, ns, part in deeper if part == BACKWARD) >= _ALL * backward
+        if not loops or len(functions) != 1:
+            return _lines_at([each for each in inside if each[0][-depth][2] == spot.function], depth, total)
+        depth, inside = depth + 1, deeper
 
 
-def _lines_at(
-    stacks: Sequence[tuple[Stack, int]], depth: int, total: int, part_of: Callable[[Stack], str]
-) -> list[HotLine]:
+def _lines_at(stacks: Sequence[tuple[Stack, int, str]], depth: int, total: int) -> list[HotLine]:
     """The lines of the function at this depth, counted from the outermost frame."""
     times: Counter[Spot] = Counter()
     calls: dict[Spot, Counter[str | None]] = defaultdict(Counter)
     parts: dict[Spot, Counter[str]] = defaultdict(Counter)
-    for stack, ns in stacks:
-        if len(stack) >= depth:
-            spot = stack[-depth]
-            times[spot] += ns
-            calls[spot][_called(stack[: len(stack) - depth], keep=_FORWARD)] += ns
-            parts[spot][part_of(stack)] += ns
+    for stack, ns, part in stacks:
+        spot, called = stack[-depth], stack[: len(stack) - depth]
+        times[spot] += ns
+        calls[spot][_called(called, keep=_FORWARD)] += ns
+        parts[spot]["" if called and _OPERATORS.match(called[-1].module) else part] += ns
     return [
         HotLine(
             file=spot.file,
@@ -272,7 +265,7 @@ def _lines_at(
             function=spot.function,
             calls=calls[spot].most_common(1)[0][0],
             share_ratio=round(ns / total, 4),
-            part=parts[spot].most_common(1)[0][0],
+            part=parts[spot].most_common(1)[0][0] or UNSET,  # of torch's own functions the name says it
         )
         for spot, ns in times.most_common(MAX_LINES)
         if ns >= _MIN_SHARE * total

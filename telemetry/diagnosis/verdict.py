@@ -556,7 +556,7 @@ def _steps(facts: RunFacts) -> tuple[str, ...]:
     return (f"Its steps{whose} spend {' and '.join(parts[:_MAX_LINES])}.",) if parts else ()
 
 
-_LEAST_PASTED: Final = 0.05
+_LEAST_PASTED: Final = 0.02
 """A line with a smaller share of the loop is not worth a phase of its own."""
 
 
@@ -575,7 +575,8 @@ def _to_paste(facts: RunFacts) -> tuple[str, str]:
     if own and own[0].share_ratio >= _LEAST_PASTED:
         name = own[0].calls or "data"
         code.append(f'to time it, put with telemetry.phase("{name}"): around {own[0].place}')
-    return why, "; ".join(code) or _WATCH
+    of_library = bool(lines) and all(is_library(line.file) for line in lines)
+    return why, "; ".join(code) or ("" if of_library else _WATCH)
 
 
 def _no_steps(facts: RunFacts) -> _Said:

@@ -142,7 +142,7 @@ def _step_row(rank: Rank, process: ProcessLog) -> list[str]:
 
 def _ledger_row(rank: Rank) -> list[str]:
     wall = rank.wall_seconds
-    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall and s is not None else "-" for s in rank.ledger.values()]
+    cells = [f"{s:.1f} s {100 * s / wall:5.1f} %" if wall and s is not None else "-" for s in rank.measured.values()]
     return [str(rank.rank), f"{wall:.1f} s", *cells]
 
 
@@ -381,7 +381,7 @@ def _compute(ranks: Sequence[Rank]) -> str:
     parts = {part: sum(rank.compute_seconds.get(part, 0.0) for rank in split) for part in COMPUTE_PARTS}
     if not split:
         return ""
-    return f"{compute_shares(parts, sum(rank.ledger[COMPUTE] or 0.0 for rank in split))}; from samples of the stack"
+    return f"{compute_shares(parts, sum(rank.ledger[COMPUTE] for rank in split))}; from samples of the stack"
 
 
 def compute_shares(parts: Mapping[str, float], total: float) -> str:

@@ -36,7 +36,7 @@ class Rank(msgspec.Struct, kw_only=True):
     ``compute_seconds``: seconds of the compute by part, as far as it was split; empty if it was not.
     ``step_lines``: the lines of code in which its steps spend their time; empty if they are not known.
     ``steps``: null if no hook saw them. ``estimated_steps``: about how many there were then, by samples of the stack.
-    ``ledger``: ``data_wait`` is null if no hook saw the loop's batches.
+    ``data_wait_seconds``: null if no hook saw the loop's batches; the ledger has such waits in ``compute``.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Rank(msgspec.Struct, kw_only=True):
     step_trend: StepTrend | None
     gpu_energy_joules: dict[str, float] | None
     wall_seconds: float
-    ledger: dict[str, float | None]
+    ledger: dict[str, float]
     compute_seconds: dict[str, float]
     step_seconds: Durations
     data_wait_seconds: Durations
@@ -64,7 +64,13 @@ class Rank(msgspec.Struct, kw_only=True):
     @property
     def loop_seconds(self) -> float:
         """Seconds of the rank in the training loop."""
-        return (self.ledger["data_wait"] or 0.0) + (self.ledger["compute"] or 0.0)
+        return self.ledger["data_wait"] + self.ledger["compute"]
+
+    @property
+    def measured(self) -> dict[str, float | None]:
+        """The ledger for a person: None for waits that no hook saw, and that are therefore booked as compute."""
+        unseen = self.data_wait_seconds.p50 is None and not self.ledger["data_wait"] and self.ledger["compute"] > 0
+        return {c: None if unseen and c == "data_wait" else seconds for c, seconds in self.ledger.items()}
 
     @property
     def steps_text(self) -> str:

@@ -167,12 +167,9 @@ def report_of(run_dir: Path, processes: Sequence[ProcessLog], now: float, *, tra
 
 def _rank(process: ProcessLog, attempt: int | None) -> Rank:
     totals, overhead = process.totals, process.totals.overhead_seconds
-    ledger: dict[str, float | None] = {c: float(process.ledger.get(c, 0.0)) for c in CATEGORIES}
-    loop = sum(float(process.ledger.get(category, 0.0)) for category in (DATA_WAIT, COMPUTE))
-    exposed = totals.exposed_wait_total_seconds
+    ledger = {c: float(process.ledger.get(c, 0.0)) for c in CATEGORIES}
+    loop, exposed = ledger[DATA_WAIT] + ledger[COMPUTE], totals.exposed_wait_total_seconds
     memory, unseen, about = totals.memory, totals.waits_unseen, _rounded_steps(totals.estimated_steps_total)
-    if unseen:
-        ledger[DATA_WAIT] = None
     return Rank(
         rank=process.rank,
         local_rank=process.head.local_rank,

@@ -4,7 +4,8 @@ Frames of libraries name the part. A line of the user's own code has no such fra
 is seen further down in the same function is a backward pass, and other if not (clipping, logging, the learning rate).
 So a loop, or a closure that an optimizer calls, is split by the lines of its own calls. Of the lines before a backward
 pass, those are other that belong to no forward pass: lines before the last call of a layer that call none, such as one
-that gets a batch or steps an environment; and a call after which another call does a whole step, as PPO's rollouts.
+that gets a batch or steps an environment; lines whose result the step does not use; and a call after which another call
+does a whole step, as PPO's rollouts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from telemetry.model.records import BACKWARD, COMPILE, COPY, FORWARD, OPTIMIZER, OTHER
+from telemetry.sources.code_lines import draws_ahead
+from telemetry.util.stacks import code_of
 
 if TYPE_CHECKING:
     from telemetry.util.stacks import Spot, Stack
@@ -74,12 +77,15 @@ class PartReader:
         self._early: list[tuple[Stack, int]] | None = []
         self._calls: dict[tuple[str, str], dict[int, str]] = {}  # by file and function: the part of a line
         self._layers: dict[tuple[str, str], set[int]] = {}  # the lines that call layers
+        self._ahead: dict[tuple[Spot, int], bool] = {}  # whether a line draws a batch for the next step
+        self._thread = 0
 
-    def take(self, stack: Stack, wall_ns: int) -> list[tuple[str, int]]:
+    def take(self, stack: Stack, wall_ns: int, thread: int = 0) -> list[tuple[str, int]]:
         """The part of a sample of this stack, with the time that it stands for.
 
-        The first samples are kept, and are named together with a later one.
+        The first samples are kept, and are named together with a later one. ``thread``: the ident, if it still runs.
         """
+        self._thread = thread
         frames = _parts_of(stack)
         self._learn(frames)
         if self._early is None:
@@ -138,4 +144,15 @@ class PartReader:
         if later != spot.line and later in layers:  # a whole step in one call
             return OTHER
         last = max((line for line in layers if line <= later), default=0)
-        return FORWARD if layer or spot.line >= last or spot.line in layers else OTHER
+        if layer or spot.line in layers:
+            return FORWARD
+        return OTHER if spot.line < last or self._draws_ahead(spot, later) else FORWARD
+
+    def _draws_ahead(self, spot: Spot, later: int) -> bool:
+        """Whether a line between the forward and the backward pass (``later``) does nothing for this step."""
+        known = self._ahead.get((spot, later))
+        if known is None and self._thread:
+            code = code_of(self._thread, spot.file, spot.function, spot.line)
+            if code is not None:
+                known = self._ahead[spot, later] = draws_ahead(code, spot.line, later)
+        return bool(known)

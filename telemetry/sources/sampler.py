@@ -61,9 +61,10 @@ _CALM: Final = ((60.0, 0.3), (300.0, 1.25), (float("inf"), 5.0))
 _WAITS: Final = 0.3
 """Mean seconds while waits for batches matter: a window of 30 s then has 100 samples of what is in them."""
 
-_UNSEEN: Final = 0.1
-"""Mean seconds in the first minute of a loop without loaders, and in its evaluations: only samples show when these
-begin and end."""
+_UNSEEN: Final = ((30.0, 0.04), (60.0, 0.1))
+_CHANGES: Final = 0.1
+"""Mean seconds in a loop without loaders, up to so many seconds of it, and in its evaluations: only samples show its
+parts, and when evaluations begin and end."""
 
 _GAPS: Final = 0.15
 """Mean seconds while the time between two loops matters: a tenth of half a minute then has 20 samples."""
@@ -215,16 +216,19 @@ class Sampler:
             young = now - self._stall_ns < _STALL_SECONDS * NS
             return _STALL, _FIRST_SHARE if young else _MAX_SHARE
         passed = (now - self._began_ns) / NS if self._began_ns else 0.0
-        mean = next(every for until, every in _CALM if passed < until)
-        if self._unseen and self.loop.began_ns and (passed < _CALM[0][0] or self.loop.evaluating):
-            mean = min(mean, _UNSEEN)
+        mean, most = next(every for until, every in _CALM if passed < until), _MAX_SHARE
+        if self._unseen and (self.loop.began_ns or self._tracker.stepping):
+            unseen = next((every for until, every in _UNSEEN if passed < until), _CHANGES)
+            if self.loop.evaluating or passed < _UNSEEN[-1][0]:
+                mean = min(mean, unseen)
+            most = _FIRST_SHARE if passed < _UNSEEN[0][0] else most
         if wanted.waits:
             mean = min(mean, _WAITS)
         if wanted.gaps:
             mean = min(mean, _GAPS)
         if wanted.ranks:
             mean = min(mean, _SLOW_RANK if wanted.slow_rank else _RANKS)
-        return mean, _MAX_SHARE
+        return mean, most
 
     def _kind(self) -> str | None:
         """The kind of work that the training thread does now; None for any other."""
@@ -272,7 +276,7 @@ class Sampler:
             now = now_ns()
             if kind != STEP or loop.take(stack, now, tracker.thread):
                 pace.away()
-                self._sleep(_UNSEEN)
+                self._sleep(_CHANGES)
             else:
                 pace.take(now, (now - loop.began_ns) / NS, backward=in_backward(stack))
 
@@ -308,7 +312,7 @@ class Sampler:
         seen, stack, wall = self.seen, sample.stack, sample.wall_ns
         self._began_ns = self._began_ns or now_ns()
         seen.step += wall
-        for part, ns in self._parts.take(stack, wall):
+        for part, ns in self._parts.take(stack, wall, self._tracker.thread):
             self.part_ns[part] += ns
         if stack and (stack[0].file, stack[0].line) in self._requests:
             seen.freeing += wall

@@ -9,58 +9,26 @@
 
 from __future__ import annotations
 
-import dis
 import random
-from bisect import bisect_right
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Final
 
 from telemetry.model.records import BACKWARD, OPTIMIZER
 from telemetry.seams.collectives import in_backward
+from telemetry.sources.code_lines import EvaluationLines, evaluation_lines
 from telemetry.sources.parts import part_of_frame
 from telemetry.util.clock import NS
-from telemetry.util.stacks import codes_of, is_library
+from telemetry.util.stacks import code_of, is_library
 
 if TYPE_CHECKING:
-    from types import CodeType
-
     from telemetry.util.stacks import Stack
 
-_ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_GRADIENTS_OFF: Final = frozenset({"no_grad", "inference_mode", "set_grad_enabled"})
 _DECORATED: Final = ("torch.utils._contextlib", "decorate_context")
 """The frame of torch's that calls a function under ``@torch.no_grad()``."""
 
 _MAX_LINES: Final = 2048
-
-
-class EvaluationLines(NamedTuple):
-    """The lines of a function from ``eval()`` on, up to ``train()`` or its end.
-
-    ``first``, ``last``: line numbers. ``gradients_off``: whether they switch gradients off themselves.
-    """
-
-    first: int
-    last: int
-    gradients_off: bool
-
-
-def evaluation_lines(code: CodeType) -> list[EvaluationLines]:
-    """The lines of a function that evaluate: from each call of ``eval()``, unless a backward pass follows."""
-    starts = sorted((offset, line) for offset, line in dis.findlinestarts(code) if line is not None)
-    offsets = [offset for offset, _ in starts]
-    calls: dict[str, set[int]] = {}
-    for each in dis.get_instructions(code):
-        if each.opname in _ATTRIBUTES and starts:
-            line = starts[max(0, bisect_right(offsets, each.offset) - 1)][1]
-            calls.setdefault(str(each.argval), set()).add(line)
-    found, end = [], max((line for _, line in starts), default=0)
-    for first in sorted(calls.get("eval", ())):
-        last = min((line for line in calls.get("train", ()) if line > first), default=end)
-        inside = {name for name, lines in calls.items() if any(first <= line <= last for line in lines)}
-        if "backward" not in inside:
-            found.append(EvaluationLines(first, last, bool(inside & _GRADIENTS_OFF)))
-    return found
 
 
 class UnseenLoop:
@@ -120,28 +88,27 @@ class UnseenLoop:
             file, line, function = place
             if len(self._lines) >= _MAX_LINES:
                 self._lines.clear()
-            for code in codes_of(thread):  # of the same moment, unless the thread has gone on
-                if (code.co_filename, code.co_name) == (file, function):
-                    ranges = [each for each in evaluation_lines(code) if each.first <= line <= each.last]
-                    self._lines[place] = ranges[0] if ranges else None
-                    break
+            code = code_of(thread, file, function, line)
+            if code is not None:
+                ranges = [each for each in evaluation_lines(code) if each.first <= line <= each.last]
+                self._lines[place] = ranges[0] if ranges else None
         return self._lines.get(place)
 
 
 # -- how often the backward pass begins --------------------------------------------------------------------------------
 
-_GAPS: Final = (0.001, 0.004, 0.016, 0.064, 0.256)
+_GAPS: Final = (0.002, 0.006, 0.02, 0.07, 0.25)
 _SAMPLES: Final = 200
 """A burst takes so many samples, with one of these gaps in seconds: a longer one if there were too few backward passes,
 a shorter one if too few samples were in each. It costs the agent thread some 30 ms, and slows the loop meanwhile."""
 
 _MIN_PASSES: Final = 6
 _MIN_OF_EACH: Final = 3.0
-"""A pass, and the time between two, must have so many samples on average. Else some passes fall between two samples:
+"""A pass, and the time between two, must have so many samples on average. Else too many fall between two samples, and
 passes that are much shorter than the gap would seem to have two."""
 
 _FIRST_SECONDS: Final = 2.0
-_TIMES: Final = 4.0
+_TIMES: Final = 2.0
 _MAX_BETWEEN_SECONDS: Final = 300.0
 """The first burst begins so long after the first backward pass, and each later one when this has passed several times
 over, or after five minutes."""
@@ -190,15 +157,17 @@ class BackwardPace:
         self._begins, self._taken, self._inside, self._before = [], 0, 0, None
 
     def _end(self, passed_seconds: float) -> None:
-        passes = len(self._begins)
-        least = min(self._inside, self._taken - self._inside)
+        passes, fewest = len(self._begins), min(self._inside, self._taken - self._inside)
         if passes < _MIN_PASSES:
             gap = self._gap + 1
-        elif least < _MIN_OF_EACH * passes:
+        elif fewest < _MIN_OF_EACH * passes:
             gap = self._gap - 1
         else:
             gap = self._gap
-            self.period_seconds = (self._begins[-1] - self._begins[0]) / (passes - 1) / NS
+            # Samples come late on a busy machine, and may miss a pass: then one takes as long as two or more.
+            apart = [later - begun for begun, later in pairwise(self._begins)]
+            usual = median(apart)
+            self.period_seconds = sum(apart) / sum(max(1, round(each / usual)) for each in apart) / NS
         self._tries += 1
         if gap == self._gap or not 0 <= gap < len(_GAPS) or self._tries > len(_GAPS):
             self._due, self._tries = min(_TIMES * passed_seconds, passed_seconds + _MAX_BETWEEN_SECONDS), 0

@@ -63,9 +63,13 @@ def stack_of(ident: int, until: dict[str, Any] | None = None) -> Stack:
     return tuple(_spot(text[text.find(",") :], str(module)) for module, text in read)
 
 
-def codes_of(ident: int) -> list[CodeType]:
-    """The code of a thread's functions, innermost first."""
-    return list(map(_CODE, _frames(ident)))
+def code_of(ident: int, file: str, function: str, line: int) -> CodeType | None:
+    """The code of a function that a thread is in now; None if it has gone on, and is not in it any more."""
+    codes: list[CodeType] = list(map(_CODE, _frames(ident)))
+    for code in codes:
+        if (code.co_filename, code.co_name) == (file, function) and _has_line(code, line):
+            return code
+    return None
 
 
 def _described(ident: int, until: dict[str, Any] | None) -> Iterator[tuple[object, str]]:

@@ -57,4 +57,22 @@ ALL: Final = (
     ),
     Program(name="endless_loader", like="detection: a loader that never ends, epochs counted by the trainer"),
     Program(name="accumulated", like="image models: four batches for an update, averaged weights, mixed batches"),
+    Program(
+        name="get_batch",
+        like="a language model without a loader: batches from a function, the loss estimated now and then",
+        verdict=r"[nN]ot known.*with telemetry\.phase\(\"get_batch\"\): around get_batch\.py:\d+",
+        unsaid=("stalled",),
+    ),
+    Program(
+        name="by_hand",
+        like="a recurrent language model that updates its parameters itself",
+        verdict=r"[nN]ot known.*about \d+ steps, by stack samples.*with telemetry\.step\(\)",
+        unsaid=("No training step",),
+    ),
+    Program(
+        name="rollouts",
+        like="reinforcement learning: rollouts, then epochs of small batches",
+        verdict=r"[nN]ot known.*\d+ % in collect_rollouts at rollouts\.py:\d+",
+        unsaid=("stalled", "slower: "),
+    ),
 )

@@ -14,6 +14,9 @@ COUNTS: Final = ("steps", "optimizer_steps", "epochs", "samples")
 MAX_OFF: Final = 0.05
 """Share by which the seconds of evaluations may differ, and of the training loop by which its parts may."""
 
+MAX_ESTIMATE_OFF: Final = 0.15
+"""Share by which an estimated number of steps may differ."""
+
 NOISE_SECONDS: Final = 0.1
 """Difference of the seconds of evaluations that counts for nothing."""
 
@@ -68,12 +71,15 @@ def figures_of_report(report: dict[str, Any]) -> dict[str, float | None]:
     """The same figures of the first rank of a report; None where it says that it does not know."""
     rank = report["ranks"][0]
     ledger, split = rank["ledger"], rank["compute_seconds"]
-    whole, loop = sum(split.values()), (ledger["data_wait"] or 0.0) + ledger["compute"]
+    whole, loop = sum(split.values()), ledger["data_wait"] + ledger["compute"]
     found: dict[str, float | None] = {name: rank.get(name) for name in COUNTS}
+    found["estimated_steps"] = rank.get("estimated_steps")
     found["epochs"] = (rank["epochs"] or {}).get("count")
     found["evaluation_seconds"] = ledger["evaluation"]
     if loop:
         found["wait"] = ledger["data_wait"] / loop
+        named = sum(split.get(part, 0.0) for part in ("forward", "backward", "optimizer"))
+        found["rest"] = (1 - named / whole) * ledger["compute"] / loop if whole else None
         found |= {part: seconds / whole * ledger["compute"] / loop for part, seconds in split.items() if whole}
     return found
 
@@ -81,6 +87,8 @@ def figures_of_report(report: dict[str, Any]) -> dict[str, float | None]:
 def _is_right(name: str, said: float | None, true: float) -> bool:
     if name in COUNTS:
         return said == true
+    if name == "estimated_steps":
+        return said is not None and abs(said - true) <= MAX_ESTIMATE_OFF * true
     if name == "evaluation_seconds":
         return abs((said or 0.0) - true) <= max(NOISE_SECONDS, MAX_OFF * true)
     return abs((said or 0.0) - true) <= MAX_OFF
