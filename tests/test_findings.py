@@ -7,6 +7,7 @@ import time
 from typing import get_args
 
 import msgspec
+import pytest
 import torch
 from msgspec import structs
 
@@ -132,6 +133,21 @@ def test_all_advice_stands_in_one_list_the_largest_gain_first_and_once_for_each_
         text.index("  try OMP_NUM_THREADS=2: set") < text.index("  try num_workers=7: set") < text.index("\nrank  node")
     )
     assert "num_workers=3" not in text
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.7, "give it cores"), (0.3, "use a worker")])
+def test_a_thread_without_a_core_for_most_of_the_time_is_behind_any_wait(tmp_path, share, first):
+    worker = dict(action="use a worker", setting="num_workers", value="1", predicted_speedup=1.8, because="why")
+    stall = line("stall_open", cause="loader_on_training_thread", opened="t", advice=[worker],
+                 evidence={"lost_seconds": {"loader_on_training_thread": 50.0}})  # fmt: skip
+    cores = worker | dict(action="give it cores", setting=None, value=None, predicted_speedup=1 / (1 - share))
+    found = line("finding", kind="cores_missing", text="It has no core", share_ratio=share, advice=[cores])
+    sums = dict(wait=50.0, compute=50.0, steps=100)
+    write(tmp_path, 0, line("run_start", **START), window(**sums), stall, found, line("run_end", **totals(**sums)))
+    report = summarize(load(tmp_path))
+    assert report["advice"][0]["action"] == first
+    assert len(report["advice"]) == (1 if share > 0.5 else 2)
+    assert ("It has no core" in report["verdict"]) == (share > 0.5)
 
 
 def test_what_is_behind_a_wait_takes_the_place_of_the_advice_for_the_wait(tmp_path):

@@ -297,6 +297,9 @@ def test_a_step_that_waits_for_the_thread_that_reads_its_loader_needs_more_worke
 def test_threads_of_the_training_process(load, cores, found):
     told = findings_of(replace(CALM, cores=cores, load=load), sampled(*MODEL), COMPUTE)
     assert [finding.advice[0].typed for finding in told] == ([found] if found else [])
+    lacking = Totals(ledger_seconds={"compute": 10.0}, run_queue_delay_seconds=4.0)
+    for finding in findings_of(replace(CALM, totals=lacking, cores=cores, load=load), sampled(*MODEL), COMPUTE):
+        assert (finding.kind == "threads_oversubscribed", finding.share_ratio) == (bool(found), 0.4)
 
 
 @pytest.mark.parametrize(

@@ -27,17 +27,23 @@ _QUEUED: Final = 0.5
 """There are too many threads if so many times the cores want to run, and so many of them for each core wait for it at
 any time. Idle threads are no problem."""
 
+_MIN_TOLD: Final = 0.1
+"""The share of the time without a core from which on it is told with too many threads."""
+
 _THREADS_OF_WORKER: Final = 3
 """A worker has two threads of its own: one fetches, and one pickles."""
 
 
-def too_many_threads(load: ThreadLoad | None, loads: Sequence[ThreadLoad], cores: float) -> Finding | None:
+def too_many_threads(
+    load: ThreadLoad | None, loads: Sequence[ThreadLoad], cores: float, delay_ratio: float = 0.0
+) -> Finding | None:
     """Threads of the training process beyond its cores, or else those of its workers.
 
     Args:
         load: the threads with which the training thread computes, and itself; None if unknown.
         loads: the threads of each worker.
         cores: cores that the process may use.
+        delay_ratio: share of the time in which the training thread itself had no core.
     """
     on_cores = "1 core" if cores == 1 else f"{cores:g} cores"
     if load is not None and _too_many(load.active, load.queued, cores):
@@ -63,7 +69,10 @@ def too_many_threads(load: ThreadLoad | None, loads: Sequence[ThreadLoad], cores
         )
         because = f"{most} threads of a worker want to run at the same time"
     advice = Advice(action, "OMP_NUM_THREADS", str(wanted), because=because)
-    return Finding(kind="threads_oversubscribed", text=text, advice=(advice,))
+    share = round(delay_ratio, 4) if delay_ratio >= _MIN_TOLD else None
+    if share is not None:
+        text += f"; the training thread has none for {rounded_percent(share)} of the time"
+    return Finding(kind="threads_oversubscribed", share_ratio=share, text=text, advice=(advice,))
 
 
 def _too_many(active: int, queued: float, cores: float) -> bool:

@@ -41,6 +41,9 @@ _BEHIND: Final = frozenset({"cores_missing", "gil_held", "threads_oversubscribed
 _EXPLAINED: Final = frozenset({"batch_transfer", "uneven_batches", "workers_throttled", "unknown"})
 """Behind these causes of waits may be those findings. Then the advice for the cause alone would miss it."""
 
+_MOSTLY: Final = 0.5
+"""If the training thread has no core for so much of the time, that is behind any cause: its fetches lack it, too."""
+
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -64,12 +67,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def by_weight(finding: Finding) -> tuple[float, float]:
-    """The order of findings, the most important first: by the predicted speed-up, and then by the share."""
-    gain = max((advice.predicted_speedup or 1.0 for advice in finding.advice), default=1.0)
+    """The order of findings, the most important first: by the speed-up that is sure, and then by the share."""
+    gains = (advice.predicted_low or advice.predicted_speedup or 1.0 for advice in finding.advice)
+    gain = max(gains, default=1.0)
     return -max(gain, 1 / (1 - min(0.99, finding.share_ratio or 0.0))), -(finding.share_ratio or 0.0)
 
 
 def reason_of(cause: str | None, rank: int, findings: Iterable[Finding]) -> Finding | None:
     """The finding that is behind a cause on this rank; None without one."""
-    of_rank = (each for each in findings if each.rank == rank and each.kind in _BEHIND)
-    return next(of_rank, None) if cause in _EXPLAINED else None
+    for each in findings:
+        without_core = each.kind == "cores_missing" and (each.share_ratio or 0.0) >= _MOSTLY
+        if each.rank == rank and each.kind in _BEHIND and (cause in _EXPLAINED or without_core):
+            return each
+    return None

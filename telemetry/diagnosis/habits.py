@@ -43,7 +43,7 @@ HABITS: Final = (
         r"zipfile(\.\w+)?:(__init__|_RealGetContents)$", "ZipFile", f"{_OPEN_ONCE}: each time its directory is read"
     ),
     _habit(r"tarfile:(\w*open|__init__|next|getmembers?|_load)$", "tarfile", f"{_OPEN_ONCE}: its members are read"),
-    _habit(r"h5py\._hl\.files:(__init__|make_fid)$", "h5py.File", _OPEN_ONCE),
+    _habit(r"h5py\._hl\.files:", "h5py.File", _OPEN_ONCE),
     _habit(r"(zarr|rasterio|xarray)\b.*:open\w*$", "", _OPEN_ONCE),
     _habit(
         r"random:(sample|choices?)$",

@@ -84,7 +84,8 @@ def findings_of(time: StepTime, sampled: Sampler, evidence: Evidence) -> list[Fi
     if host is not None and own is not None and _place(host) == _place(own):
         host = None  # a sample that came late may take a collection for the work of the line that called for it
     use = core_use(time.so_far or time.totals, evidence, time.load, time.cores)
-    cores = too_many_threads(time.load, time.worker_loads, time.cores) or cores_missing(use, evidence)
+    too_many = too_many_threads(time.load, time.worker_loads, time.cores, use.delay_ratio)
+    cores = too_many or cores_missing(use, evidence)
     found = (
         host,
         _reader_thread(sampled, evidence),

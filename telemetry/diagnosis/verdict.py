@@ -389,13 +389,22 @@ def _ranked(facts: RunFacts, ending: str) -> tuple[RankedAdvice, ...]:
     for stall in sorted(facts.stalls, key=lambda stall: -stall.cost_seconds):
         also = ((other.cause, other.advice) for other in stall.details.also)
         for cause, advices in ((stall.cause, stall.advice), *also):
-            if reason_of(cause, stall.rank, facts.findings) is None:
+            if _reason(cause, advices, stall.rank, facts) is None:
                 add(against(cause, stall.rank), advices)
     for finding in facts.findings:
         add(against(finding.kind, finding.rank), finding.advice)
     for each in facts.advice:
         add(each.about, [each])
     return tuple(advice for _, advice in sorted(found.values(), key=lambda pair: pair[0], reverse=True))
+
+
+def _reason(cause: str | None, advices: Sequence[Advice], rank: int, facts: RunFacts) -> Finding | None:
+    """The finding behind a cause; None if cores are missing, but what is advised on the cause itself brings more."""
+    reason = reason_of(cause, rank, facts.findings)
+    if reason is not None and reason.kind == "cores_missing":
+        cores, own = (max(map(_worth, each), default=0.0) for each in (reason.advice, advices))
+        return reason if cores >= own else None
+    return reason
 
 
 def _worth(advice: Advice) -> float:
@@ -638,7 +647,7 @@ def _why(rank: int, facts: RunFacts) -> _Said:
     stall = costliest([stall for stall in facts.stalls if stall.rank == rank])
     if stall is None:
         return _Said("")
-    cause, reason = str(stall.cause), reason_of(stall.cause, rank, facts.findings)
+    cause, reason = str(stall.cause), _reason(stall.cause, stall.advice, rank, facts)
     if reason is not None:
         return _Said("", cause=cause, line=_lower(reason.text))
     also = tuple(
