@@ -14,7 +14,7 @@ from msgspec import structs
 from torch.utils.data import DataLoader, Dataset
 
 import telemetry
-from telemetry.agent.end_line import end_lines, end_table, with_peers
+from telemetry.agent.end_line import end_lines, end_table, own_waits, with_peers
 from telemetry.diagnosis.verdict import RankWaits, RunFacts, costliest, judge
 from telemetry.log.lines import HostLine
 from telemetry.model.records import (
@@ -173,21 +173,22 @@ def test_a_stall_of_its_own_is_named_before_a_longer_wait_for_a_rank():
 PARTS = {"forward": 2.0, "backward": 4.0, "optimizer": 1.0, "compile": 0.5}
 LOOP = Totals(
     steps=100,
-    ledger_seconds={"startup": 1.0, "data_wait": 2.5, "compute": 8.0},
-    first_wait_seconds=0.5,
+    ledger_seconds={"startup": 1.0, "data_wait": 2.0, "compute": 8.0},
+    exposed_wait_seconds=2.0,
     compute_parts=PARTS,
     sampled=SampledTotals(cpu=CpuTotals(used_cores=Sampled(12.0, 8.0), other_cores=Sampled(2.0, 8.0))),
 )
 
 
-def shown(totals=LOOP, samples=Samples(), rank=None, *, host=HostLine(), on_gpu=False) -> list[str]:
-    return end_table(Tick(totals, Conditions(cores=2, on_gpu=on_gpu)), samples, host, rank)
+def shown(totals=LOOP, samples=Samples(), *, host=HostLine(), on_gpu=False, several=False) -> list[str]:
+    tick = Tick(totals, Conditions(cores=2, on_gpu=on_gpu))
+    return end_table(own_waits(totals, 0, 0.2, None), tick, samples, host, several=several)
 
 
 def test_the_table_has_the_mean_step_and_what_it_used():
     host = HostLine(process_resident_memory_bytes=512_000_000, workers_bytes=40_000_000)
     assert shown(host=host) == [
-        "  100 steps in 12 s: 70 % compute, 22 % data wait, 8.7 % startup.",
+        "  100 steps in 11 s: 73 % compute, 18 % data wait, 9.1 % startup.",
         "  a step        mean  share",
         "  wait       20.0 ms   20 %",
         "  forward    20.0 ms   20 %",
@@ -199,9 +200,18 @@ def test_the_table_has_the_mean_step_and_what_it_used():
     ]
 
 
+def test_a_long_wait_for_the_first_batch_is_left_out_as_in_the_verdict():
+    ledger = {"data_wait": 12.0, "compute": 8.0}
+    late = replace(LOOP, ledger_seconds=ledger, exposed_wait_seconds=12.0, first_wait_seconds=11.0)
+    assert shown(late)[1:3] == [
+        "  a step after the first batch     mean  share",
+        "  wait                          10.0 ms   11 %",
+    ]
+
+
 def test_what_was_not_measured_is_a_dash_or_absent():
     bare = replace(LOOP, ledger_seconds={"data_wait": 0.0, "compute": 8.0}, compute_parts=None, sampled=SampledTotals())
-    unseen = replace(bare, steps=0, estimated_steps=100, first_wait_seconds=0.0)
+    unseen = replace(bare, steps=0, estimated_steps=100, exposed_wait_seconds=0.0)
     assert shown(unseen) == [
         "  about 100 steps in 8 s: 100 % compute.",
         "  a step      mean  share",
@@ -215,7 +225,7 @@ def test_a_table_with_all_of_it_has_less_than_15_lines():
     busy = replace(LOOP.sampled, gpu=GpuTotals(utilization_ratio=Sampled(4.0, 8.0)))
     gpu = GpuSample(0, "u", "H100", memory_used_bytes=10**10, memory_total_bytes=8 * 10**10)
     totals = replace(LOOP, compute_parts=PARTS | {"copy": 0.2, "other": 0.1}, sampled=busy)
-    lines = shown(totals, Samples(gpus=(gpu,)), 0, on_gpu=True)
+    lines = shown(totals, Samples(gpus=(gpu,)), on_gpu=True, several=True)
     assert lines[1] == "  a step of rank 0, on the host     mean  share"
     assert lines[-1] == "  GPU                            busy 50 %; 10.0 GB of 80.0 GB"
     assert len(lines) == 10

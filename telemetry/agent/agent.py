@@ -524,12 +524,13 @@ class Agent:
         wanted = form != "off" and self.trial is None and identity.rank == 0
         if not wanted or not (totals.steps or totals.estimated_steps or self.attempt.end.process_ends):
             return
-        tick, rank = replace(self._newest_tick, totals=totals), 0 if identity.world_size > 1 else None
-        shown = end_table(tick, self._collectors.samples, self.event_log.host, rank) if form == "table" else []
-        ratio, unmeasured = self.config.stall_enter_ratio, self.accounting.exposed_absent
+        waits = own_waits(totals, identity.rank, self.config.stall_enter_ratio, self.accounting.exposed_absent)
+        tick, several = replace(self._newest_tick, totals=totals), identity.world_size > 1
+        samples, host = self._collectors.samples, self.event_log.host
+        shown = end_table(waits, tick, samples, host, several=several) if form == "table" else []
         end, stuck = self.attempt.end.settled, stalls.closed_stuck if self._stuck_at_end() is not None else None
         own = RunFacts(
-            ranks=[own_waits(totals, identity.rank, ratio, unmeasured)],
+            ranks=[waits],
             stalls=[] if stalls.costliest is None else [stalls.costliest],
             findings=self.findings.newest,
             world_size=identity.world_size,

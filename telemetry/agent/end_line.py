@@ -86,31 +86,33 @@ _MIN_LOOP_SECONDS: Final = 1.0
 _ROWS: Final = {FORWARD: "forward", BACKWARD: "backward", OPTIMIZER: "optimizer", COPY: "copies"}
 
 
-def end_table(tick: Tick, samples: Samples, host: HostLine, rank: int | None = None) -> list[str]:
+def end_table(waits: RankWaits, tick: Tick, samples: Samples, host: HostLine, *, several: bool = False) -> list[str]:
     """Where the time of the mean step went, and what it used; at most 11 lines. Empty for a loop of a moment.
 
-    The wait for the first batch is left out. What was not measured is absent, or a dash.
+    The shares are those of the verdict: it leaves out a long wait for the first batch. What was not measured is absent,
+    or a dash.
 
     Args:
+        waits: of this rank.
         tick: the newest.
         samples: the newest.
         host: the newest line of the log, because the report has its memory, too.
-        rank: the rank that it is about; None if there is one only.
+        several: whether there are other ranks.
     """
-    totals = tick.totals
-    loop, steps = totals.loop_seconds, totals.steps or totals.estimated_steps
+    totals, first = tick.totals, waits.first_wait_seconds if waits.starved_at_first else 0.0
+    loop, steps = waits.loop_seconds - first, totals.steps or totals.estimated_steps
     if not steps or loop < _MIN_LOOP_SECONDS:
         return []
     split = totals.compute_parts or {}
     parts = {name: split[part] for part, name in _ROWS.items() if split.get(part)}
-    seconds: dict[str, float | None] = {"wait": None if totals.waits_unseen else totals.wait_seconds, **parts}
+    seconds: dict[str, float | None] = {"wait": None if totals.waits_unseen else waits.wait_seconds - first, **parts}
     seconds["rest" if parts else "compute"] = max(0.0, totals.compute_seconds - sum(parts.values()))
     rows = [
         [name, "-", "-"] if spent is None else [name, duration(spent / steps), rounded_percent(spent / loop)]
         for name, spent in seconds.items()
     ]
-    of_rank, on_host = "" if rank is None else f" of rank {rank}", ", on the host" if tick.conditions.on_gpu else ""
-    heading, about = f"a step{of_rank}{on_host}", "" if totals.steps else "about "
+    heading, about = f"a step of rank {waits.rank}" if several else "a step", "" if totals.steps else "about "
+    heading += " after the first batch" * (first > 0) + ", on the host" * tick.conditions.on_gpu
     lines = table([heading, "mean", "share"], rows, names_first=True)
     used = {"CPU": _cpu(tick), "memory": _memory(host), "GPU": _gpu(totals, samples)}
     width = max(map(len, (heading, *seconds)))

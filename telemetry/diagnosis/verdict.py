@@ -140,6 +140,11 @@ class RankWaits:
         left = self.loop_seconds - self.first_wait_seconds
         return ((self.exposed_seconds or 0.0) - self.first_wait_seconds) / left if left > 0 else 0.0
 
+    @property
+    def starved_at_first(self) -> bool:
+        """Whether only the wait for the first batch makes its share as large as that of a starved rank."""
+        return self.exposed_after_start_ratio < self.starved_ratio <= (self.exposed_ratio or 0.0)
+
 
 def healthy_share(worst: RankWaits) -> tuple[float, str]:
     """The share of the loop that the rank with the longest wait lost, and words to add; for a run that is not starved.
