@@ -35,10 +35,6 @@ def test_a_loader_iterated_with_gradients_off_is_evaluation(observed, mode):
 # -- training and evaluation are told apart where gradients are on while batches are requested -------------------------
 
 
-FIRST = 3
-"""Most batches before the first evaluation with a data set is detected."""
-
-
 class Loop:
     """A typical training loop."""
 
@@ -82,8 +78,8 @@ def test_batches_without_an_optimizer_step_are_an_evaluation(loop):
     training, evaluation = DataLoader(Numbers(12)), DataLoader(Numbers(20, 0.002))
     loop.train(training)
     loop.evaluate(evaluation)
-    assert 12 <= loop.read() <= 12 + FIRST
-    assert loop.evaluated() >= (20 - FIRST) * 0.002
+    assert loop.read() == 12
+    assert loop.evaluated() >= 20 * 0.002
     assert loop.observed.ledger.category == OTHER
 
 
@@ -111,8 +107,8 @@ def test_an_evaluation_in_mid_epoch_is_no_part_of_its_step(loop):
         loop.step()
         if number % 10 == 9:
             assert loop.observed.tracker.fast_path_iterator_id, "training is back on the fast path"
-    assert 30 <= loop.read() <= 30 + FIRST
-    assert loop.evaluated() >= (60 - FIRST) * 0.002
+    assert loop.read() == 30
+    assert loop.evaluated() >= 60 * 0.002
 
 
 @pytest.mark.parametrize("accumulate", [2, 8])
@@ -129,23 +125,19 @@ def test_the_loss_over_the_training_s_own_data_is_an_evaluation(loop):
     loop.train(training)
     loop.train(training)
     loop.evaluate(training)
-    assert 80 <= loop.read() <= 80 + 4 * FIRST
+    assert loop.read() == 80
     assert loop.evaluated() > 0.0
-    steps = loop.read()
     loop.train(training)
-    assert loop.read() == steps + 40, "and training goes on as before"
+    assert loop.read() == 120, "and training goes on as before"
 
 
 def test_an_evaluation_loader_may_be_trained_with_later(loop):
     held_out = DataLoader(Numbers(20))
     loop.train(DataLoader(Numbers(12)))
     loop.evaluate(held_out)
-    steps = loop.read()
-    loop.train(held_out)
-    assert steps + 18 <= loop.read() <= steps + 20, "training from its first optimizer step on"
-    steps = loop.read()
-    loop.train(held_out)
-    assert loop.read() == steps + 20
+    for turn in range(2):
+        loop.train(held_out)
+        assert loop.read() == 12 + 20 * (turn + 1)
 
 
 def test_a_batch_read_ahead_is_no_evaluation(loop):
@@ -219,7 +211,7 @@ def test_data_without_weak_references_is_detected_anew_each_time(loop):
     for _ in range(2):
         steps, evaluated = loop.read(), loop.evaluated()
         loop.evaluate(DataLoader(list(range(20))))
-        assert loop.read() <= steps + FIRST
+        assert loop.read() == steps
         assert loop.evaluated() > evaluated
 
 
@@ -288,9 +280,9 @@ def test_a_replayed_graph_without_an_optimizer_trains_nothing(graph, loop):
     capture(graph, lambda: None)
     for _ in DataLoader(Numbers(20, 0.002)):
         graph.replay()
-    assert loop.read() <= 12 + FIRST
+    assert loop.read() == 12
     assert loop.observed.tracker.optimizer_steps == 12
-    assert loop.evaluated() >= (20 - FIRST) * 0.002
+    assert loop.evaluated() >= 20 * 0.002
 
 
 def test_a_graph_keeps_no_optimizer_alive(graph, observed):

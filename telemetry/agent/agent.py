@@ -450,6 +450,7 @@ class Agent:
     def _finish(self) -> None:
         """End the run: write the rest of the log, and remove this rank from the board."""
         self._do(
+            ("agent", partial(self.tracker.settle, evaluates=True)),
             ("agent", self._account),
             ("trial", self._end_trial),
             ("agent", partial(self.attempt.settle_replay, ended=True)),

@@ -26,7 +26,7 @@ from telemetry.model.records import (
 from telemetry.safety.gil import GilTurns
 from telemetry.seams.batches import TrainedBatches
 from telemetry.seams.device import device_in_use, wait_class
-from telemetry.seams.ring import BATCH, CLOSES, GAP, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
+from telemetry.seams.ring import BATCH, CLOSES, ENDS, GAP, JOINS, LEAVES, OPENS, S_DATA_WAIT, STEP
 from telemetry.util.clock import NS, now_ns, sleep
 from telemetry.util.sketch import Sketch
 
@@ -54,9 +54,12 @@ _NEAR_BOUNDARY: Final = 8
 """The workers of an epoch start and end one by one. So this many batches after its first, and before its end, may be
 late because of the epoch boundary."""
 
-Span = tuple[int, int, str, str, bool, bool, bool, bool]
+_MAX_HELD_NS: Final = 30 * NS
+"""After so long, time of which nobody knows yet whether it is an evaluation counts as one: most are."""
+
+Span = tuple[int, int, str, str, bool, bool, bool, bool, bool]
 """start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch, stopped
-the workers of an iteration that was left"""
+the workers of an iteration that was left, found the end of one that was read ahead"""
 
 
 class Ledger:
@@ -99,6 +102,7 @@ class Ledger:
         self.near_boundary_wait_ns = 0
         self._epoch = _Epoch()
         self.at_epoch_boundary = False
+        self._batches_of_epoch = self._batches_at_boundary = 0  # of the newest that has ended; so far when it ended
         self._span_at_ns = start_ns
         self._span_category = STARTUP
         self._waiting_at_ns: int | None = None  # `advance` has booked a wait from here on; its span comes later
@@ -115,9 +119,9 @@ class Ledger:
     def fold(self, spans: Iterable[Span]) -> None:
         """Book spans in the order in which they happened."""
         for span in spans:
-            start, end, during, after, closes, opens, batch, left = span
+            start, end, during, after, closes, opens, batch, left, ended = span
             self._follow_samples(start)
-            usual = closes and opens and batch and not left
+            usual = closes and opens and batch and not (left or ended)
             if usual and during == DATA_WAIT and after == COMPUTE and self.fold_steps(((start, end, 0, None),)):
                 continue
             self._pass(start)
@@ -137,6 +141,8 @@ class Ledger:
                 self._count_boundary(max(0, end - start), batch=batch)
             self._enter(after, end)
             self.batches += batch
+            if ended:
+                self._count_boundary(0, batch=False)
 
     def fold_steps(self, spans: Sequence[tuple[int, int, int, object]]) -> int:
         """Book ordinary spans: each ends a step and is the wait of the next one, in mid-epoch.
@@ -184,16 +190,24 @@ class Ledger:
             and self._span_at_ns <= self.at_ns <= stamp
         )
 
-    def advance(self, now_ns: int, waiting_since_ns: int = 0, *, dropped_since_ns: int = 0) -> None:
+    def advance(
+        self, now_ns: int, waiting_since_ns: int = 0, *, dropped_since_ns: int = 0, held_since_ns: int = 0
+    ) -> None:
         """Book the time up to now. If a request is in progress since ``waiting_since_ns``, book it as data wait.
 
-        If spans are dropped since ``dropped_since_ns``, it is other: nobody knows what this time was.
+        If spans are dropped since ``dropped_since_ns``, it is other: nobody knows what this time was. If they are held
+        back since ``held_since_ns``, it is booked once it is known, or after a while as evaluation.
 
         A request whose span has already been folded is not booked again. The request may begin before the newest booked
         time, if it began just after the last call had looked for one.
         """
         self._follow_samples(now_ns)
-        if dropped_since_ns:
+        if held_since_ns >= max(1, self._span_at_ns):
+            self._book(held_since_ns)
+            if now_ns - held_since_ns < _MAX_HELD_NS:
+                return
+            self.category = EVALUATION
+        elif dropped_since_ns:
             self._book(dropped_since_ns)
             self.category = OTHER
         elif waiting_since_ns > 0 and waiting_since_ns >= self._span_at_ns:
@@ -242,6 +256,14 @@ class Ledger:
         booked = self._wait_ns + self._compute_ns - self._evaluated_ns
         running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
         return (booked + max(0, running)) / NS
+
+    def epochs(self, *, ended: bool) -> int:
+        """Epochs that have ended. ``ended``: the run has. Lightning asks no loader for more than it knows to be in it.
+
+        So the last one has ended as well if it has had as many batches as the one before.
+        """
+        running = self.batches - self._batches_at_boundary
+        return self.epoch_boundaries + (ended and 0 < running == self._batches_of_epoch)
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -328,6 +350,8 @@ class Ledger:
             self._first_boundary_ns = self._first_boundary_ns or self.at_ns
             self.near_boundary_wait_ns += self._epoch.extra_wait_ns()
             self._epoch = _Epoch()
+            self._batches_of_epoch = self.batches - self._batches_at_boundary
+            self._batches_at_boundary = self.batches
         elif self.batches and batch and not self.at_epoch_boundary:
             self._epoch.add((waited,))
         self.at_epoch_boundary = not batch
@@ -609,6 +633,7 @@ class Accounting:
         self.batches = TrainedBatches()
         self.evaluations = EvaluationWaits()
         self._runs = False  # whether samples have shown a backward pass
+        self._ended = False
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and other threads' requests, when the newest batch came
 
@@ -619,7 +644,8 @@ class Accounting:
             # This order matters, and all of it comes before the ring is emptied. A request in progress here was already
             # in progress at ``now``, or its span is in the ring.
             ended = self.batches.ended
-            now, waiting_since, dropped_since, head = now_ns(), tracker.waiting_since, ring.gap_since, ring.head
+            now, waiting_since = now_ns(), tracker.waiting_since
+            dropped_since, held_since, head = ring.gap_since, ring.held_since, ring.head
             self.updated_ns = now
             while taken := ring.drain(_CHUNK, head):
                 self._fold(taken)
@@ -633,7 +659,7 @@ class Accounting:
                     sleep(0)
                     self.turns.check()  # beside C calls of 2 ms, one update took over 20 s
             self.batches.forget(ended)
-            self.ledger.advance(now, waiting_since, dropped_since_ns=dropped_since)
+            self.ledger.advance(now, waiting_since, dropped_since_ns=dropped_since, held_since_ns=held_since)
             self._look_for_batches(waiting_since)
             self._update_exposed()
         if tracker.errors != self._hook_errors_seen:
@@ -678,6 +704,7 @@ class Accounting:
         """Count steps that no later span shows: the last ones that were dropped, and one that ``break`` has left."""
         self.ledger.count_dropped(self._tracker.ring.dropped)
         self.stats.steps += self._tracker.ring.open
+        self._ended = True
 
     def take_phases(self) -> list[PhaseSpan]:
         """The phases that have ended since the last call: of the ledger, and those that the script has named."""
@@ -717,7 +744,7 @@ class Accounting:
     def epochs(self) -> Epochs | None:
         """The whole epochs so far; None before the end of the first."""
         seconds = self.ledger.epoch_seconds
-        return None if seconds is None else Epochs(self.ledger.epoch_boundaries, round(seconds, 6))
+        return None if seconds is None else Epochs(self.ledger.epochs(ended=self._ended), round(seconds, 6))
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -756,7 +783,13 @@ class Accounting:
 
 
 @cache
-def _decoded(code: int) -> tuple[str, str, bool, bool, bool, bool]:
+def _decoded(code: int) -> tuple[str, str, bool, bool, bool, bool, bool]:
     """The category during a span, the category after it, and its flags, as in `Span`."""
-    flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS)), bool(code & LEAVES)
+    flags = (
+        bool(code & CLOSES),
+        bool(code & OPENS),
+        bool(code & (BATCH | JOINS)),
+        bool(code & LEAVES),
+        bool(code & ENDS),
+    )
     return (CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)

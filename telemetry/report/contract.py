@@ -33,6 +33,7 @@ class Growth(msgspec.Struct):
 class Rank(msgspec.Struct, kw_only=True):
     """One process of the run. A rank that was restarted has several, the newest last.
 
+    ``optimizer_steps``: of all optimizers of torch; None if none has stepped.
     ``compute_seconds``: seconds of the compute by part, as far as it was split; empty if it was not.
     ``step_lines``: the lines of code in which its steps spend their time; empty if they are not known.
     ``steps``: null if no hook saw them. ``estimated_steps``: about how many there were then, by samples of the stack.
@@ -44,6 +45,7 @@ class Rank(msgspec.Struct, kw_only=True):
     node: str | None
     pid: int
     steps: int | None
+    optimizer_steps: int | None
     samples: int | None
     tokens: int | None
     epochs: Epochs | None

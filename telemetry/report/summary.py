@@ -176,6 +176,7 @@ def _rank(process: ProcessLog, attempt: int | None) -> Rank:
         node=process.head.node,
         pid=process.pid,
         steps=totals.steps_total or (None if unseen else 0),
+        optimizer_steps=totals.optimizer_steps_total or None,
         samples=totals.samples_total,
         tokens=totals.tokens_total,
         epochs=totals.epochs,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from telemetry.model.records import FETCH_BUCKETS, Histogram
 from telemetry.seams import loaders
 from telemetry.seams.loaders import ON_THREAD, Arrival, BatchSource, LoaderHandle
-from telemetry.seams.ring import BATCH, BEGINS, GAP, JOINS, S_DATA_WAIT, STEP
+from telemetry.seams.ring import BATCH, BEGINS, ENDS, GAP, JOINS, S_DATA_WAIT, STEP
 from telemetry.util.clock import NS
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class TrainedBatches:
             source = self._source if origin is None or isinstance(origin, BatchMark) else origin
             if code & (BATCH | JOINS):
                 self._source = source
-                self._take((start,), (end,), waited=code & 7 == S_DATA_WAIT)
+                self._take((start,), (end,), waited=code & 7 == S_DATA_WAIT and not code & ENDS)
             elif origin is not None and not code & BEGINS:  # it was not for training, or raised
                 if code & 7 == S_DATA_WAIT:
                     self._wait(source, (start,), (end,))

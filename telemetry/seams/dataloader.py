@@ -192,9 +192,9 @@ def begin_boundary(tracker: StepTracker, subject: Any, *, leaves: bool = False) 
     """
     if get_ident() != tracker.thread or tracker.waiting_since:
         return None
-    entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
     if not leaves:
         tracker.loaders.note_caller(sys._getframe(1))
+    entry = tracker.leaving(subject) if leaves else tracker.iteration(subject)
     if entry is None:
         return None
     tracker.boundary_ahead(entry)

@@ -307,6 +307,8 @@ class LoaderRegistry:
         newest: returns the source of the newest batches; None before the first batch, and if it is gone.
         newest_begun: returns the handle of the iteration that began last, on any thread; None if it has no workers.
         iterated_at: file, line and function of the user's code that has made the newest iterator.
+        place: file and line of it, and the line that has called that function.
+        read_ahead: whether accelerate iterates, which requests each batch before it gives the one before to the loop.
         own_traits: the traits of the newest loader without workers.
         batch_size: how many samples a batch of the newest loader has; None if unknown.
         known_iterators: iterator classes of other libraries, each with a function from an iterator to its source.
@@ -322,6 +324,8 @@ class LoaderRegistry:
         self.newest: Callable[[], BatchSource | None] = lambda: None  # or a weak reference
         self.newest_begun: Callable[[], LoaderHandle | None] = lambda: None  # or a weak reference
         self.iterated_at: tuple[str, int, str] | None = None
+        self.place = "", 0, 0
+        self.read_ahead = False
         self.own_traits = LoaderTraits()
         self._own_id = 0
         self.batch_size: int | None = None
@@ -357,11 +361,16 @@ class LoaderRegistry:
         return handle
 
     def note_caller(self, frame: FrameType | None) -> None:
-        """Note the innermost line of the user's code that makes an iterator."""
+        """Note the innermost line of the user's code that makes an iterator, and the library's that reads it ahead."""
+        self.read_ahead = False
         while frame is not None and is_library(frame.f_code.co_filename):
+            self.read_ahead = self.read_ahead or frame.f_globals.get("__name__") == "accelerate.data_loader"
             frame = frame.f_back
+        self.place = "", 0, 0
         if frame is not None:
             self.iterated_at = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+            caller = frame.f_back
+            self.place = frame.f_code.co_filename, frame.f_lineno, 0 if caller is None else caller.f_lineno
 
     def known(self, iterator: object) -> LoaderHandle | None:
         """The handle of a live iterator with workers, watched or not; else None."""

@@ -110,12 +110,14 @@ class OptimizerSteps:
 
     def _count(self, optimizer: object) -> None:
         """Count a step of an optimizer that ran now, or is in a graph that was replayed now."""
-        tracker = self._tracker
+        tracker, here = self._tracker, get_ident()
+        initializing = tracker.resume.initializing
+        if here == tracker.thread and not initializing:
+            tracker.settle(evaluates=False)
         tracker.optimizer_steps += 1
         tracker.stepped_at = tracker.ring.head
-        if tracker.resume.initializing:
+        if initializing:
             return
-        here = get_ident()
         if here != tracker.thread:
             if tracker.thread == NO_THREAD or tracker.batch_seen or self._optimizer_id or _in_backward():
                 return
@@ -140,8 +142,8 @@ class OptimizerSteps:
                 tracker.unseen_steps += 1
                 tracker.category = r.S_COMPUTE
                 tracker.boundary_passed(opens=True)
-        elif tracker.category == r.S_EVALUATION:  # an evaluation loop was left with break
-            tracker.switch(r.S_COMPUTE if tracker.step_open else r.S_OTHER)
+        else:
+            tracker.optimizer_stepped()
 
     def read_new(self) -> None:
         """Read the devices and the position of optimizers that are new. The agent thread calls it.

@@ -38,6 +38,8 @@ BEGINS: Final = 1 << 9
 """An iteration of the loader began. Its batches are numbered from 0."""
 LEAVES: Final = 1 << 11
 """The workers of an iteration were stopped before its end."""
+ENDS: Final = 1 << 13
+"""The request found the end of the iteration, whose last batch was read ahead: its step begins now."""
 GAP: Final = 1 << 12
 """Spans were dropped from the entry's start to its end. With `OPENS`, a step is open at its end."""
 
@@ -74,9 +76,13 @@ class Ring:
         open: whether a step is open after the newest entry.
         dropped: steps that ended in gaps.
         gap_since: start of the first span that was dropped; 0 if the newest was not.
+        held: spans that wait until it is known what they are; None if none wait. ``held_since``: start of the first.
     """
 
-    __slots__ = ("_unclosing", "dropped", "gap_since", "head", "limit", "open", "tail", "words")
+    __slots__ = (
+        *("_unclosing", "dropped", "gap_since", "head", "held", "held_since"),
+        *("limit", "open", "tail", "words"),
+    )
 
     def __init__(self) -> None:
         self.words: list[Any] = [*_UNWRITTEN] * CAPACITY
@@ -87,9 +93,18 @@ class Ring:
         self._unclosing = 0  # entries that closed no step; the fast path writes no such entries
         self.dropped = 0
         self.gap_since = 0
+        self.held: list[Entry] | None = None
+        self.held_since = 0
+
+    def hold(self, since: int) -> None:
+        """Keep the spans from here on back. The fast path must be off. ``since``: monotonic ns."""
+        self.held_since, self.held = since, []
 
     def push(self, start: int, end: int, entry: int, source: Any = None) -> None:
         """Write one span (see `Entry`). If the ring is full, drop it."""
+        if self.held is not None:
+            self.held.append((start, end, entry, source))
+            return
         was_open = self.open
         closes = bool(entry & CLOSES) and was_open
         if entry & (CLOSES | OPENS):

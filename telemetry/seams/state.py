@@ -163,7 +163,7 @@ class StepState(HotState):
     @property
     def progress(self) -> tuple[int, int, int]:
         """Changes with everything that the hooks see of the training thread."""
-        return self.ring.head, self.optimizer_steps, self.waiting_since
+        return self.ring.head + len(self.ring.held or ()), self.optimizer_steps, self.waiting_since
 
     def slow_path(self) -> None:
         """Send the next batch to the slow path. Any thread may call it."""

@@ -5,8 +5,10 @@ the ring. It runs on the training thread, so it only compares and stores. The ru
 
 * A step opens with the request for a batch and closes with the next request. If a second loader is asked before the
   first one is asked again (or before the optimizer steps), its batch adds to the same step.
+* accelerate requests each batch before it gives the one before to the loop. So the first request of an iteration gives
+  no batch yet, and the one that finds the end begins the last step, which ends with the steps of the optimizers.
 * A loader that is iterated with gradients off is evaluation, until it ends or training goes on. So is a loader that
-  gives batch after batch while nothing is trained.
+  gives batch after batch while nothing is trained. Until that is known, its spans are held back.
 * A checkpoint, or a phase that the user names, is a span of its own. Afterwards the previous category continues.
 * If this thread requests no batch (a prefetching thread does), the optimizer's steps are the steps.
 * After the first call of `step()`, only calls of it open and close steps.
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from telemetry.model.records import CHECKPOINT, EVALUATION, OTHER, PhaseSpan
 from telemetry.seams import ring as r
-from telemetry.seams.batches import iteration_begins, mark_of
+from telemetry.seams.batches import BatchMark, iteration_begins, mark_of
 from telemetry.seams.cuda_memory import AllocatorFigures
 from telemetry.seams.device import CUDA, Captures
 from telemetry.seams.evaluation_detector import EvaluationDetector
@@ -65,6 +67,22 @@ OVERHEAD_PARTS: Final = 3
 so does the optimizer's hook (`benchmarks.overhead`, hot and cold)."""
 
 
+class Held(NamedTuple):
+    """A span that is held back, as an evaluation's: what it is if it turns out to be training's.
+
+    Attributes:
+        key: id of the iterator of a request, or of the loader whose iteration begins.
+        ahead: whether it is the first request of an iteration that is read ahead.
+        mark: the mark of the batch; None if the iteration has ended.
+        begins: whether an iteration begins.
+    """
+
+    key: int
+    ahead: bool = False
+    mark: BatchMark | None = None
+    begins: bool = False
+
+
 class Interrupted(NamedTuple):
     """The state of the training thread when a phase began.
 
@@ -91,6 +109,8 @@ class StepTracker(StepState):
             other than the loop switches the fast path off. Training thread only.
         loaders: where batches come from.
         detector: whether the newest batches are for training.
+        last_steps: so many steps of optimizers end the step of the last batch, which accelerate has read ahead; 0 if no
+            such step is open.
         tokens_told: tokens that the script has reported; None before the first.
         gpu: the clock that times waits on the GPU, if there is one.
         allocator: what CUDA's allocator has in use.
@@ -101,16 +121,22 @@ class StepTracker(StepState):
     """
 
     __slots__ = (
+        "_ahead_id",
+        "_begins",
+        "_first_ahead",
+        "_held",
         "_iterator_alive",
         "_loader_id",
         "_marked",
         "_optimizer_steps_at_open",
         "_torch",
+        "_unread",
         "allocator",
         "captures",
         "detector",
         "garbage",
         "gpu",
+        "last_steps",
         "loaders",
         "profiler_ranges",
         "resume",
@@ -132,6 +158,12 @@ class StepTracker(StepState):
         self.garbage = GarbageTimer(self)
         self._torch: Any = None
         self._optimizer_steps_at_open = 0
+        self._begins = False  # whether an iteration has begun, and no batch was requested since
+        self._ahead_id = 0  # id of the iterator that accelerate reads ahead
+        self._first_ahead = False  # whether the newest request was the first of such an iteration
+        self._unread = 0  # id of the iterator of such a request, until the second one
+        self.last_steps = 0
+        self._held: dict[int, Held] = {}  # by place in the list of spans that the ring holds back
         self._marked = 0  # id of the iterator whose batches the newest mark in the ring is for
         self._loader_id = 0  # id of the loader whose iteration the steps follow
         self._iterator_alive: weakref.ref[Any] | None = None
@@ -209,6 +241,7 @@ class StepTracker(StepState):
         """Begin a phase. Returns the argument for `exit_phase`; None on any other thread."""
         if not self.here:
             return None
+        self.settle(evaluates=True)
         if name == EVALUATION:
             self.interrupt(EVALUATION)
         ranges = self.profiler_ranges.begin(name) if self.profiler_ranges.makers else ()
@@ -251,6 +284,7 @@ class StepTracker(StepState):
         """Begin the user's step. A batch that was requested since the last step belongs to it."""
         if not self.here or self.in_phase:
             return
+        self.settle(evaluates=True)
         stamp = now_ns()
         flags = 0 if self.step_open else r.OPENS
         self.explicit = self.step_open = self.batch_seen = True
@@ -276,58 +310,119 @@ class StepTracker(StepState):
         """Begin a request for a batch on the slow path. Returns the code of its span."""
         if self.in_phase:
             return r.code(self.category, self.category)
-        gradients, steps = self.grad_enabled(), self.optimizer_steps
-        evaluates = not gradients and self.explicit
+        gradients, steps, key = self.grad_enabled(), self.optimizer_steps, id(iterator)
+        evaluates: bool | None = not gradients and self.explicit
         if not self.explicit:
-            evaluates = self.detector.requested(iterator, steps, self.ring.closed, gradients=gradients)
-        if evaluates:
-            self._enter_evaluation(own=id(iterator))
+            resumed = self.step_open and not self._begins and key in self.step_iterators
+            self._first_ahead, self._begins = self._begins and self.loaders.read_ahead, False
+            evaluates = self.detector.requested(iterator, steps, self.ring.closed, gradients=gradients, resumed=resumed)
+        if self._evaluates(evaluates):
+            self._enter_evaluation(own=key)
             return _EVALUATION
         if self.explicit:
             after = r.S_COMPUTE if self.step_open and self.category == r.S_COMPUTE else r.S_OTHER
             return r.code(r.S_DATA_WAIT, after, r.BATCH if self.step_open else r.OPENS | r.BATCH)
-        if not self.step_open or id(iterator) in self.step_iterators or self._stepped_since_open():
-            return r.STEP
-        return _SAME_STEP
+        return self._code_of_batch(key, ahead=self._first_ahead)
+
+    def _code_of_batch(self, iterator_id: int, *, ahead: bool) -> int:
+        """The code of a request for a training batch: it opens a step, or joins the open one.
+
+        ``ahead``: it is the first of an iteration that is read ahead, so the loop gets no batch yet.
+        """
+        opens = not self.step_open or iterator_id in self.step_iterators or self._stepped_since_open()
+        opens = (opens or bool(self.last_steps)) and iterator_id != self._unread
+        entry = r.STEP if opens else _SAME_STEP
+        return entry & ~(r.BATCH | r.JOINS) if ahead else entry
 
     def delivered(self, iterator: object, start: int, end: int, entry: int) -> None:
         """Handle a batch that has come on the slow path, after a wait with this code and stamps (monotonic ns)."""
         category = entry >> 3 & 7
         training = not self.in_phase and category != r.S_EVALUATION
-        likely = training and (self.explicit or self.detector.likely(self.optimizer_steps))
+        likely = training and (self.explicit or self.detector.likely)
         source = self.loaders.delivered(iterator, training=likely)
         marked = source if (id(iterator) == self._marked) is training else mark_of(iterator, source)
         if training:
             self._marked = id(iterator)
+        elif self.ring.held is not None:
+            self._held[len(self.ring.held)] = Held(id(iterator), self._first_ahead, mark_of(iterator, source))
         self.ring.push(start, end, entry, marked)
         self.waiting_since = 0
         if not training:
             return
         self.category = category
-        self.batch_seen = self.batch_since_step = True
-        self.steps_at_open_unknown = self.at_boundary = False
         if self.device is None and (self.trained_on == "cpu" or self.ring.closed >= _STEPS_WITHOUT_OPTIMIZER):
             self.device = self._current_device()
         if id(iterator) != self.iterator_id or self.iterator_gone:
             # Note when it is freed, without keeping it alive. The callback is C code: see `seams.patching.WeakMap`.
             self.iterator_id, self.iterator_gone = id(iterator), []
             self._iterator_alive = weakref.ref(iterator, self.iterator_gone.append)
+        # the second batch in a row that comes from this loader only
+        alone = entry == r.STEP and self.step_iterators == {id(iterator)}
+        alone = alone and not self.explicit and self.detector.settled(self.optimizer_steps)
+        self._count_batch(id(iterator), entry)
+        if alone:
+            self._fast_path_on(id(iterator))
+        elif not self.explicit:
+            self.fast_path_iterator_id = self.steady_iterator_id = 0
+
+    def _count_batch(self, iterator_id: int, entry: int) -> None:
+        """Note that a training batch has come."""
+        self.batch_seen = self.batch_since_step = True
+        self.steps_at_open_unknown = self.at_boundary = False
         if self.explicit:
             self.step_open = True
             return
-        # the second batch in a row that comes from this loader only
-        alone = entry == r.STEP and self.step_iterators == {id(iterator)}
-        alone = alone and self.detector.settled(self.optimizer_steps)
-        if entry == r.STEP:
-            self.step_iterators = {id(iterator)}
-            self.step_open, self._optimizer_steps_at_open = True, self.optimizer_steps
+        if entry & r.OPENS:
+            self.step_iterators = {iterator_id}
+            self.step_open, self._optimizer_steps_at_open, self.last_steps = True, self.optimizer_steps, 0
             self.resume.counts = self.ring.closed, self.optimizer_steps
         else:
-            self.step_iterators.add(id(iterator))
-        if alone:
-            self._fast_path_on(id(iterator))
-        else:
-            self.fast_path_iterator_id = self.steady_iterator_id = 0
+            self.step_iterators.add(iterator_id)
+        if not entry & (r.BATCH | r.JOINS):
+            self._ahead_id = self._unread = iterator_id
+        elif iterator_id == self._unread:
+            self._unread = 0
+
+    def _evaluates(self, verdict: bool | None) -> bool:  # noqa: FBT001 - as the detector says it
+        """Whether the training thread evaluates, as far as that is known: None holds the spans back from here on."""
+        if verdict is not None:
+            self.settle(evaluates=True)  # what went before
+            return verdict
+        if self.ring.held is None:
+            self.slow_path()
+            self.ring.hold(now_ns())
+        return True
+
+    def settle(self, *, evaluates: bool) -> None:
+        """Write the spans that are held back, now that it is known what they are. An optimizer's step decides."""
+        ring, held = self.ring, self.ring.held
+        if held is None:
+            return
+        about, self._held, ring.held = self._held, {}, None
+        self.detector.settle(evaluates=evaluates)
+        try:
+            if evaluates:
+                for each in held:
+                    ring.push(*each)
+                return
+            self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
+            for place, (start, end, entry, source) in enumerate(held):
+                what = about.get(place)
+                if what is None:  # here the evaluation would have begun
+                    continue
+                if what.begins:
+                    ring.push(start, end, self._code_of_iteration(what.key) | entry & r.BEGINS, source)
+                    continue
+                code = self._code_of_batch(what.key, ahead=what.ahead)
+                if what.mark is None:
+                    self._read_last(start, end, code)
+                else:
+                    ring.push(start, end, code, what.mark)
+                    self.category = r.S_COMPUTE
+                    self._count_batch(what.key, code)
+            self._marked = 0
+        finally:
+            ring.held_since = 0
 
     def failed(self, iterator: object, start: int, entry: int, error: BaseException) -> None:
         """Handle a request that raised, at the end of an epoch or as an error for the user. See `delivered`."""
@@ -342,7 +437,14 @@ class StepTracker(StepState):
         loader = None if ended else self.loaders.known(iterator)  # a batch that raised has a number, too
         if during == r.S_EVALUATION:
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
+            ahead = ended and self._may_train(id(iterator))
+            if ahead:
+                self._held[len(self.ring.held or ())] = Held(id(iterator))
             self.ring.push(start, end, r.code(during, self.category), loader)
+            if not ahead:
+                self.settle(evaluates=True)
+        elif ended and id(iterator) == self._ahead_id:
+            self._read_last(start, end, entry)
         elif self.explicit or (ended and entry == _SAME_STEP):
             self.ring.push(start, end, r.code(during, self.category), loader)
             self.step_iterators.discard(id(iterator))
@@ -353,29 +455,68 @@ class StepTracker(StepState):
             self.step_iterators.clear()
             self.boundary_passed()
 
+    def _may_train(self, iterator_id: int) -> bool:
+        """Whether an iteration that ends may still be training: it was read ahead, and no step was due in it yet."""
+        spans = [each for each in self._held.values() if each.key == iterator_id]
+        return any(each.ahead for each in spans) and len(spans) <= max(
+            1, round(self.ring.closed / max(1, self.optimizer_steps))
+        )
+
+    def _read_last(self, start: int, end: int, entry: int) -> None:
+        """Begin the step of the last batch, which was read ahead. It ends when the optimizers have stepped."""
+        self.ring.push(start, end, entry | r.ENDS)
+        self.category, self.step_open = r.S_COMPUTE, True
+        self._ahead_id = self._unread = 0
+        self.last_steps = max(1, self.resume.optimizers)
+        self.step_iterators.clear()
+        self.loop_changed()
+
+    def optimizer_stepped(self) -> None:
+        """Note an optimizer's step in the loop. The last one after a batch that was read ahead ends the last step."""
+        if self.category == r.S_EVALUATION:  # an evaluation loop was left with break
+            self.switch(r.S_COMPUTE if self.step_open else r.S_OTHER)
+        elif self.last_steps:
+            self.last_steps -= 1
+            if not self.last_steps:
+                stamp = now_ns()
+                self.step_open, self.category = False, r.S_OTHER
+                self.ring.push(stamp, stamp, r.code(r.S_OTHER, r.S_OTHER, r.CLOSES))
+                self.boundary_passed()
+
     def iteration(self, loader: object) -> int:
         """Begin a call of ``iter(loader)``. Returns the code of its span, in which workers are started."""
         self._marked = 0
         if self.in_phase:
             return r.code(self.category, self.category)
         self.detector.leave(self.optimizer_steps)
-        gradients = self.grad_enabled()
-        if not gradients if self.explicit else self.detector.would_evaluate(loader, gradients=gradients):
+        self._begins = True
+        gradients, place = self.grad_enabled(), self.loaders.place
+        evaluates: bool | None = not gradients
+        if not self.explicit:
+            evaluates = self.detector.begins(loader, place, self.optimizer_steps, gradients=gradients)
+        if self._evaluates(evaluates):
             self._enter_evaluation()
+            if self.ring.held is not None:
+                self._held[len(self.ring.held)] = Held(id(loader), begins=True)
             return _EVALUATION
+        if self.category == r.S_EVALUATION:  # ``break`` has left an evaluation loop
+            self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
+        entry = self._code_of_iteration(id(loader))
+        self.loop_changed()
+        return entry
+
+    def _code_of_iteration(self, loader_id: int) -> int:
+        """The code of the start of a training iteration. It closes the step of one that ``break`` has left."""
         flags = 0
         if self.batch_seen:
             self.at_boundary = True
-        if self.category == r.S_EVALUATION:  # ``break`` has left an evaluation loop
-            self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
         if not self.explicit:
             if not self.step_open:
-                self._loader_id = id(loader)
-            elif self._loader_id == id(loader):  # ``break`` has left the epoch
+                self._loader_id = loader_id
+            elif self._loader_id == loader_id or self.last_steps:  # ``break`` has left the epoch
                 flags = r.CLOSES
-                self.step_open, self.category = False, r.S_OTHER
+                self.step_open, self.category, self.last_steps = False, r.S_OTHER, 0
                 self.step_iterators.clear()
-        self.loop_changed()
         return r.code(r.S_DATA_WAIT, self.category, flags)
 
     def leaving(self, iterator: object) -> int | None:
@@ -414,13 +555,13 @@ class StepTracker(StepState):
         if self.category == r.S_EVALUATION:
             return
         self.interrupt(EVALUATION)
-        closes = self.step_open and self.step_iterators == {own}
+        closes = self.step_open and (self.step_iterators == {own} or self.last_steps > 0)
         stamp = now_ns()
         self.ring.push(stamp, stamp, _EVALUATION | r.CLOSES if closes else _EVALUATION)
         self.category = r.S_EVALUATION
         self.loop_changed()
         if closes:
-            self.step_open = False
+            self.step_open, self.last_steps = False, 0
             self.step_iterators.clear()
             self.boundary_passed()
 
