@@ -257,13 +257,16 @@ class Ledger:
         running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
         return (booked + max(0, running)) / NS
 
-    def epochs(self, *, ended: bool) -> int:
-        """Epochs that have ended. ``ended``: the run has. Lightning asks no loader for more than it knows to be in it.
+    def end(self, *, exhausted: bool) -> None:
+        """Count the last epoch, if it was a whole one. Lightning asks no loader for more than it knows to be in it.
 
-        So the last one has ended as well if it has had as many batches as the one before.
+        ``exhausted``: the loader has given all its samples. If not, it may have given as many batches as before.
         """
         running = self.batches - self._batches_at_boundary
-        return self.epoch_boundaries + (ended and 0 < running == self._batches_of_epoch)
+        if running > 0 and not self.at_epoch_boundary and (exhausted or running == self._batches_of_epoch):
+            self.epoch_boundaries += 1
+            self._newest_boundary_ns = self._span_at_ns
+            self._first_boundary_ns = self._first_boundary_ns or self._span_at_ns
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -633,7 +636,6 @@ class Accounting:
         self.batches = TrainedBatches()
         self.evaluations = EvaluationWaits()
         self._runs = False  # whether samples have shown a backward pass
-        self._ended = False
         self._batches_seen = 0
         self._at_batch = (0, 0)  # optimizer steps, and other threads' requests, when the newest batch came
 
@@ -704,7 +706,7 @@ class Accounting:
         """Count steps that no later span shows: the last ones that were dropped, and one that ``break`` has left."""
         self.ledger.count_dropped(self._tracker.ring.dropped)
         self.stats.steps += self._tracker.ring.open
-        self._ended = True
+        self.ledger.end(exhausted=self.batches.exhausted)
 
     def take_phases(self) -> list[PhaseSpan]:
         """The phases that have ended since the last call: of the ledger, and those that the script has named."""
@@ -744,7 +746,7 @@ class Accounting:
     def epochs(self) -> Epochs | None:
         """The whole epochs so far; None before the end of the first."""
         seconds = self.ledger.epoch_seconds
-        return None if seconds is None else Epochs(self.ledger.epochs(ended=self._ended), round(seconds, 6))
+        return None if seconds is None else Epochs(self.ledger.epoch_boundaries, round(seconds, 6))
 
     @property
     def exposed_seconds(self) -> float | None:

@@ -57,6 +57,7 @@ class Attachment:
         self._awaited = {
             "torch.utils.data.dataloader": self._loader,
             "torch.optim.optimizer": self._optimizers,
+            "fastai.optimizer": lambda module: self.optimizer.patch_fastai(module, patches),
             "torch": self._torch,
             "torch._dynamo.trace_rules": _not_traced,
             "torch.distributed.checkpoint": self._distributed_checkpoint,

@@ -4,7 +4,7 @@ On the slow path the tracker notes the iteration in a batch's entry of the ring 
 thread gives each batch its place in its iteration, so that it can be matched with its fetch.
 
 A batch has as many samples as indices. Workers count these (`seams.worker`). Without workers it has the loader's batch
-size: a smaller batch at the end of an epoch counts as a whole one.
+size, and the last one has what is left. If an unknown sampler draws the indices, that one counts as a whole batch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ class BatchMark(NamedTuple):
             unknown.
         epoch: the number of the iteration, as its workers count them; 0 if none of them count.
         size: samples of a batch of a loader without workers; None if unknown.
+        left: samples that such a loader has still to give, with this batch; None if unknown.
     """
 
     source: BatchSource
     place: int | None
     epoch: int
     size: int | None = None
+    left: int | None = None
 
 
-def mark_of(iterator: object, source: BatchSource) -> BatchMark:
-    """The mark of the newest batch of an iterator."""
+def mark_of(iterator: object, source: BatchSource, *, late: bool = False) -> BatchMark:
+    """The mark of the newest batch of an iterator. ``late``: it stands for the batch before, which was read ahead."""
     inside = loaders.unwrapped(iterator)
-    place, size = None, None
+    place, size, left = None, None, None
     if isinstance(source, LoaderHandle):
         received = loaders.own_value(inside, "_rcvd_idx") if source.block is not None and source.in_order else None
         place = received - 1 if isinstance(received, int) and received > 0 else None
     elif source is ON_THREAD:
-        size = loaders.batch_size_of(inside)
-    return BatchMark(source, place, _epoch_of(source), size)
+        size, left = loaders.batch_size_of(inside), loaders.samples_left(inside)
+        left = left if left is None or size is None else left + late * size
+    return BatchMark(source, place, _epoch_of(source), size, left)
 
 
 def iteration_begins(loader: LoaderHandle) -> BatchMark:
@@ -73,6 +76,7 @@ class TrainedBatches:
     def __init__(self) -> None:
         self._source: BatchSource | None = None  # of the newest batches
         self._size: int | None = None
+        self._left: int | None = None
         self._place: int | None = None  # of the next batch
         self._waits: dict[BatchSource, int] = {}
         self._own_counts = [0] * (_LAST_BUCKET + 1)
@@ -95,7 +99,7 @@ class TrainedBatches:
                 self._move(0)
                 continue
             if isinstance(origin, BatchMark):
-                self._go_on(origin)
+                self._go_on(origin, ends=bool(code & ENDS))
             source = self._source if origin is None or isinstance(origin, BatchMark) else origin
             if code & (BATCH | JOINS):
                 self._source = source
@@ -106,8 +110,8 @@ class TrainedBatches:
                 if source is self._source:
                     self._move(1)
 
-    def _go_on(self, mark: BatchMark) -> None:
-        """Begin an iteration, or go on with another one."""
+    def _go_on(self, mark: BatchMark, *, ends: bool) -> None:
+        """Begin an iteration, or go on with another one. ``ends``: the loader has nothing left but a last batch."""
         source = mark.source
         if isinstance(source, LoaderHandle) and source.epoch != mark.epoch:
             self._close(source)
@@ -115,6 +119,8 @@ class TrainedBatches:
         if mark.place is not None or source is not self._source:  # else it goes on from where it began
             self._place = mark.place
         self._source, self._size = source, mark.size
+        if mark.size is not None and not ends:
+            self._left = mark.left
         self._move(0)
 
     def _take(self, starts: Sequence[int], ends: Sequence[int], *, waited: bool = True) -> None:
@@ -123,7 +129,11 @@ class TrainedBatches:
         if isinstance(source, LoaderHandle):
             self._taken[source] = self._taken.get(source, 0) + batches
         elif self._size is not None:
-            self._samples += batches * self._size
+            samples = batches * self._size
+            if self._left is not None:
+                samples = min(samples, self._left)
+                self._left -= samples
+            self._samples += samples
         else:
             self._unknown = True
         if waited:
@@ -166,6 +176,11 @@ class TrainedBatches:
             self._source.delivered = None if resumed else self._place
 
     @property
+    def exhausted(self) -> bool:
+        """Whether the newest loader, which has no workers, has given all its samples."""
+        return self._size is not None and self._left == 0
+
+    @property
     def ended(self) -> list[LoaderHandle]:
         """The iterators with workers that are gone. The ring has all their batches."""
         followed = {*self._taken, self._source}
@@ -176,7 +191,7 @@ class TrainedBatches:
         for loader in ended:
             self._close(loader)
             if loader is self._source:
-                self._source = self._size = self._place = None
+                self._source = self._size = self._left = self._place = None
 
     def settle(self, replayed_share: float) -> None:
         """Leave out the samples that a resumed run has thrown away, which are this share of those so far."""

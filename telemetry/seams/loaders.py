@@ -7,7 +7,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from types import CodeType
+from operator import length_hint
+from types import CodeType, GeneratorType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
@@ -124,6 +125,34 @@ def batch_size_of(candidate: Any) -> int | None:
     by_torch = getattr(_of_class(type(sampler), "__iter__"), "__module__", None) == "torch.utils.data.sampler"
     size = vars(sampler).get("batch_size") if by_torch else None
     return size if isinstance(size, int) else None
+
+
+def samples_left(candidate: Any) -> int | None:
+    """How many samples a ``DataLoader``'s iterator without workers has still to give, with its newest batch.
+
+    The generators of torch's samplers know it. None if another one draws the indices.
+    """
+    names = _locals_of(own_value(candidate, "_sampler_iter"))
+    if names is not None and type(names.get("batch")) is list:
+        drawn, indices = len(names["batch"]), names.get("sampler_iter")
+        while (names := _locals_of(indices)) is not None:
+            again = own_value(names.get("self"), "replacement") or own_value(names.get("self"), "_num_samples")
+            indices = None if again else getattr(indices, "gi_yieldfrom", None)
+        ended = type(indices) is GeneratorType and indices.gi_frame is None
+        if ended or type(indices) in _EXACT:
+            return drawn + length_hint(indices)
+    return None
+
+
+_EXACT: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), type(iter(range(0))))
+_SAMPLERS: Final = ("torch.utils.data.sampler", "accelerate.data_loader")
+
+
+def _locals_of(generator: Any) -> dict[str, Any] | None:
+    """The local variables of a generator of a known sampler, which is suspended."""
+    frame = generator.gi_frame if type(generator) is GeneratorType else None
+    known = frame is not None and frame.f_globals.get("__name__") in _SAMPLERS
+    return frame.f_locals if frame is not None and known else None
 
 
 def traits_of(iterator: Any) -> LoaderTraits:

@@ -85,6 +85,15 @@ class OptimizerSteps:
         if _after_step not in module._global_optimizer_post_hooks.values():
             module.register_optimizer_step_post_hook(_after_step)
 
+    def patch_fastai(self, module: Any, patches: Patches) -> None:
+        """Patch ``fastai.optimizer``: its own optimizer is none of torch's."""
+        fault = self._tracker.fault
+        patches.around(module.Optimizer, "step", after=self._stepped_of_fastai, on_error=fault)
+
+    def _stepped_of_fastai(self, _noted: None, result: object, optimizer: object, *_: object, **__: object) -> None:
+        if result is not FAILED:
+            self._count(optimizer)
+
     def patch_graph(self, graph: Any, patches: Patches) -> None:
         """Patch a class of graphs, such as ``torch.cuda.CUDAGraph``, if it has the methods to patch."""
         if graph is None or not {"capture_begin", "capture_end"} <= vars(graph).keys():

@@ -92,6 +92,13 @@ SEAMS: Final = (
         looked_up=False,
     ),
     Seam(
+        _LOADER,
+        ("_sampler_iter",),
+        "the indices that are left to draw, in the generator of torch's `BatchSampler`, at the first batch of an epoch",
+        "samples of a smaller last batch without workers, which counts as a whole one",
+        looked_up=False,
+    ),
+    Seam(
         "torchdata.stateful_dataloader.stateful_dataloader",
         (
             *("StatefulDataLoader.__iter__", "_worker_loop", f"{_STATEFUL}.__init__", f"{_STATEFUL}._reset"),
@@ -100,6 +107,12 @@ SEAMS: Final = (
         "the same of torchdata's loader",
         "waits for its batches",
         patched=True,
+    ),
+    Seam(
+        "accelerate.data_loader",
+        (),
+        "a frame of this module begins the iteration: its loaders request each batch before the one before is used",
+        "exact counts of steps and samples where a loop is left early, and the last step of an epoch",
     ),
     Seam("torchdata.nodes.base_node", ("BaseNode.__next__",), "waits for a node", "waits for nodes", patched=True),
     Seam(
@@ -132,6 +145,13 @@ SEAMS: Final = (
         ("register_optimizer_step_post_hook", "_global_optimizer_post_hooks"),
         "each step of an optimizer tells training from evaluation. The hook stays, and does nothing after `stop`",
         "evaluations, which count as training",
+        patched=True,
+    ),
+    Seam(
+        "fastai.optimizer",
+        ("Optimizer.step",),
+        "each step of fastai's own optimizer, which is none of torch's: 0.5 us in the step of a Learner",
+        "steps of its optimizers, and evaluations that only they tell from training",
         patched=True,
     ),
     Seam(

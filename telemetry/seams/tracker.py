@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from telemetry.seams.device import GpuClock
-    from telemetry.seams.loaders import LoaderHandle
+    from telemetry.seams.loaders import BatchSource, LoaderHandle
 
 _SAME_STEP: Final = r.code(r.S_DATA_WAIT, r.S_COMPUTE, r.JOINS)
 _EVALUATION: Final = r.code(r.S_EVALUATION, r.S_EVALUATION)
@@ -73,14 +73,14 @@ class Held(NamedTuple):
     Attributes:
         key: id of the iterator of a request, or of the loader whose iteration begins.
         ahead: whether it is the first request of an iteration that is read ahead.
-        mark: the mark of the batch; None if the iteration has ended.
-        begins: whether an iteration begins.
+        mark: the mark of the batch, or its source if the iteration goes on; None if one begins.
+        ends: whether the iteration has ended.
     """
 
     key: int
     ahead: bool = False
-    mark: BatchMark | None = None
-    begins: bool = False
+    mark: BatchMark | BatchSource | None = None
+    ends: bool = False
 
 
 class Interrupted(NamedTuple):
@@ -340,11 +340,12 @@ class StepTracker(StepState):
         training = not self.in_phase and category != r.S_EVALUATION
         likely = training and (self.explicit or self.detector.likely)
         source = self.loaders.delivered(iterator, training=likely)
-        marked = source if (id(iterator) == self._marked) is training else mark_of(iterator, source)
+        late = id(iterator) == self._ahead_id and not self._first_ahead
+        marked = source if (id(iterator) == self._marked) is training else mark_of(iterator, source, late=late)
         if training:
             self._marked = id(iterator)
         elif self.ring.held is not None:
-            self._held[len(self.ring.held)] = Held(id(iterator), self._first_ahead, mark_of(iterator, source))
+            self._hold_batch(iterator, source)
         self.ring.push(start, end, entry, marked)
         self.waiting_since = 0
         if not training:
@@ -364,6 +365,13 @@ class StepTracker(StepState):
             self._fast_path_on(id(iterator))
         elif not self.explicit:
             self.fast_path_iterator_id = self.steady_iterator_id = 0
+
+    def _hold_batch(self, iterator: object, source: BatchSource) -> None:
+        """Note what the next span, which is held back, is if it turns out to be training's."""
+        key = id(iterator)
+        goes_on = any(each.key == key for each in self._held.values())
+        mark = None if goes_on else mark_of(iterator, source)
+        self._held[len(self.ring.held or ())] = Held(key, self._first_ahead, mark or source)
 
     def _count_batch(self, iterator_id: int, entry: int) -> None:
         """Note that a training batch has come."""
@@ -410,12 +418,12 @@ class StepTracker(StepState):
                 what = about.get(place)
                 if what is None:  # here the evaluation would have begun
                     continue
-                if what.begins:
+                if what.mark is None:
                     ring.push(start, end, self._code_of_iteration(what.key) | entry & r.BEGINS, source)
                     continue
                 code = self._code_of_batch(what.key, ahead=what.ahead)
-                if what.mark is None:
-                    self._read_last(start, end, code)
+                if what.ends:
+                    self._read_last(start, end, code, what.mark)
                 else:
                     ring.push(start, end, code, what.mark)
                     self.category = r.S_COMPUTE
@@ -439,12 +447,12 @@ class StepTracker(StepState):
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER
             ahead = ended and self._may_train(id(iterator))
             if ahead:
-                self._held[len(self.ring.held or ())] = Held(id(iterator))
+                self._held[len(self.ring.held or ())] = Held(id(iterator), mark=self._mark_of_last(iterator), ends=True)
             self.ring.push(start, end, r.code(during, self.category), loader)
             if not ahead:
                 self.settle(evaluates=True)
         elif ended and id(iterator) == self._ahead_id:
-            self._read_last(start, end, entry)
+            self._read_last(start, end, entry, self._mark_of_last(iterator))
         elif self.explicit or (ended and entry == _SAME_STEP):
             self.ring.push(start, end, r.code(during, self.category), loader)
             self.step_iterators.discard(id(iterator))
@@ -462,9 +470,12 @@ class StepTracker(StepState):
             1, round(self.ring.closed / max(1, self.optimizer_steps))
         )
 
-    def _read_last(self, start: int, end: int, entry: int) -> None:
+    def _mark_of_last(self, iterator: object) -> BatchMark:
+        return mark_of(iterator, self.loaders.delivered(iterator, training=False))
+
+    def _read_last(self, start: int, end: int, entry: int, mark: BatchMark | BatchSource) -> None:
         """Begin the step of the last batch, which was read ahead. It ends when the optimizers have stepped."""
-        self.ring.push(start, end, entry | r.ENDS)
+        self.ring.push(start, end, entry | r.ENDS, mark)
         self.category, self.step_open = r.S_COMPUTE, True
         self._ahead_id = self._unread = 0
         self.last_steps = max(1, self.resume.optimizers)
@@ -497,7 +508,7 @@ class StepTracker(StepState):
         if self._evaluates(evaluates):
             self._enter_evaluation()
             if self.ring.held is not None:
-                self._held[len(self.ring.held)] = Held(id(loader), begins=True)
+                self._held[len(self.ring.held)] = Held(id(loader))
             return _EVALUATION
         if self.category == r.S_EVALUATION:  # ``break`` has left an evaluation loop
             self.category = r.S_COMPUTE if self.step_open else r.S_OTHER

@@ -231,6 +231,21 @@ class EpochOpening:
             counters.second_batch = print_of
 
 
+class Asked(list[Any]):
+    """The indices of a batch of a stream, as its fetcher gets them. It draws a sample for each until the stream ends."""
+
+    iterator: Any = None
+
+    def __iter__(self) -> Any:
+        """Begin the iteration whose progress is read later."""
+        self.iterator = list.__iter__(self)
+        return self.iterator
+
+    def drawn(self, *, ended: bool) -> int:
+        """How many samples were drawn. ``ended``: the stream had none for the newest index."""
+        return len(self) if self.iterator is None else len(self) - length_hint(self.iterator) - ended
+
+
 def timed_fetch(
     original: Callable[[Any, Any], Any],
     block: WorkerBlock,
@@ -267,6 +282,8 @@ def timed_fetch(
             sample()
         number = counters.ended
         recent = number % RECENT
+        if stream and type(possibly_batched_index) is list:
+            possibly_batched_index = Asked(possibly_batched_index)
         try:
             data = original(self, possibly_batched_index)
         except BaseException as error:
@@ -291,6 +308,10 @@ def timed_fetch(
         if type(possibly_batched_index) in _SIZED:
             place = opening.place
             samples[place] += len(possibly_batched_index)
+            sized[place] += 1
+        elif type(possibly_batched_index) is Asked:
+            place = opening.place
+            samples[place] += possibly_batched_index.drawn(ended=bool(self.ended))
             sized[place] += 1
         else:
             counters.unsized += 1
