@@ -74,13 +74,13 @@ class Run:
 
     def request(self, start: float, end: float, *, opens: bool = True, batch: bool = True) -> None:
         after = COMPUTE if batch else OTHER
-        span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch, False, False)
+        span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch, False)
         self.accounting.ledger.fold([span])
         self.accounting.stats.add(self.accounting.ledger.take_steps())
 
     def checkpoint(self, start: float, end: float) -> None:
         for stamp, category in ((start, CHECKPOINT), (end, COMPUTE)):
-            self.accounting.ledger.fold([(int(stamp * SECOND),) * 2 + (category, category, *[False] * 5)])
+            self.accounting.ledger.fold([(int(stamp * SECOND),) * 2 + (category, category, *[False] * 4)])
 
     def tick(self, now: float, *, waiting_since: float = 0.0, **seen: float) -> None:
         """``seen``: of the workers."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from telemetry.model.records import COMPUTE, DATA_WAIT, EVALUATION, OTHER
+from telemetry.util.clock import NS
 from tests.data_sets import Numbers
 
 # -- a loader iterated with gradients off is evaluation ----------------------------------------------------------------
@@ -97,6 +99,59 @@ def test_the_next_evaluation_with_it_is_known_from_its_first_batch(loop, anew, w
         assert loop.observed.ledger.epoch_boundaries == waited, "nor does the start of its workers count as training"
         loop.train(training)
         assert loop.read() == steps + 12
+
+
+def test_nothing_is_counted_before_it_is_known_what_it_is_and_nothing_is_taken_back(loop):
+    """The clock of the ledger stands still meanwhile. After half a minute most are evaluations, and it goes on."""
+    loop.train(DataLoader(Numbers(12)))
+    ledger, counted = loop.observed.read(), loop.observed.accounting.batches
+    for number, _ in enumerate(DataLoader(Numbers(20))):
+        before = dict(ledger.ns), ledger.at_ns
+        loop.observed.read()
+        if number < 5:
+            assert (loop.read(), ledger.batches, counted._all()) == (12, 12, 12)
+            assert (dict(ledger.ns), ledger.at_ns) == before or not number
+        if number == 4:
+            ledger.advance(before[1] + 40 * NS, held_since_ns=loop.observed.tracker.ring.held_since)
+            assert ledger.category == EVALUATION
+            assert ledger.ns[EVALUATION] >= 30 * NS
+            held = dict(ledger.ns)
+            loop.step()
+        elif number > 4:
+            loop.step()
+    assert (loop.read(), ledger.batches, counted._all()) == (32, 32, 32)
+    assert all(ledger.ns[category] >= held[category] for category in held)
+    assert ledger.evaluations == 0
+
+
+@contextmanager
+def checkpoint(tracker):
+    before, began = tracker.enter_phase("checkpoint"), time.monotonic_ns()
+    yield
+    tracker.exit_phase("checkpoint", before, began)
+
+
+def test_an_evaluation_that_a_break_has_left_is_one_all_the_same(loop):
+    """Also if it was the run's last work, or a checkpoint comes next."""
+    loop.train(DataLoader(Numbers(12)))
+    for end in (
+        lambda: checkpoint(loop.observed.tracker),
+        lambda: nullcontext(loop.observed.tracker.settle(evaluates=True)),
+    ):
+        for number, _ in enumerate(DataLoader(Numbers(20, 0.002))):
+            if number == 3:
+                break
+        with end():
+            assert loop.read() == 12
+    assert loop.evaluated() >= 8 * 0.002
+
+
+def test_two_new_loaders_that_train_together_are_training(loop):
+    loop.train(DataLoader(Numbers(12)))
+    for _ in zip(DataLoader(Numbers(8)), DataLoader(Numbers(8)), strict=True):
+        loop.step()
+    assert loop.read() == 20
+    assert loop.evaluated() == 0.0
 
 
 def test_an_evaluation_in_mid_epoch_is_no_part_of_its_step(loop):

@@ -57,9 +57,9 @@ late because of the epoch boundary."""
 _MAX_HELD_NS: Final = 30 * NS
 """After so long, time of which nobody knows yet whether it is an evaluation counts as one: most are."""
 
-Span = tuple[int, int, str, str, bool, bool, bool, bool, bool]
+Span = tuple[int, int, str, str, bool, bool, bool, bool]
 """start, end (monotonic ns), category during, category after, closes a step, opens a step, delivered a batch, stopped
-the workers of an iteration that was left, found the end of one that was read ahead"""
+the workers of an iteration that was left"""
 
 
 class Ledger:
@@ -119,9 +119,9 @@ class Ledger:
     def fold(self, spans: Iterable[Span]) -> None:
         """Book spans in the order in which they happened."""
         for span in spans:
-            start, end, during, after, closes, opens, batch, left, ended = span
+            start, end, during, after, closes, opens, batch, left = span
             self._follow_samples(start)
-            usual = closes and opens and batch and not (left or ended)
+            usual = closes and opens and batch and not left
             if usual and during == DATA_WAIT and after == COMPUTE and self.fold_steps(((start, end, 0, None),)):
                 continue
             self._pass(start)
@@ -141,8 +141,6 @@ class Ledger:
                 self._count_boundary(max(0, end - start), batch=batch)
             self._enter(after, end)
             self.batches += batch
-            if ended:
-                self._count_boundary(0, batch=False)
 
     def fold_steps(self, spans: Sequence[tuple[int, int, int, object]]) -> int:
         """Book ordinary spans: each ends a step and is the wait of the next one, in mid-epoch.
@@ -256,6 +254,10 @@ class Ledger:
         booked = self._wait_ns + self._compute_ns - self._evaluated_ns
         running = self.at_ns - self._span_at_ns if self._span_category in {DATA_WAIT, COMPUTE} else 0
         return (booked + max(0, running)) / NS
+
+    def end_epoch(self) -> None:
+        """Note that an epoch has ended without a request of its own that has found the end."""
+        self._count_boundary(0, batch=False)
 
     def end(self, *, exhausted: bool) -> None:
         """Count the last epoch, if it was a whole one. Lightning asks no loader for more than it knows to be in it.
@@ -681,6 +683,8 @@ class Accounting:
                 ledger.fold_gap(start, end, source, opened=bool(code & OPENS))
             else:
                 ledger.fold(((start, end, *_decoded(code)),))
+                if code & ENDS:
+                    ledger.end_epoch()
         self.evaluations.fold(taken[ordinary:])
 
     def follow_samples(self, loop: UnseenLoop) -> None:
@@ -785,13 +789,7 @@ class Accounting:
 
 
 @cache
-def _decoded(code: int) -> tuple[str, str, bool, bool, bool, bool, bool]:
+def _decoded(code: int) -> tuple[str, str, bool, bool, bool, bool]:
     """The category during a span, the category after it, and its flags, as in `Span`."""
-    flags = (
-        bool(code & CLOSES),
-        bool(code & OPENS),
-        bool(code & (BATCH | JOINS)),
-        bool(code & LEAVES),
-        bool(code & ENDS),
-    )
+    flags = bool(code & CLOSES), bool(code & OPENS), bool(code & (BATCH | JOINS)), bool(code & LEAVES)
     return (CATEGORIES[code & 7], CATEGORIES[code >> 3 & 7], *flags)

@@ -17,6 +17,7 @@ import threading
 import weakref
 import zlib
 from importlib.machinery import PathFinder
+from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -232,7 +233,7 @@ class EpochOpening:
 
 
 class Asked(list[Any]):
-    """The indices of a batch of a stream, as its fetcher gets them. It draws a sample for each until the stream ends."""
+    """The indices of a stream's batch, as its fetcher gets them. It draws a sample for each until the stream ends."""
 
     iterator: Any = None
 
@@ -311,7 +312,7 @@ def timed_fetch(
             sized[place] += 1
         elif type(possibly_batched_index) is Asked:
             place = opening.place
-            samples[place] += possibly_batched_index.drawn(ended=bool(self.ended))
+            samples[place] += possibly_batched_index.drawn(ended=bool(getattr(self, "ended", False)))
             sized[place] += 1
         else:
             counters.unsized += 1

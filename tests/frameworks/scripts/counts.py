@@ -121,7 +121,8 @@ def lightning(accumulate=1, every=0, workers=0, stop=0, sanity=0, epochs=EPOCHS)
         enable_model_summary=False,
     )
     trainer.fit(Module(), *loaders(workers))
-    COUNTED.update(optimizer_steps=trainer.global_step, epochs=trainer.fit_loop.epoch_progress.current.completed)
+    whole = 0 if stop else trainer.fit_loop.epoch_progress.current.completed  # it takes one that is cut off for whole
+    COUNTED.update(optimizer_steps=trainer.global_step, epochs=whole)
 
 
 def accelerate(accumulate=1, every=0, workers=0, stop=0) -> None:
