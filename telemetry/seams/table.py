@@ -93,7 +93,7 @@ SEAMS: Final = (
     ),
     Seam(
         _LOADER,
-        ("_sampler_iter",),
+        ("_sampler_iter", "_num_samples"),
         "the indices that are left to draw, in the generator of torch's `BatchSampler`, at the first batch of an epoch",
         "samples of a smaller last batch without workers, which counts as a whole one",
         looked_up=False,
