@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -13,12 +14,14 @@ import pytest
 
 from telemetry.diagnosis.hot_lines import loop_lines
 from telemetry.loop.ledger import Ledger
-from telemetry.model.records import COMPUTE, EVALUATION, STARTUP
+from telemetry.model.records import CATEGORIES, COMPUTE, DATA_WAIT, EVALUATION, STARTUP
+from telemetry.model.totals import Totals
 from telemetry.sources.code_lines import draws_ahead, evaluation_lines
 from telemetry.sources.unseen_loop import BackwardPace
 from telemetry.util.clock import NS
 from telemetry.util.profiles import StackProfile, StackTime
 from telemetry.util.stacks import Spot
+from tests.full_views import full_view, page
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,6 +93,30 @@ def test_an_evaluation_is_no_part_of_the_step_around_it():
     ledger.fold([(1000, 1000, *boundary)])
     assert [round(step.seconds * NS) for step in ledger.take_steps()] == [100, 100]
     assert ledger.ns[EVALUATION] == 700
+
+
+def test_what_no_hook_saw_is_absent_and_not_zero():
+    ledger = dict.fromkeys(CATEGORIES, 0.0) | {STARTUP: 2.0, COMPUTE: 8.0}
+    by_hand = dataclasses.replace(full_view(), totals=Totals(ledger_seconds=ledger, exposed_wait_seconds=None))
+    counted = dataclasses.replace(by_hand, totals=Totals(steps=5, unseen_steps=5, ledger_seconds=ledger))
+    starting = dataclasses.replace(by_hand, totals=Totals(ledger_seconds=ledger | {COMPUTE: 0.0}))
+    with_loader = dataclasses.replace(by_hand, totals=Totals(steps=5, ledger_seconds=ledger | {DATA_WAIT: 1e-6}))
+    names = "training_steps_total", "training_wait_duration_seconds_sum"
+    shown = {
+        name: {
+            line.partition("{")[0]
+            for line in page(view).splitlines()
+            if line.startswith(names) or (line.startswith("training_time_seconds_total") and "data_wait" in line)
+        }
+        for name, view in (("by hand", by_hand), ("counted", counted), ("starting", starting), ("loader", with_loader))
+    }
+    time = "training_time_seconds_total"
+    assert shown == {
+        "by hand": set(),
+        "counted": {"training_steps_total"},
+        "starting": {time, "training_steps_total", "training_wait_duration_seconds_sum"},
+        "loader": {time, "training_steps_total", "training_wait_duration_seconds_sum"},
+    }
 
 
 # -- the number of steps -----------------------------------------------------------------------------------------------

@@ -269,7 +269,9 @@ RUN_INFO: Final[MetricGroup[RunView]] = MetricGroup(
 ))
 LOOP: Final[MetricGroup[RunView]] = MetricGroup(record=lambda view: view, metrics=(
     gauge("training_run_ended", "1 once this rank has ended by itself, 0 before.", lambda view: view.ended),
-    counter("training_steps_total", "Training steps that have ended.", lambda view: view.totals.steps),
+    counter("training_steps_total", "Training steps that have ended.",
+            lambda view: None if view.totals.waits_unseen and not view.totals.steps else view.totals.steps,
+            absent="if only samples of the stack show steps"),
     counter("training_samples_total", "Samples of the batches that the training took.", lambda view: view.samples,
             from_zero=False, absent="if the size of a batch was not known",
             details="Goes on over the attempts of a run, by rank. [Throughput](throughput.md) says what counts."),

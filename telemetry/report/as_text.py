@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from msgspec import UNSET
+
 from telemetry.diagnosis.verdict import growth_text, trace_text
 from telemetry.log.process import unix
 from telemetry.model.records import (
@@ -89,8 +91,9 @@ def as_text(found: Report) -> str:
         lines += ["", *_finding(finding)]
     for process in found.now[:_MAX_STEP_LINES]:
         if process.step_lines:
-            lines += ["", f"the steps of rank {process.rank}"]
-            lines += _lines_of_code(process.step_lines, "step", process.started)
+            what = "step" if any(line.part is UNSET for line in process.step_lines) else "loop"
+            lines += ["", f"the {what}{'s' * (what == 'step')} of rank {process.rank}"]
+            lines += _lines_of_code(process.step_lines, what, process.started)
     changes = _changes(values.changes, len({rank.rank for rank in ranks}))
     lines += ["", *changes] if changes else []
     lost = sorted(found.lost_seconds.items(), key=lambda item: -item[1])
@@ -194,6 +197,7 @@ _OF: Final = {
     "wait": "of the waits for batches",
     "sampler": "of the time in the sampler",
     "step": "of the time in steps",
+    "loop": "of the whole loop",
     "checkpoint": "of the time in checkpoints",
 }
 
