@@ -145,6 +145,75 @@ def test_the_exception_and_its_line_come_first_and_its_text_is_nowhere(tmp_path)
     assert "hunter2" not in "".join(path.read_text() for path in (run_dir / "logs").iterdir())
 
 
+ARGUMENTS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float)
+parser.parse_args()
+"""
+
+IN_WORKER = """
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return {}["hunter2"]
+
+for batch in DataLoader(Rows(), num_workers=1):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "status", "ended"),
+    [
+        ("import sys\nsys.exit(3)", [], 3, "exit status 3 in <module> at script.py:2, before the first step. The script"),
+        (ARGUMENTS, ["--rate", "x"], 2, ("exit status 2 in <module> at script.py:5, before the first step. The script ended "
+         "itself, as argparse does for a wrong argument; what it printed says why")),
+        (IN_WORKER, [], 1, "KeyError in __getitem__ at script.py:8, before the first step"),
+    ],
+)  # fmt: skip
+def test_a_run_that_ends_before_its_first_step_has_its_own_line(tmp_path, script, arguments, status, ended):
+    line, run_dir = run(tmp_path, script, *arguments, status=status)
+    assert line.startswith(f"telemetry: Failed: {ended}")
+    found = reported(run_dir)
+    assert found["verdict"].startswith(f"Failed: {ended}")
+    assert found["advice"] == []
+    assert "hunter2" not in "".join(path.read_text() for path in (run_dir / "logs").iterdir())
+
+
+def test_the_line_of_an_installed_program_is_in_its_own_package(tmp_path, monkeypatch):
+    """``pip`` writes the file of a command. Its line, and that of the library that raised, tell nothing."""
+    command = "import sys\nfrom program.cli import main\nif __name__ == '__main__':\n    sys.argv[0] = 'x'\n    sys.exit(main())"
+    packages = tmp_path / "site-packages"
+    (packages / "program").mkdir(parents=True)
+    (packages / "program" / "cli.py").write_text("import library\n\ndef main():\n    library.work()\n")
+    (packages / "library.py").write_text("def work():\n    raise RuntimeError\n")
+    monkeypatch.syspath_prepend(packages)
+    with pytest.raises(RuntimeError) as raised:
+        exec(compile(command, str(tmp_path / "bin" / "program"), "exec"), {"__name__": "__main__"})
+    error = raised.value
+    trace = error.__traceback__
+    while trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    end = ends_with(monkeypatch, error.with_traceback(trace))
+    assert end.exception_at == "main at cli.py:4"
+
+
+def test_descriptors_that_a_worker_has_used_up_are_told_by_where_the_end_of_the_file_is_met():
+    def recvfds():
+        raise EOFError
+
+    with pytest.raises(EOFError) as raised:
+        recvfds()
+    assert failure_of(raised.value) == "descriptors_used_up"
+    assert failure_of(EOFError()) is None
+    assert failure_of(OSError(98, "x")) == "port_in_use"
+    assert failure_of(MemoryError()) == "memory_full"
+
+
 def test_a_first_fetch_that_never_ends_is_found_and_has_the_stack_of_its_worker(tmp_path):
     line, run_dir = run(tmp_path, HELD, "12", stuck_seconds=2)
     begins = "Stuck before its end: rank 0 was waiting for a batch and had not gone on since before "

@@ -150,6 +150,25 @@ def test_a_thread_without_a_core_for_most_of_the_time_is_behind_any_wait(tmp_pat
     assert ("It has no core" in report["verdict"]) == (share > 0.5)
 
 
+def test_a_setting_that_gains_enough_comes_before_a_change_of_the_code_and_is_what_the_verdict_says(tmp_path):
+    """The line may be an augmentation that has to be random."""
+    settings = [
+        dict(action="use workers", setting="num_workers", value="2", predicted_speedup=gain) for gain in (1.5, 1.1)
+    ]
+    line_of = dict(action="take burn at train.py:3 out of the loader", predicted_speedup=20.0)
+    sums = dict(wait=50.0, compute=50.0, steps=100)
+    for rank, setting in enumerate(settings):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        stall = line("stall_open", cause="loader_on_training_thread", opened="t", advice=[setting, line_of])
+        write(folder, 0, line("run_start", **START), window(**sums), stall, line("run_end", **totals(**sums)))
+    first, second = (summarize(load(tmp_path / str(rank))) for rank in (0, 1))
+    assert [each["setting"] for each in first["advice"]] == ["num_workers", None]
+    assert "Do: set num_workers=2: use workers. Expect: 1.5 times" in first["verdict"]
+    assert [each["setting"] for each in second["advice"]] == [None, "num_workers"]
+    assert "Do: take burn" in second["verdict"]
+
+
 def test_what_is_behind_a_wait_takes_the_place_of_the_advice_for_the_wait(tmp_path):
     less = dict(action="send less data", setting=None, value=None, predicted_speedup=1.6, because="why")
     stall = line("stall_open", cause="batch_transfer", opened="t", evidence={"lost_seconds": {"batch_transfer": 50.0}},

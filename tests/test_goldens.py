@@ -90,3 +90,9 @@ def test_what_a_run_logs(here):
             assert set(kinds) <= set(recorded[event].get(key, ())) | also, f"{event}.{key}"
         always = {key for key, kinds in recorded[event].items() if "absent" not in kinds}
         assert always <= keys.keys(), event
+
+
+def test_each_verdict_is_one_sentence_that_is_read_in_one_breath():
+    sentences = [path.read_text("utf-8").splitlines()[2] for path in goldens.EXPECTED.glob("*.report.txt")]
+    assert len(sentences) > 30
+    assert [each for each in sentences if len(each.split()) > 30] == []

@@ -134,6 +134,37 @@ def test_a_kill_costs_the_steps_after_the_checkpoint_and_the_downtime(tmp_path):
     assert job(tmp_path)["goodput"]["wall_seconds"] == pytest.approx(85)
 
 
+@pytest.mark.parametrize(
+    ("end", "later", "head", "resumed", "new"),
+    [
+        pytest.param({"exception": "ValueError"}, 600, {}, 0, True, id="failed, and run again"),
+        pytest.param({"exception": "ValueError"}, 20, {}, 0, False, id="at once, as a loop in a shell does"),
+        pytest.param({}, 20, {}, 0, True, id="finished, and run again"),
+        pytest.param({"exception": "ValueError"}, 600, {}, 10, False, id="it loads a checkpoint"),
+        pytest.param({"exit_status": 3}, 600, {"restarts": 1}, 0, False, id="the launcher counts it"),
+        pytest.param({"exit_status": 3}, 600, {"launcher": "kubernetes"}, 0, False, id="the pod is restarted"),
+    ],
+)
+def test_a_later_start_that_resumes_nothing_is_a_new_run_of_the_folder(tmp_path, end, later, head, resumed, new):
+    Process(tmp_path, begin=0, pid=1).checkpoint(10).end(25, **end)
+    second = Process(tmp_path, begin=25 + later, pid=2, **head)
+    (second.resumed(resumed) if resumed else second).window(15).end(25)
+    found = report_of(tmp_path, load(tmp_path), LATER).values
+    assert [len(found.ranks), len(found.job.attempts), found.job.goodput.seconds["down"] > 0] == (
+        [1, 1, False] if new else [2, 2, True]
+    )
+    how = "failed (ValueError)" if end else "finished"
+    said = f"This is a new run in the same folder; the run before {how} at {at(25)}, after 20 steps."
+    assert (said in found.verdict) is new
+
+
+def test_an_attempt_that_ends_before_it_loads_its_checkpoint_is_no_new_run(tmp_path):
+    Process(tmp_path, begin=0, pid=1).checkpoint(10).window(25).write()
+    Process(tmp_path, begin=600, pid=2).window(4).write()
+    Process(tmp_path, begin=1200, pid=3).resumed(10).end(25)
+    assert told(tmp_path, "end") == ["killed", "killed", "finished"]
+
+
 def test_a_checkpoint_that_is_not_complete_does_not_count(tmp_path):
     process = Process(tmp_path, begin=0, pid=1).checkpoint(5).checkpoint(10, complete=False)
     process.checkpoint(12, holds_optimizer=False).window(25).write()

@@ -540,7 +540,7 @@ class Agent:
             ended=True,
             broke_off=end.failed,
             end=RunEnd((identity.rank,), end, gpu_fault=self.event_log.gpu_fault) if end.failed else None,
-            ledger=totals.ledger_seconds,
+            ledger={} if shown else totals.ledger_seconds,  # the table has it
             ledger_in_full=not shown,
             children=self.event_log.child_processes,
             step_lines={identity.rank: self._step_monitor.lines()},

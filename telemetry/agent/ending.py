@@ -152,7 +152,10 @@ def _frames_of(error: BaseException) -> list[_Frame]:
 
 def failure_of(error: BaseException) -> str | None:
     """What an exception means, see `FAILURES`. Its text is only matched, because it may hold anything."""
-    chain = [(f"{type(each).__name__.lower()}: {_text(each)}", getattr(each, "errno", None)) for each in _chain(error)]
+    chain = [
+        (f"{type(each).__name__.lower()}: {_text(each)} in {_innermost(each)}", getattr(each, "errno", None))
+        for each in _chain(error)
+    ]
     for name, failure in FAILURES.items():
         if any(code in failure.errnos or re.search(failure.told, text, re.DOTALL) for text, code in chain):
             return name
@@ -164,10 +167,18 @@ def _chain(error: BaseException) -> list[BaseException]:
     found: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and len(found) < _MAX_CHAIN:
-        if isinstance(each, (RuntimeError, MemoryError, OSError)):
+        if isinstance(each, (RuntimeError, MemoryError, OSError, EOFError)):
             found.append(each)
         each = each.__cause__ or each.__context__
     return found
+
+
+def _innermost(error: BaseException) -> str:
+    """The function that raised an exception."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_name
 
 
 def _gpu_memory(error: BaseException) -> GpuMemoryFull | None:

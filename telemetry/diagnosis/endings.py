@@ -26,8 +26,8 @@ INTERRUPT: Final = "KeyboardInterrupt"
 class Failure(NamedTuple):
     """What the exception that ended a process means.
 
-    ``told``: matches the lower-case class and text of such an exception. ``errnos``: its error numbers. ``means``, and
-    what to do: in words.
+    ``told``: matches the lower-case class and text of such an exception, and the function that raised it. ``errnos``:
+    its error numbers. ``means``, ``advice``: in words.
     """
 
     told: str
@@ -51,10 +51,10 @@ FAILURES: Final[Mapping[str, Failure]] = MappingProxyType(
             "make it larger (docker run --shm-size), or use fewer DataLoader workers or a smaller prefetch_factor",
         ),
         "descriptors_used_up": Failure(
-            r"too many open files|\d items of ancdata",
+            r"too many open files|\d items of ancdata|^eoferror: .*in recvfds$",  # the last: it was the worker's
             "too many files were open, and each kept tensor of a DataLoader worker is one",
-            "keep copies (.clone()) of what the loader gives, and close files after use; or call "
-            "torch.multiprocessing.set_sharing_strategy('file_system') first; a higher limit (ulimit -n) lasts longer",
+            "keep copies (.clone()) of the loader's tensors, and close files after use; or call "
+            "torch.multiprocessing.set_sharing_strategy('file_system'), or raise the limit (ulimit -n)",
             (errno.EMFILE, errno.ENFILE),
         ),
         LOADER_TIMEOUT: Failure(

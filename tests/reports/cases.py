@@ -45,6 +45,8 @@ _NO_BATCH_SAID: Final = r"fetch|did not come|first batch|never came"
 _VALIDATION: Final = r"num_workers|persistent_workers|batch_size|evaluation|validation"
 _FIRST_FETCH: Final = r"buffer|first (fetch|batch)|index|start of (an|each|the) epoch|__iter__"
 _READ: Final = r"num_workers"
+_OPEN_FILES: Final = r"open files|files were open|descriptor"
+_CLOSED: Final = r"clone|cop(y|ies)|file_system|close|ulimit"
 _OPEN_ONCE: Final = r"once|keep.*open"
 
 REPORTED: Final = (
@@ -81,6 +83,7 @@ REPORTED: Final = (
         "frame_row_by_row", ("loader_on_training_thread",), r"array|to_numpy", "smaller size", line=True, needs="pandas"
     ),
     case("threads_in_workers", ("threads_oversubscribed",), _FEWER_THREADS, "^num_workers.*more"),
+    case("kept_labels", advice=_CLOSED, line=True, end="no descriptor left", end_said=_OPEN_FILES),
 )  # fmt: skip
 """The scripts after public reports."""
 
@@ -105,6 +108,11 @@ ALIKE: Final = (
     case("metric_by_items", ("host_work",), _LOG_LESS, "^num_workers", line=True),
     case("shell_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
     case("post_each_step", ("host_work",), _LOG_LESS, "^num_workers", line=True),
+    case("files_left_open", advice=_CLOSED, line=True, end="no descriptor left", end_said=_OPEN_FILES),
+    case(
+        "files_left_open_in_worker", advice=_CLOSED, end="no descriptor left", end_said=_OPEN_FILES,
+        script="files_left_open", variables={"WORKERS": "1"},
+    ),
     case("kept_state", ("step_growth",), _GROWTH, "^num_workers", line=True),
     case("walked_history", ("step_growth",), _GROWTH, "^num_workers", line=True),
     case("validation_loader_made_anew", ("evaluation_loader",), r"persistent_workers|once|keep|workers", line=False),
