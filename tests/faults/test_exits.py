@@ -226,6 +226,24 @@ with open("results.json", "w") as file:
     json.dump(world, file)
 '''
 
+DEPTH = """
+import sys
+frame, below = sys._getframe(), -1
+while frame is not None:
+    frame, below = frame.f_back, below + 1
+print(below)
+"""
+
+
+def test_few_frames_are_below_the_script(tmp_path):
+    """Code that walks the stack in each operator, as autograd's anomaly mode does, pays for each of them."""
+    write(tmp_path, "script.py", DEPTH)
+    command = ("-c", "import sys; from telemetry.__main__ import main; sys.exit(main())", *RUN[2:])
+    for under, frames in ((RUN, 3), (command, 2)):
+        done = python(*under, "script.py", cwd=tmp_path, env=quiet())
+        assert (done.returncode, done.stdout) == (0, f"{frames}\n"), done.stderr
+
+
 DASHES = ("--lr", "0.1", "-x", "--", "--run-dir", "other", "-m", "-h", "--port=1", "a b", "")
 
 
