@@ -584,8 +584,8 @@ def _to_paste(facts: RunFacts) -> tuple[str, str]:
     lines = min(facts.step_lines.items(), default=(0, ()))[1]
     own = [line for line in lines if line.part == OTHER and not is_library(line.file)]
     why, code = "", []
-    if about and not any(rank.steps for rank in facts.ranks):
-        why = f"It made about {about} steps, by stack samples."
+    if not any(rank.steps for rank in facts.ranks):
+        why = f"It made about {about} steps, by stack samples." if about else ""
         at = f" in {lines[0].function} ({lines[0].file_name})" if lines and not is_library(lines[0].file) else ""
         code.append(f"to count them, put with telemetry.step(): around the body of the loop{at}")
     if own and own[0].share_ratio >= _LEAST_PASTED:

@@ -61,10 +61,11 @@ _CALM: Final = ((60.0, 0.3), (300.0, 1.25), (float("inf"), 5.0))
 _WAITS: Final = 0.3
 """Mean seconds while waits for batches matter: a window of 30 s then has 100 samples of what is in them."""
 
-_UNSEEN: Final = ((30.0, 0.04), (60.0, 0.1))
-_CHANGES: Final = 0.1
-"""Mean seconds in a loop without loaders, up to so many seconds of it, and in its evaluations: only samples show its
-parts, and when evaluations begin and end."""
+_UNSEEN_SECONDS: Final = 60.0
+_UNSEEN: Final = 0.05
+_EVALUATING: Final = 0.1
+"""Mean seconds in the first minute of a loop without loaders, and in its startup and in later evaluations: only samples
+show when these begin and end. In that minute they may take `_FIRST_SHARE`."""
 
 _GAPS: Final = 0.15
 """Mean seconds while the time between two loops matters: a tenth of half a minute then has 20 samples."""
@@ -217,11 +218,12 @@ class Sampler:
             return _STALL, _FIRST_SHARE if young else _MAX_SHARE
         passed = (now - self._began_ns) / NS if self._began_ns else 0.0
         mean, most = next(every for until, every in _CALM if passed < until), _MAX_SHARE
-        if self._unseen and (self.loop.began_ns or self._tracker.stepping):
-            unseen = next((every for until, every in _UNSEEN if passed < until), _CHANGES)
-            if self.loop.evaluating or passed < _UNSEEN[-1][0]:
-                mean = min(mean, unseen)
-            most = _FIRST_SHARE if passed < _UNSEEN[0][0] else most
+        if self._unseen:
+            runs = self.loop.began_ns or self._tracker.stepping
+            if runs and passed < _UNSEEN_SECONDS:
+                mean, most = min(mean, _UNSEEN), _FIRST_SHARE
+            elif self.loop.evaluating or not runs:
+                mean = min(mean, _EVALUATING)
         if wanted.waits:
             mean = min(mean, _WAITS)
         if wanted.gaps:
@@ -276,7 +278,7 @@ class Sampler:
             now = now_ns()
             if kind != STEP or loop.take(stack, now, tracker.thread):
                 pace.away()
-                self._sleep(_CHANGES)
+                self._sleep(_EVALUATING)
             else:
                 pace.take(now, (now - loop.began_ns) / NS, backward=in_backward(stack))
 

@@ -97,13 +97,13 @@ class UnseenLoop:
 
 # -- how often the backward pass begins --------------------------------------------------------------------------------
 
-_GAPS: Final = (0.002, 0.006, 0.02, 0.07, 0.25)
+_GAPS: Final = (0.001, 0.004, 0.016, 0.06, 0.25)
 _SAMPLES: Final = 200
 """A burst takes so many samples, with one of these gaps in seconds: a longer one if there were too few backward passes,
 a shorter one if too few samples were in each. It costs the agent thread some 30 ms, and slows the loop meanwhile."""
 
 _MIN_PASSES: Final = 6
-_MIN_OF_EACH: Final = 3.0
+_MIN_OF_EACH: Final = 2.5
 """A pass, and the time between two, must have so many samples on average. Else too many fall between two samples, and
 passes that are much shorter than the gap would seem to have two."""
 
