@@ -405,6 +405,10 @@ ALL_WAIT = {
         job(waits(0, "broadcast", doing="evaluation"), *(waits(r, "barrier", doing=LEFT) for r in (1, 2, 3))), "mismatch",
         [0], f"{DIFFERENT}, and rank 0 on n1 is the odd one at train.py:40; rank 0 is in an evaluation at train.py:40: ",
     ),
+    "one sends the buffers of DDP": (
+        job(waits(0, "broadcast", doing=LEFT, call="_distributed_broadcast_coalesced"), waits(1, "barrier", doing=LEFT), ranks=2),
+        "mismatch", [0, 1], "; rank 0 is in the forward pass of DDP at train.py:40 (_distributed_broadcast_coalesced): where",
+    ),
     "different process groups": (split(), "unknown", [], GROUPS),
     "different process groups by number": (split("", ""), "unknown", [], GROUPS),
     "one collective": (job(), "unknown", [], NETWORK),

@@ -311,6 +311,9 @@ _KERNEL: Final = (
 )
 """The kernel's names of states of a waiting thread, in plain words."""
 
+_DDP_FORWARD: Final = "_distributed_broadcast_coalesced"
+"""In this function the forward pass of DDP sends the buffers of the model."""
+
 _MAX_CLAUSES: Final = 3
 """The sentence names this many groups of ranks, and counts the others."""
 
@@ -362,11 +365,14 @@ def _odd_words(verdict: HangVerdict) -> str:
 
 
 def _apart_words(verdict: HangVerdict) -> list[str]:
-    """What to change if suspects are in an evaluation, in which the other ranks may not be."""
-    apart = [suspect for suspect in verdict.suspects if suspect.doing == EVALUATION]
+    """What to change if suspects evaluate, or send DDP's buffers, where the other ranks perhaps do not."""
+    evaluate = [suspect for suspect in verdict.suspects if suspect.doing == EVALUATION]
+    forward = [suspect for suspect in verdict.suspects if suspect.call == _DDP_FORWARD]
+    apart = evaluate or forward
     if not apart:
         return []
     who, be = named([each.rank for each in apart]), "is" if len(apart) == 1 else "are"
+    what = "an evaluation" if evaluate else "the forward pass of DDP"
     where = f" at {apart[0].place}" if apart[0].place else ""
     fix = "where ranks evaluate alone, they may call no collective; the forward pass of DDP does: use model.module"
-    return [f"{who} {be} in an evaluation{where}: {fix}"]
+    return [f"{who} {be} in {what}{where}: {fix}"]
