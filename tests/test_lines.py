@@ -73,6 +73,46 @@ def test_a_profile_is_the_same_when_it_is_unpacked_as_far_as_it_fits(content, mo
         assert len(frames.split(";")) - 1 in {len(stack) for stack in profile.times} | {1}
 
 
+# -- the call of a framework's loop -----------------------------------------------------------------------------------
+
+HF_MAIN = Spot("/home/me/hf.py", 13, "main", "__main__")
+HF_TRAIN = Spot(f"{SITE}transformers/trainer.py", 2000, "train", "transformers.trainer")
+HF_STEP = HF_TRAIN._replace(line=2300, function="training_step")
+BERT = Spot(
+    f"{SITE}transformers/models/bert/modeling_bert.py", 120, "forward", "transformers.models.bert.modeling_bert"
+)
+OWN_MODEL = Spot("/home/me/model.py", 30, "forward", "model")
+LINEAR = Spot(f"{SITE}torch/nn/modules/linear.py", 130, "forward", "torch.nn.modules.linear")
+BACKWARDS = Spot(f"{SITE}torch/autograd/__init__.py", 350, "backward", "torch.autograd")
+TENSOR = Spot(f"{SITE}torch/_tensor.py", 600, "backward", "torch._tensor")
+ADAM = Spot(f"{SITE}torch/optim/adam.py", 200, "step", "torch.optim.adam")
+
+
+@pytest.mark.parametrize("model", [BERT, OWN_MODEL], ids=["a library's model", "the user's model"])
+def test_below_a_framework_s_loop_the_line_of_the_model_is_named(model):
+    """The user's own line there is a single call, of the training: it says nothing."""
+    below = (HF_STEP, HF_TRAIN, HF_MAIN)
+    profile = profile_of(
+        ((LINEAR, model, *below), 60), ((BACKWARDS, TENSOR, *below), 50), ((ADAM, *below), 10), ((HF_TRAIN, HF_MAIN), 1)
+    )
+    lines = line_shares(profile, STEP)
+    found = [(line.file, line.line, round(line.share, 2)) for line in lines]
+    assert found[:2] == [(model.file, model.line, 0.5), (HF_STEP.file, HF_STEP.line, 0.41)]
+    assert all(line.file != HF_MAIN.file for line in lines)
+
+
+def test_a_line_of_the_user_s_own_loop_is_named_whatever_it_calls():
+    """One heavy call, a backward pass, or all calls in one line are no framework's loop."""
+    heavy = Spot(f"{SITE}scipy/optimize.py", 5, "minimize", "scipy.optimize")
+    for stacks in (
+        [((heavy, LOOP), 95), ((BACKWARDS, TENSOR, LOOP._replace(line=8)), 5)],
+        [((BACKWARDS, TENSOR, LOOP), 95), ((LINEAR, LOOP._replace(line=6)), 5)],
+        [((LINEAR, LOOP), 50), ((BACKWARDS, TENSOR, LOOP), 50)],
+    ):
+        line = line_shares(profile_of(*stacks), STEP)[0]
+        assert (line.file, line.line) == (LOOP.file, LOOP.line)
+
+
 def test_a_profile_is_limited():
     profile = profile_of(*(((Spot("/a.py", n, "f", "m"),), 1) for n in range(MAX_STACKS + 100)))
     assert len(profile.times) == MAX_STACKS + 1, "the others are summed up"

@@ -138,12 +138,13 @@ def line_shares(
     counted: dict[tuple[str, int, str | None], StackTime] = defaultdict(StackTime)
     functions: dict[tuple[str, int], str] = {}
     habits: dict[str | None, Habit] = {}
+    loops = _calls_of_loops(profile) if work == STEP and only is None else frozenset()
     for stack, time in profile.times.items():
         inside = _inside(stack, work)
         if work == SAMPLER and not inside:
             continue
         total = total.plus(time)
-        blamed = _blamed(inside, stack)
+        blamed = _blamed(inside, stack, loops)
         if sample_code is not None and inside and all(spot.file == inside[-1].file for spot in inside):
             blamed = (Spot(*sample_code, ""), ()) if is_fetcher(inside[-1]) else blamed
         if blamed is not None:
@@ -305,9 +306,34 @@ def _inside(stack: Stack, work: str) -> Stack:
     return stack[: end + 1]
 
 
-def _blamed(inside: Stack, stack: Stack) -> tuple[Spot, Stack] | None:
-    """The line that a stack counts for, and what it has called; None if there is no such line."""
+_OF_A_LOOP: Final = 0.05
+"""Least part of the time below the call of a framework's loop that is in backward passes, and that is not."""
+
+
+def _calls_of_loops(profile: StackProfile) -> frozenset[tuple[str, int]]:
+    """The user's lines that only call the loop of a framework: nearly all of each step is below them, in a library."""
+    below: Counter[tuple[Spot, str, str]] = Counter()  # by line, and file and name of the function that it calls
+    backward: Counter[tuple[Spot, str, str]] = Counter()
+    for stack, time in profile.times.items():
+        passes = any(spot.module.startswith("torch.autograd") and "backward" in spot.function for spot in stack)
+        for spot, called in zip(stack[1:], stack, strict=False):
+            if is_library(called.file) and not is_library(spot.file):
+                below[spot, called.file, called.function] += time.wall_ns
+                backward[spot, called.file, called.function] += time.wall_ns * passes
+    found = [call for call, ns in below.items() if ns >= _ALL * profile.wall_ns]
+    loops = [call for call in found if _OF_A_LOOP <= backward[call] / below[call] <= 1 - _OF_A_LOOP]
+    return frozenset((spot.file, spot.line) for spot, _, _ in loops)
+
+
+def _blamed(inside: Stack, stack: Stack, loops: frozenset[tuple[str, int]] = frozenset()) -> tuple[Spot, Stack] | None:
+    """The line that a stack counts for, and what it has called; None if there is no such line.
+
+    Below the call of a framework's loop it is the innermost line of a library other than torch.
+    """
     at = _first(inside, _is_users)
+    if at is not None and (inside[at].file, inside[at].line) in loops:
+        of_library = _first(inside[:at], _is_of_a_package)
+        at = at if of_library is None else of_library
     if at is None and inside and _begins_a_batch(inside[-1]):
         # The library's line that makes the batch: outside of the DataLoader's code if there is one, else the fetcher's.
         libraries = [
@@ -362,6 +388,11 @@ def _first(stack: Stack, true_of: Callable[[Spot], bool]) -> int | None:
 
 def _is_users(spot: Spot) -> bool:
     return not is_library(spot.file)
+
+
+def _is_of_a_package(spot: Spot) -> bool:
+    inside = spot.file.startswith(STANDARD_LIBRARY) and "-packages" not in spot.file
+    return not (inside or _OPERATORS.match(spot.module) or _OURS in spot.file or spot.file.startswith("<"))
 
 
 def _begins_a_batch(spot: Spot) -> bool:
