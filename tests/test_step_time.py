@@ -210,7 +210,8 @@ def test_reducing_the_gradients_of_each_batch_that_is_accumulated_is_found(waits
         assert (finding.share_ratio, finding.lines[0].calls) == (0.3, "graph._engine_run_backward")
         assert "each of the 4 batches" in finding.text
         assert "model.no_sync()" in advice.action
-        assert advice.predicted_speedup == pytest.approx(1 / 0.7, abs=0.01)
+        assert advice.predicted_low == pytest.approx(1 / 0.7, abs=0.01)
+        assert advice.predicted_speedup == pytest.approx(1 / 0.625, abs=0.01)  # half of the other 15 % of these passes
 
 
 # -- switches of torch -------------------------------------------------------------------------------------------------
