@@ -242,7 +242,7 @@ def test_the_report_says_what_the_attempts_cost_and_how_often_to_save(tmp_path):
     for log in (tmp_path / "logs").iterdir():
         log.write_text("".join(each for each in log.read_text().splitlines(keepends=True) if '"gpu"' not in each))
     assert "Of 5.4 h, 3 h were productive (55 %): 100 min redone after 4 kills, " in text_of(load(tmp_path)), "no GPU"
-    assert "attempt 3: killed, 4495 steps on 1 ranks, resumed at step 9000, 1495 steps lost" in text
+    assert "attempt 3: killed, 4495 steps on 1 rank, resumed at step 9000, 1495 steps lost" in text
     assert re.search(r"write a checkpoint every 6\d\S* s instead of every 75 min", text), text
 
 

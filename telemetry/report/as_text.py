@@ -437,7 +437,8 @@ def _attempts(job: Job) -> list[str]:
 
 
 def _attempt(attempt: JobAttempt) -> str:
-    text = f"  attempt {attempt.attempt}: {attempt.end}, {attempt.steps} steps on {attempt.ranks} ranks"
+    ranks = f"{attempt.ranks} rank{'s' * (attempt.ranks > 1)}"
+    text = f"  attempt {attempt.attempt}: {attempt.end}, {attempt.steps} steps on {ranks}"
     if attempt.resumed_from_step is not None:
         assumed = " (assumed: the newest complete checkpoint)" if attempt.resumed_from == ASSUMED else ""
         text += f", resumed at step {attempt.resumed_from_step}{assumed}"
