@@ -18,6 +18,7 @@ from telemetry.agent.step_monitor import StepMonitor
 from telemetry.cli import main
 from telemetry.diagnosis import changes as module
 from telemetry.diagnosis.changes import Block, ChangeDetector, GrowthDetector
+from telemetry.diagnosis.habits import habit_in
 from telemetry.diagnosis.hot_lines import LineShare
 from telemetry.diagnosis.step_time import growth_finding
 from telemetry.model.records import FASTER, GROWS, SLOWER, UNCLEAR
@@ -310,6 +311,9 @@ def test_other_growth_has_other_advice():
     assert "numpy.mean at train.py:40" in finding.text
     assert "memory" not in finding.text
     assert "each step adds to" in finding.advice[0].action
+    drawn = replace(metric, calls="random.sample", habit=habit_in((Spot("/lib/random.py", 400, "sample", "random"),)))
+    known = growth_finding(run.detector.growth, run.totals, [drawn]).advice[0].action
+    assert known.startswith("random.sample at train.py:40: draw from a list or an array")
     small = LineShare("/home/me/train.py", 50, "log", None, 0.1, 0.1)
     assert "train.py:50" not in growth_finding(run.detector.growth, run.totals, [small]).text
     run = Run(Loop(wait_share=0.5, slower=lambda now: (ramp(4, 200)(now), 1.0)), BEGIN + 5 * MINUTE)

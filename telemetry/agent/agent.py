@@ -408,7 +408,7 @@ class Agent:
         """Find the lines of code in which the time is spent. The stall decides how closely the samples look."""
         stalls, wanted = self._stall_monitor, self._sampler.wanted
         wanted.waits, wanted.slow_rank = stalls.waits_matter, stalls.samples_closely
-        wanted.ranks, wanted.gaps = self.identity.world_size > 1, self._step_monitor.gaps.matter
+        wanted.ranks, wanted.gaps = self.identity.world_size > 1, self._step_monitor.wants_gaps
         if self._line_monitor.tick(stalls.open_stall, holds_others_up=stalls.holds_others_up):
             stalls.log_hot_lines()
         self._step_monitor.tick(self._newest_tick, self._collectors.samples, stalls.evidence)

@@ -93,6 +93,9 @@ _LATER_SECONDS: Final = 60.0
 _INTERVALS: Final = 2
 """Figures are compared over two intervals, so that a moment of other work is no finding."""
 
+_ENOUGH_OF_GAPS: Final = 200
+"""With so many samples of the time between two loops, its lines are known."""
+
 _MORE: Final = 2
 """The lines of the steps are logged again once there are so many times the samples."""
 
@@ -173,6 +176,12 @@ class StepMonitor:
         else:
             lines = _by_growth(ends[0], _merged(sampler.parts), ends[1], sampler.newest)
         self._findings.tell(growth_finding(growth, totals, lines))
+
+    @property
+    def wants_gaps(self) -> bool:
+        """Whether the time between two loops matters, and has too few samples."""
+        profile = self._sampler.run.get(BETWEEN)
+        return self.gaps.matter and (profile is None or profile.samples < _ENOUGH_OF_GAPS)
 
     def judge(self, totals: Totals, evidence: Evidence | None) -> None:
         """Look at the cores and at the time between loops of the whole run at its end: a short run has had no look."""
