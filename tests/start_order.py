@@ -13,7 +13,7 @@ LONG = """
     test_stalls test_agent faults/test_footprint faults/test_takeover faults/test_names_and_settings test_html
     frameworks/test_resume test_benchmarks test_lines_run
     test_trace_ faults/test_unnoticed faults/test_seams faults/test_files_removed faults/test_endpoint
-    test_compare test_sinks test_run_counts test_commands
+    test_compare test_sinks test_run_counts test_unseen_loops test_commands
 """.split()
 """How their paths in this folder begin: 15 s and more where several processes share two cores, about by length."""
 

@@ -577,9 +577,9 @@ _LEAST_PASTED: Final = 0.02
 
 
 def _to_paste(facts: RunFacts) -> tuple[str, str]:
-    """What samples estimate of a loop without loaders, and code for the script that measures it; else empty."""
+    """What samples estimate of a loop without loaders, and code for the script that measures its waits."""
     if any(rank.wait_seconds for rank in facts.ranks):
-        return "", ""
+        return "", _WATCH
     about = max((rank.estimated_steps or 0 for rank in facts.ranks), default=0)
     lines = min(facts.step_lines.items(), default=(0, ()))[1]
     own = [line for line in lines if line.part == OTHER and not is_library(line.file)]
