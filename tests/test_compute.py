@@ -42,6 +42,8 @@ ZERO = (frame("torch.optim.optimizer", "zero_grad"),)
 OWN = (at(3, "loss_of", "losses"),)  # operators that the script's own code calls
 
 # For each script: where its stacks end, the line of the loop that they begin at, and the part.
+HOOK = at(329, "call_hook", "trainer.call")
+
 SCRIPTS = {
     "a loop": [
         (LINEAR, at(10), FORWARD),
@@ -98,6 +100,12 @@ SCRIPTS = {
         ((*ADAM, at(90, "fit", "trainer")), at(10), OPTIMIZER),
         ((at(2, "on_step_end", "callbacks"), at(92, "fit", "trainer")), at(10), OTHER),
         ((at(5, "send_to_device", "accelerate.utils"), at(55, "step", "trainer")), at(10), COPY),
+    ],
+    "a framework's closure, which calls all by one line of a helper": [
+        ((*OWN, at(8, "training_step", "net"), HOOK, at(31, "closure", "trainer"), *ADAM), at(10), FORWARD),
+        ((*ENGINE, at(33, "backward", "strategy"), HOOK, at(40, "closure", "trainer"), *ADAM), at(10), BACKWARD),
+        ((at(12, "on_after_backward", "net"), HOOK, at(45, "closure", "trainer"), *ADAM), at(10), OTHER),
+        (ADAM, at(10), OPTIMIZER),
     ],
     "torch.compile": [
         ((frame("torch._dynamo.convert_frame", "compile"), *LINEAR), at(10), COMPILE),

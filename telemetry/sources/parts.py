@@ -128,7 +128,8 @@ class PartReader:
                 layer = True
             elif part is not None and not layer:
                 return part
-            elif part is None and (calls := self._calls.get((spot.file, spot.function))) is not None:
+            calls = self._calls.get((spot.file, spot.function)) if part is None else None
+            if calls is not None and calls.get(spot.line) != BACKWARD:  # through that line a framework calls all parts
                 return self._before_backward(spot, calls, layer=layer)
         return FORWARD
 
