@@ -567,7 +567,7 @@ def _steps(facts: RunFacts) -> tuple[str, ...]:
     rank, lines = min(facts.step_lines.items(), default=(0, ()))
     parts = [f"{rounded_percent(line.share_ratio)} in {line.named}" for line in lines if line.share_ratio >= _MIN_LINE]
     whose = f" of rank {rank}" if len(facts.ranks) > 1 else ""
-    what = "steps" if any(line.part is UNSET for line in lines) else "loop"
+    what = "steps" if all(line.part is UNSET for line in lines) else "loop"
     spend = f"Its {what}{whose} spend{'s' * (what == 'loop')}"
     return (f"{spend} {' and '.join(parts[:_MAX_LINES])}.",) if parts else ()
 

@@ -91,7 +91,7 @@ def as_text(found: Report) -> str:
         lines += ["", *_finding(finding)]
     for process in found.now[:_MAX_STEP_LINES]:
         if process.step_lines:
-            what = "step" if any(line.part is UNSET for line in process.step_lines) else "loop"
+            what = "step" if all(line.part is UNSET for line in process.step_lines) else "loop"
             lines += ["", f"the {what}{'s' * (what == 'step')} of rank {process.rank}"]
             lines += _lines_of_code(process.step_lines, what, process.started)
     changes = _changes(values.changes, len({rank.rank for rank in ranks}))
