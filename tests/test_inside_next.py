@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import telemetry
 from telemetry.diagnosis.evidence import aggregate
 from telemetry.model.totals import StackTotals, Tick, Totals
 from telemetry.util.clock import now_ns
@@ -57,6 +59,12 @@ def loader(sampler, data=None, **settings) -> DataLoader:
     return DataLoader(data or Numbers(1 << 40), batch_sampler=sampler, **settings)
 
 
+RUN: dict = {}
+exec(
+    compile("def as_the_command(script): script()", str(Path(telemetry.__file__).with_name("__main__.py")), "exec"), RUN
+)
+
+
 @pytest.fixture
 def seen(observed, monkeypatch):
     """What samples show of loops over loaders, once there are so many of a kind of work."""
@@ -65,13 +73,17 @@ def seen(observed, monkeypatch):
     def of(batches, kind: str, samples: int = 200, *, step: float = 0.001):
         torch.set_num_threads(1)
         with sampled(observed.tracker) as made:
-            until = time.monotonic() + 60
-            while (kind not in made.run or made.run[kind].samples < samples) and time.monotonic() < until:
-                for batch in batches():
-                    assert batch is not None
-                    time.sleep(step)
-                    if kind in made.run and made.run[kind].samples >= samples:
-                        break
+
+            def loops() -> None:
+                until = time.monotonic() + 60
+                while (kind not in made.run or made.run[kind].samples < samples) and time.monotonic() < until:
+                    for batch in batches():
+                        assert batch is not None
+                        time.sleep(step)
+                        if kind in made.run and made.run[kind].samples >= samples:
+                            break
+
+            RUN["as_the_command"](loops)
         observed.read()
         return made.seen
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from telemetry.diagnosis.costs import THRESHOLDS, crowded_out, first_fetch_cost, less, own_time, without_own_time
 from telemetry.diagnosis.misuse import SPLIT
 from telemetry.diagnosis.model import (
+    WORTH_IT,
     Fetch,
     alone_in_worker,
     best_workers,
@@ -29,9 +30,6 @@ from telemetry.util.words import rounded_percent
 
 if TYPE_CHECKING:
     from telemetry.diagnosis.evidence import Evidence
-
-WORTH_IT: Final = 1.05
-"""Advice with a smaller predicted speed-up is left out: it is not worth a person's time."""
 
 ON_CPU: Final = 0.5
 """Workers whose fetches use the CPU for this share of their time hold the GIL most of the time."""

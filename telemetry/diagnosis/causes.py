@@ -13,6 +13,7 @@ from msgspec import structs
 from telemetry.diagnosis import advice
 from telemetry.diagnosis.costs import costs, without_own_time
 from telemetry.diagnosis.misuse import mended_first
+from telemetry.diagnosis.model import WORTH_IT
 from telemetry.util.profiles import CHECKPOINT, FETCH, STEP, WAIT
 from telemetry.util.words import rounded_percent
 
@@ -112,7 +113,7 @@ def advise(name: str, evidence: Evidence) -> tuple[Advice, ...]:
     if not wanted:
         own = evidence.source != "workers" or cause.own_time
         wanted = cause.advise(evidence if own else without_own_time(evidence))
-    worth_it = (a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= advice.WORTH_IT)
+    worth_it = (a for a in wanted if a.predicted_speedup is None or a.predicted_speedup >= WORTH_IT)
     return tuple(worth_it)[:_MAX_ADVICE]
 
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import UNSET, structs
 
-from telemetry.diagnosis.advice import WORTH_IT
 from telemetry.diagnosis.costs import own_time
 from telemetry.diagnosis.habits import habit_in
-from telemetry.diagnosis.model import Fetch, alone_in_worker, gain_of, gain_over_window, predicted_step
+from telemetry.diagnosis.model import WORTH_IT, Fetch, alone_in_worker, gain_of, gain_over_window, predicted_step
 from telemetry.model.records import BACKWARD, Advice, HotLine, factor_text
 from telemetry.util.profiles import CHECKPOINT, FETCH, SAMPLER, STEP, WAIT, StackProfile, StackTime
 from telemetry.util.stacks import LOADER_CODE, STANDARD_LIBRARY, Spot, class_of, is_fetcher, is_library

@@ -136,10 +136,18 @@ def gain_of(
     return _factor(evidence.step_seconds if now is None else now, max(then, *others, 0.0))
 
 
+WORTH_IT: Final = 1.05
+"""A smaller gain is not worth a person's time: it is not predicted, or its advice is left out."""
+
+
 def gain_without(evidence: Evidence, share: float) -> float | None:
-    """The factor on the steps per second without this share of the loop. Workers may then limit the steps."""
+    """The factor on the steps per second without this share of the loop; None if it is not worth it.
+
+    Workers, or another rank, may then limit the steps.
+    """
     now = evidence.step_seconds
-    return gain_of(evidence, max(now * (1 - share), min(now, evidence.supply_seconds or 0.0)))
+    gain = gain_of(evidence, max(now * (1 - share), min(now, evidence.supply_seconds or 0.0)))
+    return gain if gain is not None and gain >= WORTH_IT else None
 
 
 def gain_over_window(evidence: Evidence, then: float, *, now: float) -> float | None:

@@ -38,8 +38,8 @@ from telemetry.util.stacks import (
     Spot,
     fetch_part,
     in_sampler,
+    in_seams,
     is_library,
-    is_ours,
     line_of,
     python_threads,
     stack_of,
@@ -347,7 +347,7 @@ class Sampler:
         seen, stack, wall, cpu = self.seen, sample.stack, sample.wall_ns, sample.cpu_ns
         self._take_collection(sample)
         sampler = in_sampler(stack)
-        ours = max((depth for depth, spot in enumerate(stack) if is_ours(spot)), default=-1)
+        ours = max((depth for depth, spot in enumerate(stack) if in_seams(spot)), default=-1)
         if ours >= 0:  # the statement that asks for the batch calls our wrapper, perhaps through a generator
             self._requests.update((spot.file, spot.line) for spot in stack[ours + 1 :])
         if at_boundary:

@@ -25,6 +25,7 @@ MAX_FRAMES: Final = 100
 
 _MAX_TEXT: Final = 500
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - strings to compare
+_SEAMS: Final = os.path.join(_PACKAGE, "seams") + os.sep  # noqa: PTH118
 STANDARD_LIBRARY: Final = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 LOADER_CODE: Final = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 _FETCHER: Final = f"{LOADER_CODE}_utils{os.sep}fetch.py"
@@ -117,9 +118,9 @@ def is_python(file: str) -> bool:
     return file.startswith(_PACKAGE + os.sep) or (file.startswith(_LIBRARIES) and not installed)
 
 
-def is_ours(spot: Spot) -> bool:
-    """Whether a place is in this package."""
-    return spot.file.startswith(_PACKAGE + os.sep)
+def in_seams(spot: Spot) -> bool:
+    """Whether a place is in a wrapper of ours. The command that runs a script is ours, too, and calls all of it."""
+    return spot.file.startswith(_SEAMS)
 
 
 def in_sampler(stack: Stack) -> bool:
