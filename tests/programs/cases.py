@@ -75,4 +75,16 @@ ALL: Final = (
         verdict=r"[nN]ot known.*\d+ % in collect_rollouts at rollouts\.py:\d+",
         unsaid=("stalled", "slower: "),
     ),
+    Program(
+        name="trainer",
+        like="fine-tuning with transformers' Trainer, gradients accumulated, evaluations in mid-epoch",
+        needs="transformers",
+        unsaid=(r"trainer\.py:\d+ +main",),
+    ),
+    Program(
+        name="lit",
+        like="a LightningModule with a sanity check, validation in mid-epoch and accumulated gradients",
+        needs="lightning",
+        unsaid=(r"lit\.py:\d+ +main",),
+    ),
 )
