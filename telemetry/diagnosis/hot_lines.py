@@ -9,12 +9,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from msgspec import UNSET, structs
+from msgspec import structs
 
 from telemetry.diagnosis.costs import own_time
 from telemetry.diagnosis.habits import habit_in
 from telemetry.diagnosis.model import WORTH_IT, Fetch, alone_in_worker, gain_of, gain_over_window, predicted_step
-from telemetry.model.records import BACKWARD, Advice, HotLine, factor_text
+from telemetry.model.records import BACKWARD, OTHER, Advice, HotLine, factor_text
 from telemetry.util.profiles import CHECKPOINT, FETCH, SAMPLER, STEP, WAIT, StackProfile, StackTime
 from telemetry.util.stacks import LOADER_CODE, STANDARD_LIBRARY, Spot, class_of, is_fetcher, is_library
 from telemetry.util.words import milliseconds as ms
@@ -262,7 +262,8 @@ def _lines_at(stacks: Sequence[tuple[Stack, int, str]], depth: int, total: int) 
         spot, called = stack[-depth], stack[: len(stack) - depth]
         times[spot] += ns
         calls[spot][_called(called, keep=_FORWARD)] += ns
-        parts[spot]["" if called and _OPERATORS.match(called[-1].module) else part] += ns
+        own = part == OTHER and called and _OPERATORS.match(called[-1].module)
+        parts[spot]["torch" if own else part] += ns  # such as the clipping of gradients
     return [
         HotLine(
             file=spot.file,
@@ -270,7 +271,7 @@ def _lines_at(stacks: Sequence[tuple[Stack, int, str]], depth: int, total: int) 
             function=spot.function,
             calls=calls[spot].most_common(1)[0][0],
             share_ratio=round(ns / total, 4),
-            part=parts[spot].most_common(1)[0][0] or UNSET,  # of torch's own functions the name says it
+            part=parts[spot].most_common(1)[0][0],
         )
         for spot, ns in times.most_common(MAX_LINES)
         if ns >= _MIN_SHARE * total
