@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from .test_frameworks import JUDGED, ROOT, needs
+from .test_frameworks import ROOT, needs
 
 OWN = {"loader_on_training_thread"}
 WORKERS = {"workers_cpu_bound", "workers_throttled", "worker_startup", "uneven_batches", "batch_transfer"}
@@ -24,8 +24,6 @@ class Example:
     Attributes:
         causes: that its stalls may have; on a fast machine it has none.
         evaluates: whether the ledger has to show evaluations. All of them write checkpoints.
-        judged: batches of the first evaluation that may be taken for steps; see `Case.judged`. They have 8 samples.
-        too_many: samples that smaller batches at the ends of epochs lack: without workers they count as whole ones.
         own_lines: whether the script, or a library of it, writes to stderr.
     """
 
@@ -33,17 +31,13 @@ class Example:
     arguments: tuple[str, ...]
     causes: set[str]
     evaluates: bool = False
-    judged: int = 0
     own_lines: bool = False
-    too_many: int = 0
 
 
 EXAMPLES = {
-    "mnist": Example(
-        "torch", ("--digits", "1000", "--epochs", "2"), OWN, evaluates=True, too_many=2 * (16 * 64 - 1000)
-    ),
+    "mnist": Example("torch", ("--digits", "1000", "--epochs", "2"), OWN, evaluates=True),
     "imagenet": Example("PIL", ("--pictures", "200", "--epochs", "2"), WORKERS),
-    "finetune": Example("transformers", ("--reviews", "320", "--epochs", "2"), OWN, True, JUDGED, own_lines=True),
+    "finetune": Example("transformers", ("--reviews", "320", "--epochs", "2"), OWN, True, own_lines=True),
 }
 
 
@@ -57,15 +51,14 @@ def test_the_report_counts_what_the_script_counts(tmp_path, name):
     steps, samples = map(int, re.search(r"^(\d+) steps, (\d+) samples$", done.stdout, re.MULTILINE).groups())
     said = done.stderr.splitlines()
     ours = [line for line in said if line.startswith("telemetry: ")]
-    assert example.own_lines or said == ours, done.stderr
+    assert example.own_lines or all(line.startswith(("telemetry: ", "  ")) for line in said), done.stderr
     start, end = ours
     assert start.startswith("telemetry: run run, rank 0: ")
     assert end.endswith(f"; see: telemetry report {tmp_path / 'run'}")
 
     report = json.loads(telemetry(tmp_path, "report", "run", "--json").stdout)
     (rank,) = report["ranks"]
-    assert 0 <= rank["steps"] - steps <= example.judged
-    assert 0 <= rank["samples"] - samples - example.too_many <= 8 * example.judged
+    assert (rank["steps"], rank["samples"]) == (steps, samples)
     assert bool(rank["ledger"]["evaluation"]) == example.evaluates
     assert rank["ledger"]["checkpoint"] > 0
     assert sum(rank["ledger"].values()) == pytest.approx(rank["wall_seconds"], rel=0.01)
