@@ -285,7 +285,7 @@ def test_the_report_says_how_long_an_epoch_takes_and_the_trend(tmp_path, capsys)
     write(tmp_path, 0, line("run_start", 0, **START, world_size=1), line("run_end", 0, **ended))
     assert main(["report", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "epochs: 9, of 5.50 s each\n" in text
+    assert "epochs: 9 of 5.50 s each\n" in text
     assert "steps: they became slower and slower in 5 min of training: 20.0 ms at first, 24.0 ms at last" in text
     assert main(["report", str(tmp_path), "--json"]) == 0
     rank = json.loads(capsys.readouterr().out)["ranks"][0]
