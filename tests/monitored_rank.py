@@ -67,7 +67,8 @@ class Run:
             StallCounts(),
             errors=self.errors,
             event_log=SimpleNamespace(
-                emit=lambda event, fields: self.lines.append((event, fields)), identity=SimpleNamespace(rank=0, node="")
+                emit=lambda event, fields: self.lines.append((event, fields)),
+                identity=SimpleNamespace(rank=0, node="", world_size=1),
             ),
             wall=SimpleNamespace(iso=lambda: "now"),
         )

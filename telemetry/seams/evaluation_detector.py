@@ -77,7 +77,9 @@ class EvaluationDetector:
             self._place = None if resumed else self._begun.get(data)
             self._since, self._batches = optimizer_steps, 0
             self._max_batches = _MAX_WITHOUT_A_STEP * max(1, round(closed / max(1, optimizer_steps)))
-            self._evaluates = self._judge(data, self._place, optimizer_steps, gradients=gradients)
+            # Of loaders that are asked in turn, the optimizer steps while the last one is the newest.
+            known = resumed and gradients
+            self._evaluates = not known and self._judge(data, self._place, optimizer_steps, gradients=gradients)
         elif optimizer_steps > self._since:
             self._evaluates = False
         elif not gradients and not any((self._trained.get(self._data()) or {}).values()):
