@@ -64,7 +64,7 @@ def shown(tmp_path_factory):
 
 def advised_workers(text):
     """The number of workers that the report advises."""
-    return re.search(r"try num_workers=(\d+), predicted", text)[1]
+    return re.search(r"try num_workers=(\d+): .*, predicted", text)[1]
 
 
 def test_the_run_is_shown_while_it_trains(shown):
@@ -86,7 +86,7 @@ def test_its_report_and_the_advice_that_is_followed(shown):
     assert int(re.search(r"^ +0 +\S+ +\d+ +(\d+) ", text, re.MULTILINE)[1]) > 0
     advised = advised_workers(text)
     gain = re.search(rf"5. Taking the advice, num_workers={advised}, which predicts (\d+\.\d+) times", text)[1]
-    assert re.search(rf"num_workers={advised}, predicted ([\d.]+ to )?{re.escape(f'{float(gain):g}')} times", text)
+    assert re.search(rf"num_workers={advised}: .*, predicted ([\d.]+ to )?{re.escape(f'{float(gain):g}')} times", text)
     assert re.search(rf"^A: demo-1, \d+ steps\nB: demo-1-{advised}-workers, \d+ steps$", text, re.MULTILINE)
     assert re.search(rf"^num_workers +0 +{advised}$", text, re.MULTILINE)
     pytest.importorskip("bokeh")

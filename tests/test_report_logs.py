@@ -195,6 +195,7 @@ def test_what_the_agent_writes_is_of_the_types_of_the_records(agent):
         "environment",
         "loader",
         "step_trend",
+        "estimated_steps_total",
         "exception_at",
         "failure",
         "shared_memory_bytes",

@@ -327,6 +327,10 @@ class HostLine(Line, frozen=True, kw_only=True, tag_field="event", tag="host"):
         return None if resident is None else resident + (self.workers_bytes or 0)
 
 
+# At the first use msgspec looks for the types of the fields by the module's name, which may be the project's by then.
+msgspec.convert({}, HostLine)
+
+
 class WorkersLine(Line, frozen=True, kw_only=True, tag_field="event", tag="workers"):
     """The DataLoader workers of this rank."""
 
