@@ -57,6 +57,7 @@ class Run:
             exposed=SimpleNamespace(seconds=0.0),
             take_source=lambda: SimpleNamespace(kind="workers", settings={}),
         )
+        self.tracker = tracker
         self.collectors = SimpleNamespace(samples=Samples(), cpu_seconds=0.0)
         self.sampler = Sampler(tracker, sleep)
         overhead = Overhead(tracker, [self.collectors])
@@ -76,6 +77,7 @@ class Run:
     def request(self, start: float, end: float, *, opens: bool = True, batch: bool = True) -> None:
         after = COMPUTE if batch else OTHER
         span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch, False)
+        self.tracker.batch_seen = True
         self.accounting.ledger.fold([span])
         self.accounting.stats.add(self.accounting.ledger.take_steps())
 

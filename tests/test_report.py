@@ -45,7 +45,7 @@ def test_the_json_is_that_of_the_contract(tmp_path):
     assert set(rank) == {
         "rank", "local_rank", "node", "pid", "steps", "wall_seconds", "ledger", "compute_seconds", "step_seconds", "data_wait_seconds",
         "exposed_wait_ratio", "overhead_seconds", "memory", "samples", "tokens", "gpu_energy_joules", "attempt",
-        "step_lines", "epochs", "step_trend",
+        "step_lines", "epochs", "step_trend", "optimizer_steps",
     }  # fmt: skip
     assert set(rank["ledger"]) == set(CATEGORIES)
     assert sum(rank["ledger"].values()) == rank["wall_seconds"] == 13
