@@ -77,7 +77,7 @@ class Run:
     def request(self, start: float, end: float, *, opens: bool = True, batch: bool = True) -> None:
         after = COMPUTE if batch else OTHER
         span = (int(start * SECOND), int(end * SECOND), DATA_WAIT, after, opens, opens, batch, False)
-        self.tracker.batch_seen = True
+        self.tracker.explicit = True
         self.accounting.ledger.fold([span])
         self.accounting.stats.add(self.accounting.ledger.take_steps())
 
