@@ -410,6 +410,7 @@ class StepTracker(StepState):
         self.detector.settle(evaluates=evaluates)
         try:
             if evaluates:
+                self.interrupt(EVALUATION)
                 for each in held:
                     ring.push(*each)
                 return
@@ -565,7 +566,8 @@ class StepTracker(StepState):
         """Change to evaluation. ``own``: id of an iterator that turns out to evaluate, and whose step ends here."""
         if self.category == r.S_EVALUATION:
             return
-        self.interrupt(EVALUATION)
+        if self.ring.held is None:  # if it may be training, a snapshot goes on
+            self.interrupt(EVALUATION)
         closes = self.step_open and (self.step_iterators == {own} or self.last_steps > 0)
         stamp = now_ns()
         self.ring.push(stamp, stamp, _EVALUATION | r.CLOSES if closes else _EVALUATION)
