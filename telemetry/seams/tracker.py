@@ -394,7 +394,8 @@ class StepTracker(StepState):
     def _evaluates(self, verdict: bool | None) -> bool:  # noqa: FBT001 - as the detector says it
         """Whether the training thread evaluates, as far as that is known: None holds the spans back from here on."""
         if verdict is not None:
-            self.settle(evaluates=True)  # what went before
+            # What went before: batches, or the begin of the iteration to which this request belongs.
+            self.settle(evaluates=verdict or any(each.mark is not None for each in self._held.values()))
             return verdict
         if self.ring.held is None:
             self.slow_path()

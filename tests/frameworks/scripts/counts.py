@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 import warnings
 
 import common
@@ -157,6 +158,8 @@ def fastai(accumulate=1, workers=0) -> None:
     from fastai.basics import Callback, DataLoaders, Learner
     from fastai.callback.training import GradientAccumulation
     from fastai.data.load import DataLoader as Loader
+
+    time.sleep(2)  # the agent looks for fastai's optimizer while the script goes on, and the training takes a second
 
     class Counting(Callback):
         order = 1000
