@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import telemetry
 from telemetry.agent import step_monitor as findings
 from telemetry.diagnosis.hot_lines import line_shares
+from telemetry.diagnosis.model import gain_without
 from telemetry.diagnosis.step_time import StepTime, findings_of
 from telemetry.diagnosis.switches import switch_findings
 from telemetry.diagnosis.verdict import RankWaits, RunFacts, VerdictKind, judge
@@ -353,6 +354,11 @@ def test_a_training_thread_without_a_core(case):
         assert who in finding.text
         assert finding.advice[0].action.startswith(action)
         assert finding.advice[0].predicted_speedup == pytest.approx(gain, abs=0.15)
+
+
+@pytest.mark.parametrize(("share", "gain"), [(0.3, 1.43), (0.06, 1.06), (0.04, None), (0.0, None)])
+def test_a_gain_that_is_not_worth_it_is_not_predicted(share, gain):
+    assert gain_without(COMPUTE, share) == gain
 
 
 def test_the_load_of_threads_that_want_more_cores_than_there_are(monkeypatch):

@@ -155,7 +155,7 @@ def report_and_pace(
         RunError: it failed, timed out, or left no report or no pace.
     """
     run_dir, pace = folder / "run", folder / "pace.json"
-    launcher = [_python(specimen)]
+    launcher = [python_with(specimen.needs)]
     if specimen.nodes > 1:
         launcher += [str(_ON_NODES), str(specimen.nodes), str(specimen.ranks // specimen.nodes)]
     elif specimen.ranks > 1:
@@ -180,17 +180,17 @@ def report_and_pace(
     return report, float(rate)
 
 
-def _python(specimen: Specimen) -> str:
-    """A package that this Python does not have is in the frameworks' environment.
+def python_with(package: str) -> str:
+    """A Python that has this package, if any is wanted: this one, or that of the frameworks' environment.
 
     Raises:
         RunError: that is not here, either.
     """
-    if not specimen.needs or importlib.util.find_spec(specimen.needs) is not None:
+    if not package or importlib.util.find_spec(package) is not None:
         return sys.executable
     python = ROOT / ".venv-frameworks" / "bin" / "python"
     if not python.exists():
-        raise RunError(f"{specimen.needs} is not installed")
+        raise RunError(f"{package} is not installed: make test-frameworks installs it")
     return str(python)
 
 

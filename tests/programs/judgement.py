@@ -89,9 +89,9 @@ def _is_right(name: str, said: float | None, true: float) -> bool:
         return said == true
     if name == "estimated_steps":
         return said is not None and abs(said - true) <= MAX_ESTIMATE_OFF * true
-    if name == "evaluation_seconds":
-        return abs((said or 0.0) - true) <= max(NOISE_SECONDS, MAX_OFF * true)
-    return abs((said or 0.0) - true) <= MAX_OFF
+    if said is None:
+        return False
+    return abs(said - true) <= (max(NOISE_SECONDS, MAX_OFF * true) if name == "evaluation_seconds" else MAX_OFF)
 
 
 def _told(value: float | None) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.campaign import ROOT, RunError, environment, finish, last_line, report_of, under_the_agent
+from tests.campaign import RunError, environment, finish, last_line, report_of, under_the_agent
+from tests.campaign.runner import python_with
 
 from .cases import Program
 
@@ -26,7 +25,7 @@ def run(program: Program, folder: Path) -> tuple[dict[str, Any], dict[str, Any],
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     truth, run_dir = folder / "truth.json", folder / "run"
-    launcher = [python_of(program)]
+    launcher = [python_with(program.needs)]
     if program.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
     script = [str(program.script), *program.arguments]
@@ -41,17 +40,3 @@ def run(program: Program, folder: Path) -> tuple[dict[str, Any], dict[str, Any],
         return json.loads(truth.read_text(encoding="utf-8")), json.loads(values), text
     except (OSError, ValueError):
         raise RunError("the program has said nothing of itself") from None
-
-
-def python_of(program: Program) -> str:
-    """A package that this Python does not have is in the frameworks' environment.
-
-    Raises:
-        RunError: that is not here, either.
-    """
-    if not program.needs or importlib.util.find_spec(program.needs) is not None:
-        return sys.executable
-    python = ROOT / ".venv-frameworks" / "bin" / "python"
-    if not python.exists():
-        raise RunError(f"{program.needs} is not installed: make test-frameworks installs it")
-    return str(python)
