@@ -68,6 +68,7 @@ def test_what_may_have_another_reason_is_not_told(traits, wait, delay):
         [0.1, 0.1, 0.1, 0.4] * 100,  # each fourth updates the weights
         [0.1 + 0.1 * (number % 2) + CHANCE.uniform(0, 0.002) for number in range(400)],
         [CHANCE.uniform(*((1e-4, 4e-4), (0.04, 0.09))[number % 4 > 0]) for number in range(400)],  # asked for at once
+        [CHANCE.uniform(*((1e-4, 4e-4), (0.03, 0.09))[number % 5 > 2]) for number in range(400)],  # most of them are
     ],
 )
 def test_steps_that_differ_in_another_way_are_not_told(steps):

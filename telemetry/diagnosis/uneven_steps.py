@@ -28,8 +28,8 @@ _MIN_SPREAD: Final = 1.08
 more second in every tenth step, or an optimizer that steps every other time, is something else."""
 
 _NOTHING: Final = 0.1
-"""If one of ten steps takes less than this part of the median, it does nothing: transformers' Trainer asks for all the
-batches of an update first."""
+"""If one of ten steps takes less than this part of the mean, it does nothing: transformers' Trainer asks for all the
+batches of an update first, so that of two steps one has all the compute."""
 
 _CALM: Final = 0.1
 """If more of the time is waits for data, or waits for a core, these may be what makes steps differ."""
@@ -54,9 +54,9 @@ def uneven_steps(steps: Sketch, evidence: Evidence, delay_ratio: float) -> Findi
     levels = [steps.quantile(share) or 0.0 for share in _SHARES]
     if levels[-1] < _MIN_RATIO * levels[0] or any(b < _MIN_SPREAD * a for a, b in pairwise(levels)):
         return None
-    if levels[0] < _NOTHING * levels[2]:
-        return None
     mean, alike, least = _of_similar_length(steps, traits.batch_size or 1)
+    if levels[0] < _NOTHING * mean:
+        return None
     low, high = (gain_without(evidence, max(0.0, 1 - each / mean)) for each in (alike, least))
     if low is None or high is None or low < _MIN_GAIN:
         return None
