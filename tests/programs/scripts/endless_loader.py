@@ -50,18 +50,19 @@ class EndlessLoader(DataLoader):
 class Trainer:
     def __init__(self) -> None:
         layers = [
-            nn.Conv2d(3, 16, 3, 2),
+            nn.Conv2d(3, 48, 3, 2),
             nn.SiLU(),
-            nn.Conv2d(16, 32, 3, 2),
+            nn.Conv2d(48, 64, 3, 2),
             nn.SiLU(),
             nn.Flatten(),
-            nn.Linear(7200, 4),
+            nn.Linear(14400, 4),
         ]
         self.model = nn.Sequential(*layers)
         self.averaged = copy.deepcopy(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, nesterov=True, momentum=0.9)
         self.loader = EndlessLoader(Scenes(), batch_size=16, shuffle=True, num_workers=1, collate_fn=Scenes.collate)
-        self.checks = DataLoader(Scenes(), batch_size=32, num_workers=1, collate_fn=Scenes.collate)
+        checks = {"batch_size": 32, "num_workers": 1, "persistent_workers": True, "collate_fn": Scenes.collate}
+        self.checks = DataLoader(Scenes(), **checks)
 
     def train(self) -> None:
         while not truth.over():
