@@ -12,6 +12,7 @@ import pytest
 from telemetry.demo import demo_command as command
 from telemetry.demo.demo_command import DemoPlan, demo
 from telemetry.model.records import Advice
+from tests.report_logs import START, line, totals, window, write
 
 pytest.importorskip("PIL")
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,20 @@ def test_the_run_is_shown_while_it_trains(shown):
     assert 12 <= len(names) <= 16
     assert names.count("training_time_seconds_total") == 6
     assert {"training_steps_total", "training_exposed_wait_seconds_total", "training_process_threads"} <= set(names)
+
+
+def test_the_advice_on_workers_is_followed_also_where_a_stall_has_another_before_it(tmp_path):
+    def advice(setting, value, gain):
+        return {"action": "x", "setting": setting, "value": value, "predicted_speedup": gain, "because": "y"}
+
+    given = [advice(None, None, None), advice("num_workers", "2", 1.56), advice(None, None, 1.3)]
+    write(
+        tmp_path, 0, line("run_start", **START), window(seconds=[0.1] * 100, wait=7, compute=3, steps=100),
+        line("stall_open", cause="loader_on_training_thread", opened="t1", advice=given),
+        line("run_end", **totals(wait=7, compute=3, steps=100)),
+    )  # fmt: skip
+    found = command.advised(tmp_path)
+    assert (found.setting, found.value, found.predicted_speedup) == ("num_workers", "2", 1.56)
 
 
 def test_its_report_and_the_advice_that_is_followed(shown):

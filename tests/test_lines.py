@@ -186,6 +186,17 @@ def test_a_line_comes_by_all_that_it_calls_and_has_one_share():
     assert whole_line(mostly).named == "archives.read at train.py:42"
 
 
+def test_two_functions_of_a_library_are_not_one_although_the_same_is_to_be_done():
+    """A line is not named with a function that it does not call."""
+    converts, resizes = (
+        Spot(f"{SITE}PIL/Image.py", n, name, "PIL.Image") for n, name in ((1, "convert"), (2, "resize"))
+    )
+    other = ITEM._replace(line=47)
+    lines = line_shares(profile_of(((converts, ITEM, FETCHER), 60), ((resizes, other, FETCHER), 40)), FETCH)
+    first = whole_line(lines)
+    assert (first.named, round(first.share, 2)) == ("Image.convert at train.py:42", 0.6)
+
+
 # A frame of a library, and what is advised about the user's lines that call it.
 KNOWN = {
     "pandas.core.indexing:_getitem_axis": "pandas indexing at train.py:42 and train.py:43: take the columns out as arrays",

@@ -139,11 +139,9 @@ def _follow_advice(run: Path, training: list[str], plan: DemoPlan) -> Path | Non
 
 
 def advised(run: Path) -> Advice | None:
-    """The first advice of the costliest stall of a run, if it is about the number of workers."""
-    stalls = read_report(run, traces=False).values.stalls
-    stall = max(stalls, key=lambda stall: stall.cost_seconds, default=None)
-    advice = stall.advice[0] if stall and stall.advice else None
-    return advice if advice and advice.setting == "num_workers" and advice.predicted_speedup else None
+    """The first advice in the report of a run about the number of workers, with a prediction; None without one."""
+    given = read_report(run, traces=False).values.advice
+    return next((each for each in given if each.setting == "num_workers" and each.predicted_speedup), None)
 
 
 # -- one training, and what the other commands show while it runs ------------------------------------------------------

@@ -196,14 +196,14 @@ def _in_order(found: list[LineShare]) -> list[LineShare]:
 def whole_line(lines: Sequence[LineShare]) -> LineShare:
     """The first line with all that it calls as one share.
 
-    If most of it is in functions of which something is known, it is the share of these, in all lines.
+    If most of it is in a function of which something is known, it is the share of that, in all lines.
     """
     first = lines[0]
     same = [line for line in lines if (line.file, line.line) == (first.file, first.line)]
     whole = sum(line.share for line in same)
     known = next((line for line in same if line.habit is not None), None)
-    if known is not None and sum(e.share for e in same if e.habit == known.habit) >= _GREATER_PART * whole:
-        first, same = known, [line for line in lines if line.habit == known.habit]
+    if known is not None and sum(e.share for e in same if e.calls == known.calls) >= _GREATER_PART * whole:
+        first, same = known, [line for line in lines if line.habit is not None and line.calls == known.calls]
     elif first.share < _NEARLY_ALL * whole:
         first = replace(first, calls=None, habit=None)
     share, held = min(1.0, sum(line.share for line in same)), sum(line.gil_ratio * line.share for line in same)
